@@ -5,7 +5,8 @@ usage: gpu.py [--parts attention,train,engine,mismatch] [--models 0.6b,1.5b,7b] 
     attention  the compiled FlexAttention over a tree beside PyTorch's own flash attention, the
                same text, forward and backward
     train      tokens per second and MFU of a whole GRPO step (forward, backward, AdamW) in bfloat16
-    engine     tokens per second of the embedded engine, and the time of a swap of weights
+    engine     tokens per second of the embedded engine beside transformers' `generate` on the same
+               prompts, and the time of a swap of weights
     mismatch   log-probs of engine and trainer in bfloat16: how far apart
 
 Each part and model is a process of its own, with a deadline. Those of one wave start together, so
@@ -33,6 +34,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -101,19 +103,25 @@ COMPILING = (2, 2304)
 WAVES = (("0.5b", "0.6b", "1.5b"), ("7b",))
 """Models that the GPU has room for at once."""
 PART_S = 150
-NEW_TOKENS = 32
+PROMPT_TOKENS = 256
+NEW_TOKENS = 128
+REQUESTS = (1, 16, 64)
 OLD_LOGPROB = -11.0
 """Near what random weights give every token."""
 LOCK = Path(tempfile.gettempdir()) / "agentevo-gpu-benchmark.lock"
 
 
-def model_of(name: str) -> PreTrainedModel:
+def plain_model_of(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with GPU:
         model = SHAPES[name]()
     torch.set_default_dtype(torch.float32)
-    return prepare(model.eval())
+    return model.eval()
+
+
+def model_of(name: str) -> PreTrainedModel:
+    return prepare(plain_model_of(name))
 
 
 def rows_of(count: int, length: int, vocabulary: int) -> list[Row]:
@@ -263,18 +271,45 @@ def generate(engine: TorchEngine, count: int, prompt: int, new: int, seed: int) 
     return time.perf_counter() - started, prompts, found
 
 
-def engine(name: str) -> dict[str, Any]:
-    model = model_of(name)
-    one = TorchEngine(model, config=EngineSection())
-    generate(one, 2, 64, 8, 0)
+def transformers_seconds(model: PreTrainedModel, prompts: list[list[int]]) -> float:
+    """Of transformers' `generate` over prompts of one length: SDPA, its growing cache."""
+    ids = torch.tensor(prompts, device=GPU)
+    config = GenerationConfig(
+        max_new_tokens=NEW_TOKENS, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    generated = lambda: model.generate(  # noqa: E731
+        ids, attention_mask=torch.ones_like(ids), generation_config=config
+    )
+    return seconds_of(generated, 1)[0]
 
-    weights = {key: p.detach().clone() for key, p in model.named_parameters()}
-    numbers: dict[str, Any] = {}
+
+def engine(name: str, profile: Path | None = None) -> dict[str, Any]:
+    ours = TorchEngine(model_of(name), config=EngineSection())
+    peer = plain_model_of(name)
+    peer.generation_config = GenerationConfig()
+    generate(ours, 2, 64, 8, 0)
+    transformers_seconds(peer, [[5] * 64] * 2)
+
+    weights = {key: p.detach().clone() for key, p in ours.model.named_parameters()}
+    numbers: dict[str, Any] = {"prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS}
     with alone():
-        for count in (1, 16, 64):
-            seconds, _, found = generate(one, count, 256, NEW_TOKENS, count)
-            numbers[f"tokens_per_s_{count}"] = sum(len(c.ids) for c in found) / seconds
-        swaps = seconds_of(lambda: asyncio.run(one.publish(one.version + 1, weights)), 3)
+        for count in REQUESTS:
+            seconds, prompts, completions = generate(ours, count, PROMPT_TOKENS, NEW_TOKENS, count)
+            numbers[f"tokens_per_s_{count}"] = sum(len(c.ids) for c in completions) / seconds
+            numbers[f"transformers_tokens_per_s_{count}"] = (
+                count * NEW_TOKENS / transformers_seconds(peer, prompts)
+            )
+
+        swaps = seconds_of(lambda: asyncio.run(ours.publish(ours.version + 1, weights)), 3)
+
+    if profile is not None:
+        with torch.profiler.profile() as profiler:
+            generate(ours, 16, PROMPT_TOKENS, 16, 7)
+        averages = profiler.key_averages()
+        by_cpu = averages.table(sort_by="self_cpu_time_total", row_limit=45)
+        by_gpu = averages.table(sort_by="self_device_time_total", row_limit=30)
+        profile.write_text(f"{by_cpu}\n{by_gpu}")
 
     numbers["swap_s"] = statistics.median(swaps)
     return numbers
@@ -310,6 +345,9 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
+PROFILED = ("train", "engine")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--parts", default=",".join(PARTS))
@@ -321,7 +359,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.one:
         part, _, model = options.one.partition(":")
-        extra = {"profile": options.profile, "eager": options.eager} if part == "train" else {}
+        extra = {"profile": options.profile} if part in PROFILED else {}
+        if part == "train":
+            extra["eager"] = options.eager
         print(json.dumps(PARTS[part](model, **extra)))
         return
 
@@ -338,8 +378,8 @@ def main() -> None:
 
 def report(part: str, model: str, options: argparse.Namespace) -> None:
     more = ["--eager"] if options.eager else []
-    if options.profile and part == "train":
-        more += ["--profile", f"{options.profile}-{model}.txt"]
+    if options.profile and part in PROFILED:
+        more += ["--profile", f"{options.profile}-{part}-{model}.txt"]
 
     started = time.perf_counter()
     try:

@@ -29,6 +29,7 @@ from agentevo.runs.identity import ensure_run_folder
 from agentevo.runs.resume_rules import check_resume
 from agentevo.store import open_store
 from agentevo.store.store import stores
+from agentevo.ui.sources import RunSource, Sources
 
 PASSWORD = "s3cr:t@/?%#"
 AT_HOST = "vault://me:${env:VAULT_PASSWORD}@host"
@@ -110,6 +111,13 @@ def _has(file: Path, forms: list[bytes]) -> bool:
             "mongodb://h/d?authMechanismProperties=A:b,AWS_SESSION_TOKEN:hush",
             "mongodb://h/d?authMechanismProperties=A:b,AWS_SESSION_TOKEN:***",
         ),
+        ("https://h/v1?key=hush&a=b", "https://h/v1?key=***&a=b"),
+        ("https://h/v1?a=b&api_key=hush", "https://h/v1?a=b&api_key=***"),
+        ("https://h/v1?tavilyApiKey=hush", "https://h/v1?tavilyApiKey=***"),
+        ("https://h/v1?X-Amz-Signature=1&sig=hush", "https://h/v1?X-Amz-Signature=1&sig=***"),
+        ("https://h/v1?subscription-key=hush", "https://h/v1?subscription-key=***"),
+        ("postgresql://me@h/d?sslkey=/etc/key.pem&monkey=1", None),
+        ("mongodb://h/d?tlsCertificateKeyFile=/etc/key.pem&authSource=admin", None),
     ],
 )
 def test_what_is_shown_of_a_url(url, shown):
@@ -224,11 +232,40 @@ def test_a_run_of_an_old_configuration_goes_on_with_the_variable(tmp_path, small
         assert "hush" not in str(refused.value)
 
 
-@pytest.mark.parametrize("command", ["stats", "gc", "retry"])
+@pytest.mark.parametrize("command", ["store stats", "store gc", "store retry", "ui"])
 def test_a_password_on_the_command_line_is_refused(command, capsys):
-    assert main(["store", command, "postgresql://me:hush@h/d"]) == 2
+    assert main([*command.split(), "postgresql://me:hush@h/d"]) == 2
     shown = capsys.readouterr().err
     assert "postgresql://me:${env:STORE_PASSWORD}@h/d" in shown and "hush" not in shown
+
+
+@pytest.mark.parametrize(
+    ("key", "url"),
+    [
+        ("remote_models.judge", "{model: m, base_url: 'https://h/v1?key=hush'}"),
+        ("remote_models.judge", "{model: m, base_url: 'https://h/v1?subscription-key=hush'}"),
+        ("remote_models.judge", "{model: m, base_url: 'https://me:hush@h/v1'}"),
+        ("remote_models.judge", "{model: m, base_url: 'https://h/v1?what=hush'}"),
+        ("remote_models.judge", "{model: m, base_url: 'https://h/${env:PW}/v1'}"),
+        ("engine.options", "{url: 'https://h/v1?api_key=hush'}"),
+        ("tools", "[{type: mcp, name: a, url: 'https://h/mcp?apiKey=hush'}]"),
+    ],
+)
+def test_a_key_in_the_url_of_a_server_is_refused_with_where_it_belongs(key, url, recipe, capsys):
+    assert main(["train", str(recipe), f"{key}={url}", "--dry-run"]) == 2
+    shown = capsys.readouterr().err
+    assert "api_key: ${env:NAME}" in shown.replace("'", "") and "hush" not in shown
+
+
+def test_the_store_of_a_run_is_the_given_one_whatever_variable_has_the_password(tmp_path):
+    """Old runs have the password itself in their configuration."""
+    given = "postgresql://me:${env:OTHER}@h/d"
+    sources = Sources([given])
+    for url in (given, "postgresql://me:${env:PW}@h/d", "postgresql://me:hush@h/d"):
+        assert sources.store_url(RunSource("a", "a", None, url)) == given
+    for url in ("postgresql://me:hush@elsewhere/d", "postgresql://you:hush@h/d"):
+        with pytest.raises(ConfigError, match="a database elsewhere"):
+            sources.store_url(RunSource("a", "a", None, url))
 
 
 @pytest.mark.parametrize(

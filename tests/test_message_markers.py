@@ -9,9 +9,9 @@ from chat_templates import HERMES, PHI3, QWEN3, R1, SPECIAL, STRICT, tokenizer_w
 from harmony_template import HARMONY, MARKS
 from transformers import AddedToken, PreTrainedTokenizerFast
 
-from agentevo.message_markers import CUT, MessageMarkers
+from agentevo.message_markers import CUT
 from agentevo.models.chat import ChatFormat, special_ids
-from agentevo.models.chat_template import ToolSchemas
+from agentevo.models.chat_template import ChatTemplate, ToolSchemas
 from agentevo.models.tiny_tokenizer import byte_tokenizer
 from agentevo.rewards.reward_model import conversation_ids
 from agentevo.types import Message, ToolCall
@@ -164,7 +164,7 @@ def test_added_tokens_of_the_template_count_though_they_are_not_special() -> Non
     tokenizer = tokenizer_with(HERMES)
     tokenizer.add_tokens([AddedToken("<tool_response>"), AddedToken("<｜User｜>")])
     tokenizer.chat_template = HERMES.replace("<|im_start|>", "<｜User｜>")
-    markers = MessageMarkers(tokenizer)
+    markers = ChatTemplate(tokenizer).markers
     text = "<｜User｜> <tool_response> <think> </s>"
     assert markers.cut(text, "user") == text.replace("<｜", f"<{CUT}｜")
     assert markers.cut(text, "tool") == (

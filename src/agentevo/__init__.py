@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from agentevo.api.evaluation import evaluate
     from agentevo.api.prompts import optimize
     from agentevo.config.agents import AgentSection, agent
-    from agentevo.config.credit import credit
+    from agentevo.config.algorithm_functions import advantage, credit, policy_loss
     from agentevo.config.self_play import question_family
     from agentevo.config.tools import tool
     from agentevo.environments.environment import EnvironmentConfig, TextEnvironment, environment
@@ -55,8 +55,9 @@ _HOMES = {
     "ToolError": "agentevo.errors",
     "ToolResult": "agentevo.tools.tool",
     "Unscored": "agentevo.rewards.reward",
+    "advantage": "agentevo.config.algorithm_functions",
     "agent": "agentevo.config.agents",
-    "credit": "agentevo.config.credit",
+    "credit": "agentevo.config.algorithm_functions",
     "environment": "agentevo.environments.environment",
     "evaluate": "agentevo.api.evaluation",
     "examples": "agentevo.agents.texts",
@@ -64,6 +65,7 @@ _HOMES = {
     "load_run": "agentevo.api",
     "open_model": "agentevo.loop.local",
     "optimize": "agentevo.api.prompts",
+    "policy_loss": "agentevo.config.algorithm_functions",
     "question_family": "agentevo.config.self_play",
     "register_scorer": "agentevo.rewards.reward",
     "reward": "agentevo.rewards.reward",
@@ -94,6 +96,7 @@ __all__ = [
     "ToolResult",
     "Unscored",
     "__version__",
+    "advantage",
     "agent",
     "credit",
     "environment",
@@ -103,6 +106,7 @@ __all__ = [
     "load_run",
     "open_model",
     "optimize",
+    "policy_loss",
     "question_family",
     "register_scorer",
     "reward",

@@ -20,14 +20,19 @@ REFERENCE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 EXAMPLE = "${env:STORE_PASSWORD}"
 API_KEYS = ("api_key", "admin_api_key", "engine_secret")
 """What a configuration calls the key of a server, wherever it is."""
+_WITH_KEYS = ("tools", "engine", "remote_models", "sandbox", "mcp")
+"""Sections of servers whose URLs nobody puts anything into: their keys are `api_key`."""
 _HIDDEN = "***"
 _URL = re.compile(r"(?<![A-Za-z0-9+.-])[A-Za-z0-9+.-]++:/{1,2}\S+")
 """Begins where a name begins and never goes back, so that a name of a megabyte is read once."""
 _ONE_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S*")
 _SECRET_OPTION = re.compile(
-    r"(?i)(?<=[?&;,:=])(?=[\w.-]*?(?:password|passwd|passphrase|secret|token))"
+    r"(?i)(?<=[?&;,:=])"
+    r"(?=[\w.-]*?(?:password|passwd|passphrase|secret|token|credential)"
+    r"|(?:[\w.-]*?(?:api|access|auth|private|subscription|[?&;._-]))?key=|(?:sig|signature|auth)=)"
     r"([\w.-]++[=:])([^&;,]*)"
 )
+"""`sslkey` and `tlsCertificateKeyFile` name files."""
 
 
 def with_environment(url: str) -> str:
@@ -108,8 +113,7 @@ def credential_problems(tree: Mapping[str, object]) -> list[str]:
         if is_url and without_password(text) != text:
             problems.append(
                 f"{key}: the password would be written into the run's folder and seen in the list "
-                "of processes: put it into an environment variable and write, in single quotes on "
-                f"a command line, '{_with_password_as(text, EXAMPLE)}'"
+                f"of processes: {_remedy(key, text)}"
             )
         elif not is_url and REFERENCE.search(text):
             problems.append(
@@ -118,6 +122,21 @@ def credential_problems(tree: Mapping[str, object]) -> list[str]:
             )
 
     return problems
+
+
+def _remedy(key: str, url: str) -> str:
+    """How the password of this URL is given."""
+    name = key.rpartition(".")[2]
+    if name == "base_url" or (name == "url" and key.startswith(_WITH_KEYS)):
+        return (
+            "leave it out of the URL, put it into an environment variable and write api_key: "
+            "'${env:NAME}' (a server of tools whose URL must have it: list it in a file, type: "
+            "mcp_file)"
+        )
+    return (
+        "put it into an environment variable and write, in single quotes on a command line, "
+        f"'{_with_password_as(url, EXAMPLE)}'"
+    )
 
 
 def refuse_password(url: str) -> str:

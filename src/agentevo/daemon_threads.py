@@ -12,7 +12,7 @@ import asyncio
 import contextvars
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -53,27 +53,23 @@ class OwnThread:
 
     async def call(self, function: Callable[[], T]) -> T:
         """What the function returns or raises. Cancelled, it leaves the thread behind."""
-        answer: Future[T] = Future()
-        context = contextvars.copy_context()
-
-        def work() -> None:
-            if not answer.set_running_or_notify_cancel():
-                return  # nobody waits for it any more, and it has not begun
-
-            try:
-                result = context.run(function)
-            except BaseException as error:  # noqa: BLE001 (handed to whoever waits)
-                answer.set_exception(self._as_failure(error))
-            else:
-                answer.set_result(result)
-
-        self._calls.put(work)
+        answer = self._ask(function)
         try:
             return await asyncio.wrap_future(answer)
         finally:
-            if not answer.done():
-                self._given_up = answer
-                _left.add(self._thread)
+            self._leave_unless_done(answer)
+
+    def call_now(self, function: Callable[[], T], within_s: float) -> T:
+        """The same outside of an event loop. Raises TimeoutError when it takes longer."""
+        answer = self._ask(function)
+        try:
+            _, waiting = wait([answer], timeout=within_s)
+        finally:
+            self._leave_unless_done(answer)
+
+        if waiting:
+            raise TimeoutError(f"it did not return within {within_s:g} s")
+        return answer.result()
 
     def has_ended(self, within_s: float) -> bool:
         """Whether the thread has ended, waiting so long at most."""
@@ -89,6 +85,29 @@ class OwnThread:
 
         self._calls.put(work)
         self._calls.put(None)
+
+    def _ask(self, function: Callable[[], T]) -> Future[T]:
+        answer: Future[T] = Future()
+        context = contextvars.copy_context()
+
+        def work() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return  # nobody waits for it any more, and it has not begun
+
+            try:
+                result = context.run(function)
+            except BaseException as error:  # noqa: BLE001 (handed to whoever waits)
+                answer.set_exception(self._as_failure(error))
+            else:
+                answer.set_result(result)
+
+        self._calls.put(work)
+        return answer
+
+    def _leave_unless_done(self, answer: Future[Any]) -> None:
+        if not answer.done():
+            self._given_up = answer
+            _left.add(self._thread)
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -116,5 +135,14 @@ async def run_in_thread(function: Callable[[], T], who: str) -> T:
     thread = OwnThread(who)
     try:
         return await thread.call(function)
+    finally:
+        thread.end()
+
+
+def call_in_thread(function: Callable[[], T], who: str, within_s: float) -> T:
+    """The same outside of an event loop. Raises TimeoutError when it takes longer."""
+    thread = OwnThread(who)
+    try:
+        return thread.call_now(function, within_s)
     finally:
         thread.end()

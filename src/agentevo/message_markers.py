@@ -13,6 +13,7 @@ from a message that says the same.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -36,7 +37,12 @@ class MessageMarkers:
     Harmony's own are kept, as one answer of its has several messages.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        render: Callable[[list[dict[str, Any]]], str],
+    ) -> None:
+        """`render` gives the text of a conversation up to where the assistant speaks."""
         template = str(tokenizer.get_chat_template()) if tokenizer.chat_template else ""
         added = tokenizer.added_tokens_decoder.values()
         written = {token.content for token in added if token.content in template}
@@ -45,7 +51,9 @@ class MessageMarkers:
         markers = special | {text for text in written if not _TAG.fullmatch(text)}
         self._usual = _pattern(markers)
         self._of_tools = _pattern(markers | written)
-        self._of_assistants = _pattern(_around_messages(tokenizer, markers) - set(THOUGHT_TAGS))
+        self._of_assistants = _pattern(
+            _around_messages(tokenizer, render, markers) - set(THOUGHT_TAGS)
+        )
 
     def cut(self, value: Any, role: str) -> Any:
         """A text, or all texts within lists and mappings, their keys included, as a message of this
@@ -60,15 +68,17 @@ class MessageMarkers:
         return value
 
 
-def _around_messages(tokenizer: PreTrainedTokenizerBase, markers: set[str]) -> set[str]:
+def _around_messages(
+    tokenizer: PreTrainedTokenizerBase,
+    render: Callable[[list[dict[str, Any]]], str],
+    markers: set[str],
+) -> set[str]:
     """Those of the markers that the template writes in a plain conversation, and the tokenizer's
     own beginning and end of a text."""
     asked = {"role": "user", "content": "a"}
     messages = [asked, {"role": "assistant", "content": "b"}, asked]
     try:
-        text = str(
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        )
+        text = render(messages)
     except Exception:  # noqa: BLE001 (a template may do anything; who renders with it is told)
         return markers
 

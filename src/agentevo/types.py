@@ -288,6 +288,8 @@ until then."""
 
 REWARD_PARTS = "reward_parts/"
 """Prefix of the names that the parts of a reward have among metrics."""
+TIMINGS = "timings/"
+"""Prefix of the names that times have among the metrics of a stored row."""
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
@@ -321,6 +323,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     started_at: float = 0.0
     """Unix time in seconds."""
     duration_s: float = 0.0
+    timings: dict[str, float] = {}
+    """What took how long, in seconds, such as `environment_step_s/mean`. No digest covers times."""
 
     @property
     def agent(self) -> str:
@@ -360,6 +364,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     ending: str = ""
     """What the world showed after the last turn, which no prompt holds: kept with the calls."""
     metrics: dict[str, float] = {}
+    timings: dict[str, float] = {}
+    """See Trajectory."""
     agents: dict[str, Outcome] = {}
     """How it ended for each of several agents, by name; for others the rest of this record."""
 

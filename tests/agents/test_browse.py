@@ -10,6 +10,7 @@ from remote_server import RemoteServer, chat, fails, gives, hangs
 
 from agentevo.agents import Policy, ToolAgent
 from agentevo.agents.browse import FAILED, LEFT_OUT
+from agentevo.agents.remote_policy import RemoteConversation, RemoteModelPolicy
 from agentevo.config import build_config
 from agentevo.config import tools as tool_config
 from agentevo.config.agents import ToolAgentSection
@@ -22,8 +23,8 @@ from agentevo.models.chat import ChatFormat
 from agentevo.models.tiny_tokenizer import byte_tokenizer
 from agentevo.remote_models.conversations import RemoteConversations
 from agentevo.remote_models.model import RemoteModels
-from agentevo.store.call_log import RunningCall
-from agentevo.types import SamplingParams, Task
+from agentevo.store.call_log import AttemptCalls, RunningCall
+from agentevo.types import SamplingOverrides, SamplingParams, Task
 
 PAGE = "The door is blue. " * 20
 
@@ -163,6 +164,58 @@ def test_a_helper_reads_no_more_than_it_may_and_is_told(told):
         (asked,) = asked_of(server)
     content = asked.partition("<content>\n")[2].partition("\n</content>")[0]
     assert content == PAGE[:200] + LEFT_OUT
+
+
+@pytest.mark.parametrize(
+    ("settings", "content"),
+    [
+        ({"min_prompt_length": 20}, PAGE),
+        ({"min_prompt_length": len(PAGE) // 4}, None),
+        ({"min_prompt_length": 20, "max_prompt_length": 25}, PAGE[:100] + LEFT_OUT),
+    ],
+)
+def test_a_remote_policy_has_long_results_summarised_by_its_characters(settings, content):
+    """`content`: what the helper reads; None where the result is short."""
+    arguments = json.dumps({"url": PAGE})
+    function = {"id": "1", "type": "function"} | {
+        "function": {"name": "visit", "arguments": arguments}
+    }
+
+    def plays(request, handler):
+        has_result = request["messages"][-1]["role"] == "tool"
+        gives(chat("blue") if has_result else chat(None, tool_calls=[function]))(request, handler)
+
+    async def work(sections):
+        section = ToolAgentSection(tools=("visit",), browse={"models": "helper"} | settings)
+        agent = ToolAgent(section)
+        with closing(RemoteModels(sections)) as models:
+            calls = AttemptCalls(None, "a")
+            remote = RemoteConversations(models, name="a", seed=1)
+            conversation = RemoteConversation(
+                remote, "player", SamplingOverrides(), name="a", calls=calls
+            )
+            policy = RemoteModelPolicy(conversation, None, remote, "player")
+            outcome = await agent.run(Task(id="t", query="Which colour?"), policy)
+            await agent.close()
+        return outcome.metrics
+
+    with RemoteServer(plays) as player, RemoteServer(gives(chat("It is blue."))) as helper:
+        servers = {"player": player, "helper": helper}
+        sections = {
+            name: RemoteModelSection(model="m", base_url=server.base_url, max_tries=1)
+            for name, server in servers.items()
+        }
+        metrics = run_coroutine(work(sections))
+        result = player.received[-1]["messages"][-1]["content"]
+        asked = asked_of(helper)
+
+    if content is None:
+        assert result == PAGE and asked == []
+        return
+
+    assert result.startswith("[a summary of") and result.endswith("It is blue.")
+    assert asked[0].partition("<content>\n")[2].partition("\n</content>")[0] == content
+    assert metrics["num_summaries"] == 1
 
 
 def test_the_calls_record_has_the_result_and_its_summary(told, monkeypatch):

@@ -229,6 +229,8 @@ def test_a_program_of_another_language(played, tmp_path):
         ("print('{\"reward\": 1}')", "NoCallError: "),
         ("ask()", "the agent returned no reward"),
         ('ask(); print(\'{"reward": "x"}\')', "the last line of its stdout is no reward: "),
+        ("ask(); print(float('nan'))", "the reward is nan"),
+        ("ask(); print(10**13)", "numbers go up to 1e+12"),
     ],
 )
 def test_how_it_may_fail(program, played, text, expected):
@@ -337,6 +339,12 @@ def test_rewards_that_were_posted_or_printed():
     assert printed_reward('{"reward": 1}\nmore\n') is None
     assert printed_reward('{"reward_model": 1}\n') is printed_reward('{"reward": 1\n') is None
     assert printed_reward('\n{"reward": 1}\n\n') == PostedReward(reward=1.0)
+
+    for text in ["1", "0.5", "-1", "+.5", "3.", "1e-3", "2E2"]:
+        assert printed_reward(f"log\n {text} \n") == PostedReward(reward=float(text))
+        assert printed_reward(text, has_posted=True) is None
+    for text in ["", "1,000", "1_000", "50%", "1 2", "e5", "True", "step 3", "٣", "0x10", "[1]"]:
+        assert printed_reward(text) is None
 
     with pytest.raises(ValueError, match="unknown field `rewrd`"):
         printed_reward('{"reward": 1, "rewrd": 2}')

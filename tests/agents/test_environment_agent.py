@@ -31,6 +31,7 @@ from agentevo.types import Baselines, Message, SamplingParams, Task
 PLAIN = EnvironmentAgentSection(format="plain")
 ANSWER = EnvironmentAgentSection(format="answer")
 THINK = EnvironmentAgentSection(format="think_answer")
+RAGEN = EnvironmentAgentSection(format="think_answer", answer_tag="ans")
 SEVERAL = EnvironmentAgentSection(format="answer", actions_per_turn=3)
 FORGETFUL = EnvironmentAgentSection(format="answer", memory="turn")
 LONG = EnvironmentAgentSection(format="plain", max_turns=100)
@@ -72,6 +73,9 @@ LONG = EnvironmentAgentSection(format="plain", max_turns=100)
             "<answer>Up, Down</answer>",
             ["Up", "Down"],
         ),
+        (RAGEN, "<think>hm</think><ans>Up</ans>", ["Up"]),
+        (RAGEN, "<think>hm</think><answer>Up</answer>", None),
+        (RAGEN, "<ans>Up</ans>", None),
     ],
 )
 def test_how_an_answer_is_read(section, text, expected):
@@ -82,9 +86,12 @@ def test_how_an_answer_is_read(section, text, expected):
     st.sampled_from(["plain", "answer", "think_answer"]),
     st.lists(st.text("abcxyz ", min_size=1).filter(str.strip), min_size=1, max_size=3),
     st.sampled_from(["||", ",", " then "]),
+    st.sampled_from(["answer", "ans"]),
 )
-def test_what_a_demonstration_says_is_read_as_it_was_meant(form, actions, separator):
-    section = EnvironmentAgentSection(format=form, actions_per_turn=3, action_separator=separator)
+def test_what_a_demonstration_says_is_read_as_it_was_meant(form, actions, separator, tag):
+    section = EnvironmentAgentSection(
+        format=form, actions_per_turn=3, action_separator=separator, answer_tag=tag
+    )
     assert parse_answer(format_answer(actions, section), section) == [
         action.strip() for action in actions
     ]
@@ -103,6 +110,10 @@ def test_what_a_demonstration_says_is_read_as_it_was_meant(form, actions, separa
         (
             THINK,
             "Think first, then answer with your action: <think>...</think><answer>...</answer>",
+        ),
+        (
+            THINK.model_copy(update={"answer_tag": "ans"}),
+            "Think first, then answer with your action: <think>...</think><ans>...</ans>",
         ),
     ],
 )

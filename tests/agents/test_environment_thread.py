@@ -265,3 +265,56 @@ def test_an_environment_that_fails_to_close_fails_its_attempt():
 
     asyncio.run(work())
     assert not environment_thread._hung
+
+
+@pytest.mark.parametrize("hangs_in", ["reset", "step"])
+def test_a_step_that_hangs_fails_its_attempt_when_its_time_is_over(hangs_in):
+    go = threading.Event()
+
+    class Sticky(Stuck):
+        def reset(self, *, seed):
+            if hangs_in == "reset":
+                go.wait(PATIENCE_S)
+            return super().reset(seed=seed)
+
+        def step(self, action):
+            go.wait(PATIENCE_S)
+            return super().step(action)
+
+        def close(self) -> None:
+            pass
+
+    async def work() -> None:
+        section = EnvironmentAgentSection(format="plain", step_timeout_s=0.01)
+        agent = EnvironmentAgent(section, lambda: Sticky(go))
+        words = rf"{hangs_in}\(\) has not answered in agent.step_timeout_s=0.01 s"
+        with pytest.raises(EnvironmentFailure, match=words):
+            await agent.run(Task(id="t"), Mover())
+
+        go.set()
+        async with asyncio.timeout(PATIENCE_S):
+            while environment_thread._hung:
+                await asyncio.sleep(0.01)
+
+        patient = EnvironmentAgentSection(format="plain", step_timeout_s=PATIENCE_S)
+        outcome = await EnvironmentAgent(patient, lambda: Sticky(go)).run(Task(id="t"), Mover())
+        assert outcome.success
+        times = outcome.timings
+        assert 0 <= times["environment_step_s/mean"] <= times["environment_step_s/max"]
+
+    asyncio.run(work())
+
+
+def test_a_timeout_that_an_environment_raises_is_its_own():
+    async def work() -> None:
+        thread = EnvironmentThread(Pace())
+
+        def fail() -> None:
+            raise TimeoutError("the browser is slow")
+
+        with pytest.raises(TimeoutError, match="the browser is slow"):
+            await thread.call(fail, "step", within_s=PATIENCE_S)
+        assert not thread.is_busy
+        await thread.end(lambda: None)
+
+    asyncio.run(work())

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import threading
 import time
 import urllib.request
@@ -13,6 +14,7 @@ from fake_gateway import FakeGateway
 import agentevo
 from agentevo import daemon_threads, event_loop
 from agentevo.agents import FunctionAgent, Policy
+from agentevo.agents import agent as agent_module
 from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
 from agentevo.inference.conversation import Conversation
@@ -417,3 +419,31 @@ def test_a_client_of_its_own_counts_the_turns_that_it_received(played, takes_pol
 
     assert (trajectory.status, trajectory.error, trajectory.reward) == ("completed", None, 0.5)
     assert [turn.reward for turn in trajectory.turns] == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        (lambda: sys.exit(0), "SystemExit"),
+        (lambda: [][1], "IndexError"),
+        (None, "TimeoutError"),
+    ],
+)
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_close_that_fails_is_shown_and_ends_nothing(does, said, waits, monkeypatch, capsys):
+    goes_on = threading.Event()
+    monkeypatch.setattr(agent_module, "CLOSING_S", 300.0 if does else 0.1)
+
+    class Player:
+        def close(self):
+            return does() if does else goes_on.wait()
+
+    class AsyncPlayer:
+        async def close(self):
+            return does() if does else await asyncio.Event().wait()
+
+    player = AsyncPlayer() if waits else Player()
+    agent = FunctionAgent(lambda task, policy: 0.0, player)
+    assert run_coroutine(agent.close()) is None
+    goes_on.set()
+    assert f"the agent's close failed: {said}" in capsys.readouterr().err

@@ -44,7 +44,7 @@ def test_a_whole_run_has_no_violation_and_is_accounted_for(whole):
     assert found.reasons["failed"] == {
         "ValueError: broken after 3.5 s\nTraceback": ["lame/train@4#2"]
     }
-    assert found.tasks["completed"] == 6
+    assert found.tasks["completed"] == 7
     assert (found.poison, found.unfinished) == ({"lame": "EngineUnavailableError: gone"}, ["left"])
 
     lines = found.lines()

@@ -240,6 +240,7 @@ def test_names_that_need_no_model_are_refused_without_training(
 def test_a_dry_run_of_a_sweep_refuses_what_a_variant_names(agentevo):
     variants = "sweep: {seeds: [0], variants: {one: {}, two: {tasks.self_play.family: nope}}}\n"
     Path("self_play.yaml").write_text(SELF_PLAY + variants)
+    Path("held_out.jsonl").write_text('{"query": "1 + 1", "answer": "2"}\n')
     code, out, err = agentevo("train", "self_play.yaml", "--dry-run")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "two: tasks.self_play.family: no question_family is called" in err

@@ -352,18 +352,20 @@ def test_sft_dry_run_and_refusals(agentevo):
     Path("chats.yaml").write_text(
         "data: {train: chats.jsonl}\nmodel: {name: tiny, tiny: {tokenizer: byte}}\n"
     )
+    for more in ([], ["--dry-run"]):
+        code, out, err = agentevo("sft", "chats.yaml", *more)
+        assert code == 2 and "data.train: chats.jsonl does not exist" in err
+
+    Path("chats.jsonl").write_text("{}\n")
     code, out, err = agentevo("sft", "chats.yaml", "sft.epochs=3", "--dry-run")
     assert (code, err) == (0, "")
 
     tree = yaml.safe_load(out)
     assert (
         tree["sft"]["epochs"] == 3
-        and tree["data"]["train"] == ["chats.jsonl"]
+        and tree["data"]["train"] == [str(Path("chats.jsonl").resolve())]
         and tree["environment"] is None
     )
-
-    code, out, err = agentevo("sft", "chats.yaml")
-    assert code == 2 and "data.train: chats.jsonl does not exist" in err
 
     code, out, err = agentevo("sft", "small.yaml")
     assert code == 2 and "says nothing to train on" in err

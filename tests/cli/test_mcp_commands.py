@@ -6,8 +6,37 @@ from pathlib import Path
 
 import pytest
 
+from agentevo.cli.server_words import server_section
+from agentevo.errors import ConfigError
+
 pytest.importorskip("mcp", reason="the SDK of MCP is not installed")
 SERVER = [sys.executable, str(Path(__file__).parents[1] / "support" / "mcp_server.py")]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("npx -y server --dir a.json", ["npx", "-y", "server", "--dir", "a.json"]),
+        ("python 'my server.py' \"a b\"", ["python", "my server.py", "a b"]),
+        ("npx mcp-remote http://127.0.0.1/mcp", ["npx", "mcp-remote", "http://127.0.0.1/mcp"]),
+        ("  server  ", ["server"]),
+    ],
+)
+def test_a_command_in_one_text_is_the_same_words(text, words):
+    assert server_section([text]) == server_section(words)
+    assert (server_section([text]).command, *server_section([text]).args) == tuple(words)
+
+
+def test_urls_and_paths_are_not_split(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my server").touch()
+    (tmp_path / "my tools.json").write_text("{}")
+    assert server_section(["my server"]).command == "my server"
+    assert server_section(["my tools.json"]).file.name == "my tools.json"
+    assert server_section(["http://127.0.0.1/mcp?it's"]).url == "http://127.0.0.1/mcp?it's"
+    for text, problem in {"": "empty", "python 'a": "No closing quotation"}.items():
+        with pytest.raises(ConfigError, match=problem):
+            server_section([text])
 
 
 @pytest.mark.slow

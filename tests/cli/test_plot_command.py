@@ -65,7 +65,8 @@ def test_seeds_are_one_line_with_a_band_and_settings_are_lines(agentevo, drawn):
     run("b", {1: 0.25}, seed=1, lr=1e-4)
     told = agentevo("plot", "a1", "a2", "b", "a1", "--out", "runs.png")
     assert told == (0, "3 runs, 2 lines, 2 metrics: runs.png\n", "")
-    assert [chart.title for chart in drawn] == [HELD_OUT, "train/success"]
+    titles = [chart.title for chart in drawn]
+    assert titles == ["Held-out success, greedy: coins", "Success in training"]
 
     both, single = drawn[0].lines
     assert list(both.values)[:2] == [0.25, 0.75] and math.isnan(both.values[2])

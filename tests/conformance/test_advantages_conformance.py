@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from slow_advantages import PER_TOKEN, PER_TRAJECTORY, Batch, owned, slow_advantage
 
 from agentevo.algorithms.estimators import RECURSIONS, SCORES
+from agentevo.catalogue import FUNCTION
 from agentevo.catalogue.advantages import ADVANTAGES
 from examples import examples
 
-NAMES = list(ADVANTAGES)
+NAMES = [name for name in ADVANTAGES if name != FUNCTION]
 NEED_TURNS = ("turn_gae", "bi_level_gae", "turn_returns", "tree_returns", "credit")
 AGAINST_GROUP = (
     "grpo",

@@ -6,8 +6,10 @@ import math
 import pytest
 
 from agentevo.doctor import checks as v
+from agentevo.observability.remedies import remedies_of
 
 GIB = v.GIB
+REMEDIES = remedies_of({"agent": {"system_prompt": None}, "environment": {"type": "coins"}})
 
 
 def test_a_verdict_reads_as_one_line_and_its_advice_as_another():
@@ -30,27 +32,31 @@ def test_a_verdict_reads_as_one_line_and_its_advice_as_another():
         (v.judge_drift(9, 0, ["joined/name_dropped 3"]), "good", ""),
         (v.judge_drift(9, 1, ["content_edited 1"]), "warning", "add to the end"),
         (v.judge_logprobs(100, 3e-6, "float32"), "good", ""),
-        (v.judge_logprobs(100, 2e-4, "float32"), "wrong", "model.dtype=float32"),
+        (v.judge_logprobs(100, 2e-4, "float32"), "wrong", "report the difference"),
         (v.judge_logprobs(100, 0.05, "bfloat16"), "good", ""),
         (v.judge_logprobs(100, 0.5, "bfloat16"), "wrong", "model.dtype=float32"),
-        (v.judge_logprobs(100, math.nan, "float32"), "wrong", "model.dtype=float32"),
+        (v.judge_logprobs(100, math.nan, "float32"), "wrong", "report the difference"),
         (v.judge_logprobs(100, math.inf, "bfloat16"), "wrong", "model.dtype=float32"),
         (v.judge_logprobs(0, 0.0, "float32"), "wrong", "attempts"),
-        (v.judge_rewards([0, 1, 0], [False, True, False]), "good", ""),
-        (v.judge_rewards([0.1, 0.1], [False, False]), "warning", "cold_start.episodes"),
+        (v.judge_rewards([0, 1, 0], [False, True, False], REMEDIES), "good", ""),
+        (v.judge_rewards([0.1, 0.1], [False, False], REMEDIES), "warning", "cold_start.episodes"),
         (
-            v.before_cold_start(v.judge_completions(40, 40, 64, 64.0)),
+            v.before_cold_start(v.judge_completions(40, 40, 64, 64.0, REMEDIES)),
             "warning",
             "before the cold start",
         ),
-        (v.before_cold_start(v.judge_completions(40, 0, 64, 9.0)), "good", ""),
-        (v.judge_rewards([1, 1], [True, True]), "warning", "harder"),
-        (v.judge_rewards([1], [True]), "wrong", "trainer.group_size"),
-        (v.judge_rewards([], []), "wrong", "trainer.group_size"),
-        (v.judge_completions(40, 4, 64, 20.0), "good", ""),
-        (v.judge_completions(40, 5, 64, 20.0), "warning", "sampling.max_new_tokens (try 128)"),
-        (v.judge_completions(40, 40, 64, 64.0), "wrong", "sampling.stop"),
-        (v.judge_completions(0, 0, 64, 0.0), "good", ""),
+        (v.before_cold_start(v.judge_completions(40, 0, 64, 9.0, REMEDIES)), "good", ""),
+        (v.judge_rewards([1, 1], [True, True], REMEDIES), "warning", "harder"),
+        (v.judge_rewards([1], [True], REMEDIES), "wrong", "trainer.group_size"),
+        (v.judge_rewards([], [], REMEDIES), "wrong", "trainer.group_size"),
+        (v.judge_completions(40, 4, 64, 20.0, REMEDIES), "good", ""),
+        (
+            v.judge_completions(40, 5, 64, 20.0, REMEDIES),
+            "warning",
+            "sampling.max_new_tokens (try 128)",
+        ),
+        (v.judge_completions(40, 40, 64, 64.0, REMEDIES), "wrong", "sampling.stop"),
+        (v.judge_completions(0, 0, 64, 0.0, REMEDIES), "good", ""),
         (v.judge_context(300, 900, 1024), "good", ""),
         (v.judge_context(300, 1025, 1024), "warning", "agent.max_turns"),
         (v.judge_context(1024, 1025, 1024), "wrong", "sampling.max_new_tokens"),
@@ -58,8 +64,8 @@ def test_a_verdict_reads_as_one_line_and_its_advice_as_another():
         (v.judge_turns(8, 5, 10, 10), "warning", "environment.max_actions"),
         (v.judge_turns(8, 8, 1, 1), "good", ""),
         (v.judge_turns(8, 8, 4, None), "warning", "raise agent.max_turns"),
-        (v.judge_format(10, 5, 0, "answer"), "good", ""),
-        (v.judge_format(10, 6, 0, "answer"), "warning", "agent.system_prompt"),
+        (v.judge_format(10, 5, 0, "answer", REMEDIES), "good", ""),
+        (v.judge_format(10, 6, 0, "answer", REMEDIES), "warning", "agent.system_prompt"),
         (v.judge_kv_cache(32, 100, 65536, 1e5, 256), "good", ""),
         (
             v.judge_kv_cache(32, 4000, 65536, 1e5, 256),
@@ -85,7 +91,7 @@ def test_a_verdict_reads_as_one_line_and_its_advice_as_another():
                 {"a.b=4": 20 * GIB, "a.b=2": 16 * GIB, "c.d=full": 12 * GIB, "e=8": 30 * GIB},
             ),
             "wrong",
-            "not enough: c.d=full saves 18.00 GiB, a.b=2 saves 14.00 GiB; model.lora.rank=16",
+            "not enough: c.d=full saves 18.00 GiB, a.b=2 saves 14.00 GiB; take a smaller",
         ),
         (v.judge_memory({"optimizer": 9 * GIB}, 8 * GIB), "wrong", "smaller model"),
         (v.judge_version("torch", "2.13.0", ">=2.6"), "good", ""),
@@ -113,7 +119,7 @@ def test_judgements(check, status, advice):
 
 def test_findings_carry_the_numbers():
     assert "3 of 8 attempts would have changed" in v.judge_token_ids(20, 0, 8, 3).finding
-    rewards = v.judge_rewards([0, 1, 0], [False, True, False])
+    rewards = v.judge_rewards([0, 1, 0], [False, True, False], REMEDIES)
     assert rewards.finding == "mean 0.333, spread 0.471 over 3 attempts, 1 solved the task"
     memory = v.judge_memory({"gradients": GIB, "activations": 2 * GIB}, GIB)
     assert (

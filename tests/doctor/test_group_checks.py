@@ -11,6 +11,8 @@ from agentevo.agents import Policy
 from agentevo.config import ModelSection, TinyModel, build_config
 from agentevo.doctor import group_checks as checks
 from agentevo.doctor.memory_estimate import packed_bytes
+from agentevo.doctor.memory_measures import list_measures
+from agentevo.doctor.unloaded_policy import shape_policy
 from agentevo.inference.conversation import Conversation
 from agentevo.inference.earlier import EarlierWeights
 from agentevo.inference.torch_engine import TorchEngine
@@ -227,7 +229,7 @@ def test_weights_that_the_engine_keeps_beside_the_trainer_s_take_memory(
         for version in range(2, 5)
         for p in earlier.served(version, 5)[1].parameters()
     }
-    packed = packed_bytes(loaded.model)
+    packed = packed_bytes(loaded.model, loaded.model.device)
     in_turn = parts()
     three = parts("rollout.staleness=3")
     assert three["earlier weights"] == sum(storages.values()) + 3 * packed
@@ -238,7 +240,7 @@ def test_weights_that_the_engine_keeps_beside_the_trainer_s_take_memory(
     overlap = parts("rollout.staleness=1", "rollout.sharing=overlap")
     assert overlap[checks.OWN_WEIGHTS] == overlap["earlier weights"] == three["earlier weights"] / 3
 
-    found = checks.knobs(
+    found = list_measures(
         small_config(tmp_path, "rollout.staleness=1", "rollout.sharing=overlap"), on_cpu=True
     )
     assert {"rollout.policy=mask", "rollout.sharing=turns"} <= found.keys()
@@ -248,11 +250,11 @@ def test_every_knob_is_a_valid_change_that_never_takes_more(loaded, small_config
     config = small_config(tmp_path, "algorithm.name=ppo", "trainer.micro_batch_tokens=4096")
 
     def needed(one) -> float:
-        return sum(
-            checks.memory_parts(loaded.model, one, step_tokens=20000, cached_tokens=500).values()
-        )
+        is_same = one.model == config.model
+        model = loaded.model if is_same else shape_policy(one, loaded.model.config)
+        return sum(checks.memory_parts(model, one, step_tokens=20000, cached_tokens=500).values())
 
-    found = checks.knobs(config, on_cpu=True)
+    found = list_measures(config, on_cpu=True)
     assert next(iter(found)) == "trainer.micro_batch_tokens=2048"
     assert {change.partition("=")[0] for change in found} >= {
         "memory.checkpointing",
@@ -261,13 +263,11 @@ def test_every_knob_is_a_valid_change_that_never_takes_more(loaded, small_config
     }
 
     for change, other in found.items():
-        assert (
-            small_config(tmp_path, "algorithm.name=ppo", "trainer.micro_batch_tokens=4096", change)
-            == other
-        )
+        words = "algorithm.name=ppo", "trainer.micro_batch_tokens=4096", *change.split()
+        assert small_config(tmp_path, *words) == other
         assert needed(other) <= needed(config), change
 
-    on_gpu = checks.knobs(config, on_cpu=False)
+    on_gpu = list_measures(config, on_cpu=False)
     assert on_gpu.keys() - found.keys() == {
         "memory.offload_optimizer=true",
         "memory.offload_activations=true",

@@ -56,11 +56,13 @@ def gpu() -> Iterator[ModuleType]:
 MEASURED = [
     {"samples": 4, "checkpointing": "selective"},
     {"samples": 6, "parts": 3},
-    {"samples": 4, "rank": 8},
+    {"samples": 4, "rank": 8, "dtype": "bfloat16"},
     {"samples": 8, "parts": 2, "shard": 2},
     {"samples": 16, "parts": 8, "pipeline": 2, "layers": 4, "which": 0},
 ]
 MEASURED_IN_SOAK = [
+    {"samples": 4, "rank": 8},
+    {"samples": 4, "rank": 8, "checkpointing": "selective"},
     {"samples": 4},
     {"samples": 12, "length": 384, "checkpointing": "full"},
     {"samples": 3, "kind": "sft"},
@@ -181,3 +183,11 @@ def test_a_gpus_peak_was_foreseen(name, gpu):
     parts = training_bytes(compile_layers(model), load, MemorySection())
     bytes_ = total(parts) + sum(p.nbytes for p in model.parameters())
     assert bytes_ == pytest.approx(found["peak_gib"] * 2**30, rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["0.5B", "7B"])
+def test_the_page_shows_what_the_command_prints(name, capsys):
+    of_benchmarks("memory_table").print_table(80 * 2**30, (), [name])
+    page = Path(__file__).resolve().parents[2] / "docs" / "memory.md"
+    assert capsys.readouterr().out.splitlines()[-1] in page.read_text().splitlines()

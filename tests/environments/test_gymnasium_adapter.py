@@ -53,11 +53,66 @@ class Echo(gymnasium.Env[str, str]):
         return "Thanks.", 1.0, True, False, {"is_success": action == self.password}
 
 
+class Graph(Echo):
+    action_space = spaces.Graph(spaces.Discrete(2), None)  # type: ignore[misc, assignment]
+
+
+class Camera(Echo):
+    observation_space = spaces.Box(0, 255, (96, 96, 3), np.uint8)  # type: ignore[misc, assignment]
+
+
+class Old(gymnasium.Env[Any, Any]):
+    """The API of gym before 0.26: `seed`, a reset without one, and a step of four values."""
+
+    observation_space: ClassVar[Any] = spaces.Dict(  # type: ignore[misc]
+        {"place": spaces.Box(-9, 9, (2,)), "steps": spaces.Discrete(9)}
+    )
+    action_space: ClassVar[Any] = spaces.Dict(  # type: ignore[misc]
+        {"by": spaces.Box(-1.0, 1.0, (2,)), "fire": spaces.Discrete(2)}
+    )
+
+    def seed(self, seed: int | None = None) -> list[int]:
+        self.start = np.array([seed or 0, 0.0])
+        return [seed or 0]
+
+    def reset(self) -> Any:  # type: ignore[override]
+        self.place = self.start.copy()
+        self.steps = 0
+        return self._seen()
+
+    def _seen(self) -> Any:
+        return {"place": self.place, "steps": self.steps}
+
+    def step(self, action: Any) -> Any:  # type: ignore[override]
+        assert self.action_space.contains(action)
+        self.place = self.place + action["by"]
+        self.steps += 1
+        info = {"TimeLimit.truncated": self.steps == 3 and not action["fire"]}
+        return self._seen(), float(action["fire"]), self.steps == 3 or action["fire"] == 1, info
+
+
+class OldSeeded(Old):
+    def reset(self, seed: int | None = None) -> Any:  # type: ignore[override]
+        self.seed(seed)
+        return super().reset()
+
+
+WORLDS: dict[str, type[gymnasium.Env[Any, Any]]] = {
+    "AgentEvoEcho-v0": Echo,
+    "AgentEvoGraph-v0": Graph,
+    "AgentEvoCamera-v0": Camera,
+    "AgentEvoOld-v0": Old,
+    "AgentEvoOldSeeded-v0": OldSeeded,
+}
+
+
 @pytest.fixture(autouse=True)
 def _registered() -> Iterator[None]:
-    gymnasium.register("AgentEvoEcho-v0", entry_point=Echo)
+    for name, world in WORLDS.items():
+        gymnasium.register(name, entry_point=world)
     yield
-    del gymnasium.registry["AgentEvoEcho-v0"]
+    for name in WORLDS:
+        del gymnasium.registry[name]
 
 
 def test_drawn_environment_and_named_actions() -> None:
@@ -151,7 +206,9 @@ def test_text_environment() -> None:
         ({"id": "no_such_module:World-v0"}, "no_such_module"),
         ({"id": "FrozenLake-v1", "kwargs": {"wetness": 3}}, "wetness"),
         ({"id": "FrozenLake-v1", "action_names": ["Left", "Right"]}, "action_names"),
-        ({"id": "Pendulum-v1"}, "Discrete and Text"),
+        ({"id": "AgentEvoGraph-v0"}, "only actions of Discrete, Text, Box"),
+        ({"id": "AgentEvoCamera-v0"}, "27648 numbers in one list, such as a picture"),
+        ({"id": "Pendulum-v1", "action_names": ["a"]}, "action_names is for Discrete actions"),
     ],
 )
 def test_refused(options: dict[str, Any], message: str) -> None:
@@ -169,3 +226,37 @@ def test_observations_as_text() -> None:
     assert as_text((3, np.float32(0.25), np.int64(7))) == "3, 0.25, 7"
     assert as_text(np.array([[1, 0], [0, 1]])) == "1 0\n0 1"
     assert picture_as_text("a\x1b[41mb\x1b[0mc\n") == "a[b]c"
+
+
+def test_an_action_of_numbers_is_json_and_what_is_wrong_with_it_is_shown() -> None:
+    environment = make(GymnasiumConfig(id="Pendulum-v1", max_actions=4))
+    assert environment.instructions == (
+        "You play Pendulum-v1. An action is JSON: a list of 1 number within [-2, 2]."
+    )
+    before, _ = environment.reset(seed=1)
+    shown, reward, _, _, info = environment.step("[2.5]")
+    assert shown == (
+        "Invalid action: the action is 2.5: give a list of 1 number within [-2, 2].\n" + before
+    )
+    assert (reward, info["valid"]) == (0.0, False)
+
+    shown, reward, _, _, info = environment.step("[-1.25]")
+    assert shown.count(" ") == 2 and reward < 0 and info["valid"] and shown != before
+    read = environment.random_action(random.Random(3))
+    assert environment.step(read)[4]["valid"]
+    assert environment.random_action(random.Random(3)) == read
+
+
+@pytest.mark.parametrize("name", ["AgentEvoOld-v0", "AgentEvoOldSeeded-v0"])
+def test_a_world_of_the_old_api_plays(name: str) -> None:
+    environment = make(GymnasiumConfig(id=name, max_actions=5))
+    assert environment.reset(seed=4)[0] == "place: 4 0\nsteps: 0"
+    shown, reward, terminated, truncated, _ = environment.step('{"by": [0.5, -1], "fire": 0}')
+    assert shown == "place: 4.5 -1\nsteps: 1"
+    assert (reward, terminated, truncated) == (0.0, False, False)
+    assert environment.step('{"by": [0, 0], "fire": 1}')[1:4] == (1.0, True, False)
+
+    environment.reset(seed=4)
+    ends = [environment.step('{"by": [0, 0], "fire": 0}')[2:4] for _ in range(3)]
+    assert ends == [(False, False), (False, False), (False, True)]
+    assert environment.baselines().random is not None

@@ -1,14 +1,17 @@
-"""A gateway over an engine that says what it is told to."""
+"""A gateway over an engine that says what it is told to. A module's TEMPLATE, if it has one, is the
+chat template of its conversations."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from chat_templates import tokenizer_with
 
 from agentevo.agents import Policy
 from agentevo.config.gateway import GatewaySection
@@ -16,6 +19,15 @@ from agentevo.gateway.gateway import Gateway
 from agentevo.inference.conversation import Conversation
 from agentevo.remote_models import RemoteConversations, RemoteModels
 from agentevo.types import SamplingParams
+
+
+@pytest.fixture
+def loaded(request, tiny_policy):
+    """A tokenizer with the parameter or the module's TEMPLATE; without either, a tiny policy."""
+    template = getattr(request, "param", getattr(request.module, "TEMPLATE", None))
+    if template is None:
+        return tiny_policy(seed=2)
+    return SimpleNamespace(tokenizer=tokenizer_with(template))
 
 
 class Opened:

@@ -6,27 +6,17 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from types import SimpleNamespace
 
 import pytest
 from adding_agent import ASK, SAYS, TOOL, USER, calls, results
-from chat_templates import HERMES, NAMES_RESULTS, tokenizer_with
+from chat_templates import HERMES, NAMES_RESULTS
 
 from agentevo.errors import EngineUnavailableError
-from agentevo.models.chat import ChatFormat
 from agentevo.types import Message
 
+TEMPLATE = HERMES
+
 AGENT = {**ASK, "tools": [TOOL], "system": "Be brief."}
-
-
-@pytest.fixture(scope="module")
-def loaded(request):
-    return SimpleNamespace(tokenizer=tokenizer_with(getattr(request, "param", HERMES)))
-
-
-@pytest.fixture(scope="module")
-def chat(loaded):
-    return ChatFormat(loaded.tokenizer)
 
 
 def run(work):
@@ -230,6 +220,22 @@ def test_it_says_why_it_stopped(gateway_of):
         assert answers[2]["content"] == [{"type": "text", "text": "left an"}]
 
 
+def test_a_tool_whose_loading_is_deferred_is_in_no_prompt(gateway_of):
+    """Claude Code's DeferredToolPlaceholder."""
+    later = {"name": "later", "input_schema": {}, "defer_loading": True}
+
+    async def talk():
+        async with gateway_of(["left"]) as opened:
+            policy = opened.policy(context_length=10_000)
+            await created(opened, policy, {**AGENT, "tools": [later, TOOL]})
+            shown = await counted(opened, policy, {**AGENT, "tools": [later, TOOL]})
+            return shown, await counted(opened, policy, AGENT), policy.turns
+
+    shown, expected, turns = run(talk())
+    assert shown == expected
+    assert len(turns[0].prompt_ids) == expected["input_tokens"]
+
+
 @pytest.mark.parametrize("loaded", [NAMES_RESULTS], indirect=True)
 def test_results_that_are_errors_say_so_and_templates_get_the_tool_s_name(gateway_of):
     async def talk():
@@ -291,7 +297,12 @@ REFUSED = [
     ({"tools": [{"input_schema": {}}]}, "tools.0 has no name"),
     ({"tools": [{"name": "f"}]}, "input_schema"),
     ({"tools": [{"name": "bash", "type": "bash_20250124"}]}, "bash_20250124"),
-    ({"tools": [{**TOOL, "defer_loading": True}]}, "defer_loading"),
+    ({"tools": [{**TOOL, "defer_loading": "yes"}]}, "defer_loading"),
+    ({"tools": [{**TOOL, "input_examples": [{}]}]}, "input_examples"),
+    (
+        {"tools": [{**TOOL, "defer_loading": True}], "tool_choice": {"type": "any"}},
+        "there are no tools",
+    ),
     ({"tools": [TOOL], "tool_choice": {"type": "some"}}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice"),
     ({"tool_choice": {"type": "any"}}, "there are no tools"),

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
 from adding_agent import ASK, SAYS, TOOL, USER, calls, results
-from chat_templates import HERMES, tokenizer_with
+from chat_templates import HERMES
 
 from agentevo.errors import EngineUnavailableError
-from agentevo.models.chat import ChatFormat
 
 anthropic = pytest.importorskip("anthropic")
 
-
-@pytest.fixture(scope="module")
-def loaded():
-    return SimpleNamespace(tokenizer=tokenizer_with(HERMES))
-
-
-@pytest.fixture(scope="module")
-def chat(loaded):
-    return ChatFormat(loaded.tokenizer)
+TEMPLATE = HERMES
 
 
 def client_of(policy, **more):

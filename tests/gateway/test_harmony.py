@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 from harmony_template import HARMONY, MARKS
 
-from agentevo.models.chat import ChatFormat
 from agentevo.models.tiny_tokenizer import byte_tokenizer
 
 THOUGHT = "<|channel|>analysis<|message|>so<|end|><|start|>assistant"
@@ -19,18 +18,13 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 USER = {"role": "user", "content": "left or right ?"}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def loaded():
     tokenizer = byte_tokenizer(512)
     special = {"additional_special_tokens": list(MARKS), "eos_token": "<|return|>"}
     tokenizer.add_special_tokens(special)
     tokenizer.chat_template = HARMONY
     return SimpleNamespace(tokenizer=tokenizer)
-
-
-@pytest.fixture(scope="module")
-def chat(loaded):
-    return ChatFormat(loaded.tokenizer)
 
 
 @pytest.mark.parametrize("stream", [False, True])

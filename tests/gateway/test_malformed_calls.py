@@ -5,27 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
-from chat_templates import HERMES, tokenizer_with
+from chat_templates import HERMES
 
-from agentevo.models.chat import ChatFormat
+TEMPLATE = HERMES
 
 CUT = '<tool_call>\n{"name": "add", "arguments": {"a": \n</tool_call>'
 WHOLE = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 BODY = {"model": "m", "messages": [{"role": "user", "content": "1 + 1 ?"}], "tools": [TOOL]}
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return SimpleNamespace(tokenizer=tokenizer_with(HERMES))
-
-
-@pytest.fixture(scope="module")
-def chat(loaded):
-    return ChatFormat(loaded.tokenizer)
 
 
 def of_a_client(text):

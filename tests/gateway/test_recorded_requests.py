@@ -1,23 +1,25 @@
 """What the clients of real frameworks have asked, asked again: each history extends the recorded
-turns. tests/support/record_requests.py makes the files, each with a framework's real package."""
+turns, in the ids that were drawn. tests/support/record_requests.py makes the files, each with a
+client's real packages."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from chat_templates import HERMES, tokenizer_with
+from chat_templates import HERMES
 from recorded_ids import ids_in
 
-from agentevo.models.chat import ChatFormat
+TEMPLATE = HERMES
 
 FOLDER = Path(__file__).parent / "recorded_requests"
 RETOLD = FOLDER / "smolagents_agent.json"
 """Its later requests tell earlier calls as text."""
 FILES = sorted(set(FOLDER.glob("*.json")) - {RETOLD})
+OF_A_SERVER = ("claude_agent", "codex_agent")
+"""Whose tool is an MCP server's, and is called by its name."""
 COLOURS = ("red", "blue", "green")
 SAYS = [
     *(
@@ -29,36 +31,31 @@ SAYS = [
 SUBMITS = '<tool_call>{"name": "submit", "arguments": {"answer": "pearl"}}</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    return SimpleNamespace(tokenizer=tokenizer_with(HERMES))
-
-
-@pytest.fixture(scope="module")
-def chat(loaded):
-    return ChatFormat(loaded.tokenizer)
-
-
 def replayed(gateway_of, file, says):
-    """The recorded turns, and how many of them began a branch."""
-    exchanges = json.loads(file.read_text())
+    """The recorded turns, the prompts' ids, and what was counted of the conversation."""
+    exchanges = json.loads(file.read_text())["exchanges"]
 
     async def talk():
         async with gateway_of(says) as opened:
-            policy = opened.policy(context_length=10_000)
+            policy = opened.policy(context_length=20_000)
+            key = {"Authorization": f"Bearer {policy.api_key}"}
             new_ids = {}
             for exchange in exchanges:
                 body = json.dumps(exchange["request"])
                 for old, new in new_ids.items():
                     body = body.replace(f'"{old}"', f'"{new}"')
 
-                answer = await opened.post(
-                    policy, json.loads(body), exchange["path"].removeprefix("/v1")
+                answer = await opened.http.request(
+                    exchange["method"],
+                    policy.session.base + exchange["path"],
+                    content=body,
+                    headers=exchange["headers"] | key,
                 )
                 assert answer.status_code == 200, answer.text
                 new_ids |= zip(exchange["ids"], ids_in(answer.text), strict=True)
 
-            return policy.turns, policy.conversation.drift.branched
+            prompts = [prompt for prompt, *_ in opened.engine.requests]
+            return policy.turns, prompts, policy.conversation
 
     return asyncio.run(talk())
 
@@ -66,14 +63,20 @@ def replayed(gateway_of, file, says):
 @pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
 def test_the_history_that_a_framework_sends_extends_the_recorded_turns(gateway_of, file):
     says = [*SAYS[:-1], SUBMITS] if file.stem == "dspy_agent" else SAYS
-    turns, branched = replayed(gateway_of, file, says)
+    if file.stem in OF_A_SERVER:
+        says = [text.replace("open_box", "mcp__hunt__open_box") for text in says]
+
+    turns, prompts, conversation = replayed(gateway_of, file, says)
     if file.stem == "dspy_agent":  # ends every prompt with a message that it then leaves out
         assert [turn.parent for turn in turns] == [None, 0, 0, 0]
         assert turns[3].messages[-1].text == SUBMITS
         return
 
     assert [turn.parent for turn in turns] == [None, 0, 1, 2]
-    assert branched == 0
+    assert conversation.drift.branched == 0
+    for turn, prompt, later in zip(turns, prompts, prompts[1:], strict=False):
+        known = [*prompt, *turn.completion_ids]
+        assert later[: len(known)] == known
 
     results = [
         message.text for turn in turns for message in turn.messages if message.role == "tool"
@@ -85,9 +88,9 @@ def test_the_history_that_a_framework_sends_extends_the_recorded_turns(gateway_o
 
 def test_calls_that_a_framework_tells_as_text_begin_a_branch_with_each_turn(gateway_of):
     answer = '<tool_call>{"name": "final_answer", "arguments": {"answer": "pearl"}}</tool_call>'
-    turns, branched = replayed(gateway_of, RETOLD, [*SAYS[:-1], answer])
+    turns, _, conversation = replayed(gateway_of, RETOLD, [*SAYS[:-1], answer])
     assert [turn.parent for turn in turns] == [None] * 4
-    assert branched == 3
+    assert conversation.drift.branched == 3
 
     seen = [turn.messages[-2].text for turn in turns]
     assert seen[1:] == [

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from types import SimpleNamespace
 
 import openai
 import pytest
-from chat_templates import QWEN3_THINKING, tokenizer_with
+from chat_templates import QWEN3_THINKING
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,9 +18,10 @@ from agentevo.gateway.memory import Memory
 from agentevo.gateway.refusals import Refusal
 from agentevo.gateway.response_items import messages_of_items
 from agentevo.gateway.responses import request_of
-from agentevo.models.chat import ChatFormat
 from agentevo.types import Completion, Message, ToolCall
 from examples import examples
+
+TEMPLATE = QWEN3_THINKING
 
 TOOLS = [
     {
@@ -44,16 +44,6 @@ SAID = [
     f"Again.</think>\n\n{call(3)}",
     "Fine.</think>\n\n2 and 4.",
 ]
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return SimpleNamespace(tokenizer=tokenizer_with(QWEN3_THINKING))
-
-
-@pytest.fixture(scope="module")
-def chat(loaded):
-    return ChatFormat(loaded.tokenizer)
 
 
 class Spelling:
@@ -411,6 +401,22 @@ REFUSED = [
     ({"metadata": [1]}, "metadata"),
     ({"tools": [{"type": "web_search"}]}, "web_search"),
     ({"tools": [{"type": "function"}]}, "no name"),
+    ({"tools": [{"type": "namespace", "name": "a"}]}, "tool 1: a namespace has"),
+    ({"tools": [{"type": "namespace", "tools": TOOLS}]}, "tool 1: a namespace has"),
+    ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "custom"}]}]}, "tool 1.1"),
+    (
+        {
+            "tools": [
+                {**TOOLS[0], "name": "a__add"},
+                {"type": "namespace", "name": "a", "tools": TOOLS},
+            ]
+        },
+        "'a__add'",
+    ),
+    (
+        {"input": [{"type": "function_call", "call_id": "c", "name": "f", "namespace": 1}]},
+        "namespace is 1",
+    ),
     ({"tools": "add"}, "tools is 'add': give a list"),
     ({"tools": ""}, "tools is"),
     ({"tools": {}}, "tools is"),

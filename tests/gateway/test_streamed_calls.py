@@ -9,7 +9,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
-from chat_templates import HERMES, tokenizer_with
+from chat_templates import HERMES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from written_calls import WHOLE, texts
@@ -18,10 +18,11 @@ from agentevo.gateway import anthropic_messages, chat_completions, responses
 from agentevo.gateway.answer import Answer
 from agentevo.gateway.memory import Memory
 from agentevo.gateway.request import PromptSize
-from agentevo.models.chat import ChatFormat
 from agentevo.models.tool_calls import parser_named, parser_names
 from agentevo.types import Message, Turn
 from examples import examples
+
+TEMPLATE = HERMES
 
 TOOL = {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}
 BODIES = (
@@ -178,16 +179,6 @@ def test_arguments_come_while_they_are_written(name):
 
 
 BROKEN = '<tool_call>\n{"name": "f", "arguments": {"a": 1} x}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return SimpleNamespace(tokenizer=tokenizer_with(HERMES))
-
-
-@pytest.fixture(scope="module")
-def chat(loaded):
-    return ChatFormat(loaded.tokenizer)
 
 
 @pytest.mark.parametrize("says", [WHOLE["hermes"].strip(), BROKEN], ids=["whole", "broken"])

@@ -4,27 +4,17 @@ a call."""
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 
 import pytest
-from chat_templates import HERMES, tokenizer_with
+from chat_templates import HERMES
 
 from agentevo.models.answer_form import AnswerForm, grammar_of
-from agentevo.models.chat import ChatFormat
+
+TEMPLATE = HERMES
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
 QUESTION = {"role": "user", "content": "1 + 1 = ?"}
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return SimpleNamespace(tokenizer=tokenizer_with(HERMES))
-
-
-@pytest.fixture(scope="module")
-def chat(loaded):
-    return ChatFormat(loaded.tokenizer)
 
 
 def in_chat(answer=None):

@@ -8,6 +8,7 @@ import yaml
 
 from agentevo.cli.main import main
 from agentevo.config import load_config
+from agentevo.errors import ConfigError
 from agentevo.launch.plan import read_plan
 from agentevo.launch.targets import fleet_of, make
 
@@ -188,6 +189,41 @@ def test_submit_shows_what_the_tool_said(tmp_path, capsys, monkeypatch):
 def test_a_device_without_an_end_is_no_file_of_a_launch(words, capsys):
     assert main(["launch", *words, "/dev/zero"]) == 2
     assert "give a file" in capsys.readouterr().err
+
+
+def test_places_of_this_machine_go_along_with_containers_or_are_refused(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"query": "2 + 2?", "answer": "4"}\n')
+    recipe = tmp_path / "asks.yaml"
+    recipe.write_text("tasks: {train: rows.jsonl, eval: rows.jsonl}\nrewards: [contains]\n")
+
+    out = make("kubernetes", str(recipe), [STORE], fleet_of("kubernetes", {}), tmp_path / "out")
+    data = documents(out.folder / "manifest.yaml")["ConfigMap"]["data"]
+    assert data["rows.jsonl"] == rows.read_text()
+    assert yaml.safe_load(data["recipe.yaml"])["tasks"]["train"] == ["./rows.jsonl"]
+
+    (tmp_path / "ckpt").mkdir()
+    for words in (["model.name=./ckpt"], ["model.name=ckpt/"], [f"model.name={tmp_path}/ckpt"]):
+        with pytest.raises(ConfigError, match=r"^model\.name: .*on this machine.*/runs$"):
+            make("compose", str(recipe), words, fleet_of("compose", {}), tmp_path / "other")
+
+    rows.write_bytes(b"\xff\xfe" * 10)
+    with pytest.raises(ConfigError, match=r"tasks\.train\.0: it can't go along.*not UTF-8"):
+        make("skypilot", str(recipe), [], fleet_of("skypilot", {}), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_nodes_that_share_folders_read_places_of_this_machine_by_their_absolute_path(
+    tmp_path, capsys
+):
+    (tmp_path / "ckpt").mkdir()
+    words = ["launch", "slurm", "coins", "model.name=./ckpt", "--set", "gpus=1", "--out", "out"]
+    assert main(words) == 0
+    said = capsys.readouterr().err
+    assert f"every node reads model.name under {tmp_path}/ckpt" in said
+    assert "set engine.type=vllm where they have vLLM" in said
+    written = yaml.safe_load((tmp_path / "out" / "recipe.yaml").read_text())
+    assert written["model"]["name"] == f"{tmp_path}/ckpt"
 
 
 @pytest.mark.parametrize(

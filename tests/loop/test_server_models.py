@@ -12,6 +12,8 @@ from loop_server import served
 
 import agentevo
 from agentevo.errors import AgentEvoError, ConfigError, TrainingError
+from agentevo.models import template_rendering
+from agentevo.models.tiny_tokenizer import byte_tokenizer
 from agentevo.orchestration.submissions import SubmittedRollouts
 
 
@@ -130,5 +132,37 @@ def test_a_model_that_has_failed_makes_room(tmp_path, monkeypatch):
             await client.close_model("mine")
             await client.close_model("another")
             assert (await trained(model, TASKS[1])).step == 1  # opened again, by its name
+
+    with_a_server(tmp_path, work)
+
+
+@pytest.mark.slow
+def test_the_template_of_a_client_is_rendered_elsewhere_within_bounds(tmp_path, monkeypatch):
+    asked = []
+    ask = template_rendering.JsonWorker.ask
+    monkeypatch.setattr(
+        template_rendering.JsonWorker, "ask", lambda *given: asked.append(1) or ask(*given)
+    )
+    own = byte_tokenizer(64).chat_template
+
+    def sections(template):
+        return SECTIONS | {"model": SECTIONS["model"] | {"chat_template": template}}
+
+    async def work(client, server):
+        hostile = sections("{{ 'x' * 10**10 }}" + own)
+        with pytest.raises(AgentEvoError, match="more than 512 MiB of memory"):
+            async with client.open_model("hostile", **hostile):
+                pass
+
+        async with client.open_model("mine", **sections("{# mine #}" + own)) as model:
+            num_asked = len(asked)
+            assert (await trained(model, TASKS[0])).step == 1
+        assert len(asked) > num_asked
+
+        await client.close_model("mine")
+        asked.clear()
+        async with client.open_model("plain", **SECTIONS) as model:
+            assert (await trained(model, TASKS[0])).step == 1
+        assert asked == []
 
     with_a_server(tmp_path, work)

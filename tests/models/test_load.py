@@ -46,6 +46,22 @@ def test_save_and_load_give_the_same_policy(tiny: LoadedModel, tmp_path: Path) -
     assert again.tokenizer.chat_template == tiny.tokenizer.chat_template
 
 
+def test_the_processor_of_a_model_that_sees_goes_with_its_weights(
+    tiny: LoadedModel, tmp_path: Path
+) -> None:
+    """Through every save, as a run's checkpoint is read and saved again."""
+    folder = save_model(tiny.model, tiny.tokenizer, tmp_path / "0")
+    (folder / "preprocessor_config.json").write_text('{"do_resize": true}')
+    (folder / "processor_config.json").write_text("{}")
+
+    for save in range(1, 3):
+        read = reload(folder)
+        folder = save_model(read.model, read.tokenizer, tmp_path / str(save))
+
+    assert json.loads((folder / "preprocessor_config.json").read_text()) == {"do_resize": True}
+    assert (folder / "processor_config.json").is_file()
+
+
 def test_tied_embeddings_stay_tied(tiny: LoadedModel, tmp_path: Path) -> None:
     config = LlamaConfig(**{**tiny.model.config.to_dict(), "tie_word_embeddings": True})
     tied = LlamaForCausalLM(config)

@@ -10,7 +10,7 @@ import pytest
 
 from agentevo.errors import ModelError, UnknownNameError
 from agentevo.models.known import known_models
-from agentevo.models.resolve import fetch, resolve
+from agentevo.models.resolve import fetch, missing_model, resolve
 
 
 def model_folder(folder: Path, without: str = "") -> Path:
@@ -143,8 +143,22 @@ def test_a_runs_folder_is_its_best_checkpoint(tmp_path):
     index.write_text('{"steps": [3, 6], "best": {"step": 3, "value": 0.5}}')
     assert resolve(str(tmp_path)) == checkpoints / "step-000003"
 
+    for which, step in (("best", 3), ("last", 6), ("6", 6)):
+        assert resolve(f"{tmp_path}@{which}") == checkpoints / f"step-{step:06d}"
+        assert not missing_model(f"{tmp_path}@{which}")
+
+    for which, words in (("7", "no checkpoint of step 7: its steps are 3, 6"), ("x", "@STEP")):
+        with pytest.raises(ModelError, match=words):
+            resolve(f"{tmp_path}@{which}")
+
     index.write_text('{"steps": [3, 6], "best": null}')
     assert resolve(str(tmp_path)) == checkpoints / "step-000006"
+
+    (checkpoints / "step-000006" / "config.json").rename(
+        checkpoints / "step-000006" / "adapter_config.json"
+    )
+    with pytest.raises(ModelError, match=r"model\.lora\.adapter=.*step-000006"):
+        resolve(str(tmp_path))
 
     index.write_text('{"steps": [], "best": null}')
     with pytest.raises(ModelError, match="no whole checkpoint"):

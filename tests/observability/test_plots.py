@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from agentevo.observability import plots
+from agentevo.observability.chart_lines import title_of
 from agentevo.observability.curves import smooth, wilson_interval
-from agentevo.observability.learning_curve import draw_learning_curve
+from agentevo.observability.learning_curve import _title, draw_learning_curve
 from agentevo.observability.metrics import MetricsRow
 from agentevo.observability.panels import STYLE, fonts
 
@@ -232,3 +233,16 @@ def test_characters_that_latin_fonts_lack_come_from_another_one_or_are_warned_of
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert fonts({"DejaVu Sans"}, ["frozen", "é"]) == ["DejaVu Sans"]
+
+
+def test_a_chart_has_a_title_in_words_and_none_is_cut():
+    assert title_of("critic/score/mean") == "Reward"
+    assert (
+        title_of("val-core/frozen_lake/success/greedy") == "Held-out success, greedy: frozen_lake"
+    )
+    assert title_of("a/metric/of/yours") == "a/metric/of/yours"
+
+    model = "/home/somebody/models/an-organisation/a-rather-long-name-of-a-model-1.5B"
+    title = _title({"environment": "frozen_lake", "model": model})
+    assert title.replace("\n", " ") == "frozen_lake, a-rather-long-name-of-a-model-1.5B"
+    assert max(map(len, title.split("\n"))) <= 36

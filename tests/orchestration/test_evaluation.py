@@ -14,6 +14,7 @@ from agentevo.config.named_agents import NamedAgentSection
 from agentevo.environments import TextEnvironment, make
 from agentevo.observability.metrics import read_evaluations
 from agentevo.orchestration.evaluation import (
+    Evaluated,
     evaluate,
     headline,
     meaning_of_success,
@@ -192,3 +193,11 @@ def test_what_success_means_is_said_where_an_agent_is_graded(sections, meaning):
     config = build_config(tree, needs_environment=False)
     assert meaning in meaning_of_success(config)
     assert bool(meaning) == bool(meaning_of_success(config))
+
+
+def test_what_success_means_is_said_once_a_run():
+    tree = {"agent": {"type": "single_turn"}}
+    config = build_config(tree, needs_environment=False)
+    evaluated = Evaluated({}, 0, 2, ["broken", "broken"])
+    first, later = evaluated.notes(config), evaluated.notes(config, is_first=False)
+    assert first == [*later, meaning_of_success(config)] and len(later) == 1

@@ -14,11 +14,12 @@ import pytest
 from agentevo.api.run import train
 from agentevo.cli.main import main
 from agentevo.errors import ConfigError, DiskError, StoreUnavailableError
+from agentevo.files import write_atomic
 from agentevo.observability import MetricsLog, read_metrics, report, report_from_run
 from agentevo.orchestration import training_run as run_module
-from agentevo.orchestration.progress import write_summary
 from agentevo.retry import with_retries
 from agentevo.runs import chain
+from agentevo.runs.chain import SUMMARY, HeadFile
 from agentevo.runs.lock import LOCK, only_trainer
 
 
@@ -96,9 +97,14 @@ def test_whatever_file_does_not_fit_the_command_says_it_in_one_line(
 def test_a_summary_without_room_is_a_defined_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentevo.orchestration.progress.write_atomic", no_room)
+    def no_room_for_it(path: Path, content: bytes) -> None:
+        if path.name == SUMMARY:
+            no_room()
+        write_atomic(path, content)
+
+    monkeypatch.setattr("agentevo.runs.chain.write_atomic", no_room_for_it)
     with pytest.raises(DiskError, match=r"summary.json could not be written"):
-        write_summary(tmp_path, {})
+        HeadFile(tmp_path).write_file(SUMMARY, "{}")
 
 
 def test_a_full_store_is_told_of_at_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ resume is refused, or changes nothing."""
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -186,6 +187,48 @@ def test_config_yaml_changed_by_hand_is_refused_and_overrides_are_not(
     config = small_config(folder, *OVERRIDES)
     with pytest.raises(CheckpointError, match=r"config.yaml is not what this run has written"):
         asyncio.run(find_resume_point(config, Checkpoints(folder / "checkpoints", 1), note=print))
+
+
+@pytest.mark.slow
+def test_a_metrics_file_changed_by_hand_is_refused_and_lost_rows_are_told_of(
+    killed: Path, tmp_path: Path, small_config: Callable[..., Any]
+) -> None:
+    folder = Path(shutil.copytree(killed, tmp_path / "run"))
+    config = small_config(folder, *OVERRIDES)
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    steps = [json.loads(line)["step"] for line in lines]
+    first, second = steps.index(1), steps.index(2)
+
+    def resume() -> Any:
+        checkpoints = Checkpoints(folder / "checkpoints", 1)
+        return asyncio.run(find_resume_point(config, checkpoints, note=lambda text: None))
+
+    def edited(index: int) -> list[str]:
+        row = json.loads(lines[index])
+        row["time"] += 1
+        return [*lines[:index], json.dumps(row) + "\n", *lines[index + 1 :]]
+
+    for changed_lines in (
+        edited(0),
+        edited(first),
+        edited(second),
+        [*lines[:first], *lines[first + 1 :]],
+        [*lines[: second + 1], lines[second], *lines[second + 1 :]],
+        edited(first)[: first + 1],
+    ):
+        file.write_text("".join(changed_lines))
+        with pytest.raises(CheckpointError, match=r"metrics.jsonl is not what was logged"):
+            resume()
+        assert file.read_text() == "".join(changed_lines)
+
+    for kept in (lines[: first + 1], []):
+        file.write_text("".join(kept))
+        (warning,) = resume().warnings
+        assert f"lacked the rows of steps {2 if kept else 1} to 2" in warning
+
+    file.write_text("".join(lines))
+    assert not resume().warnings
 
 
 @pytest.mark.slow

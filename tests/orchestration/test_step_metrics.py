@@ -81,6 +81,19 @@ def test_rollout_metrics_by_hand():
     assert {key: found[key] for key in expected} == pytest.approx(expected)
 
 
+def test_times_are_means_and_maxima_over_the_attempts_that_have_them():
+    times = [(0.5, 2.0), (1.5, 1.75)]
+    attempts = [
+        msgspec.structs.replace(
+            t, timings={"environment_step_s/mean": mean, "environment_step_s/max": longest}
+        )
+        for t, (mean, longest) in zip(ATTEMPTS[:2], times, strict=True)
+    ]
+    found = rollout_metrics([*attempts, *ATTEMPTS[2:4]], {})
+    assert found["environment_step_s/mean"] == 1.0
+    assert found["environment_step_s/max"] == 2.0
+
+
 def test_a_step_in_which_everything_failed_still_counts_what_came():
     found = rollout_metrics([attempt("e", "h", 0.0, [], status="failed")], {"e": "failed"})
     assert found == {

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from agentevo import json_worker
 from agentevo.errors import MissingExtraError
 from agentevo.rewards import make_reward, math_answer, math_worker
 from agentevo.rewards.reward import reward_config
@@ -116,7 +117,7 @@ def test_what_keeps_sympy_busy_is_a_failed_score_and_the_next_one_is_fine(monkey
         def started(command, **options):
             return start([sys.executable, "-c", program], **options)
 
-        monkeypatch.setattr(math_answer.subprocess, "Popen", started)
+        monkeypatch.setattr(json_worker.subprocess, "Popen", started)
         return asyncio.run(scoring.score([said("1/2")], [False], {}, task=task("0.5")))[0]
 
     late = score(hanging, 3)
@@ -139,7 +140,7 @@ def test_a_process_that_has_ended_between_two_comparisons_is_replaced(monkeypatc
         begun.append(start([sys.executable, "-c", once], **options))
         return begun[-1]
 
-    monkeypatch.setattr(math_answer.subprocess, "Popen", started)
+    monkeypatch.setattr(json_worker.subprocess, "Popen", started)
     monkeypatch.setattr(math_answer, "MAX_PROCESSES", 1)
 
     scoring = Scoring([reward_config("math")(name="math")])
@@ -167,7 +168,7 @@ def test_a_process_without_a_request_waits_as_long_as_it_takes():
     assert ended.stdout.splitlines()[1:] == ['{"equal": false}']
 
     alarms = [line for line in ended.stderr.splitlines() if line.startswith("alarm")]
-    assert alarms == [f"alarm {math_worker.LONGEST_S}", "alarm 0"]
+    assert alarms == [f"alarm {json_worker.LONGEST_S}", "alarm 0"]
 
 
 @pytest.mark.slow

@@ -6,13 +6,14 @@ import asyncio
 import copy
 import json
 import math
+import sys
 
 import pytest
 import torch
 
 from agentevo.agents.single_turn import SingleTurnAgent
 from agentevo.config import EngineSection, build_config
-from agentevo.errors import EngineError, EngineUnavailableError
+from agentevo.errors import AgentEvoError, EngineError, EngineUnavailableError
 from agentevo.event_loop import TaskScope, run_coroutine
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.models.chat import ChatFormat
@@ -189,6 +190,32 @@ def test_a_reward_of_ones_own_asks_the_policy(play, own_rewards):
     reward("sure")(Sure)
     found, _ = play(rewards=["sure"])
     assert all(one.status == "completed" and one.reward < 0 for one in found)
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        (lambda: sys.exit(0), r"the reward 'asks' failed: SystemExit\(0\): a scorer can't end"),
+        (lambda: [][1], "the reward 'asks' failed: IndexError"),
+        (None, "the reward 'asks' failed: no score within"),
+    ],
+)
+def test_what_a_reward_does_before_it_scores_ends_the_run_with_a_reason(
+    play, own_rewards, does, said
+):
+    class Asks:
+        def __init__(self, config):
+            self.config = config
+
+        async def prepare(self, tasks, policy):
+            return await asyncio.Event().wait() if does is None else does()
+
+        async def score(self, trajectory, task, policy):
+            return Score(0.0)
+
+    reward("asks")(Asks)
+    with pytest.raises(AgentEvoError, match=said):
+        play(rewards=[{"name": "asks", "timeout_s": 300.0 if does else 0.05}])
 
 
 def test_where_no_engine_is_at_hand_the_score_has_failed(play):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+import threading
 
 import pytest
 
@@ -200,7 +202,9 @@ def test_a_damaged_question_is_refused():
 
 def test_prompts_follow_from_seed_step_and_place():
     def made(seed):
-        return ProposalTasks(SelfPlay(family="test_words", group_size=4), Words(), seed, 8)
+        return ProposalTasks(
+            SelfPlay(family="test_words", group_size=4), Words(), seed, 8, timeout_s=300.0
+        )
 
     first = made(0).of_step(1)
     assert len(first) == 2 and first[0].query != first[1].query
@@ -227,8 +231,12 @@ class Nobody:
     needs_scorer = needs_session = False
 
 
+def proposals(family, timeout_s=300.0):
+    return ProposalTasks(SECTION, family, 0, 4, timeout_s=timeout_s)
+
+
 def read(text, family=None):
-    (task,) = ProposalTasks(SECTION, Words(), 0, 4).of_step(1)
+    (task,) = proposals(Words()).of_step(1)
     policy = Said(text)
     asyncio.run(SelfPlayAgent(Nobody(), family or Words()).run(task, policy))
     return json.loads(policy.files[QUESTION])
@@ -274,9 +282,9 @@ def test_what_a_family_may_not_return_costs_the_attempt(returned, what):
 
 def test_a_family_that_cannot_be_made_is_refused():
     with pytest.raises(ConfigError, match=r"tasks\.self_play\.family: no question_family"):
-        make_family(SelfPlay(family="nobody"))
+        make_family(SelfPlay(family="nobody"), 300.0)
     with pytest.raises(ConfigError, match="can't be made with the options"):
-        make_family(SelfPlay(family="test_words", options={"wrong": 1}))
+        make_family(SelfPlay(family="test_words", options={"wrong": 1}), 300.0)
     with pytest.raises(ConfigError, match="has no read"):
         agentevo.question_family("test_half")(type("Half", (), {"prompt": lambda self, rng: "a"}))
 
@@ -290,7 +298,50 @@ def test_a_family_that_cannot_be_made_is_refused():
             return ""
 
     with pytest.raises(ConfigError, match="nothing to ask"):
-        ProposalTasks(SECTION, Silent(), 0, 4).of_step(1)
+        proposals(Silent()).of_step(1)
+
+
+class Overreach(BaseException):
+    pass
+
+
+goes_on = threading.Event()
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        (lambda: sys.exit(0), r"SystemExit\(0\): a question family can't end the process"),
+        (lambda: raises(Overreach("out")), "Overreach: out: a question family can't end"),
+        (lambda: raises(KeyboardInterrupt()), "KeyboardInterrupt: : a question family can't end"),
+        (lambda: raises(StopIteration(3)), "RuntimeError: .*StopIteration"),
+        (lambda: raises(KeyError("colour")), "KeyError: 'colour'.*(.|\n)*in raises"),
+        (lambda: goes_on.wait(), "TimeoutError: it did not return within 0.2 s"),
+    ],
+)
+def test_what_a_family_does_to_its_process_ends_the_run_with_a_reason(does, said):
+    limit_s = 0.2 if "within" in said else 300.0
+
+    class Rude(Words):
+        def prompt(self, rng):
+            return does()
+
+    with pytest.raises(ConfigError, match=said):
+        proposals(Rude(), limit_s).of_step(1)
+
+    class Unmade(Words):
+        def __init__(self):
+            does()
+
+    agentevo.question_family(f"test_rude_{id(does)}")(Unmade)
+    with pytest.raises(ConfigError, match="can't be made with the options"):
+        make_family(SelfPlay(family=f"test_rude_{id(does)}"), limit_s)
+    if "within" in said:
+        goes_on.set()
+
+
+def raises(error):
+    raise error
 
 
 @pytest.fixture
@@ -395,6 +446,6 @@ def test_a_held_out_row_can_not_be_taken_for_a_prompt(tmp_path):
 
 
 def test_no_task_of_a_solver_is_the_proposers():
-    (task,) = ProposalTasks(SECTION, Words(), 0, 4).of_step(1)
+    (task,) = proposals(Words()).of_step(1)
     assert task.metadata == {"proposes_for_step": 1}
     assert Task(id="a").metadata == {}

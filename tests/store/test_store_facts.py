@@ -240,11 +240,17 @@ def test_writing_again_is_a_no_op_and_other_content_is_refused(
             assert await store.write_trajectories([a, a], split="train", step=1) == 1
             assert await store.write_trajectories([a, b], split="train", step=1) == 1
 
-            later = msgspec.structs.replace(a, started_at=9.0, duration_s=9.0)
+            later = msgspec.structs.replace(
+                a, started_at=9.0, duration_s=9.0, timings={"step/mean": 0.5}
+            )
             assert await store.write_trajectories([later], split="train", step=1) == 0, (
                 "timings are not content"
             )
             assert (await store.trajectory("a")).started_at == a.started_at
+
+            timed = msgspec.structs.replace(make_trajectory("timed"), timings={"step/mean": 0.5})
+            await store.write_trajectories([timed], split="eval", step=1)
+            assert (await store.trajectory("timed")).timings == {"step/mean": 0.5}
 
             said = RemoteTurn(index=0, model="m", messages=[])
             turned = msgspec.structs.replace(a.turns[1], completion_ids=[7, 9])
@@ -262,7 +268,7 @@ def test_writing_again_is_a_no_op_and_other_content_is_refused(
                         [make_trajectory("c"), other], split=split, step=step
                     )  # type: ignore[arg-type]
 
-            assert len(await store.summaries()) == 2, "a refused call writes nothing"
+            assert len(await store.summaries()) == 3, "a refused call writes nothing"
             assert await store.write_trajectories([], split="train", step=1) == 0
 
     asyncio.run(scenario())
@@ -278,6 +284,8 @@ def test_writing_again_is_a_no_op_and_other_content_is_refused(
             {"metrics": {"reward_parts/format": 1.0}},
             "the metric 'reward_parts/format' has a name that parts of the reward have",
         ),
+        ({"metrics": {"timings/step": 1.0}}, "the metric 'timings/step' has a name that times"),
+        ({"timings": {"step": math.nan}}, "timings/step is nan"),
         ({"status": "lost"}, "status 'lost' is unknown"),
         ({"error": "\ud800"}, "surrogates"),
         ({"turns": [{"index": 1}]}, "position 0 has index 1"),

@@ -33,7 +33,14 @@ def test_a_store_of_version_1_keeps_everything(old: Path, tmp_path: Path) -> Non
             exported = (tmp_path / "new.jsonl").read_text()
             later = ("overrides", "constraint", "penalties", "routed_experts")
             nothing = [f'"{name}":null,' for name in later]
-            newer = (*nothing, ',"tools":""', '"remote_turns":[],', '"files":{},', '"texts":{},')
+            newer = (
+                *nothing,
+                ',"tools":""',
+                '"remote_turns":[],',
+                '"files":{},',
+                '"texts":{},',
+                '"timings":{},',
+            )
             for field in newer:
                 exported = exported.replace(field, "")
 

@@ -17,11 +17,13 @@ from agentevo.audit.audit import audit
 from agentevo.audit.findings import Audit
 from agentevo.observability import MetricsLog
 from agentevo.orchestration.ledger import commit as write_step
-from agentevo.runs.chain import End, HeadFile
+from agentevo.orchestration.row_digests import RowDigests
+from agentevo.runs.chain import NUMBERS, ROWS, SUMMARY, End, HeadFile, file_digest
 from agentevo.store import RetryPolicy, StoredTrajectory, open_store
 from agentevo.store.codec import encode_stored
 from agentevo.store.store import Store
 from agentevo.training.batching.step_plan import Plan
+from agentevo.training.token_numbers import name_of, write_numbers
 from agentevo.types import Task, Trajectory, Turn
 
 GROUPS = 2
@@ -56,7 +58,7 @@ def trajectory(task: str, attempt: int, *, version: int, **changes: Any) -> Traj
 
 async def commit(store: Store, step: int, trained: list[Trajectory], **changes: Any) -> None:
     """`changes` of the plan, or of the record: `checkpoint`, `log`."""
-    own = {name: changes.pop(name) for name in ("checkpoint", "log") if name in changes}
+    own = {name: changes.pop(name) for name in ("checkpoint", "log", NUMBERS) if name in changes}
     rewards = {t.id: t.reward for t in trained}
     plan = Plan.make(
         trained, earned=rewards, **{"baselines": {}, "staleness": 0, "policy": "wait"} | changes
@@ -64,7 +66,13 @@ async def commit(store: Store, step: int, trained: list[Trajectory], **changes: 
     await store.reserve([t.id for t in trained], step)
     last = await store.last_step()
     before = End() if last is None else End(last.step, last.record["chain"])
-    await write_step(store, before, plan, {"metrics": {}, **own})
+    sampled = trained + [
+        row.trajectory
+        async for row in store.trajectories(step=step, split="train")
+        if row.state in ("dropped", "failed", "ready")
+    ]
+    rows = await RowDigests(store).of_step(step, sampled, plan.ids)
+    await write_step(store, before, plan, {"metrics": {}, ROWS: msgspec.to_builtins(rows), **own})
 
 
 def write_checkpoint(folder: Path, step: int, weights: bytes = b"weights" * 1000) -> dict[str, str]:
@@ -110,12 +118,20 @@ async def add_unused(store: Store) -> dict[str, str]:
         status="cancelled",
         error="cancelled: token of version 4, trainer at 8",
     )
-    await store.write_trajectories([*same, broken], split="train", step=4)
+    await store.write_trajectories([*same, broken], split="train", step=3)
 
-    row: dict[str, Any] = {"split": "train", "step": 4, "state": "failed", "written_at": 1.0}
+    row: dict[str, Any] = {"split": "train", "step": 3, "state": "failed", "written_at": 1.0}
     await store.put(trajectories=[StoredTrajectory(trajectory=t, **row) for t in (cut, late)])
 
     return dict.fromkeys([t.id for t in same], "no-spread")
+
+
+async def evaluate(store: Store, step: int) -> None:
+    """A greedy attempt at a held-out task."""
+    await store.add_tasks([Task(id="eval-1", query="1?")], queue=False)
+    name = f"eval-1/greedy@{step}"
+    attempt = trajectory("eval-1", 0, version=step, id=f"{name}#0", group_id=name)
+    await store.write_trajectories([attempt], split="eval", step=step)
 
 
 async def fill(folder: Path) -> None:
@@ -140,6 +156,8 @@ async def fill(folder: Path) -> None:
                 trained += members
 
             dropped = await add_unused(store) if step == 3 else {}
+            await evaluate(store, step)
+            write_numbers(folder, step, {})
             checkpoint = (
                 write_checkpoint(folder, step)
                 if step != 3
@@ -151,6 +169,7 @@ async def fill(folder: Path) -> None:
                 trained,
                 checkpoint=checkpoint if step > 1 else None,
                 log=log.digest,
+                **{NUMBERS: file_digest(folder / name_of(step))},
                 dropped=dropped,
             )
 
@@ -160,6 +179,7 @@ async def fill(folder: Path) -> None:
 
         head = HeadFile(folder)
         head.write_file("config.yaml", "run: {}\n")
+        head.write_file(SUMMARY, '{"steps": 3}')
         head.committed(End(3, last.record["chain"]))
         lease = await store.lease_task("worker-1", lease_s=30.0)
         assert lease is not None and lease.task.id == "lame"

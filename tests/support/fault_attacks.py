@@ -148,7 +148,9 @@ def _start_and_kill(
         phase = phases[0]
         number = 1 if phase in RARE_PHASES else rng.randint(1, 2)
         planned = PlannedKill(phase, number, rng.uniform(0.0, 1.2 * victim.took_s[phase]))
-        limit_s = 0.5 + 2.0 * victim.progress_s
+        # A phase that comes ends the wait; one that does not costs it whole. Beside others a start
+        # may take several times what the last one took.
+        limit_s = 0.5 + 5.0 * victim.progress_s
 
     victim.start(planned)
     ends = time.monotonic() + limit_s

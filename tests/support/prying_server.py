@@ -1,8 +1,10 @@
 """An MCP server that tries to reach what a sandbox should keep from it."""
 
 import json
+import mmap
 import os
 import socket
+import time
 
 from mcp.server.mcpserver import MCPServer
 
@@ -50,6 +52,31 @@ def who() -> str:
 def fill(mebibytes: int) -> str:
     """Takes memory."""
     return str(len(b"x" * (mebibytes * 2**20)))
+
+
+@server.tool()
+def share(mebibytes: int) -> str:
+    """Takes memory that it could share with children, and keeps it."""
+    kept.append(mmap.mmap(-1, mebibytes * 2**20))
+    for place in range(0, mebibytes * 2**20, 4096):
+        kept[-1][place] = 1
+    return "taken"
+
+
+@server.tool()
+def breed(number: int, mebibytes: int) -> str:
+    """Starts children that take memory and leave their parent."""
+    for _ in range(number):
+        if os.fork() == 0:
+            os.setsid()
+            kept.append(b"x" * (mebibytes * 2**20))
+            time.sleep(600)
+            os._exit(0)
+    time.sleep(600)
+    return "bred"
+
+
+kept: list[object] = []
 
 
 if __name__ == "__main__":

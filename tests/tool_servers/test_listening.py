@@ -13,7 +13,9 @@ from agentevo.inference import admission
 from agentevo.inference.http_server import open_socket
 from agentevo.tool_servers import listening
 
-REQUEST = b"POST /x HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer %s\r\nContent-Length: 4\r\n\r\n"
+REQUEST = (
+    b"POST /x HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %s\r\nContent-Length: 4\r\n\r\n"
+)
 
 
 LARGE = 2**20
@@ -143,7 +145,10 @@ def test_connections_are_bounded(monkeypatch):
 
 @pytest.mark.parametrize("size", [0, 3 * 2**20])
 def test_bodies_arrive_whole(size):
-    head = b"POST / HTTP/1.1\r\nHost: h\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % size
+    head = (
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        % size
+    )
 
     async def ask(port):
         return await sent(port, head, b"x" * size)
@@ -180,3 +185,30 @@ def test_who_takes_a_large_answer_gets_all_of_it():
         return len((await sent(port, head, b"much"))[0])
 
     assert served(ask) >= 32 * LARGE
+
+
+@pytest.mark.parametrize(
+    ("host", "key", "is_answered"),
+    [
+        (b"127.0.0.1:8000", None, True),
+        (b"LOCALHOST.", None, True),
+        (b"[::1]:8000", None, True),
+        (b"attacker.example:8000", None, False),
+        (b"127.0.0.1.attacker.example", None, False),
+        (b"localhost.attacker.example", None, False),
+        (b"", None, False),
+        (b"retriever.example:8000", "k", True),  # the key tells who may ask
+    ],
+)
+def test_no_web_page_asks_by_a_name_of_its_own(host, key, is_answered):
+    """A page whose host was pointed at this machine (DNS rebinding) would read the corpus."""
+    request = REQUEST.replace(b"localhost", host) % b"k"
+
+    async def ask(port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request + b"text")
+        answer = await reader.readuntil(b"\r\n")
+        writer.close()
+        return answer
+
+    assert (b" 200 " in served(ask, key)) == is_answered

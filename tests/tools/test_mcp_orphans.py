@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from agentevo.errors import ToolUnavailableError
 from agentevo.event_loop import run_coroutine
 from agentevo.sandbox.programs import _own_folders
 from agentevo.tools.toolbox import Toolbox
-from agentevo.types import Task
+from agentevo.types import Task, ToolCall
 
 pytest.importorskip("mcp", reason="the SDK of MCP is not installed")
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -56,6 +57,78 @@ def test_a_server_that_goes_on_ends_with_a_client_that_was_killed(tmp_path):
 
     _, alive = psutil.wait_procs(started, timeout=300)
     assert not alive
+
+
+DAEMON = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.environ.clear()
+        for number in range(3):
+            os.close(number)
+        with open(sys.argv[1], "w") as file:
+            file.write(str(os.getpid()))
+        time.sleep(3600)
+    os._exit(0)
+os.wait()
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+"""Leaves a process that has neither its parent nor its session, and becomes a server."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_what_a_server_has_left_behind_ends_with_it(is_killed, tmp_path):
+    left = tmp_path / "left"
+    server = [str(SUPPORT / "odd_mcp_server.py"), str(tmp_path)]
+    words = [sys.executable, "-c", DAEMON, str(left), *server]
+    program = CLIENT if is_killed else CLIENT.replace("asyncio.sleep(600)", "asyncio.sleep(0)")
+    client = subprocess.Popen([sys.executable, "-c", program, *words], stdout=subprocess.PIPE)
+    try:
+        assert client.stdout is not None and client.stdout.readline() == b"open\n"
+        daemon = psutil.Process(int(left.read_text()))
+    except psutil.NoSuchProcess:
+        daemon = None
+        assert not is_killed
+    finally:
+        if is_killed:
+            client.kill()
+        assert (client.wait() == 0) != is_killed
+
+    if daemon is not None:
+        _, alive = psutil.wait_procs([daemon], timeout=300 if is_killed else 1)
+        assert not alive
+
+
+def test_a_launcher_may_end_before_its_server(tmp_path):
+    """Its server goes on until its stdin ends."""
+    server = [sys.executable, str(SUPPORT / "odd_mcp_server.py"), str(tmp_path)]
+    section = MCPServerSection(
+        name="s", command="sh", args=("-c", 'exec 3<&0; "$@" <&3 3<&- &', "sh", *server)
+    )
+
+    async def work():
+        async with Toolbox([section]).open(Task(id="t"), 0) as tools:
+            await asyncio.sleep(0.5)
+            (result,) = await tools.call([ToolCall("count", "{}")])
+            return result.text
+
+    assert run_coroutine(work()) == "0"
+
+
+def test_a_program_that_is_none_is_told_by_its_name(tmp_path):
+    program = tmp_path / "program"
+    program.write_bytes(b"\x7fELF no program")
+    program.chmod(0o755)
+
+    async def work():
+        section = MCPServerSection(name="s", command=str(program))
+        async with Toolbox([section]).open(Task(id="t"), 0):
+            pass
+
+    with pytest.raises(ToolUnavailableError, match=r"program can't be started: Exec format error"):
+        run_coroutine(work())
 
 
 def test_a_program_that_waits_for_a_package_is_told_so(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -90,6 +91,39 @@ def test_it_reaches_nothing_of_the_host(needs_bubblewrap, port, tmp_path, monkey
     assert who["user"] != 0 and who["processes"] <= 5 and not who["host"]
     assert who["folder"] == "/sandbox" and "SECRET" not in who["variables"]
     assert not any("bwrap" in one.name() for one in psutil.Process().children(recursive=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "call",
+    [("share", {"mebibytes": 3000}), ("breed", {"number": 20, "mebibytes": 200})],
+    ids=lambda call: call[0],
+)
+def test_memory_is_that_of_all_its_processes_together(call, needs_bubblewrap):
+    (text,) = played(section(memory_mib=512), call)
+    assert text.startswith("Error: ")
+    assert "its sandbox has ended it: more than 512 MiB of memory, all together" in text
+    assert not any("bwrap" in one.name() for one in psutil.Process().children(recursive=True))
+
+
+@pytest.mark.slow
+def test_a_program_of_npms_bin_folder_starts(needs_bubblewrap, tmp_path):
+    if shutil.which("node") is None:
+        pytest.skip("node is not installed")
+    package = tmp_path / "node_modules" / "@some" / "server"
+    other = tmp_path / "node_modules" / "words"
+    for folder in (package / "dist", other, tmp_path / "node_modules" / ".bin"):
+        folder.mkdir(parents=True)
+    (other / "index.js").write_text("module.exports = 'hello';")
+    script = package / "dist" / "cli.js"
+    script.write_text("#!/usr/bin/env node\nconsole.log(require('words'));")
+    script.chmod(0o755)
+    link = tmp_path / "node_modules" / ".bin" / "server"
+    link.symlink_to("../@some/server/dist/cli.js")
+    for command, folder in ((str(link), None), ("node_modules/.bin/server", tmp_path)):
+        words = sandboxed(command, (), ProgramSandboxSection(), folder)
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+        assert ended.stdout == "hello\n", ended.stderr
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import pytest
 from collector import received, request_of_json
 from msgspec.structs import replace
 
+from agentevo.data.traces import import_traces
 from agentevo.store import open_store
 from agentevo.store.call_log import AttemptCalls, CallLog, record_call
 from agentevo.tracing import export as export_module
@@ -23,6 +24,7 @@ from agentevo.tracing.span import Source
 from agentevo.tracing.spans import RunFacts, Spans
 from agentevo.tracing.texts import Texts
 from agentevo.tracing.tracer import Tracer
+from agentevo.types import Message, ToolCall, Trajectory, Turn
 
 RUN = RunFacts("coins", "", "tiny", False)
 SECRET = "sk-" + "a" * 30
@@ -104,6 +106,98 @@ def test_a_line_may_be_one_span_and_contents_are_asked_for(tmp_path: Path) -> No
     assert spans["chat tiny"]["attributes"]["gen_ai.usage.output_tokens"] == 2
     assert spans["execute_tool inner"]["error"] == "ToolError: the words"
     assert spans["score exact"]["events"][0]["name"] == "gen_ai.evaluation.result"
+
+
+CALL = ToolCall("look", '{"place": "box"}', "c1")
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+
+def turn(index: int, parent: int | None, *messages: Message, tools: str = "") -> Turn:
+    return Turn(
+        index=index,
+        parent=parent,
+        prompt_ids=[1],
+        completion_ids=[2],
+        logprobs=[0.0],
+        versions=[0],
+        finish_reason="stop",
+        messages=list(messages),
+        tools=tools,
+    )
+
+
+@pytest.mark.parametrize(
+    ("metrics", "is_told"), [({}, True), ({"num_undelivered": 1.0}, False), (None, False)]
+)
+def test_what_the_policy_said_is_imported_again(
+    tmp_path: Path, metrics: dict[str, float] | None, is_told: bool
+) -> None:
+    """`metrics`: the attempt's; None where it was not stored."""
+    name = "t/train@3#1"
+    attempt = Trajectory(
+        id=name,
+        task_id="t",
+        group_id="t/train@3",
+        status="completed",
+        reward=1.0,
+        metrics=metrics or {},
+        turns=[
+            turn(
+                0,
+                None,
+                Message("user", "Where?"),
+                Message("assistant", "", (CALL,)),
+                tools=json.dumps(TOOLS),
+            ),
+            turn(
+                1,
+                0,
+                Message("tool", "a pearl", tool_call_id="c1", name="look"),
+                Message("assistant", "Here."),
+            ),
+            turn(
+                2,
+                0,
+                Message("tool", "a pearl", tool_call_id="c1", name="look"),
+                Message("assistant", "There."),
+            ),
+        ],
+    )
+
+    async def scenario() -> None:
+        async def opened() -> Any:
+            return await open_store(f"sqlite:///{tmp_path / 'store.sqlite'}", create=True)
+
+        async with CallLog(opened) as log:
+            calls = AttemptCalls(log, name)
+            with calls.attempt("Player"):
+                for first, completions in ((0, 1), (1, 2)):
+                    with record_call("policy", "generate") as call:
+                        call.note(turn=first, completions=completions)
+        if metrics is not None:
+            async with await opened() as store:
+                await store.write_trajectories([attempt], split="train", step=3)
+
+    asyncio.run(scenario())
+    exported(tmp_path, tmp_path / "out.jsonl", requests=True, contents=True)
+    imported = import_traces([str(tmp_path / "out.jsonl")])
+    if not is_told:
+        assert imported.rows == [] and imported.report.counts() == {"no_content": 2}
+        return
+
+    (row,) = imported.rows
+    assert [message["role"] for message in row["messages"]] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert row["messages"][-1]["content"] == "Here." and row["tools"] == TOOLS
+    (call,) = row["messages"][1]["tool_calls"]
+    assert call["id"] == "c1" and call["function"]["arguments"] == {"place": "box"}
+
+    exported(tmp_path, tmp_path / "plain.jsonl", requests=True)
+    assert "pearl" not in (tmp_path / "plain.jsonl").read_text()
 
 
 def test_a_run_that_was_never_traced_has_trace_ids_of_its_own(tmp_path: Path) -> None:

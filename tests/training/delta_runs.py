@@ -1,5 +1,5 @@
 """Versions of weights that lie in parts, published as what changed. As a program, one process of
-several: COUNT PROCESS MEETING_FILE FOLDER OUT_FILE."""
+several: CASES PROCESS MEETING_FILE FOLDER OUT_FILE."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import torch
-from mesh_runs import made, of_groups
+from mesh_runs import made, num_processes, of_groups
 from saved_runs import larger
 from tensor_memory import TensorMemory
 from torch import distributed
@@ -41,21 +41,25 @@ SECTION = SFTSection(learning_rate=3e-6, micro_batch_tokens=64)
 Case = tuple[str, dict[str, int], int]
 """Model, sizes, number of steps. Rows are 97 of the vocabulary and 48 or 5 others: shards are
 unequal."""
-CASES: dict[int, list[Case]] = {
-    2: [
+CASES: dict[str, list[Case]] = {
+    "2 processes": [
         ("llama", {"shard": 2}, 40),
         ("qwen3 tied", {"tensor": 2}, 12),
         ("llama+lora", {"shard": 2}, 12),
         ("moe+deep", {"pipeline": 2}, 12),
     ],
-    4: [
-        ("gemma2", {"shard": 4}, 40),
-        ("qwen3 tied", {"shard": 2}, 12),
+    "4 processes": [
         ("llama", {"shard": 2, "tensor": 2}, 12),
         ("moe", {"tensor": 2, "expert": 2}, 12),
+    ],
+    "4 processes, more": [
+        ("gemma2", {"shard": 4}, 40),
+        ("qwen3 tied", {"shard": 2}, 12),
         ("llama+deep", {"pipeline": 4}, 12),
     ],
 }
+CASES_OF_SOAK = ["4 processes, more"]
+CASES_OF_CI = [name for name in CASES if name not in CASES_OF_SOAK]
 
 
 class Published:
@@ -275,18 +279,19 @@ def dies(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    count, process, meeting, folder, out = sys.argv[1:]
+    name, process, meeting, folder, out = sys.argv[1:]
+    count = num_processes(name)
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo",
         init_method=f"file://{meeting}",
         rank=int(process),
-        world_size=int(count),
+        world_size=count,
         timeout=timedelta(seconds=300),
     )
     place = Path(folder)
-    results = [history(case, place / str(n)) for n, case in enumerate(CASES[int(count)])]
+    results = [history(case, place / str(n)) for n, case in enumerate(CASES[name])]
     torch.save((results, memory(place)), out)
-    if count == "2":
+    if count == 2:
         raise SystemExit(dies(place))
     distributed.destroy_process_group()

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentevo.config import (
     AlgorithmSection,
@@ -123,6 +124,19 @@ def test_adapters_with_dropout_draw_the_same_again(kind, random_model, samples_o
 
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-7)
     assert not torch.equal(found[0], run(plain, batch, gradient)[1]), "it did drop out"
+
+
+def test_a_frozen_base_is_packed_beside_what_is_kept(samples_of, gradient):
+    """The first layer's products need no gradient of the base: their weights are packed in the
+    first pass, in which no engine has drawn yet."""
+    wide = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4}
+    shape = LlamaConfig(vocab_size=97, num_hidden_layers=2, num_key_value_heads=4, **wide)
+    adapted = prepare(add_adapter(LlamaForCausalLM(shape).eval(), LoraSection(rank=4), seed=1))
+    sparing = keep_activations(copy_policy(adapted), SECTIONS["selective"])
+    batch = batch_of(samples_of)
+
+    wanted = run(adapted, batch, gradient)
+    torch.testing.assert_close(run(sparing, batch, gradient), wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_less_is_kept(random_model, samples_of):

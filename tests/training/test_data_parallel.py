@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -14,20 +13,18 @@ import torch
 from agentevo.errors import TrainingError
 from agentevo.training import parallel
 
-pytestmark = pytest.mark.slow
+sys.path.insert(0, str(Path(__file__).parent))
+import data_parallel_runs as runs
+from preset_gradients import NAMES, WHOLE, find_gradient
 
-PROGRAM = Path(__file__).with_name("data_parallel_runs.py")
-specification = importlib.util.spec_from_file_location("data_parallel_runs", PROGRAM)
-assert specification is not None and specification.loader is not None
-runs = importlib.util.module_from_spec(specification)
-specification.loader.exec_module(runs)
+pytestmark = pytest.mark.slow
 
 
 def spawned(folder: Path, shape: str, count: int):
     """What each of `count` processes finds."""
     outs = [folder / f"{process}.pt" for process in range(count)]
     commands = [
-        [sys.executable, str(PROGRAM), shape, str(process), str(folder / "meeting"), str(out)]
+        [sys.executable, runs.__file__, shape, str(process), str(folder / "meeting"), str(out)]
         for process, out in enumerate(outs)
     ]
     processes = [
@@ -75,13 +72,24 @@ def check_equal(found, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", runs.RUNS)
 def test_two_ranks_equal_one(name, of_ranks):
-    for _, found in of_ranks:
+    for _, found, _ in of_ranks:
         check_equal(found[name], name)
-    assert torch.equal(*(found[name][0] for _, found in of_ranks)), "ranks never drift apart"
+    assert torch.equal(*(found[name][0] for _, found, _ in of_ranks)), "ranks never drift apart"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_short_micro_batches_on_two_ranks_give_the_whole_batch_s_gradient(name, of_ranks):
+    with torch.random.fork_rng(devices=[]):
+        whole = find_gradient(runs.model_of(5), name, WHOLE)
+
+    assert float(whole.norm()) > 1e-3, "the preset teaches something"
+    for *_, gradients in of_ranks:
+        difference = float((gradients[name] - whole).norm() / whole.norm())
+        assert difference < 1e-5
 
 
 def test_each_rank_computes_its_own_half(of_ranks):
-    one, other = (parts for parts, _ in of_ranks)
+    one, other = (parts for parts, *_ in of_ranks)
     assert len(one) == len(other) > 1
     assert sorted(index for part in [*one, *other] for index in part) == list(range(16))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from several_processes import run_processes
+from slow import soak
 
 sys.path.insert(0, str(Path(__file__).parent))
 import mesh_runs as runs
@@ -24,21 +25,24 @@ def alone(tmp_path_factory):
     return file
 
 
-@pytest.fixture(scope="module", params=runs.CASES, ids="{} processes".format)
+@pytest.fixture(
+    scope="module",
+    params=[*runs.CASES_OF_CI, *soak(*runs.CASES_OF_SOAK)],
+)
 def found(request, alone, tmp_path_factory):
     """Of each process: case -> how far it is from one process, what a shared reward model's rewards
     are apart, and the memory of a stage of a pipeline."""
     folder = tmp_path_factory.mktemp("mesh")
-    count = request.param
-    outs = [folder / f"{process}.pt" for process in range(count)]
+    name = request.param
+    outs = [folder / f"{process}.pt" for process in range(runs.num_processes(name))]
     run_processes(
         runs.__file__,
-        [(count, process, folder / "meeting", alone, out) for process, out in enumerate(outs)],
+        [(name, process, folder / "meeting", alone, out) for process, out in enumerate(outs)],
         within_s=900,
     )
 
     return [
-        (list(zip(runs.CASES[count], cases, strict=True)), rewards, peaks)
+        (list(zip(runs.CASES[name], cases, strict=True)), rewards, peaks)
         for cases, rewards, peaks in map(torch.load, outs)
     ]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from several_processes import run_processes
+from slow import soak
 
 from agentevo.errors import EngineError
 from agentevo.inference.weights import WeightsFolder
@@ -19,20 +20,23 @@ import delta_runs as runs
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=runs.CASES, ids="{} processes".format)
+@pytest.fixture(
+    scope="module",
+    params=[*runs.CASES_OF_CI, *soak(*runs.CASES_OF_SOAK)],
+)
 def found(request, tmp_path_factory):
     """(folder, of each process (case -> what came of it, its memory))."""
     folder = tmp_path_factory.mktemp("deltas")
-    count = request.param
-    outs = [folder / f"{process}.pt" for process in range(count)]
+    name = request.param
+    outs = [folder / f"{process}.pt" for process in range(runs.num_processes(name))]
     run_processes(
         runs.__file__,
-        [(count, process, folder / "meeting", folder, out) for process, out in enumerate(outs)],
+        [(name, process, folder / "meeting", folder, out) for process, out in enumerate(outs)],
         within_s=900,
     )
     loaded = [torch.load(out, weights_only=False) for out in outs]
     return folder, [
-        (list(zip(runs.CASES[count], cases, strict=True)), memory) for cases, memory in loaded
+        (list(zip(runs.CASES[name], cases, strict=True)), memory) for cases, memory in loaded
     ]
 
 
@@ -113,7 +117,7 @@ def test_a_damaged_link_is_refused(found):
     assert follower.read(latest.version, sha256=latest.sha256)
 
 
-@pytest.mark.parametrize("found", [2], indirect=True)
+@pytest.mark.parametrize("found", ["2 processes"], indirect=True)
 def test_a_process_that_dies_leaves_the_version_before(found):
     folder, _ = found
     assert torch.load(folder / "died.pt")["said"]

@@ -53,7 +53,11 @@ def test_runs_that_differ_in_nothing_but_their_seed_are_one_line_with_a_band() -
 def test_each_run_can_have_its_own_line() -> None:
     views = [run("x", {1: 1.0}, seed=1), run("y", {1: 2.0}, seed=2)]
     lines = settings_of(views, "run")
-    assert [line.name for line in lines] == ["x", "y"]
+    assert [line.name for line in lines] == ["x, seed 1", "y, seed 2"]
+    assert differing(lines)[0] == [("run.seed", ["1", "2"])]
+
+    alike = settings_of([run("x", {1: 1.0}), run("y", {1: 2.0})], "run")
+    assert [line.name for line in alike] == ["x", "y"] and differing(alike)[0] == []
     assert chart_of(lines, "nothing", "step") is None
 
 

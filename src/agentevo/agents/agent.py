@@ -11,6 +11,7 @@ to any of these is each one's own.
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import inspect
 import operator
@@ -26,6 +27,7 @@ from agentevo.agents.posted_rewards import outcome_of_rewards
 from agentevo.agents.rollout_thread import BlockingPolicy
 from agentevo.config import AgentSection
 from agentevo.config.agents import agents, is_async, takes_policy
+from agentevo.console import to_stderr
 from agentevo.daemon_threads import run_in_thread
 from agentevo.environments import TextEnvironment
 from agentevo.errors import AgentEvoError, ConfigError, NoCallError, described, shown
@@ -37,13 +39,17 @@ from agentevo.rewards.returned import (
     plain_number,
     plain_numbers,
 )
-from agentevo.types import REWARD_PARTS, Outcome, Task
+from agentevo.signals import Interrupt
+from agentevo.tracebacks import traceback_of
+from agentevo.types import REWARD_PARTS, TIMINGS, Outcome, Task
 
 AgentFunction: TypeAlias = Callable[..., Any]
 """`run(task, policy)`, or `run(task)` which calls the policy by a client of its own; async or
 not."""
 
 
+CLOSING_S = 60.0
+"""How long an agent's `close` may take."""
 ALIKE = 0.8
 """How much of a name has to be an agent's (difflib's ratio) to be taken for a slip of the pen."""
 
@@ -121,11 +127,21 @@ class FunctionAgent:
             raise
 
     async def close(self) -> None:
-        """Ends what attempts shared, when no more of them are played."""
+        """Ends what attempts shared, when no more of them are played. What a `close` raises, or
+        does not end within CLOSING_S, is shown: the attempts have their outcomes."""
         close = getattr(self._player, "close", None)
-        ended = None if close is None else close()
-        if inspect.isawaitable(ended):
-            await ended
+        if close is None:
+            return
+
+        try:
+            async with asyncio.timeout(CLOSING_S):
+                ended = close() if is_async(close) else await run_in_thread(close, "agent")
+                if inspect.isawaitable(ended):
+                    await ended
+        except Interrupt:
+            raise
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 (it is a user's)
+            to_stderr(f"the agent's close failed: {described(error)}\n{traceback_of(error)}")
 
     async def _returned(self, task: Task, *policy: Policy) -> Any:
         if self._is_async:
@@ -271,16 +287,22 @@ def _plain(outcome: Outcome) -> Outcome:
         truncated=plain_bool(outcome.truncated, "the agent's truncated"),
         ending=str(outcome.ending),
         metrics=_metrics(outcome.metrics),
+        timings=plain_numbers(outcome.timings, "the agent's timings", LARGEST_METRIC),
     )
 
 
 def _metrics(given: Any) -> dict[str, float]:
     metrics = plain_numbers(given, "the agent's metrics", LARGEST_METRIC)
-    taken = next((name for name in metrics if name.startswith(REWARD_PARTS)), None)
+    taken = next((name for name in metrics if name.startswith((REWARD_PARTS, TIMINGS))), None)
     if taken is not None:
+        kind, place = (
+            ("parts of the reward", "reward_parts")
+            if taken.startswith(REWARD_PARTS)
+            else ("times", "timings")
+        )
         raise ValueError(
-            f"the agent's metrics have the name {taken!r}, which parts of the reward have: choose "
-            "another, or give it in reward_parts"
+            f"the agent's metrics have the name {taken!r}, which {kind} have: choose another, or "
+            f"give it in {place}"
         )
 
     return metrics

@@ -37,6 +37,9 @@ FAILED = "[no summary could be made; this is what the tool gave]\n"
 LONGEST_PURPOSE = 2000
 CHARS_PER_TOKEN = 8
 """No text is counted beyond so many characters for each token that the helper may read."""
+CHARS_PER_REMOTE_TOKEN = 4
+"""A token of a remote model in the policy's place, whose tokenizer is not here, counts as so many
+characters."""
 _WHOLE = re.compile(r"\b(full|complete|raw|entire)\b[\w ]{0,20}\b(content|text|page)", re.I)
 """A purpose that wants the result itself."""
 
@@ -60,6 +63,10 @@ class Browse:
         text = text.encode("utf-8", "replace").decode()
         if len(text.encode()) <= section.min_prompt_length:
             return text, False  # no token is less than a byte
+        if policy.remote_model is not None:
+            head = text[: section.max_prompt_length * CHARS_PER_REMOTE_TOKEN]
+            is_long = len(text) > section.min_prompt_length * CHARS_PER_REMOTE_TOKEN
+            return head + LEFT_OUT if len(head) < len(text) else text, is_long
         return await in_thread(self._clipped, text, policy.conversation.chat.tokenizer)
 
     def _clipped(self, text: str, tokenizer: Any) -> tuple[str, bool]:

@@ -93,7 +93,7 @@ class CommandAgent:
                 "its client take OPENAI_BASE_URL and OPENAI_API_KEY from the environment"
             )
 
-        printed = printed_reward(ended.stdout)
+        printed = printed_reward(ended.stdout, has_posted=bool(session.posted))
         given = [*session.posted, *([printed] if printed is not None else [])]
         return outcome_of_rewards(given, policy.received)
 

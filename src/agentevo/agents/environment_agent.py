@@ -8,7 +8,7 @@ observation that the actions led to. The format says where the action stands in 
     think_answer  <think>...</think><answer>Up</answer>
 
 An environment plays on a thread of its own (environment_thread.py): one that hangs fails its
-attempt when `agent.timeout_s` is over.
+attempt when `agent.step_timeout_s` or `agent.timeout_s` is over.
 
 Text outside of the tags is allowed around `answer`, not around `think_answer`. Where the chat
 template itself opens a thought, `plain` and `answer` read what comes behind it. A turn that breaks
@@ -24,20 +24,22 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import fmean
+from typing import TypeVar
 
 from agentevo.agents.environment_thread import EnvironmentThread, Pace
 from agentevo.agents.policy import Policy
 from agentevo.config import EnvironmentAgentSection
 from agentevo.config.agents import agents
 from agentevo.environments import TextEnvironment
+from agentevo.environments.step_results import read_reset, read_step
 from agentevo.errors import EnvironmentFailure, RequestTooLongError
 from agentevo.rewards.returned import plain_bool, plain_number
 from agentevo.types import Message, Outcome, Task
 
-_PATTERNS = {
-    "answer": re.compile(r"<answer>(.*?)</answer>", re.DOTALL),
-    "think_answer": re.compile(r"\s*<think>.*?</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL),
-}
+T = TypeVar("T")
+
+_THOUGHT = r"\s*<think>.*?</think>\s*"
 
 
 def parse_answer(text: str, section: EnvironmentAgentSection) -> list[str] | None:
@@ -45,11 +47,12 @@ def parse_answer(text: str, section: EnvironmentAgentSection) -> list[str] | Non
     format."""
     if section.format == "plain":
         content = text
-    elif section.format == "answer":
-        match = _PATTERNS["answer"].search(text)
-        content = match.group(1) if match else ""
     else:
-        match = _PATTERNS["think_answer"].fullmatch(text)
+        tagged = f"<{section.answer_tag}>(.*?)</{section.answer_tag}>"
+        if section.format == "answer":
+            match = re.search(tagged, text, re.DOTALL)
+        else:
+            match = re.fullmatch(rf"{_THOUGHT}{tagged}\s*", text, re.DOTALL)
         content = match.group(1) if match else ""
 
     parts = content.split(section.action_separator) if section.actions_per_turn > 1 else [content]
@@ -62,7 +65,7 @@ def format_answer(actions: list[str], section: EnvironmentAgentSection) -> str:
     content = f" {section.action_separator} ".join(actions)
     if section.format == "plain":
         return content
-    answer = f"<answer>{content}</answer>"
+    answer = f"<{section.answer_tag}>{content}</{section.answer_tag}>"
     return answer if section.format == "answer" else f"<think></think>{answer}"
 
 
@@ -76,10 +79,11 @@ def answer_instructions(section: EnvironmentAgentSection) -> str:
     )
     if section.format == "plain":
         return f"Answer with {several}." if section.actions_per_turn > 1 else ""
+    shown = f"<{section.answer_tag}>...</{section.answer_tag}>"
     if section.format == "answer":
-        return f"Answer with {several} like this: <answer>...</answer>"
+        return f"Answer with {several} like this: {shown}"
 
-    return f"Think first, then answer with {several}: <think>...</think><answer>...</answer>"
+    return f"Think first, then answer with {several}: <think>...</think>{shown}"
 
 
 def first_messages(
@@ -130,6 +134,8 @@ class _Episode:
     num_invalid: int = 0
     num_format_errors: int = 0
     num_effective: int = 0
+    steps_s: list[float] = field(default_factory=list)
+    """How long each step took, in seconds."""
     success: bool = False
     over: bool = False
     truncated: bool = False
@@ -166,7 +172,9 @@ class EnvironmentAgent:
 
         try:
             environment = await thread.call(make, "make")
-            observation, _ = await thread.call(lambda: environment.reset(seed=task.seed), "reset")
+            observation = read_reset(
+                await self._within(thread, lambda: environment.reset(seed=task.seed), "reset")
+            )
             episode = _Episode(observation=_text(observation, "reset"))
             section = with_texts(self._section, policy, environment)
             messages = first_messages(environment, observation, section)
@@ -213,7 +221,26 @@ class EnvironmentAgent:
                 "num_format_errors": float(episode.num_format_errors),
                 "num_effective_actions": float(episode.num_effective),
             },
+            timings={
+                "environment_step_s/mean": fmean(episode.steps_s),
+                "environment_step_s/max": max(episode.steps_s),
+            }
+            if episode.steps_s
+            else {},
         )
+
+    async def _within(self, thread: EnvironmentThread, call: Callable[[], T], name: str) -> T:
+        """What `call`, the environment's reset or step, returns. Raises EnvironmentFailure after
+        `step_timeout_s`."""
+        limit_s = self._section.step_timeout_s
+        try:
+            return await thread.call(call, name, within_s=limit_s)
+        except TimeoutError as error:
+            if not thread.is_busy:  # the environment raised it
+                raise
+            raise EnvironmentFailure(
+                f"the environment's {name}() has not answered in agent.step_timeout_s={limit_s} s"
+            ) from error
 
     async def _act(
         self,
@@ -229,9 +256,10 @@ class EnvironmentAgent:
         broken = actions is None
         episode.num_format_errors += broken
         for action in actions or []:
-            observation, step_reward, terminated, truncated, info = await thread.call(
-                partial(environment.step, action), "step"
+            observation, step_reward, terminated, truncated, info = read_step(
+                await self._within(thread, partial(environment.step, action), "step")
             )
+            episode.steps_s.append(thread.last_call_s)
             reward += plain_number(step_reward, "the reward of the environment's step()")
             episode.observation = _text(observation, "step")
             valid, effective, success = (
@@ -287,7 +315,7 @@ def demonstrate(
     nothing left to show.
     """
     rng = random.Random(seed)
-    observation, _ = environment.reset(seed=seed)
+    observation = read_reset(environment.reset(seed=seed))
     messages = first_messages(environment, observation, section)
     conversations: list[list[Message]] = []
     success = over = False
@@ -299,7 +327,7 @@ def demonstrate(
                 break
 
             action = environment.random_action(rng) if rng.random() < random_rate else best
-            observation, _, terminated, truncated, info = environment.step(action)
+            observation, _, terminated, truncated, info = read_step(environment.step(action))
             actions.append(action)
             success |= bool(info["success"])
             over = terminated or truncated

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -75,6 +75,8 @@ class EnvironmentThread:
         self._pace = pace
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._pending: Future[Any] | None = None
+        self.last_call_s = 0.0
+        """How long the last call that came back took, in seconds."""
         threading.Thread(target=self._work, name="environment", daemon=True).start()
 
     @property
@@ -82,11 +84,14 @@ class EnvironmentThread:
         """Whether a call has not come back."""
         return self._pending is not None and not self._pending.done()
 
-    async def call(self, function: Callable[[], T], name: str | None = None) -> T:
+    async def call(
+        self, function: Callable[[], T], name: str | None = None, *, within_s: float | None = None
+    ) -> T:
         """What the function returns or raises. With a name it is recorded as a call of the
-        environment from where it is no longer waited for on the spot."""
+        environment from where it is no longer waited for on the spot. Raises TimeoutError after
+        `within_s`: the call hangs then."""
         answer = self._ask(function)
-        await self._wait(answer, name)
+        await self._wait(answer, name, within_s=within_s)
         return answer.result()
 
     def call_now(self, function: Callable[[], T], within_s: float) -> T:
@@ -129,7 +134,8 @@ class EnvironmentThread:
         closing = self._ask(close)
         try:
             if idle:
-                await self._wait(closing, None, within_s=CLOSE_S)
+                with suppress(TimeoutError):
+                    await self._wait(closing, None, within_s=CLOSE_S)
         finally:
             if not closing.done():
                 _hung.add(self)  # before the thread can end, which takes it out
@@ -148,11 +154,15 @@ class EnvironmentThread:
     async def _wait(
         self, answer: Future[Any], name: str | None, *, within_s: float | None = None
     ) -> None:
+        grace_s = self._pace.grace_s if within_s is None else min(self._pace.grace_s, within_s)
         try:
-            answer.exception(timeout=self._pace.grace_s)
+            answer.exception(timeout=grace_s)
         except TimeoutError:
+            rest_s = None if within_s is None else within_s - grace_s
             with record_call("environment", name) if name is not None else nullcontext():
-                await asyncio.wait([asyncio.wrap_future(answer)], timeout=within_s)
+                await asyncio.wait([asyncio.wrap_future(answer)], timeout=rest_s)
+                if not answer.done():
+                    raise TimeoutError from None
 
     def _work(self) -> None:
         while (queued := self._calls.get()) is not None:
@@ -163,7 +173,8 @@ class EnvironmentThread:
                 try:
                     result = function()
                 finally:
-                    self._pace.took(time.monotonic() - started)
+                    self.last_call_s = time.monotonic() - started
+                    self._pace.took(self.last_call_s)
             except BaseException as error:  # noqa: BLE001 (handed to whoever waits)
                 answer.set_exception(_as_failure(error))
             else:

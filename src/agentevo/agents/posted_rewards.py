@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -22,9 +23,19 @@ class PostedReward(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whose it is, of several agents. None: everybody's."""
 
 
-def printed_reward(stdout: str) -> PostedReward | None:
-    """The reward in the last line, None if that is none. Raises ValueError for a wrong one."""
+_NUMBER = re.compile(
+    r"[+-]?(?:\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?|nan|inf(?:inity)?)", re.A | re.I
+)
+"""A number as programs print it; whether it may be a reward is checked with all others."""
+
+
+def printed_reward(stdout: str, *, has_posted: bool = False) -> PostedReward | None:
+    """The reward in the last line, None if that is none. A number alone is one unless the program
+    has posted its rewards. Raises ValueError for a wrong one."""
     last = stdout.rstrip().rpartition("\n")[2].strip()
+    if _NUMBER.fullmatch(last):
+        return None if has_posted else PostedReward(reward=float(last))
+
     try:
         content = msgspec.json.decode(last) if last.startswith("{") else None
     except (msgspec.DecodeError, RecursionError):

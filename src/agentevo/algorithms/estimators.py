@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from agentevo.algorithms import group_relative, returns
-from agentevo.algorithms.advantage_inputs import AdvantageTables, checked
-from agentevo.catalogue import Value, resolve
+from agentevo.algorithms.advantage_inputs import AdvantageTables, Inputs, checked
+from agentevo.catalogue import Value, check_function, resolve
 from agentevo.catalogue.advantages import ADVANTAGES
 
 SCORES: Mapping[str, Callable[..., Tensor]] = {
@@ -59,6 +60,8 @@ class Advantage:
     hyper: Mapping[str, Any]
     needs: tuple[str, ...]
     """Names of the optional `AdvantageTables` that the estimator needs."""
+    function: Callable[[Inputs], Tensor] | None = None
+    """Computes the estimator FUNCTION: a number per trajectory [N], or per token [S, T]."""
 
     @property
     def is_recursion(self) -> bool:
@@ -91,8 +94,11 @@ class Advantage:
         inputs = checked(tables)
         rewards = tables.token_rewards
         if not self.is_recursion:
-            per_row = SCORES[self.name](inputs, **self.hyper)[inputs.trajectory]
-            result = torch.where(inputs.mask, _fitting(per_row, rewards)[:, None], 0.0)
+            compute = self.function or partial(SCORES[self.name], **self.hyper)
+            values = _fitting(compute(inputs), rewards)
+            if values.dim() == 1:
+                values = values[inputs.trajectory][:, None]
+            result = torch.where(inputs.mask, values, 0.0)
             return result, result.clone()
 
         stream = returns.make_stream(inputs)
@@ -105,11 +111,17 @@ class Advantage:
         return advantages, targets
 
 
-def bind_advantage(name: str, hyper: Mapping[str, Value]) -> Advantage:
+def bind_advantage(
+    name: str,
+    hyper: Mapping[str, Value],
+    *,
+    function: Callable[[Inputs], Tensor] | None = None,
+) -> Advantage:
     """The estimator of that name; hyper-parameters that are not given are the catalogue's. Raises
-    ValueError for an unknown name and for wrong hyper-parameters."""
+    ValueError for an unknown name, for wrong hyper-parameters, and for FUNCTION without one."""
     settings = resolve("advantage", ADVANTAGES, name, hyper)
-    return Advantage(name, settings, ADVANTAGES[name].needs)
+    check_function("advantage", name, function)
+    return Advantage(name, settings, ADVANTAGES[name].needs, function)
 
 
 def _fitting(values: Tensor, like: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from agentevo.algorithms.score_losses import (
     minirl_statistics,
     reinforce,
 )
-from agentevo.catalogue import Value, resolve
+from agentevo.catalogue import Value, check_function, resolve
 from agentevo.catalogue.policy_losses import POLICY_LOSSES, check_aggregation, check_importance
 
 LOSSES: Mapping[str, Callable[..., Terms]] = {
@@ -114,11 +114,13 @@ def bind_policy_loss(
     importance: str = "none",
     importance_cap: float = 2.0,
     importance_floor: float = 0.0,
+    function: Callable[[LossInputs], Terms] | None = None,
 ) -> PolicyLoss:
     """The policy loss of that name, for an aggregation by that name. `importance` names the weights
-    of `importance.bind_importance`. Raises ValueError where a setting is wrong or where settings
-    make no sense together."""
+    of `importance.bind_importance`; `function` computes the loss FUNCTION. Raises ValueError where
+    a setting is wrong or where settings make no sense together."""
     settings = resolve("policy loss", POLICY_LOSSES, name, hyper)
+    check_function("policy loss", name, function)
     check_aggregation(name, settings, aggregation)
     check_importance(name, importance, importance_cap, importance_floor)
 
@@ -126,7 +128,7 @@ def bind_policy_loss(
     statistics = STATISTICS.get(name) if settings.get("token_level_loss", True) else None
     return PolicyLoss(
         name,
-        partial(LOSSES[name], **settings),
+        function or partial(LOSSES[name], **settings),
         bind_importance(importance, importance_cap, importance_floor),
         None if statistics is None else lambda tables: statistics(tables, settings),
     )

@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,17 +22,21 @@ import pydantic
 from agentevo.config import RunConfig, build_config, sources, to_tree
 from agentevo.config.agents import agent_names, agents, takes_policy
 from agentevo.config.idle_keys import changed_keys, drop_idle_keys
-from agentevo.config.imports import OF_YOUR_OWN, import_all
+from agentevo.config.imports import OF_YOUR_OWN, check_recipe_of_run, import_all
 from agentevo.config.other_preset import kept_keys
+from agentevo.config.parallel import follows
 from agentevo.config.rewards import Reward, named_reward
 from agentevo.config.sources import plain_option
 from agentevo.config.tasks import TaskFields
 from agentevo.config.tools import Tool, named_tool
+from agentevo.console import to_stderr
 from agentevo.data import RowError
 from agentevo.environments import EnvironmentConfig, TextEnvironment, environments
 from agentevo.errors import ConfigError, UnknownNameError, shown
 from agentevo.extras import training_packages
+from agentevo.inference.default_engine import engine_override
 from agentevo.registry import nearest
+from agentevo.runs.creation import check_folder
 from agentevo.runs.folder import run_config
 from agentevo.types import Task
 
@@ -100,9 +105,6 @@ def train(
     section of the configuration is an option of its name. Raises `ConfigError` for whatever the
     command line would refuse.
     """
-    with training_packages("training"):
-        from agentevo.api.run import train as train_run
-
     options: dict[str, Any] = dict(sections)
     if isinstance(tasks, (str, Path)):
         options["tasks"] = {"train": str(tasks)}
@@ -113,14 +115,24 @@ def train(
     if rewards:
         options["rewards"] = [named_reward(one) for one in rewards]
 
-    config, agent = resolve(
-        _trained(agent_or_env, command, tools),
+    trained = _trained(agent_or_env, command, tools)
+    resolved = partial(
+        resolve,
+        trained,
         model=model,
         algorithm=algorithm,
-        overrides=overrides,
         has_tasks=given is not None,
         **options,
     )
+    config, agent = resolved(overrides=overrides)
+    if not resume and not follows():
+        check_folder(config)  # before torch is imported, which takes seconds
+
+    with training_packages("training"):
+        from agentevo.api.run import train as train_run
+
+    if more := engine_override([config], resume=resume, note=to_stderr):
+        config, agent = resolved(overrides=[*overrides, *more])
     needs_tasks = agent if not config.tasks.given else None
     return train_run(
         config, agent=agent, tasks=checked_tasks(given, needs_tasks), resume=resume, view=view
@@ -193,7 +205,9 @@ def _recipe_tree(given: str | Path | RunConfig | Mapping[str, Any]) -> tuple[dic
     if isinstance(given, Mapping):
         return {str(key): plain_option(value, named=False) for key, value in given.items()}, "sft"
     path = sources.find_recipe(str(given))
-    return sources.read_yaml(path), path.stem
+    tree = sources.read_yaml(path)
+    check_recipe_of_run(path, tree)
+    return tree, path.stem
 
 
 def load_run(
@@ -316,7 +330,9 @@ def _named(name: str) -> tuple[dict[str, Any], str, None]:
     known = environments.names()
     if name in recipes or Path(name).suffix in {".yaml", ".yml"}:
         path = sources.find_recipe(name)
-        return sources.read_yaml(path), path.stem, None
+        tree = sources.read_yaml(path)
+        check_recipe_of_run(path, tree)
+        return tree, path.stem, None
 
     if name in known:
         return {"environment": {"type": name}}, name, None

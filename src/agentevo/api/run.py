@@ -23,6 +23,7 @@ from agentevo.orchestration.tracking import Lines, check_tracking, report_evalua
 from agentevo.parsing import read_json_object
 from agentevo.processes.supervisor import Supervisor
 from agentevo.runs.folder import read_store
+from agentevo.runs.hub_upload import push_to_hub
 from agentevo.store.records import TrajectoryFilter
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Task, Trajectory
@@ -81,6 +82,12 @@ class Run:
             )
 
         return run_coroutine(self._evaluate(path, step, samples, view))
+
+    def push_to_hub(self, repo: str, *, checkpoint: str = "best", private: bool = True) -> str:
+        """Publishes a checkpoint (`best`, `last`, a path) with a model card on the Hugging Face hub
+        in one commit; returns its URL. `private`: of a repository that is made now. Raises
+        ModelError where nothing was uploaded."""
+        return push_to_hub(self.checkpoint_path(checkpoint), repo, private=private)
 
     def trajectories(self, **filters: Unpack[TrajectoryFilter]) -> list[Trajectory]:
         """Stored trajectories, oldest first; see TrajectoryFilter."""

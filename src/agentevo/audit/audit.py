@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Protocol
 
 from agentevo.audit.findings import Audit, Violation
-from agentevo.audit.folder import check_checkpoints, check_files, check_head
+from agentevo.audit.folder import (
+    check_checkpoints,
+    check_files,
+    check_head,
+    check_numbers,
+    list_unproven,
+)
 from agentevo.audit.rest import check_rest, wrong_content
 from agentevo.audit.texts import check_texts, count_texts
 from agentevo.errors import CheckpointError, StoreError, TrainingError
@@ -65,6 +71,8 @@ async def audit(store: Store, folder: Path) -> Audit:
     check_head(head, records, folder, report)
     check_files(head, records, folder, report)
     check_checkpoints(head, records, folder, report)
+    check_numbers(records, folder, report)
+    list_unproven(head, folder, report)
     await check_rest(store, records, report, queued_group_size(folder))
     check_texts(folder, report)
 

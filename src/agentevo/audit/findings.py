@@ -67,6 +67,13 @@ class Audit(msgspec.Struct, kw_only=True):
     """Name of a text -> digest -> trajectories that were played with it, evaluations included."""
     texts_gone: list[str] = []
     """Digests of those that the run's folder does not hold."""
+    unproven_files: list[str] = []
+    """Names of files and folders (with a `/`) in the run's folder that no record holds."""
+    unproven_tasks: int = 0
+    """Tasks that no step's record holds: whether one was deleted, or changed together with its
+    digest, is not known."""
+    unproven_attempts: int = 0
+    """Such attempts."""
     violations: list[Violation] = []
 
     @property
@@ -126,6 +133,7 @@ class Audit(msgspec.Struct, kw_only=True):
                 counts[_without_numbers(reason)] += len(ids)
             rows += [(kind, f"{count} {reason}") for reason, count in counts.most_common()]
 
+        rows += [("not vouched for", what) for what in self._unproven()]
         if dropped:
             rows += [
                 (name, f"{kind}: {why}")
@@ -134,6 +142,15 @@ class Audit(msgspec.Struct, kw_only=True):
                 for name in ids
             ]
 
+        return rows
+
+    def _unproven(self) -> list[str]:
+        """What could be changed without a violation."""
+        counts = {"tasks": self.unproven_tasks, "attempts": self.unproven_attempts}
+        rows = [f"{what} that no record holds: {count}" for what, count in counts.items() if count]
+        rows.append("times, leases and the calls of attempts")
+        if self.unproven_files:
+            rows.append(f"the files {', '.join(self.unproven_files)}")
         return rows
 
 

@@ -6,13 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from agentevo.agents.texts import FOLDER as TEXTS_FOLDER
 from agentevo.audit.findings import Audit, Violation
 from agentevo.errors import CheckpointError, StoreError
 from agentevo.observability.metrics import digests_by_step
 from agentevo.rollout.given_tasks import RECORD as TASKS_FILE
-from agentevo.runs.chain import HEAD, KEY, LOG, Head, file_digest
+from agentevo.runs.chain import HEAD, KEY, LOG, NUMBERS, Head, file_digest
+from agentevo.runs.lock import LOCK
 from agentevo.store.records import StepRecord
 from agentevo.training.checkpoint import Checkpoints
+from agentevo.training.token_numbers import FOLDER as NUMBERS_FOLDER
+from agentevo.training.token_numbers import name_of
+
+PROVEN_FILES = {HEAD, LOCK, "metrics.jsonl", "checkpoints", TEXTS_FOLDER, NUMBERS_FOLDER}
+"""What the audit looks at in a run's folder beside the files of head.json and the store; the lock
+says nothing."""
 
 
 def check_head(
@@ -61,6 +69,27 @@ def check_files(
     if wrong:
         what = f"metrics.jsonl is not what was logged, at the latest from step {wrong[0]} on"
         report.violations.append(Violation(what, step=wrong[0]))
+
+
+def check_numbers(records: Sequence[StepRecord], folder: Path, report: Audit) -> None:
+    """The files of token numbers, by the steps' records; deleted ones are fine."""
+    for record in records:
+        digest = file_digest(folder / name_of(record.step))
+        if digest is None:
+            continue
+        if NUMBERS not in record.record:
+            report.unproven_files.append(name_of(record.step))
+        elif digest != record.record[NUMBERS]:
+            what = f"{name_of(record.step)} is not what the run has written"
+            report.violations.append(Violation(what, step=record.step))
+
+
+def list_unproven(head: Head | None, folder: Path, report: Audit) -> None:
+    """What else the folder holds."""
+    proven = PROVEN_FILES | ({} if head is None else head.files).keys()
+    for path in sorted(folder.iterdir()):
+        if path.name not in proven and not path.name.startswith("store.sqlite"):
+            report.unproven_files.append(f"{path.name}/" if path.is_dir() else path.name)
 
 
 def check_checkpoints(

@@ -11,8 +11,9 @@ from agentevo.audit.findings import Audit, Violation
 from agentevo.audit.texts import count_texts
 from agentevo.errors import StoreError, TrainingError
 from agentevo.rollout.sampler import BASELINE
+from agentevo.runs.chain import RecordedRows
 from agentevo.store import rules
-from agentevo.store.codec import is_as_added, is_as_written
+from agentevo.store.codec import content_digest, is_as_added, is_as_written
 from agentevo.store.records import (
     TASK_STATES,
     StepRecord,
@@ -21,7 +22,7 @@ from agentevo.store.records import (
     TrajectorySummary,
 )
 from agentevo.store.store import Store
-from agentevo.training.batching.step_plan import Plan
+from agentevo.training.batching.step_plan import SHOWN, Plan
 from agentevo.types import QUEUED_FOR_STEP
 
 _UNUSED: tuple[TrajectoryState, ...] = ("dropped", "failed", "ready", "reserved")
@@ -54,6 +55,7 @@ async def check_rest(
     """Adds to the report whatever the steps leave over. `group_size`: how many members the group of
     a queued task has at least; None where no tasks are queued."""
     unused: dict[str, TrajectorySummary] = {}
+    attempts: dict[str, str | None] = {}
     try:
         for state in _UNUSED:
             rows = {summary.id: summary for summary in await store.summaries(state=state)}
@@ -64,7 +66,9 @@ async def check_rest(
                 for what in wrong_content(stored, rows.get(name)):
                     report.violations.append(Violation(what, trajectory=name))
                 report.emptied += stored.tokens_deleted
+                attempts[name] = None if stored.tokens_deleted else _shown(stored)
 
+        _check_recorded(records, unused, attempts, report)
         committed = await store.summaries(state="committed")
         _check_states(records, unused, report)
         await _check_committed(store, records, committed, report)
@@ -74,9 +78,41 @@ async def check_rest(
 
         attempted = {row.task_id for row in chain(unused.values(), committed)}
         queues = group_size is not None
-        await _check_tasks(store, {row.task_id for row in committed}, attempted, queues, report)
+        trained = {row.task_id for row in committed}
+        await _check_tasks(store, records, trained, attempted, queues, report)
     except StoreError as error:
         report.violations.append(Violation(f"what was not trained on can't be read: {error}"))
+
+
+def _shown(stored: StoredTrajectory) -> str:
+    return content_digest(stored.trajectory).hex()[:SHOWN]
+
+
+def _check_recorded(
+    records: Sequence[StepRecord],
+    unused: Mapping[str, TrajectorySummary],
+    attempts: Mapping[str, str | None],
+    report: Audit,
+) -> None:
+    """What the steps' records hold of `attempts` (id -> digest, None where the tokens were
+    deleted) must still be so."""
+    known: set[str] = set()
+    named = {violation.trajectory for violation in report.violations}
+    for record in records:
+        rows = RecordedRows.of(record.record)
+        known |= rows.untrained.keys() | rows.evaluated.keys()
+        for name, digest in (*rows.untrained.items(), *rows.evaluated.items()):
+            if name not in attempts:
+                what = "its record holds it, and it is not in the store, or was trained on"
+            elif (unused[name].split == "eval") != (name in rows.evaluated):
+                what = f"its record holds it, and it is of the split {unused[name].split} now"
+            elif attempts[name] not in (None, digest) and name not in named:
+                what = f"it is not what it was: its digest is {attempts[name]}, then {digest}"
+            else:
+                continue
+            report.violations.append(Violation(what, step=record.step, trajectory=name))
+
+    report.unproven_attempts = len(attempts.keys() - known)
 
 
 def _check_states(
@@ -178,6 +214,7 @@ async def _check_committed(
 
 async def _check_tasks(
     store: Store,
+    records: Sequence[StepRecord],
     trained: Collection[str],
     attempted: Collection[str],
     queues: bool,
@@ -191,12 +228,23 @@ async def _check_tasks(
     def violated(what: str) -> None:
         report.violations.append(Violation(f"task {name} {what}"))
 
+    recorded: dict[str, set[str]] = {}
+    for record in records:
+        for name, digest in RecordedRows.of(record.record).tasks.items():
+            recorded.setdefault(name, set()).add(digest)
+
     report.tasks = dict.fromkeys(TASK_STATES, 0)
+    seen = set[str]()
     async for stored in store.tasks():
         name = stored.task.id
+        seen.add(name)
         report.tasks[stored.state] += 1
         if not is_as_added(stored):
             violated("is not the one that was added: it has another digest than its row")
+        elif name not in recorded:
+            report.unproven_tasks += 1
+        elif recorded[name] != {stored.digest.hex()[:SHOWN]}:
+            violated("is not the one that was played, by the record of its step")
 
         if stored.state == "completed":
             if queues and name not in attempted and QUEUED_FOR_STEP in stored.task.metadata:
@@ -215,3 +263,7 @@ async def _check_tasks(
             if not stored.error:
                 fate = "was set aside" if stored.state == "poison" else "failed"
                 violated(f"{fate}, and no error is recorded")
+
+    for gone in sorted(recorded.keys() - seen):
+        what = f"task {gone} was played, by the record of its step, and is not in the store"
+        report.violations.append(Violation(what))

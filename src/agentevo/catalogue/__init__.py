@@ -17,6 +17,9 @@ from agentevo.registry import nearest
 Kind = Literal["advantage", "policy loss", "kl", "aggregation", "value loss", "preference loss"]
 Value = float | int | bool | str | None
 
+FUNCTION = "function"
+"""Name of the advantage and of the policy loss that a function of the user's computes."""
+
 
 @dataclass(frozen=True)
 class Hyperparameter:
@@ -117,6 +120,13 @@ def find(kind: Kind, entries: Mapping[str, Entry], name: str) -> Entry:
         hint = f"did you mean {guess!r}?" if guess else f"choose one of {', '.join(entries)}"
         raise ValueError(f"there is no {kind} {name!r}: {hint}")
     return entries[name]
+
+
+def check_function(kind: Kind, name: str, function: object) -> None:
+    """Raises ValueError unless FUNCTION, and nothing else, has a function."""
+    if (name == FUNCTION) != (function is not None):
+        has = "needs a function" if name == FUNCTION else "takes no function"
+        raise ValueError(f"{kind} {name} {has}")
 
 
 def by_name(entries: Sequence[Entry]) -> dict[str, Entry]:

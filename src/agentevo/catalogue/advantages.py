@@ -8,7 +8,7 @@ trajectories in the group, t an index over trained tokens, k one over turns.
 
 from __future__ import annotations
 
-from agentevo.catalogue import Entry, Hyperparameter, by_name
+from agentevo.catalogue import FUNCTION, Entry, Hyperparameter, by_name
 
 _EPSILON = Hyperparameter("epsilon", 1e-6, "added to the divisor", low=0.0, high=0.01)
 _SCALE = Hyperparameter("scale_by_std", True, "divide by the standard deviation of the group")
@@ -290,6 +290,12 @@ ADVANTAGES = by_name(
                 "verl": "tir_optimal_token_baseline; optimal_token_baseline where masks have no "
                 "holes"
             },
+        ),
+        Entry(
+            name=FUNCTION,
+            meaning="what a function of the user's says (algorithm.advantage_function)",
+            formula="A = advantage(inputs), of each trajectory or of each token",
+            source="the user's own; docs/algorithms.md",
         ),
     ]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from agentevo.catalogue import Entry, Value
 from agentevo.catalogue.advantages import ADVANTAGES
@@ -25,6 +26,9 @@ ENTRIES: Mapping[str, Mapping[str, Entry]] = {
     "preference_loss": PREFERENCE_LOSSES,
 }
 """Key of the configuration -> the entries of that kind."""
+
+FUNCTIONS = Path(__file__).parent / "functions.md"
+"""What the page says of functions of the user's."""
 
 SOURCES = {
     "values": "of the critic, see the section critic",
@@ -157,7 +161,8 @@ def markdown() -> str:
         for entry in entries.values():
             lines += _entry_section(entry)
 
-    return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
+    page = "\n".join(lines).replace("\n\n\n", "\n\n")
+    return f"{page}\n\n{FUNCTIONS.read_text(encoding='utf-8')}"
 
 
 def _preset_row(preset: Preset) -> str:

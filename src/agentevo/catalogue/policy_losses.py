@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from agentevo.catalogue import Entry, Hyperparameter, Value, by_name
+from agentevo.catalogue import FUNCTION, Entry, Hyperparameter, Value, by_name
 
 
 @dataclass(frozen=True)
@@ -316,6 +316,12 @@ POLICY_LOSSES = by_name(
                 "AReaL": "use_decoupled_loss with rejection_sampling; without the latter (its "
                 "default) w is left out"
             },
+        ),
+        Entry(
+            FUNCTION,
+            "what a function of the user's says (algorithm.loss_function)",
+            "L_t = loss(inputs)_t, from the tokens of its own row",
+            "the user's own; docs/algorithms.md",
         ),
     ]
 )

@@ -77,7 +77,13 @@ Wait = Annotated[
     ),
 ]
 Resume = Annotated[bool, typer.Option(help="Go on from the last checkpoint of the run's folder.")]
-DryRun = Annotated[bool, typer.Option(help="Print the resolved configuration and create nothing.")]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        help="Refuse what the run would refuse before it samples, and print the resolved "
+        "configuration; download and write nothing."
+    ),
+]
 
 
 def warn_of_kept_keys(recipe: str, overrides: list[str]) -> None:

@@ -49,6 +49,7 @@ def audit(
             lambda store: follow(store, run_dir, trajectory, turn, position),
             timeout_s=STORE_TIMEOUT_S,
             wait_s=wait,
+            read_only=True,
         )
         print(msgspec.json.encode(history).decode()) if as_json else _print(history.lines())
         return
@@ -56,7 +57,11 @@ def audit(
     from agentevo.audit.audit import audit as prove
 
     report = use_store(
-        url, lambda store: prove(store, run_dir), timeout_s=STORE_TIMEOUT_S, wait_s=wait
+        url,
+        lambda store: prove(store, run_dir),
+        timeout_s=STORE_TIMEOUT_S,
+        wait_s=wait,
+        read_only=True,
     )
     if as_json:
         print(

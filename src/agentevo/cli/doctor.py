@@ -101,7 +101,10 @@ def _check_meshes(
     if device_memory is not None and not 0 < device_memory < math.inf:
         raise ConfigError(f"--device-memory {device_memory:g}: GiB of each device, above 0")
 
-    config = load_config(target, overrides)
+    config = load_config(target, overrides, needs_environment=False)
+    if not config.data.taught:
+        config = load_config(target, overrides)
+
     checks = []
     if devices is not None:
         from agentevo.doctor.mesh_estimate import check_meshes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -111,13 +110,14 @@ def _launch(
     out: Path,
     submit: bool,
 ) -> None:
+    from agentevo.console import to_stderr
     from agentevo.launch.targets import fleet_of, make, submitted
 
     given = _read_values(values) if values is not None else {}
     given |= plain_options(settings or [], "gpus=8")
     made = make(target, recipe, overrides or [], fleet_of(target, given), out)
-    for line in made.warnings:
-        print(f"warning: {line}", file=sys.stderr)
+    for line in made.notes:
+        to_stderr(line)
     if submit:
         print(submitted(made))
     else:

@@ -30,6 +30,7 @@ from agentevo.cli import (
     agent,
     annotating,
     audit,
+    chat,
     control,
     data,
     doctor,
@@ -98,6 +99,7 @@ app.command()(results.table)
 app.command()(results.plot)
 app.command("eval")(evaluation.evaluate)
 app.command()(evaluation.score)
+app.command()(chat.chat)
 app.command()(prompts.optimize)
 app.command()(results.merge)
 app.command()(results.report)

@@ -27,7 +27,7 @@ def inspect(
         typer.Argument(
             metavar="SERVER...",
             help="A URL (of a manager's node, where it ends with /mcpapi), a file such as "
-            "mcp_config.json, or a command with its arguments.",
+            "mcp_config.json, or a command with its arguments, in one text or several.",
         ),
     ],
     call: Annotated[

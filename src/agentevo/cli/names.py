@@ -16,7 +16,9 @@ from agentevo.errors import UnknownNameError
 if TYPE_CHECKING:
     from agentevo.config.keys import Explanation
 
-models = typer.Typer(no_args_is_help=True, help="Small models known by name.")
+models = typer.Typer(
+    no_args_is_help=True, help="Small models known by name, and what was trained on the hub."
+)
 config_commands = typer.Typer(
     no_args_is_help=True, help="What a recipe resolves to, and what each key means."
 )
@@ -74,6 +76,32 @@ def get_model(
     from agentevo.models.resolve import fetch
 
     print(fetch(name, progress=lambda line: print(line, file=sys.stderr)))
+
+
+@models.command("push")
+def push_model(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|CHECKPOINT",
+            help="A run, for its best checkpoint, RUN@last, RUN@STEP, or the folder of a model or "
+            "adapter.",
+        ),
+    ],
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="ORG/NAME on the Hugging Face hub.")],
+    public: Annotated[
+        bool, typer.Option("--public", help="Make a new repository public, not private.")
+    ] = False,
+) -> None:
+    """Publish a checkpoint or adapter with a model card on the Hugging Face hub, in one commit,
+    with the token of HF_TOKEN or `hf auth login`. Prints the commit's URL."""
+    from agentevo.runs.hub_upload import push_to_hub
+
+    print(
+        push_to_hub(
+            source, repo, private=not public, note=lambda line: print(line, file=sys.stderr)
+        )
+    )
 
 
 @config_commands.command("show")

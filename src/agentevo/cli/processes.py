@@ -44,13 +44,15 @@ def learn(
     """The trainer alone: trains on what `agentevo sample` and `agentevo serve` of the same recipe
     make, wherever it was stopped."""
     from agentevo.config import load_config, to_yaml
+    from agentevo.console import to_stderr
     from agentevo.observability import LiveView
-    from agentevo.processes.learn import check_learn
+    from agentevo.processes.learn import check_dry_learn
     from agentevo.processes.learn import learn as run_learner
 
     config = load_config(recipe, overrides or [])
     if dry_run:
-        check_learn(config)
+        for line in check_dry_learn(config):
+            to_stderr(line)
         print(to_yaml(config), end="")
         return
 
@@ -102,8 +104,8 @@ def serve(
         str,
         typer.Argument(
             metavar="RECIPE|RUN_DIR",
-            help="The recipe of a run; with --openai the folder of one, or a .yaml file for the "
-            "model that it names.",
+            help="The recipe of a run; with --openai the folder of one, RUN@STEP, or a .yaml file "
+            "for the model that it names.",
         ),
     ],
     overrides: Overrides = None,
@@ -117,7 +119,7 @@ def serve(
     checkpoint: Annotated[
         str,
         typer.Option(
-            metavar="best|last|PATH",
+            metavar="best|last|STEP|PATH",
             help="With --openai: which checkpoint. Default: best, of a .yaml file its own model.",
         ),
     ] = "",
@@ -166,15 +168,23 @@ def _serve_trained(
     name: str,
 ) -> None:
     from agentevo.config import load_config
+    from agentevo.evaluation.contestants import checkpoint_of, run_of
     from agentevo.runs.folder import run_config
 
-    which = checkpoint or None
+    path: Path | None = None
     if target.endswith((".yaml", ".yml")):
         trained = load_config(target, overrides, needs_environment=False)
+        if checkpoint:
+            path = checkpoint_of(trained.run_dir, trained, checkpoint)
     else:
-        trained = run_config(Path(target), overrides)
-        which = checkpoint or "best"
+        run, named = run_of(target)
+        if checkpoint and named not in ("", "best"):
+            raise ConfigError(f"--checkpoint {checkpoint}: {target} names one already: give one")
+
+        trained = run_config(run or Path(target), overrides)
+        path = checkpoint_of(trained.run_dir, trained, checkpoint or named)
 
     from agentevo.processes.serve_model import serve_model
 
+    which = None if path is None else str(path)
     serve_model(trained, checkpoint=which, host=host, port=port, tls=tls, name=name or None)

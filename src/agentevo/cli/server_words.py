@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os.path
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,10 +14,13 @@ if TYPE_CHECKING:
     from agentevo.config.tools import ToolSection
 
 
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://\S*", re.I)
+
+
 def server_section(words: Sequence[str], api_key: str | None = None) -> ToolSection:
     """The server of a URL (of a manager's node, where it ends with /mcpapi), a file such as
-    mcp_config.json, or a command with its arguments. `api_key`: `${env:NAME}`, for a URL. Raises
-    ConfigError."""
+    mcp_config.json, or a command with its arguments, also as a text that a shell would split.
+    `api_key`: `${env:NAME}`, for a URL. Raises ConfigError."""
     from pathlib import Path
 
     import pydantic
@@ -24,6 +29,7 @@ def server_section(words: Sequence[str], api_key: str | None = None) -> ToolSect
     from agentevo.config.mcp_manager import PATH, MCPManagerSection
     from agentevo.tools.mcp_connection import UNNAMED
 
+    words = _split(words)
     first = words[0]
     try:
         if "://" in first and first.rstrip("/").endswith(PATH):
@@ -45,6 +51,21 @@ def server_section(words: Sequence[str], api_key: str | None = None) -> ToolSect
         raise ConfigError(f"{first}: {error.errors()[0]['msg']}") from error
 
 
+def _split(words: Sequence[str]) -> Sequence[str]:
+    """The words of a command that is written as one. Raises ConfigError."""
+    if len(words) > 1 or _URL.fullmatch(words[0]) or os.path.exists(words[0]):
+        return words
+
+    try:
+        split = shlex.split(words[0])
+    except ValueError as error:
+        raise ConfigError(f"{words[0]}: no command can be read from it: {error}") from error
+    if not split:
+        raise ConfigError("the server is empty: give a URL, a file, or a command and its arguments")
+
+    return split
+
+
 def tool_sections(
     words: Sequence[str], *, choose: Mapping[str, Any], tells_world: bool
 ) -> Sequence[ToolSection]:
@@ -60,7 +81,7 @@ def tool_sections(
         if not sections:
             raise ConfigError(f"{words[0]}: agent.type={config.agent.type} has no tools")
     else:
-        sections = (server_section(shlex.split(words[0]) if len(words) == 1 else words),)
+        sections = (server_section(words),)
 
     changed = []
     for one in sections:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 from agentevo.cli.arguments import DryRun, Overrides, Recipe, Resume, warn_of_kept_keys
 from agentevo.cli.table import print_table
-from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentevo.config import RunConfig
@@ -27,6 +28,9 @@ def train(
     sweep = load_sweep(recipe, overrides or [])
     if sweep is not None:
         warn_of_kept_keys(recipe, overrides or [])
+        if more := _engine_override([member.config for member in sweep.members], resume=False):
+            sweep = load_sweep(recipe, [*(overrides or []), *more])
+            assert sweep is not None
         _train_sweep(sweep, resume, dry_run)
         return
 
@@ -38,8 +42,11 @@ def train(
             "one of the two"
         )
 
+    _check_folder(config, resume)
+    if more := _engine_override([config], resume):
+        config = load_config(recipe, [*(overrides or []), *more])
     if dry_run:
-        _check_named(config)
+        _check_dry(config, "train", resume)
         print(to_yaml(config), end="")
         return
 
@@ -50,13 +57,29 @@ def train(
     train_run(config, resume=resume, view=LiveView(config.run.name), supervisor=Supervisor)
 
 
-def _check_named(config: RunConfig) -> None:
-    """What training would refuse of a recipe before it needs tasks, an environment or a model."""
-    from agentevo.orchestration.players import check_named
-    from agentevo.tracing import check_tracing
+def _check_folder(config: RunConfig, resume: bool = False) -> None:
+    """Refuses a folder where no new run may begin, before torch is imported."""
+    from agentevo.config.parallel import follows
+    from agentevo.runs.creation import check_folder
 
-    check_named(config)
-    check_tracing(config)
+    if not resume and not follows():
+        check_folder(config)
+
+
+def _engine_override(configs: Sequence[RunConfig], resume: bool) -> list[str]:
+    """What names the engine of runs on a GPU whose recipe names none."""
+    from agentevo.console import to_stderr
+    from agentevo.inference.default_engine import engine_override
+
+    return engine_override(configs, resume=resume, note=to_stderr)
+
+
+def _check_dry(config: RunConfig, command: Literal["train", "sft"], resume: bool) -> None:
+    from agentevo.console import to_stderr
+    from agentevo.orchestration.run import check_dry
+
+    for line in check_dry(config, command, resume=resume):
+        to_stderr(line)
 
 
 def _train_sweep(sweep: Sweep, resume: bool, dry_run: bool) -> None:
@@ -67,12 +90,9 @@ def _train_sweep(sweep: Sweep, resume: bool, dry_run: bool) -> None:
         )
 
     if dry_run:
-        for member in {member.variant: member for member in sweep.members}.values():
-            try:
-                _check_named(member.config)
-            except AgentEvoError as error:
-                raise ConfigError(f"{member.variant}: {error}") from error
+        from agentevo.processes.sweep import check_sweep
 
+        check_sweep(sweep, resume, may_fetch=False)
         print(f"{sweep.dir}: {len(sweep.members)} runs, {sweep.parallel} at once")
         print_table(
             (member.name, ", ".join(f"{key}={value}" for key, value in member.changes.items()))
@@ -104,7 +124,9 @@ def sft(
         )
 
     check_sft(config)
+    _check_folder(config, resume)
     if dry_run:
+        _check_dry(config, "sft", resume)
         print(to_yaml(config), end="")
         return
 
@@ -126,7 +148,11 @@ def rm(
 
     config = load_config(recipe, overrides or [], needs_environment=False)
     check_rm(config)
+    _check_folder(config)
     if dry_run:
+        from agentevo.orchestration.reward_model import check_parts
+
+        check_parts(config)
         print(to_yaml(config), end="")
         return
 

@@ -41,8 +41,8 @@ Contents = Annotated[
     bool,
     typer.Option(
         "--contents",
-        help="With --format otlp or spans: also what tools, scorers and programs were given "
-        "and wrote.",
+        help="With --format otlp or spans: also what the policy was asked and said, and what "
+        "tools, scorers and programs were given and wrote.",
     ),
 ]
 Sft = Annotated[

@@ -64,6 +64,8 @@ class EnvironmentAgentSection(AgentSection):
     format: Literal["plain", "answer", "think_answer"] = "answer"
     """`plain`: the whole completion is the action; `answer`: inside <answer>...</answer>;
     `think_answer`: after <think>...</think>."""
+    answer_tag: str = Field(default="answer", pattern=r"^[A-Za-z][A-Za-z0-9_]*$")
+    """The tag around the action, such as `ans` for <ans>...</ans>."""
     format_penalty: float = Field(default=0.1, ge=0)
     """Subtracted from the reward of a turn that breaks the format or holds an invalid action.
     Default: 0.1, and 0 with algorithm.advantage=maxrl, which divides by the mean reward."""
@@ -77,6 +79,9 @@ class EnvironmentAgentSection(AgentSection):
     """Actions that one turn may hold, separated by action_separator; the rest is ignored."""
     action_separator: str = Field(default="||", min_length=1)
     """What separates several actions in one turn."""
+    step_timeout_s: float | None = Field(default=None, gt=0)
+    """Longest wait for the environment's reset or for one step, in seconds; then the attempt fails.
+    None leaves it to timeout_s."""
 
 
 class CommandAgentSection(AgentSection):

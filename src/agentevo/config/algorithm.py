@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 import pydantic
 from pydantic import Field, model_validator
 
+from agentevo.catalogue import FUNCTION
 from agentevo.catalogue.advantages import ADVANTAGES
 from agentevo.catalogue.aggregations import AGGREGATIONS
 from agentevo.catalogue.kl import KL
@@ -100,6 +101,12 @@ class AlgorithmKeys(Section):
     credit: str | None = None
     """A function of your own that says what each turn has earned (@agentevo.credit(NAME), key
     import); the advantage is then `credit`, which compares the turns of a group by it."""
+    loss_function: str | None = None
+    """A function of your own that gives the loss of each token (@agentevo.policy_loss(NAME), key
+    import); policy_loss is then `function`."""
+    advantage_function: str | None = None
+    """A function of your own that gives the advantage of each attempt or token
+    (@agentevo.advantage(NAME), key import); advantage is then `function`."""
     reward_weights: dict[str, float] = Field(default_factory=dict)
     """Weight of each named part of the reward with advantage gdpo; 1 for parts that are not
     named."""
@@ -160,10 +167,15 @@ class AlgorithmKeys(Section):
         return resolve_preset(
             self.name,
             self._hyper(),
-            advantage=self.advantage if self.credit is None else "credit",
-            policy_loss=self.policy_loss,
+            advantage=self._advantage_name(),
+            policy_loss=self.policy_loss if self.loss_function is None else FUNCTION,
             aggregation=self.aggregation,
         )
+
+    def _advantage_name(self) -> str | None:
+        if self.credit is not None:
+            return "credit"
+        return self.advantage if self.advantage_function is None else FUNCTION
 
     def preference(self) -> PreferenceAlgorithm | None:
         """The preference loss and its pairs; None for an algorithm with advantages and a policy
@@ -181,7 +193,8 @@ class AlgorithmKeys(Section):
             return self.name
         algorithm = self.resolved()
         hyper = ", ".join(f"{key}={value}" for key, value in algorithm.advantage_hyper.items())
-        own = f" by {self.credit}" if self.credit is not None else ""
+        function = self.credit or self.advantage_function
+        own = f" by {function}" if function is not None else ""
         return f"{algorithm.advantage}{own}" + (f" ({hyper})" if hyper else "")
 
     @property
@@ -231,7 +244,7 @@ else:
 
 def algorithm_contradictions(section: AlgorithmSection) -> list[str]:
     """Values of the section that are each right but can't hold together, as 'what: remedy'."""
-    problems = []
+    problems = _function_contradictions(section)
     if section.credit is not None and section.advantage not in (None, "credit"):
         problems.append(
             f"algorithm.credit={section.credit} has the advantage credit, but algorithm.advantage "
@@ -307,6 +320,32 @@ def algorithm_contradictions(section: AlgorithmSection) -> list[str]:
         problems.append(
             "algorithm.train_observations trains tokens that no engine has drawn, which "
             f"algorithm.importance={section.importance} can't weigh: set importance=none"
+        )
+
+    return problems
+
+
+def _function_contradictions(section: AlgorithmSection) -> list[str]:
+    """Those of functions of the user's."""
+    problems = []
+    for key, function, part in (
+        ("loss_function", section.loss_function, "policy_loss"),
+        ("advantage_function", section.advantage_function, "advantage"),
+    ):
+        entry = getattr(section, part)
+        if function is not None and entry not in (None, FUNCTION):
+            problems.append(
+                f"algorithm.{key}={function} stands for the {part}, but algorithm.{part} is "
+                f"{entry}: leave one of them out"
+            )
+        if function is None and entry == FUNCTION:
+            problems.append(
+                f"algorithm.{part}={FUNCTION} needs a function: name it with algorithm.{key}"
+            )
+
+    if section.credit is not None and section.advantage_function is not None:
+        problems.append(
+            "algorithm.credit has an advantage of its own: leave it or advantage_function out"
         )
 
     return problems

@@ -37,7 +37,8 @@ class BrowseSection(Section):
     )
     """Names, or patterns with * and ?, of the tools whose results are summarised."""
     min_prompt_length: int = Field(default=1500, ge=0)
-    """Results of at most so many tokens, as the policy counts them, stay as they are."""
+    """Results of at most so many tokens, as the policy counts them, stay as they are. A token of a
+    remote policy counts as 4 characters."""
     max_prompt_length: int = Field(default=60_000, ge=1)
     """Tokens of a result that the helper reads; the rest is left out, which it is told."""
     default_purpose: dict[str, str] = Field(default_factory=dict)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from agentevo.catalogue import FUNCTION
 from agentevo.catalogue.advantages import ADVANTAGES
 from agentevo.catalogue.aggregations import AGGREGATIONS
 from agentevo.catalogue.policy_losses import POLICY_LOSSES
@@ -90,8 +91,16 @@ def _parts(name: str, section: Mapping[str, Any]) -> tuple[set[str], tuple[str, 
 
     preset = PRESETS[name]
     entries = [
-        ADVANTAGES.get(section.get("advantage") or preset.advantage),
-        POLICY_LOSSES.get(section.get("policy_loss") or preset.policy_loss),
+        ADVANTAGES.get(
+            FUNCTION
+            if section.get("advantage_function")
+            else section.get("advantage") or preset.advantage
+        ),
+        POLICY_LOSSES.get(
+            FUNCTION
+            if section.get("loss_function")
+            else section.get("policy_loss") or preset.policy_loss
+        ),
         AGGREGATIONS.get(section.get("aggregation") or preset.aggregation),
     ]
     used = set()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +23,13 @@ from types import ModuleType
 from typing import Any
 
 from agentevo.config import sources
-from agentevo.errors import ConfigError
+from agentevo.errors import ConfigError, shown
 
 KEY = "import"
+TRUST = "AGENTEVO_TRUST_RUNS"
+"""The environment variable that says, by `1`, that code in the folders of runs is trusted."""
+_OF_RUNS = ("store.sqlite", "metrics.jsonl", "checkpoints")
+"""What lies beside a run's config.yaml, and beside no recipe."""
 OF_YOUR_OWN = (
     "; one of your own needs import=[./my_file.py], or in Python to be registered or passed first"
 )
@@ -60,11 +65,48 @@ def import_all(
         raise ConfigError("\n".join(lines)) from error
 
 
+def check_code_of_run(folder: Path, tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> None:
+    """Raises ConfigError where the configuration of a run, which lies in `folder`, asks for code
+    that came with the folder. Runs name code by its path on the machine where they were made; so
+    whoever hands a run on does not run anything at whoever looks at it."""
+    if os.environ.get(TRUST) == "1" or any(
+        sources.split_override(text)[0] == KEY for text in overrides
+    ):
+        return
+
+    written = tree.get(KEY) or []
+    for entry in [written] if isinstance(written, str) else written:
+        if isinstance(entry, str) and _comes_with(entry, folder.resolve()):
+            raise ConfigError(
+                f"{folder / 'config.yaml'}: {KEY}: {shown(entry)} is code that lies in the run's "
+                "folder, or wherever this command is called: it is not run unasked. Read it; then "
+                f"name it yourself, '{KEY}=[PATH]', or set {TRUST}=1"
+            )
+
+
+def _comes_with(entry: str, folder: Path) -> bool:
+    """Whether an entry is a path without a fixed place, or leads into the folder."""
+    is_path = entry.endswith(".py") or "/" in entry or entry in (".", "..")
+    if is_path and not os.path.isabs(entry):
+        return True
+
+    place = Path(entry) if is_path else _source(Path(f"{entry}.py")) or _source(Path(entry))
+    return place is not None and place.resolve().is_relative_to(folder)
+
+
+def check_recipe_of_run(path: Path, tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> None:
+    """The same of a recipe that is the config.yaml of a run."""
+    if path.name == "config.yaml" and any((path.parent / name).exists() for name in _OF_RUNS):
+        check_code_of_run(path.parent, tree, overrides)
+
+
 def import_for(recipe: str) -> None:
     """Imports what a recipe asks for, so that the names and options that this registers are known.
     Raises ConfigError."""
     path = sources.find_recipe(recipe)
-    import_all(sources.read_yaml(path), (), where=str(path), folder=path.parent)
+    tree = sources.read_yaml(path)
+    check_recipe_of_run(path, tree)
+    import_all(tree, (), where=str(path), folder=path.parent)
 
 
 def _import(entry: str, folder: Path) -> str:

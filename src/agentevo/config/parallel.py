@@ -20,6 +20,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
+def follows() -> bool:
+    """Whether this process is one of several that train together and not the first."""
+    return world_size() > 1 and os.environ.get("RANK", "0") != "0"
+
+
 def check_alone(what: str) -> None:
     """Raises ConfigError where a launcher has started several processes of what is one."""
     if world_size() > 1:

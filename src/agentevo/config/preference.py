@@ -28,6 +28,8 @@ OF_RL = (
     "train_observations",
     "reward_weights",
     "credit",
+    "loss_function",
+    "advantage_function",
 )
 """Keys of the algorithm section that only advantages and policy losses have a use for."""
 OF_PREFERENCE = ("preference_loss", "pairs", "pairs_per_group", "pair_margin")

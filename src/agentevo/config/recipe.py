@@ -38,7 +38,7 @@ from agentevo.config.contradictions import divides_by_mean_reward, recipe_contra
 from agentevo.config.gateway import GatewaySection
 from agentevo.config.idle_keys import changed_keys, drop_idle_keys
 from agentevo.config.importance_defaults import with_importance
-from agentevo.config.imports import OF_YOUR_OWN, import_all
+from agentevo.config.imports import OF_YOUR_OWN, check_recipe_of_run, import_all
 from agentevo.config.interpolation import escaped
 from agentevo.config.keys import ConfigKeys, Variants
 from agentevo.config.memory import MemorySection
@@ -197,8 +197,10 @@ def load_config(
     """Reads a recipe, applies `a.b=c` overrides, checks everything. Raises `ConfigError` with one
     line per problem."""
     path = sources.find_recipe(str(recipe))
+    tree = sources.read_yaml(path)
+    check_recipe_of_run(path, tree, overrides)
     return build_config(
-        sources.read_yaml(path),
+        tree,
         overrides,
         where=str(path),
         folder=path.parent,

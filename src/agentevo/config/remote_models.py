@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from agentevo.config.section import Section
+from agentevo.credentials import REFERENCE
 from agentevo.device_names import DeviceName
 from agentevo.registry import nearest
 
@@ -125,10 +126,11 @@ class RemoteModelSection(Section):
     @classmethod
     def _is_a_url(cls, url: str) -> str:
         parts = urlsplit(url)
-        if "@" in parts.netloc:
+        if "@" in parts.netloc or parts.query or REFERENCE.search(url):
             raise ValueError(
-                "a user or a password in a URL would be written into the run's folder: give the "
-                "key as api_key: ${env:NAME}"
+                "a user, a password or a key in a URL would be written into the run's folder, and "
+                "paths are put behind it: give the key as api_key: ${env:NAME}, and nothing behind "
+                "a `?`"
             )
 
         if url and (parts.scheme not in ("http", "https") or not parts.hostname):

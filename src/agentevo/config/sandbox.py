@@ -124,8 +124,8 @@ class ProgramSandboxSection(Section):
     read_write: tuple[Path, ...] = ()
     """Files and folders that it may change, as far as their modes let anybody."""
     memory_mib: int = Field(default=2048, ge=64)
-    """Memory of each of its processes, in MiB."""
+    """Memory of all its processes together, in MiB."""
     disk_mib: int = Field(default=256, ge=1)
     """What its work folder may hold, in MiB, in memory."""
     processes: int = Field(default=128, ge=1)
-    """Processes and threads at once, where the sandbox is started by root."""
+    """Processes and threads at once."""

@@ -117,7 +117,8 @@ class TinyModel(Section):
         return self.num_layers * self.hidden_size * per_unit
 
 
-CHAT_TEMPLATES = ("hermes",)
+PLAIN = "plain"
+CHAT_TEMPLATES = ("hermes", PLAIN)
 """Chat templates that AgentEvo ships, by name (models/chat_templates)."""
 MAX_TEMPLATE = 2**20
 """Bytes of a chat template's file."""
@@ -133,8 +134,9 @@ class ModelSection(Section):
     """Number format of weights and computation. float32 is right, and fastest, on a CPU."""
     chat_template: str | None = None
     """In place of the tokenizer's own: `hermes` (ChatML with tools, for models whose template has
-    no place for tools), a Jinja file, which is read into the run's config.yaml, or the template
-    itself. It is saved with the checkpoints."""
+    no place for tools), `plain` (questions and answers as plain text, for base models, which have
+    no template), a Jinja file, which is read into the run's config.yaml, or the template itself. It
+    is saved with the checkpoints."""
     device: DeviceName = "auto"
     """What computes: a GPU by NVIDIA or by AMD (`cuda`), Huawei's Ascend (`npu`), Intel's GPU
     (`xpu`), Apple's (`mps`), or the `cpu`. `auto` takes the first of cuda, npu and xpu that is
@@ -363,14 +365,30 @@ class EvaluationSection(Section):
     none."""
     temperature: float = Field(default=1.0, ge=LOWEST_TEMPERATURE, le=LARGEST_TEMPERATURE)
     """Softmax temperature of the sampled attempts."""
+    stop_after: int = Field(default=0, ge=0)
+    """End the run, as finished, when this many evaluations in a row were no better than the best
+    one before them, that before the first step included: by the greedy held-out success, or in
+    `agentevo sft` without an environment by the held-out loss. 0 never does. Resumed with another
+    value, the run goes on."""
+
+    @model_validator(mode="after")
+    def _something_says_when_to_stop(self) -> Self:
+        if self.stop_after and not self.every:
+            raise ValueError(
+                f"stop_after={self.stop_after} counts evaluations, and every=0 makes none during "
+                "the run: set evaluation.every above 0, or stop_after=0"
+            )
+
+        return self
 
 
 class EngineSection(Section):
     """The inference engine."""
 
     type: str = "torch"
-    """Which engine: `torch`, the embedded one, `sglang`, or one that another package registers
-    (`agentevo list engines`, docs/engines.md)."""
+    """Which engine: `torch`, the embedded one, `vllm`, `sglang`, or one that another package
+    registers (`agentevo list engines`, docs/engines.md). On a CUDA GPU `agentevo train` takes vllm
+    or sglang where it is installed and nothing here is said, and says so."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """What that engine is told besides; `torch` takes none (docs/engines.md)."""
     kv_cache_gb: float = Field(default=4.0, gt=0)
@@ -403,7 +421,11 @@ class CheckpointSection(Section):
     every: int = Field(default=10, ge=0)
     """Save after this many, in steps; 0 saves only at the end."""
     keep_last: int = Field(default=2, ge=1)
-    """How many of the newest checkpoints stay on disk; the best one stays besides."""
+    """How many of the newest checkpoints stay on disk."""
+    keep_best: bool = True
+    """Save also when an evaluation is the best so far, and keep that checkpoint beside the newest
+    ones, unless `every` is 0. The best one is what a run's folder means as a model; RUN@best,
+    RUN@last and RUN@STEP name single ones."""
     background: bool = False
     """Write the files while the next step goes on, from a copy of weights and optimizer in the
     CPU's memory. The step waits for the copy alone, and for the checkpoint before it if that is

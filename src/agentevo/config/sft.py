@@ -119,6 +119,13 @@ def check_sft(config: RunConfig) -> None:
             "remove it"
         )
 
+    holds_out = data.eval or data.eval_share > 0 or config.environment is not None
+    if config.evaluation.stop_after and not holds_out:
+        raise ConfigError(
+            "evaluation.stop_after: nothing is held out to say when to stop: give data.eval or "
+            "data.eval_share above 0, or leave it out"
+        )
+
     if (
         config.model.name == "tiny"
         and config.environment is None

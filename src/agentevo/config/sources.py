@@ -274,13 +274,24 @@ def _plain(value: Any, key: str = "", depth: int = MAX_DEPTH) -> Any:
 
     remedy = "give a text, a number, true, false, null, a list or a mapping of these"
     if callable(value):
-        by = next((word for word in ("credit", "reward", "environment") if word in key), "agent")
+        by = next((to for word, to in DECORATORS.items() if word in key), "agent")
         remedy = f"put `@agentevo.{by}(NAME)` above it, and give that name here"
 
     raise _MergeError(
         f"{key}: {shown(value) if callable(value) else type(value).__name__} is no kind of value "
         f"for a configuration: {remedy}"
     )
+
+
+DECORATORS = {
+    "credit": "credit",
+    "loss_function": "policy_loss",
+    "advantage_function": "advantage",
+    "reward": "reward",
+    "environment": "environment",
+}
+"""Word of a key that names a function or class of the user's -> the decorator that registers
+it."""
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

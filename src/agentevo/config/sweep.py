@@ -31,6 +31,7 @@ from agentevo.config import (
     sources,
 )
 from agentevo.config.idle_keys import drop_idle_keys
+from agentevo.config.imports import check_recipe_of_run
 from agentevo.config.keys import ConfigKeys
 from agentevo.config.profile import spell_out
 from agentevo.config.values import refused_values
@@ -182,6 +183,7 @@ def load_sweep(recipe: str | Path, overrides: Sequence[str] = ()) -> Sweep | Non
     """
     path = sources.find_recipe(str(recipe))
     tree, overrides = spell_out(sources.read_yaml(path), overrides)
+    check_recipe_of_run(path, tree, overrides)
     for_sweep = [
         text for text in overrides if sources.split_override(text)[0].partition(".")[0] == "sweep"
     ]

@@ -67,8 +67,10 @@ PACKAGED: Mapping[str, str] = {
     "booking": "agentevo.tool_servers.booking:BookingOffice",
     "calculator": "agentevo.tool_servers.calculator:calculator",
     "database": "agentevo.tool_servers.database:Database",
+    "fetch": "agentevo.tools.fetch:Fetch",
     "files": "agentevo.tool_servers.files:Files",
     "search": "agentevo.tools.search:Search",
+    "web_search": "agentevo.tools.web_search:WebSearch",
 }
 """The tools that ship with AgentEvo: known by name, imported when they are asked for."""
 tools: Registry[Any] = Registry("tools", PACKAGED)

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from agentevo.observability.remedies import Remedies
+
 LOGPROB_TOLERANCE: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 0.2}
 """Largest allowed |engine - trainer| for one token, in nats, by the dtype of the computation."""
 GIB = 1024**3
@@ -114,12 +116,13 @@ def judge_logprobs(num_tokens: int, max_difference: float, dtype: str) -> Check:
         "wrong",
         f"engine and trainer differ by up to {max_difference:.2g} on {num_tokens} sampled tokens "
         f"({tolerance:g} is allowed in {dtype})",
-        "set model.dtype=float32; if it is already, try engine.prefix_sharing=false and report "
-        "the difference as a defect",
+        "try engine.prefix_sharing=false, and report the difference as a defect"
+        if dtype == "float32"
+        else "set model.dtype=float32",
     )
 
 
-def judge_rewards(rewards: Sequence[float], successes: Sequence[bool]) -> Check:
+def judge_rewards(rewards: Sequence[float], successes: Sequence[bool], remedies: Remedies) -> Check:
     """Judges the rewards of the finished attempts of one group."""
     if len(rewards) < 2:
         return Check(
@@ -147,20 +150,23 @@ def judge_rewards(rewards: Sequence[float], successes: Sequence[bool]) -> Check:
             "rewards",
             "warning",
             finding,
-            "if other tasks are as easy (try run.seed=1), make the environment harder",
+            f"if other tasks are as easy (try run.seed=1), make them harder {remedies.tasks}",
         )
 
     advice = (
         "one group may be chance: try run.seed=1; if it stays so, the task is too hard to find a "
-        "reward by luck: "
-        "make it easier, raise trainer.group_size or sampling.temperature, or set "
-        "cold_start.episodes"
+        f"reward by luck: make it easier {remedies.tasks}, raise trainer.group_size or "
+        f"sampling.temperature, or {remedies.teach}"
     )
     return Check("rewards", "warning", finding, advice)
 
 
 def judge_completions(
-    num_completions: int, num_cut: int, max_new_tokens: int, mean_tokens: float
+    num_completions: int,
+    num_cut: int,
+    max_new_tokens: int,
+    mean_tokens: float,
+    remedies: Remedies,
 ) -> Check:
     """`num_cut`: completions that ended because they reached `max_new_tokens`."""
     finding = (
@@ -173,15 +179,16 @@ def judge_completions(
 
     advice = (
         f"raise sampling.max_new_tokens (try {2 * max_new_tokens}), add the end of an answer to "
-        "sampling.stop (such as '</answer>'), "
-        "or ask for shorter answers in agent.system_prompt"
+        f"sampling.stop (such as '</answer>'), or {remedies.answer_shorter}"
     )
     return Check("completions", "wrong" if share > 0.9 else "warning", finding, advice)
 
 
-def judge_context(longest: int, worst_case: int, context_length: int) -> Check:
+def judge_context(
+    longest: int, worst_case: int, context_length: int, *, is_tiny: bool = False
+) -> Check:
     """Tokens of the longest conversation, of the longest one possible under the limits, and of the
-    model."""
+    model. `is_tiny`: it is the one that a recipe makes."""
     finding = (
         f"longest conversation {longest} tokens, at most {worst_case} under the limits, "
         f"the model takes {context_length}"
@@ -189,10 +196,9 @@ def judge_context(longest: int, worst_case: int, context_length: int) -> Check:
     if worst_case <= context_length:
         return Check("context", "good", finding)
 
-    advice = (
-        "lower sampling.max_new_tokens or agent.max_turns, or take a model with more "
-        "context (model.tiny.context_length)"
-    )
+    advice = "lower sampling.max_new_tokens or agent.max_turns, or take a model with more context"
+    if is_tiny:
+        advice += " (model.tiny.context_length)"
     return Check("context", "wrong" if longest >= context_length else "warning", finding, advice)
 
 
@@ -219,7 +225,11 @@ def judge_turns(
 
 
 def judge_format(
-    num_turns: int, num_format_errors: float, num_invalid_actions: float, answer_format: str
+    num_turns: int,
+    num_format_errors: float,
+    num_invalid_actions: float,
+    answer_format: str,
+    remedies: Remedies,
 ) -> Check:
     """Turns that broke `agent.format`, and actions that the environment did not understand or
     allow."""
@@ -231,10 +241,8 @@ def judge_format(
     if share <= 0.5:
         return Check("format", "good", finding)
 
-    advice = (
-        "show the format with an example in agent.system_prompt, take agent.format=plain, "
-        "or teach it by cold_start.episodes"
-    )
+    plain = "" if answer_format == "plain" else "take agent.format=plain, "
+    advice = f"{remedies.show_format}, {plain}or {remedies.teach}"
     return Check("format", "warning", finding, advice)
 
 
@@ -301,19 +309,22 @@ def _memory_advice(needed: float, available: float, turned: Mapping[str, float])
         if left <= 0.8 * available:
             return f"set {change}, which saves {(needed - left) / GIB:.2f} GiB"
 
+    measures = [
+        f"{change} saves {saved / GIB:.2f} GiB" for saved, change in rank_measures(needed, turned)
+    ]
+    last = "take a smaller model, or close other programs"
+    return f"one change is not enough: {', '.join(measures)}; {last}" if measures else last
+
+
+def rank_measures(needed: float, turned: Mapping[str, float]) -> list[tuple[float, str]]:
+    """(what it saves, measure), those that save most first: of each kind the one that saves most,
+    if it is more than a fiftieth. `turned`: as of `judge_memory`."""
     best: dict[str, tuple[float, str]] = {}
     for change, left in turned.items():
-        key = change.partition("=")[0]
-        best[key] = max(best.get(key, (0.0, "")), (needed - left, change))
+        kind = " ".join(word.partition("=")[0] for word in change.split())
+        best[kind] = max(best.get(kind, (0.0, "")), (needed - left, change))
 
-    helpful = sorted(
-        (saving for saving in best.values() if saving[0] > 0.02 * needed), reverse=True
-    )
-    several = ", ".join(f"{change} saves {saved / GIB:.2f} GiB" for saved, change in helpful[:4])
-    last = (
-        "model.lora.rank=16 trains adapters alone, or take a smaller model, or close other programs"
-    )
-    return f"one change is not enough: {several}; {last}" if several else last
+    return sorted((saving for saving in best.values() if saving[0] > 0.02 * needed), reverse=True)
 
 
 def judge_rows(num_rows: int, num_bad: int) -> Check:

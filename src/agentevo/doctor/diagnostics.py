@@ -12,19 +12,26 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from agentevo.config import EnvironmentAgentSection, RunConfig
 from agentevo.config.named_agents import trained_agents
 from agentevo.devices import is_accelerator
 from agentevo.doctor import checks
 from agentevo.doctor import group_checks as measure
 from agentevo.doctor.checks import Check
+from agentevo.doctor.memory_estimate import total, weight_bytes
+from agentevo.doctor.memory_measures import list_measures
 from agentevo.doctor.services import check_services, is_refused
 from agentevo.doctor.store_check import check_store_server
+from agentevo.doctor.unloaded_policy import shape_policy
 from agentevo.event_loop import run_coroutine
 from agentevo.inference.conversation import Conversation
 from agentevo.inference.engine import Engine
 from agentevo.inference.kv_cache import kv_bytes_per_token
 from agentevo.models.positions import context_length
+from agentevo.models.token_rows import causal_model
+from agentevo.observability.remedies import remedies_of
 from agentevo.orchestration.agent_policies import players
 from agentevo.orchestration.components import Components, check_memory, open_components
 from agentevo.orchestration.players import check_named, find_agent
@@ -168,9 +175,14 @@ def _judge_play(config: RunConfig, group: list[Trajectory], before_cold_start: b
     turns = [turn for trajectory in group for turn in trajectory.turns]
     lengths = [len(turn.completion_ids) for turn in turns]
     cut = sum(turn.finish_reason == "length" for turn in turns)
+    remedies = remedies_of(config.model_dump(mode="json"))
     results = [
         checks.judge_completions(
-            len(turns), cut, config.sampling.max_new_tokens, sum(lengths) / len(lengths)
+            len(turns),
+            cut,
+            config.sampling.max_new_tokens,
+            sum(lengths) / len(lengths),
+            remedies,
         ),
         checks.judge_turns(
             len(group),
@@ -186,6 +198,7 @@ def _judge_play(config: RunConfig, group: list[Trajectory], before_cold_start: b
                 sum(trajectory.metrics.get("num_format_errors", 0.0) for trajectory in group),
                 sum(trajectory.metrics.get("num_invalid_actions", 0.0) for trajectory in group),
                 config.agent.format,
+                remedies,
             )
         )
 
@@ -195,6 +208,7 @@ def _judge_play(config: RunConfig, group: list[Trajectory], before_cold_start: b
             checks.judge_rewards(
                 [trajectory.reward for trajectory in finished],
                 [trajectory.success for trajectory in finished],
+                remedies,
             ),
         )
 
@@ -217,27 +231,40 @@ def _judge_sizes(parts: Components, spoken: list[Trajectory]) -> list[Check]:
         * config.trainer.groups_per_step
     )
 
-    def needs(turned: RunConfig) -> dict[str, float]:
+    def needs(turned: RunConfig, model: PreTrainedModel) -> dict[str, float]:
         room = kv_tokens * turned.engine.kv_cache_gb / config.engine.kv_cache_gb
         cached = min(int(room), together * longest)
         return measure.memory_parts(
-            parts.model,
+            model,
             turned,
             step_tokens=per_step,
             cached_tokens=cached,
             step_rows=min(said, per_step),
+            device=parts.model.device,
         )
 
+    def needs_in_all(turned: RunConfig) -> float:
+        """With what its weights take more than those that are loaded."""
+        if turned.model == config.model:
+            return total(needs(turned, parts.model))
+        other = shape_policy(turned, causal_model(parts.model).config)
+        return total(needs(turned, other)) + weight_bytes(other) - weight_bytes(parts.model)
+
     turned = {
-        change: sum(needs(other).values())
-        for change, other in measure.knobs(config, not on_gpu).items()
+        change: needs_in_all(other) for change, other in list_measures(config, not on_gpu).items()
     }
+    needed = needs(config, parts.model)
     return [
-        checks.judge_context(max(map(len, paths)), worst, _context_length(parts)),
+        checks.judge_context(
+            max(map(len, paths)),
+            worst,
+            _context_length(parts),
+            is_tiny=config.model.name == "tiny",
+        ),
         checks.judge_kv_cache(
             together, longest, kv_tokens, kv_bytes_per_token(parts.model), config.engine.max_running
         ),
-        checks.judge_memory(needs(config), measure.free_bytes(parts.model.device), turned),
+        checks.judge_memory(needed, measure.free_bytes(parts.model.device), turned),
     ]
 
 

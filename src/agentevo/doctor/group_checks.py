@@ -12,7 +12,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -251,10 +250,13 @@ def memory_parts(
     step_tokens: int,
     cached_tokens: int,
     step_rows: int | None = None,
+    device: torch.device | None = None,
 ) -> dict[str, float]:
     """Bytes that training takes beside the weights, at its peak. `step_tokens`: distinct tokens
     that a step trains on; `cached_tokens`: those whose keys and values the engine holds at once;
-    `step_rows`: nodes of a step whose prediction is trained (by default all)."""
+    `step_rows`: nodes of a step whose prediction is trained (by default all); `device`: where a
+    model without weights would be."""
+    device = model.device if device is None else device
     tokens = min(
         math.ceil(step_tokens / config.trainer.minibatches), config.trainer.micro_batch_tokens
     )
@@ -263,7 +265,7 @@ def memory_parts(
         tokens,
         math.ceil(tokens * share),
         tokens * config.trainer.minibatches >= step_tokens,
-        model.device.type == "cpu",
+        device.type == "cpu",
     )
     parts = training_bytes(model, load, config.memory)
     cache = {"key-value cache": float(cached_tokens * kv_bytes_per_token(model))}
@@ -271,8 +273,9 @@ def memory_parts(
     copy = float(
         trained.total * next(model.parameters()).element_size()
     )  # a base under adapters is its own reference's too
-    beside = engine_weights(config, copy, packed_bytes(model))
-    sampling = {} if OWN_WEIGHTS in beside else {"packed weights": packed_bytes(model)}
+    packed = packed_bytes(model, device)
+    beside = engine_weights(config, copy, packed)
+    sampling = {} if OWN_WEIGHTS in beside else {"packed weights": packed}
 
     preference = config.algorithm.preference()
     needs = config.algorithm.needs
@@ -318,57 +321,3 @@ def engine_weights(config: RunConfig, copy: float, packed: float) -> dict[str, f
 def free_bytes(device: torch.device) -> float:
     """The bytes that are free on the device now."""
     return memory(device)[0]
-
-
-def knobs(
-    config: RunConfig, on_cpu: bool, section: Literal["trainer", "sft"] = "trainer"
-) -> dict[str, RunConfig]:
-    """Changes that save memory, the cheapest first: 'key=value' -> the recipe with it (and, where
-    it is one of degree, with less and less). `section`: the one that trains; `sft` has no engine
-    and no critic beside it."""
-    memory = config.memory
-    changed = {}
-    tokens = getattr(config, section).micro_batch_tokens
-    while (tokens := tokens // 2) >= 1024:
-        changed[f"{section}.micro_batch_tokens={tokens}"] = _changed(
-            config, section, micro_batch_tokens=tokens
-        )
-
-    if memory.checkpointing == "none" and not memory.offload_activations:
-        changed["memory.checkpointing=selective"] = _changed(
-            config, "memory", checkpointing="selective"
-        )
-
-    if memory.checkpointing != "full":
-        changed["memory.checkpointing=full"] = _changed(config, "memory", checkpointing="full")
-
-    cache = config.engine.kv_cache_gb
-    if section == "trainer" and config.engine.kv_cache_tokens is None:
-        changed[f"engine.kv_cache_gb={cache / 2:g}"] = _changed(
-            config, "engine", kv_cache_gb=cache / 2
-        )
-
-    if memory.optimizer == "adamw":
-        changed["memory.optimizer=adamw_8bit"] = _changed(config, "memory", optimizer="adamw_8bit")
-
-    for key in () if on_cpu else ("offload_optimizer", "offload_activations"):
-        if key not in memory.offloads and not (
-            key == "offload_activations" and memory.checkpointing == "selective"
-        ):
-            changed[f"memory.{key}=true"] = _changed(config, "memory", **{key: True})
-
-    if section == "trainer" and config.critic.trunk == "own" and "values" in config.algorithm.needs:
-        changed["critic.trunk=shared"] = _changed(config, "critic", trunk="shared")
-
-    rollout = config.rollout
-    if section == "trainer" and rollout.staleness and not rollout.samplers:
-        if rollout.sharing == "overlap" and rollout.transport is None:
-            changed["rollout.sharing=turns"] = _changed(config, "rollout", sharing="turns")
-        if rollout.policy == "wait":
-            changed["rollout.policy=mask"] = _changed(config, "rollout", policy="mask")
-
-    return changed
-
-
-def _changed(config: RunConfig, section: str, **values: object) -> RunConfig:
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})

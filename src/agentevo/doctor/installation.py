@@ -19,6 +19,7 @@ from agentevo.cpu_threads import allowed_cpus, missing_threads
 from agentevo.devices import all_of, find, is_accelerator, memory, name_of
 from agentevo.doctor import checks
 from agentevo.doctor.checks import GIB, Check
+from agentevo.inference.default_engine import OWN, choose_engine, installed_engines
 from agentevo.models.cache import cache_folder, is_complete
 from agentevo.models.cpu_kernels import why_not
 from agentevo.models.known import known_models
@@ -116,7 +117,16 @@ def _gpus() -> list[Check]:
         place = f"number {one.index} of {len(found)}: " if len(found) > 1 else ""
         results.append(Check("gpu", "good", place + finding))
 
-    return results
+    return [*results, judge_engine(device.type)]
+
+
+def judge_engine(device: str) -> Check:
+    """Which engine `agentevo train` takes on such a device where a recipe names none."""
+    choice = choose_engine(device, installed_engines())
+    is_slow = device == "cuda" and choice.type == OWN
+    finding = f"engine.type={choice.type} where a recipe names none, {choice.why}"
+    advice = "install vLLM, or go on with slow sampling" if is_slow else ""
+    return Check("engine", "warning" if is_slow else "good", finding, advice)
 
 
 def _sandboxes() -> list[Check]:

@@ -75,6 +75,11 @@ class Trained:
     down_in: bool
     masters: bool
     """Whether weights are less exact than float32."""
+    adapter_inputs: float = 0.0
+    """Numbers that the adapters of one decoder layer read for a token, each for itself: of a model
+    less exact than float32 they are copied, as adapters compute in float32."""
+    adapter_outputs: float = 0.0
+    """Numbers that they add to."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,10 @@ def trained_of(model: PreTrainedModel) -> Trained:
     def has(*parts: str) -> bool:
         return any(part in name for name in trained for part in parts)
 
+    def sum_widths(factor: str, dim: int) -> int:
+        return sum(p.shape[dim] for name, p in trained.items() if f".{factor}." in name)
+
+    num_layers = inner.config.get_text_config().num_hidden_layers
     return Trained(
         total=sum(p.numel() for p in trained.values()),
         layers=sum(
@@ -140,6 +149,8 @@ def trained_of(model: PreTrainedModel) -> Trained:
         mlp_in=has("gate_proj", "up_proj", "experts"),
         down_in=has("down_proj", "experts"),
         masters=any(p.element_size() < FLOAT for p in trained.values()),
+        adapter_inputs=sum_widths("lora_A", 1) / num_layers,
+        adapter_outputs=sum_widths("lora_B", 0) / num_layers,
     )
 
 
@@ -161,17 +172,30 @@ def layer_bytes(shape: Shape, trained: Trained, checkpointing: Checkpointing) ->
         turned = (shape.query + shape.key) * shape.head_norms
         return selective + (2 * hidden + shape.intermediate + turned) * element
 
+    copied = FLOAT * trained.adapter_inputs * (element < FLOAT)
     if checkpointing == "selective":
-        return selective
+        return selective + FLOAT * trained.adapter_outputs
 
     norm = hidden * (
         FLOAT + element * trained.norms
     )  # its input in float32; what its weight multiplies
-    kept = 2 * norm + hidden * element * (trained.attention_in + trained.mlp_in) + attention
+    inputs = hidden * (trained.attention_in + trained.mlp_in)
+    inputs += shape.intermediate * trained.down_in
+    kept = 2 * norm + attention + (copied or inputs * element)
     if shape.head_norms:
         kept += (shape.query + shape.key) * (FLOAT + element * trained.norms)
 
-    return kept + shape.intermediate * element * (3 + trained.down_in)
+    return kept + 3 * shape.intermediate * element
+
+
+def passing_bytes(shape: Shape, trained: Trained, tokens: int) -> float:
+    """Gradients of a layer's inner activations, while its backward pass is under way; of adapters
+    over a model less exact than float32 also their product, its multiple and the sum."""
+    per_unit = 2 * shape.element
+    if trained.adapter_inputs and shape.element < FLOAT:
+        per_unit = 3 * FLOAT
+
+    return float(per_unit * shape.intermediate * tokens)
 
 
 def output_bytes(shape: Shape, trained: Trained, load: Load) -> float:
@@ -206,9 +230,7 @@ def pass_bytes(
     kept = 0.0 if memory.offload_activations else layer_bytes(shape, trained, mode) * load.tokens
     whole = layer_bytes(shape, trained, "none") * load.tokens
     remade = whole - kept if mode != "none" or memory.offload_activations else 0.0
-    passing = (
-        2.0 * shape.intermediate * load.tokens * shape.element
-    )  # gradients of a layer's inner activations
+    passing = passing_bytes(shape, trained, load.tokens)
 
     matrix = float(shape.vocabulary * shape.hidden)
     of_output = matrix * FLOAT * trained.output
@@ -263,11 +285,15 @@ def training_bytes(model: PreTrainedModel, load: Load, memory: MemorySection) ->
     )
 
 
-def packed_bytes(model: PreTrainedModel) -> float:
+def weight_bytes(model: PreTrainedModel) -> float:
+    return float(sum(p.nbytes for p in model.parameters()))
+
+
+def packed_bytes(model: PreTrainedModel, device: torch.device) -> float:
     """Copies of the decoder layers' matrices that float32 passes without gradient have on a CPU
     (models/linear.py)."""
     first = next(model.parameters())
-    if first.device.type != "cpu" or first.dtype != torch.float32 or not available():
+    if device.type != "cpu" or first.dtype != torch.float32 or not available():
         return 0.0
 
     matrices = (

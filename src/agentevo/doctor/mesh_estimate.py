@@ -4,7 +4,8 @@ is read, and none is made.
 Counted for each process: its part of the float32 weights, gradients and moments; what FSDP gathers
 at once (the group of embedding and output layer, and two decoder layers); the activations of one
 micro-batch, as `memory_estimate.py` has them, cut by the tensor and the context group; twins
-(reference, critic). The first process serves with a whole model besides. Stages of a pipeline
+(reference, critic). Where no engines in other processes serve, the first process has a whole model
+and its engine's cache besides. Stages of a pipeline
 differ: the first one has embeddings and keeps the activations of as many micro-batches as there are
 stages, the last one has the output layer. Not counted: what allocators and collectives keep.
 """
@@ -13,18 +14,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from types import MappingProxyType
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel
 
 from agentevo.config import ParallelSection, RunConfig
 from agentevo.config.parallel import parallel_contradictions
-from agentevo.devices import find
+from agentevo.devices import find, is_accelerator
 from agentevo.devices import memory as device_bytes
-from agentevo.doctor.checks import GIB, Check
+from agentevo.doctor.checks import GIB, Check, rank_measures
+from agentevo.doctor.group_checks import engine_weights
 from agentevo.doctor.memory_estimate import (
     FLOAT,
     Load,
@@ -33,17 +35,17 @@ from agentevo.doctor.memory_estimate import (
     layer_bytes,
     optimizer_bytes,
     output_bytes,
+    passing_bytes,
     shape_of,
     total,
     trained_of,
 )
+from agentevo.doctor.memory_measures import list_measures
+from agentevo.doctor.unloaded_policy import unloaded_policy
 from agentevo.errors import ConfigError, ModelError, TrainingError
-from agentevo.models.attention import prepare
-from agentevo.models.config_overrides import model_config
+from agentevo.inference.vllm_options import read_options
 from agentevo.models.positions import context_length
-from agentevo.models.resolve import fetch
-from agentevo.orchestration.checks import check_processes
-from agentevo.orchestration.components import load_policy
+from agentevo.orchestration.checks import check_processes, serves_elsewhere
 from agentevo.training.spread import check_spread
 
 ROOM = 0.9
@@ -64,6 +66,13 @@ class Sizes:
     trained: Trained
     numbers: int
     """All of them."""
+    frozen_element: float
+    """Bytes of a number that is not trained: of the base under adapters, in its own type or, on
+    average, in 8 or 4 bits with the rest."""
+    trained_element: float
+    """Bytes of one that is."""
+    largest_packed: int
+    """Count of the numbers in the largest matrix of 8 or 4 bits, which is unpacked to compute."""
     layer: int
     """Of one decoder layer."""
     root: int
@@ -79,6 +88,12 @@ class Sizes:
         """Whether there is no base under adapters."""
         return self.trained.total == self.numbers
 
+    @property
+    def whole_bytes(self) -> float:
+        """Of all weights, as they are loaded."""
+        frozen = self.numbers - self.trained.total
+        return self.frozen_element * frozen + self.trained_element * self.trained.total
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -92,14 +107,25 @@ class Fit:
     """Besides, on the first one."""
     spared: float = 0.0
     """What the first one has less of `parts`."""
+    engine_share: float = 0.0
+    """The share of the first device's memory that vLLM takes for itself."""
 
     @property
     def on_first(self) -> float:
+        """Without `engine_share`."""
         return total(self.parts) - self.spared + total(self.first)
 
     @property
     def most(self) -> float:
+        """On the device that takes most, without `engine_share`."""
         return max(total(self.parts), self.on_first)
+
+    def needs(self, memory: float) -> float:
+        """Bytes on the device that takes most, where each has `memory` bytes."""
+        return max(total(self.parts), self.on_first + self.engine_share * memory)
+
+    def fits_in(self, memory: float) -> bool:
+        return self.needs(memory) <= ROOM * memory
 
     def keys(self, asked: ParallelSection) -> list[str]:
         """The keys that choose it in a recipe that asks for `asked`."""
@@ -115,8 +141,8 @@ class Fit:
 
 
 def sizes_of(config: RunConfig) -> Sizes:
-    """Raises ModelError for a model that is not there; of a local folder config.json is enough."""
-    return sizes_of_model(_hollow(config))
+    """Raises ModelError for a model that is not there; its config.json is enough."""
+    return sizes_of_model(unloaded_policy(config))
 
 
 def sizes_of_model(model: PreTrainedModel) -> Sizes:
@@ -133,6 +159,9 @@ def sizes_of_model(model: PreTrainedModel) -> Sizes:
         shape,
         trained,
         numbers,
+        _bytes_of_a_number([p for p in named.values() if not p.requires_grad]),
+        _bytes_of_a_number([p for p in named.values() if p.requires_grad]),
+        _largest_packed(model),
         in_layers // shape.num_layers,
         numbers - in_layers,
         sum(p.numel() for name, p in named.items() if ".experts." in name),
@@ -142,27 +171,29 @@ def sizes_of_model(model: PreTrainedModel) -> Sizes:
     )
 
 
-def _hollow(config: RunConfig) -> PreTrainedModel:
-    name = config.model.name
-    if name == "tiny" or config.model.lora.enabled:
-        return load_policy(config).model
+def _bytes_of_a_number(parameters: list[nn.Parameter]) -> float:
+    """On average."""
+    return sum(p.nbytes for p in parameters) / max(1, sum(p.numel() for p in parameters))
 
-    folder = Path(name).expanduser()
-    if not (folder / "config.json").is_file():
-        folder = fetch(name)
 
-    shape = model_config(folder, config.model.config_overrides)
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            shape, dtype=getattr(torch, config.model.dtype)
-        )
-
-    return prepare(model.eval())
+def _largest_packed(model: PreTrainedModel) -> int:
+    return max(
+        (
+            module.in_features * module.out_features
+            for module in model.modules()
+            if isinstance(module, nn.Linear) and not module.weight.is_floating_point()
+        ),
+        default=0,
+    )
 
 
 def longest_pass(config: RunConfig, sizes: Sizes) -> int:
     """Tokens of the largest micro-batch: trainer.micro_batch_tokens, or one attempt that is longer
-    (its completions alone: what prompts add is not known before it is played)."""
+    (its completions alone: what prompts add is not known before it is played). Of conversations
+    it is sft.micro_batch_tokens."""
+    if config.data.taught:
+        return config.sft.micro_batch_tokens
+
     turns = 1 if getattr(config.agent, "memory", None) == "turn" else config.agent.max_turns
     longest = min(turns * config.sampling.max_new_tokens, sizes.context_length)
     return max(config.trainer.micro_batch_tokens, longest)
@@ -175,13 +206,40 @@ def fit(config: RunConfig, sizes: Sizes, parallel: ParallelSection, world: int) 
     ends = [stage_parts(config, sizes, parallel, stage) for stage in stages]
     parts = max(ends, key=total)
 
-    first = {}
-    if parallel.is_spread:
-        first["whole model"] = float(sizes.shape.element * sizes.numbers)
-    if not config.rollout.samplers:
-        first["key-value cache"] = config.engine.kv_cache_gb * GIB
+    first, share = _served_bytes(config, sizes, parallel)
+    return Fit(parallel, world, parts, first, total(parts) - total(ends[0]), share)
 
-    return Fit(parallel, world, parts, first, total(parts) - total(ends[0]))
+
+def _served_bytes(
+    config: RunConfig, sizes: Sizes, parallel: ParallelSection
+) -> tuple[dict[str, float], float]:
+    """What an engine of the first process takes: bytes, and a share of the device's memory. Nothing
+    where engines in other processes serve, which need devices of their own."""
+    apart = config.rollout.samplers > 0
+    if serves_elsewhere(_in_mesh(config, parallel), apart=apart):
+        return {}, 0.0
+
+    served = engine_weights(config, sizes.trained_element * sizes.trained.total, 0.0)
+    if parallel.is_spread:
+        served["whole model"] = sizes.whole_bytes
+
+    cache = config.engine.kv_cache_gb * GIB
+    if config.engine.kv_cache_tokens is not None:
+        a_token = 2.0 * sizes.shape.key * sizes.shape.num_layers * sizes.shape.element
+        cache = config.engine.kv_cache_tokens * a_token
+
+    plays = config.environment is not None or not config.data.taught
+    if config.engine.type not in ("torch", "vllm") or not plays:
+        return served, 0.0
+    if config.engine.type == "torch":
+        return served | {"key-value cache": cache}, 0.0
+
+    options = read_options(config.engine)
+    if options.gpu_memory_utilization is not None:
+        return served, options.gpu_memory_utilization
+
+    weights = sizes.whole_bytes / options.tensor_parallel_size
+    return served | {"vLLM's weights": weights, "key-value cache": cache}, 0.0
 
 
 def stage_parts(
@@ -200,24 +258,28 @@ def stage_parts(
 
     frozen = held(sizes.numbers - sizes.trained.total, sizes.experts * (not sizes.trains_all))
     trained = held(sizes.trained.total, sizes.experts * sizes.trains_all)
-    moments = total(optimizer_bytes(replace(sizes.trained, masters=False), config.memory))
+    here = not config.memory.offload_optimizer
+    moments = here * optimizer_bytes(sizes.trained, config.memory).get("optimizer", 0.0)
     moments *= trained / max(sizes.trained.total, 1)
 
     if shard > 1:  # float32 shards are the masters; a group's weights are gathered to compute
         gathered = (sizes.root + 2 * sizes.layer) / tensor
-        weights = FLOAT * trained + element * (frozen + gathered)
+        weights = FLOAT * trained + sizes.frozen_element * frozen + element * gathered
         gradients = FLOAT * (trained + (sizes.root + sizes.layer) / tensor * sizes.trains_all)
-    else:
-        weights = element * (frozen + trained) + FLOAT * trained * sizes.trained.masters
+        of_copy = sizes.frozen_element * frozen + FLOAT * trained
+    else:  # a base under adapters is that of the copies, too
+        of_copy = sizes.trained_element * trained
+        weights = sizes.frozen_element * frozen + of_copy
+        weights += FLOAT * trained * sizes.trained.masters * here
         gradients = FLOAT * trained
 
     parts = {
         "weights": weights,
+        "unpacked matrix": float(element * sizes.largest_packed),
         "gradients": gradients,
-        "optimizer": moments * (not config.memory.offload_optimizer),
+        "optimizer": moments,
         "activations": _activations(config, sizes, parallel, stage),
     }
-    of_copy = element * frozen + (FLOAT if shard > 1 else element) * trained
     parts |= _twins(config, of_copy, of_copy + gradients + moments)
     return {name: size for name, size in parts.items() if size}
 
@@ -255,7 +317,7 @@ def _activations(config: RunConfig, sizes: Sizes, parallel: ParallelSection, sta
     mode = config.memory.checkpointing
     per_token = layer_bytes(shape, sizes.trained, mode) * (not config.memory.offload_activations)
     kept = per_token * tokens
-    passing = 2.0 * shape.intermediate * tokens * shape.element
+    passing = passing_bytes(shape, sizes.trained, tokens)
     in_layer = layer_bytes(shape, sizes.trained, "none") * tokens - kept + passing
 
     own = 0.0  # the gradient of one vocabulary matrix before it is added to that of earlier passes
@@ -276,6 +338,9 @@ def _activations(config: RunConfig, sizes: Sizes, parallel: ParallelSection, sta
 def _twins(config: RunConfig, copy: float, trained: float) -> dict[str, float]:
     """Bytes of the models beside the policy: `copy` of one that is only read, `trained` of one that
     learns."""
+    if config.data.taught:
+        return {}
+
     needs = config.algorithm.needs
     preference = config.algorithm.preference()
     twins = {}
@@ -300,8 +365,7 @@ def fits(config: RunConfig, sizes: Sizes, world: int) -> list[Fit]:
     found = []
     refusal = ""
     for parallel in _meshes(world, sizes):
-        trainer = config.trainer.model_copy(update={"parallel": parallel})
-        changed = config.model_copy(update={"trainer": trainer})
+        changed = _in_mesh(config, parallel)
         try:
             for problem in parallel_contradictions(changed):
                 raise ConfigError(problem)
@@ -346,12 +410,15 @@ def judge_meshes(
     command: str,
     tokens: int,
     asked: ParallelSection,
+    turned: Mapping[str, float] = MappingProxyType({}),
+    program: str = "train",
 ) -> list[Check]:
-    """`memory`: bytes of each device. `command`: recipe and overrides as they were given. `tokens`:
+    """`memory`: bytes of each device. `command`: recipe and overrides as they were given, for
+    `agentevo train` or another `program`. `tokens`:
     of the largest micro-batch. `asked`: the recipe's own mesh, which is judged before the others
-    where it is one."""
-    good = [one for one in found if one.most <= ROOM * memory]
-    listed = good or sorted(found, key=lambda one: one.most)
+    where it is one. `turned`: a measure -> the least that any mesh then needs."""
+    good = [one for one in found if one.fits_in(memory)]
+    listed = good or sorted(found, key=lambda one: one.needs(memory))
 
     checks = []
     if asked.is_spread:
@@ -363,8 +430,12 @@ def judge_meshes(
         more = ", ".join(f"{name} {size / GIB:.2f}" for name, size in one.first.items())
         each = "each device" if one.parallel.pipeline == 1 else "the stage that takes most"
         finding = f"{one}: {total(one.parts) / GIB:.2f} GiB on {each} ({parts})"
+        if one.engine_share:
+            share = f"vLLM's share {one.engine_share * memory / GIB:.2f}"
+            more = ", ".join(filter(None, (more, share)))
         if more:
-            finding += f"; on the first one {one.on_first / GIB:.2f} (and {more})"
+            on_first = one.on_first + one.engine_share * memory
+            finding += f"; on the first one {on_first / GIB:.2f} (and {more})"
         checks.append(Check("mesh", "good" if good else "wrong", finding))
 
     left = len(listed) - len(listed[:SHOWN])
@@ -372,16 +443,21 @@ def judge_meshes(
 
     about = f"{devices} devices of {memory / GIB:.1f} GiB, micro-batches of {tokens:,} tokens"
     if not good:
-        advice = (
-            "more devices (--devices), memory.checkpointing=full, a smaller "
-            "trainer.micro_batch_tokens or engine.kv_cache_gb, samplers of their own "
-            "(rollout.samplers), or a smaller model"
-        )
+        advice = _advise(listed[0].needs(memory), ROOM * memory, turned)
         return [*checks, Check("meshes", "wrong", f"none fits {about}", advice)]
 
-    advice = "start it with: " + _ready(good[0], devices, command, asked)
+    advice = "start it with: " + _ready(good[0], devices, program, command, asked)
     finding = f"{len(good)} of {len(found)} fit {about}{also}; the cheapest is {good[0]}"
     return [*checks, Check("meshes", "good", finding, advice)]
+
+
+def _advise(least: float, room: float, turned: Mapping[str, float]) -> str:
+    """Each measure by itself, with what it saves of the `least` that a mesh needs."""
+    measures = [
+        f"{change} saves {saved / GIB:.2f} GiB" + " and fits" * (least - saved <= room)
+        for saved, change in rank_measures(least, turned)
+    ]
+    return "; ".join([*measures, "or a smaller model"])
 
 
 def _own_mesh(own: Fit | None, asked: ParallelSection, devices: int, memory: float) -> Check:
@@ -394,25 +470,31 @@ def _own_mesh(own: Fit | None, asked: ParallelSection, devices: int, memory: flo
             "choose one of those below",
         )
 
-    fits_in = own.most <= ROOM * memory
+    fits = own.fits_in(memory)
     return Check(
         "the recipe's mesh",
-        "good" if fits_in else "wrong",
-        f"{own}: {own.most / GIB:.2f} GiB on the device that takes most",
-        "" if fits_in else "choose one of those below",
+        "good" if fits else "wrong",
+        f"{own}: {own.needs(memory) / GIB:.2f} GiB on the device that takes most",
+        "" if fits else "choose one of those below",
     )
 
 
-def _ready(one: Fit, devices: int, command: str, asked: ParallelSection) -> str:
+def _ready(one: Fit, devices: int, program: str, command: str, asked: ParallelSection) -> str:
     words = " ".join([command, *one.keys(asked)])
     if devices == 1:
-        return f"agentevo train {words}"
+        return f"agentevo {program} {words}"
     if devices <= OF_A_NODE or devices % OF_A_NODE:
-        return f"torchrun --standalone --nproc-per-node={devices} -m agentevo train {words}"
+        return f"torchrun --standalone --nproc-per-node={devices} -m agentevo {program} {words}"
 
     nodes = devices // OF_A_NODE
+    if program == "train":
+        return (
+            f"agentevo launch slurm {words} --set trainer_nodes={nodes} --set gpus={OF_A_NODE} "
+            "--submit"
+        )
     return (
-        f"agentevo launch slurm {words} --set trainer_nodes={nodes} --set gpus={OF_A_NODE} --submit"
+        f"torchrun --nnodes={nodes} --nproc-per-node={OF_A_NODE} --rdzv-backend=c10d "
+        f"--rdzv-endpoint=FIRST_MACHINE:29500 -m agentevo {program} {words}, on each machine"
     )
 
 
@@ -424,8 +506,61 @@ def check_meshes(
     mesh of so many devices can train."""
     if not 1 <= devices <= MOST_DEVICES:
         raise ConfigError(f"--devices {devices}: from 1 to {MOST_DEVICES:,}")
-    memory = device_memory * GIB if device_memory else device_bytes(find(config.model.device))[1]
+    here = find(config.model.device)
+    memory = device_memory * GIB if device_memory else device_bytes(here)[1]
     sizes = sizes_of(config)
     tokens = longest_pass(config, sizes)
     found = fits(config, sizes, devices)
-    return judge_meshes(found, devices, memory, command, tokens, config.trainer.parallel)
+    turned = {}
+    if not any(one.fits_in(memory) for one in found):
+        on_cpu = config.model.device == "cpu" or (
+            device_memory is None and not is_accelerator(here)
+        )
+        turned = _turned(config, sizes, found, memory, on_cpu)
+
+    asked = config.trainer.parallel
+    program = "sft" if config.data.taught else "train"
+    return judge_meshes(found, devices, memory, command, tokens, asked, turned, program)
+
+
+def _turned(
+    config: RunConfig, sizes: Sizes, found: list[Fit], memory: float, on_cpu: bool
+) -> dict[str, float]:
+    """A measure that is not taken yet -> the least that any mesh of the devices then needs."""
+    devices = found[0].world
+    meshes = [one.parallel for one in found]
+    measures = list_measures(config, on_cpu, "sft" if config.data.taught else "trainer")
+    if not config.rollout.samplers and not config.data.taught:
+        apart = {"samplers": 1, "staleness": max(1, config.rollout.staleness)}
+        keys = " ".join(f"rollout.{key}={value}" for key, value in apart.items())
+        rollout = config.rollout.model_copy(update=apart)
+        measures[keys] = config.model_copy(update={"rollout": rollout})
+
+    turned = {}
+    for change, other in measures.items():
+        if other.model == config.model:
+            fitting = [
+                fit(other, sizes, parallel, devices)
+                for parallel in meshes
+                if not parallel_contradictions(_in_mesh(other, parallel))
+            ]
+        else:
+            fitting = fits(other, sizes_of(other), devices)
+
+        if fitting:
+            turned[change] = min(one.needs(memory) for one in fitting)
+
+    more = devices
+    while more * 2 <= min(MOST_DEVICES, 64 * devices):
+        more *= 2
+        least = min(one.needs(memory) for one in fits(config, sizes, more))
+        turned[f"--devices={more}"] = least
+        if least <= ROOM * memory:
+            break
+
+    return turned
+
+
+def _in_mesh(config: RunConfig, parallel: ParallelSection) -> RunConfig:
+    trainer = config.trainer.model_copy(update={"parallel": parallel})
+    return config.model_copy(update={"trainer": trainer})

@@ -1,12 +1,14 @@
 """`agentevo doctor RECIPE --world-size N`: does the recipe's mesh work here, by itself?
 
 N processes on this machine's CPU, over gloo, train a tiny model for one step in the recipe's
-trainer.parallel, and one process does the same alone: their weights must agree. Nothing of the
-recipe's own model, tasks or folder is touched.
+trainer.parallel, and one process does the same alone: their weights must agree. The tiny model has
+as many heads, layers and experts as the mesh divides. Nothing of the recipe's own model, tasks or
+folder is touched.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -17,20 +19,29 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
-from agentevo.config import RunConfig
+from agentevo.config import ParallelSection, RunConfig, TinyModel, load_config
 from agentevo.doctor.checks import Check
 from agentevo.errors import ConfigError
+from agentevo.models.save import save_model
+from agentevo.models.tiny_tokenizer import tiny_tokenizer
 from agentevo.orchestration.checks import check_processes
+from agentevo.orchestration.players import corpus_of
 from agentevo.progress import bar
 
 TOLERANCE = 1e-5
 """Largest |difference| of a weight after the step."""
 WITHIN_S = 600.0
 MOST_PROCESSES = 64
-TINY = (
+RECIPE = (
     "coins",
-    "model.name=tiny",
     "model.device=cpu",
     "cold_start.episodes=0",
     "trainer.steps=1",
@@ -56,6 +67,7 @@ def check_world(config: RunConfig, world: int) -> list[Check]:
     with tempfile.TemporaryDirectory(prefix="agentevo-mesh-") as made:
         folder = Path(made)
         with bar(f"mesh trial: a step of 1, then of {world} processes", 2, "steps") as steps:
+            _make_model(config.trainer.parallel, folder / "model")
             problem = _train(folder / "one", 1, [])
             steps.advance()
             problem = problem or _train(folder / "all", world, keys)
@@ -67,8 +79,7 @@ def check_world(config: RunConfig, world: int) -> list[Check]:
                     "mesh trial",
                     "wrong",
                     f"{world} processes ({mesh}) did not make one step: {problem}",
-                    "the last line says what failed; a firewall between the processes, or too "
-                    "little memory, are the usual reasons",
+                    "the last line says what failed",
                 )
             ]
 
@@ -85,9 +96,45 @@ def check_world(config: RunConfig, world: int) -> list[Check]:
     return [Check("mesh trial", "wrong", finding, advice)]
 
 
+def _make_model(parallel: ParallelSection, folder: Path) -> None:
+    """Writes a tiny model that this mesh can divide, with random weights: a mixture where experts
+    are spread."""
+    heads = math.lcm(4, parallel.tensor * parallel.context)
+    shape = {
+        "hidden_size": 16 * heads,
+        "intermediate_size": 32 * heads,
+        "num_hidden_layers": math.lcm(2, parallel.pipeline),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.1,
+        "tie_word_embeddings": False,
+    }
+    experts = {
+        "num_experts": math.lcm(4, parallel.expert * parallel.tensor),
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8 * heads,
+    }
+    corpus = corpus_of(load_config(RECIPE[0], list(RECIPE[1:])))
+    tokenizer = tiny_tokenizer(TinyModel(), corpus)
+    shape["vocab_size"] = len(tokenizer)
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model: PreTrainedModel
+        if parallel.expert > 1:
+            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, **ends))
+        else:
+            model = LlamaForCausalLM(LlamaConfig(**shape, **ends))
+
+    save_model(model, tokenizer, folder)
+
+
 def _train(run: Path, world: int, keys: list[str]) -> str:
-    """The end of what it said where it failed; empty where it did not."""
-    words = ["-m", "agentevo", "train", *TINY, f"run.dir={run}", *keys]
+    """Its errors where it failed, or else the end of what it said; empty where it did not fail."""
+    model = f"model.name={run.parent / 'model'}"
+    words = ["-m", "agentevo", "train", *RECIPE, model, f"run.dir={run}", *keys]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
     log = run.parent / f"{run.name}.log"
     with log.open("w") as file:
@@ -110,7 +157,8 @@ def _train(run: Path, world: int, keys: list[str]) -> str:
         process.wait()
 
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return f"exit code {code}: {' | '.join(lines[-5:])[-1000:]}" if code else ""
+    errors = list(dict.fromkeys(line for line in lines if line.startswith("error: ")))
+    return f"exit code {code}: {' | '.join(errors or lines[-5:])[-1000:]}" if code else ""
 
 
 def _weights(run: Path) -> dict[str, torch.Tensor]:

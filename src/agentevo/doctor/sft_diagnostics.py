@@ -3,14 +3,19 @@ would, and judges rows and memory."""
 
 from __future__ import annotations
 
+from transformers import PreTrainedModel
+
 from agentevo.config import RunConfig, SFTSection
 from agentevo.doctor import checks
 from agentevo.doctor import group_checks as measure
 from agentevo.doctor.checks import Check
-from agentevo.doctor.memory_estimate import Load, total, training_bytes
+from agentevo.doctor.memory_estimate import Load, total, training_bytes, weight_bytes
+from agentevo.doctor.memory_measures import list_measures
+from agentevo.doctor.unloaded_policy import shape_policy
 from agentevo.models.chat import ChatFormat
 from agentevo.models.load import LoadedModel
 from agentevo.models.positions import context_length
+from agentevo.models.token_rows import causal_model
 from agentevo.observability import LiveView
 from agentevo.orchestration.components import check_memory, load_policy
 from agentevo.orchestration.conversations import SFTData, check_sft_data, load_sft_data
@@ -60,15 +65,22 @@ def _judge_memory(config: RunConfig, loaded: LoadedModel, data: SFTData) -> Chec
     samples = [data.batch(names) for names in largest]
     device = loaded.model.device
 
-    def needs(turned: RunConfig) -> dict[str, float]:
+    def needs(turned: RunConfig, model: PreTrainedModel) -> dict[str, float]:
         loads = [_load(batch, turned.sft, on_cpu=device.type == "cpu") for batch in samples]
-        return max((training_bytes(loaded.model, load, turned.memory) for load in loads), key=total)
+        return max((training_bytes(model, load, turned.memory) for load in loads), key=total)
+
+    def needs_in_all(turned: RunConfig) -> float:
+        """With what its weights take more than those that are loaded."""
+        if turned.model == config.model:
+            return total(needs(turned, loaded.model))
+        other = shape_policy(turned, causal_model(loaded.model).config)
+        return total(needs(turned, other)) + weight_bytes(other) - weight_bytes(loaded.model)
 
     turned = {
-        change: total(needs(other))
-        for change, other in measure.knobs(config, device.type == "cpu", "sft").items()
+        change: needs_in_all(other)
+        for change, other in list_measures(config, device.type == "cpu", "sft").items()
     }
-    return checks.judge_memory(needs(config), measure.free_bytes(device), turned)
+    return checks.judge_memory(needs(config, loaded.model), measure.free_bytes(device), turned)
 
 
 def _load(batch: list[Sample], section: SFTSection, *, on_cpu: bool) -> Load:

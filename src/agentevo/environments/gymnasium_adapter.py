@@ -3,7 +3,9 @@
 Observations: strings pass through; an environment that renders as `ansi` shows that picture (a
 highlighted cell becomes `[cell]`); other spaces are written as text. Actions: a Discrete space
 takes the action's name (`action_names`, default its number), a Text space takes any text that it
-contains. The action limit is `max_actions`; Gymnasium's own time limit is switched off.
+contains, Box, Dict and the other structured spaces take JSON (json_actions.py), and the player is
+shown why a text is no action of theirs. The action limit is `max_actions`; Gymnasium's own time
+limit is switched off. A world of the old API of gym is read as well (step_results.py).
 
 Success is what the environment says in `info["success"]` or `info["is_success"]`, else what
 `success_on` says. Where the environment publishes its transitions (`env.unwrapped.P`, as
@@ -13,6 +15,8 @@ elsewhere the random player is sampled and the optimal one unknown.
 
 from __future__ import annotations
 
+import inspect
+import math
 import random
 import re
 from functools import cached_property
@@ -25,7 +29,15 @@ from gymnasium import spaces
 
 from agentevo.environments.environment import EnvironmentConfig, environments
 from agentevo.environments.episode import INVALID, ActionResult, EpisodicEnvironment, choose
+from agentevo.environments.json_actions import (
+    ActionError,
+    can_be_said,
+    describe_space,
+    read_action,
+    write_action,
+)
 from agentevo.environments.planning import SuccessTables, random_play_success
+from agentevo.environments.step_results import read_reset, read_step
 from agentevo.errors import ConfigError, EnvironmentFailure
 from agentevo.types import Baselines
 
@@ -34,6 +46,8 @@ ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 MAX_TABLE_STATES = 2000
 """Transition tables of more states are not made dense."""
 SAMPLED_PLAYS = 100
+MAX_SHOWN_NUMBERS = 4096
+"""An observation with a longer list of numbers, such as a picture's, is not written as text."""
 
 
 class GymnasiumConfig(EnvironmentConfig):
@@ -100,6 +114,22 @@ def transition_tables(published: Transitions, num_actions: int, success_on: str)
     return SuccessTables(win, move)
 
 
+def _longest_list(space: spaces.Space[Any] | None) -> int:
+    """Numbers of the largest array in an observation of this space."""
+    if isinstance(space, spaces.Dict):
+        return max(map(_longest_list, space.spaces.values()), default=0)
+    if isinstance(space, spaces.Tuple):
+        return max(map(_longest_list, space.spaces), default=0)
+    return math.prod(space.shape) if isinstance(space, spaces.Box) else 0
+
+
+def _reset_names(world: gymnasium.Env[Any, Any]) -> set[str]:
+    """The arguments that a world's own `reset` takes; a `**kwargs` takes both of Gymnasium's."""
+    takes = inspect.signature(world.unwrapped.reset).parameters.values()
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in takes)
+    return {"seed", "options"} if takes_all else {one.name for one in takes}
+
+
 @environments.register("gymnasium")
 class GymnasiumEnvironment(EpisodicEnvironment):
     """One Gymnasium environment behind the text contract."""
@@ -110,13 +140,31 @@ class GymnasiumEnvironment(EpisodicEnvironment):
     def __init__(self, config: GymnasiumConfig) -> None:
         super().__init__(config)
         self._world = self._make()
+        if "options" not in _reset_names(self._world):  # Gymnasium's wrappers would give them
+            self._world = self._world.unwrapped
+
         space = self._world.action_space
-        if not isinstance(space, spaces.Discrete | spaces.Text):
+        if not can_be_said(space):
             raise ConfigError(
-                f"gymnasium: {config.id} takes {space}; only Discrete and Text actions can be "
-                "said in words"
+                f"gymnasium: {config.id} takes {space}; only actions of Discrete, Text, Box, "
+                "MultiDiscrete, MultiBinary, Dict and Tuple can be said in words"
             )
 
+        longest = _longest_list(self._world.observation_space)
+        if longest > MAX_SHOWN_NUMBERS and not self._drawn:
+            raise ConfigError(
+                f"gymnasium: an observation of {config.id} has {longest} numbers in one list, "
+                f"such as a picture has, and at most {MAX_SHOWN_NUMBERS} are written as text: wrap "
+                "the environment so that it says what it shows"
+            )
+
+        if config.action_names and not isinstance(space, spaces.Discrete):
+            raise ConfigError(
+                f"gymnasium: action_names is for Discrete actions, and {config.id} takes {space}"
+            )
+
+        self._problem = ""
+        """Why the last text was no action of a structured space."""
         self._names: list[str] = []
         if isinstance(space, spaces.Discrete):
             self._names = list(config.action_names) or [
@@ -127,6 +175,8 @@ class GymnasiumEnvironment(EpisodicEnvironment):
                     f"gymnasium: action_names has {len(self._names)} entries, but {config.id} "
                     f"has {space.n} actions: name each"
                 )
+
+        self._is_structured = not self._names and not isinstance(space, spaces.Text)
 
         published = getattr(self._world.unwrapped, "P", None)
         known = (
@@ -173,15 +223,29 @@ class GymnasiumEnvironment(EpisodicEnvironment):
     def instructions(self) -> str:
         if self.config.instructions:
             return self.config.instructions
-        return f"You play {self.config.id}." + (
-            f" Actions: {', '.join(self._names)}." if self._names else ""
-        )
+
+        actions = f" Actions: {', '.join(self._names)}." if self._names else ""
+        if self._is_structured:
+            actions = f" An action is JSON: {describe_space(self._world.action_space)}."
+        return f"You play {self.config.id}.{actions}"
 
     def start(self, seed: int) -> None:
         self._seed = seed
-        observation, _ = self._world.reset(seed=seed)
+        self._problem = ""
+        observation = read_reset(self._reset(seed))
         self._start_state = self._state()
         self._shown = self._show(observation)
+
+    def _reset(self, seed: int) -> Any:
+        """What `reset` returns. Where it takes no seed, as in the oldest API, `seed(seed)` comes
+        first."""
+        if "seed" in _reset_names(self._world):
+            return self._world.reset(seed=seed)
+
+        set_seed = getattr(self._world, "seed", None)
+        if callable(set_seed):
+            set_seed(seed)
+        return self._world.reset()
 
     def _state(self) -> int:
         """The state's number in the published transitions."""
@@ -201,11 +265,17 @@ class GymnasiumEnvironment(EpisodicEnvironment):
         return picture_as_text(picture)
 
     def observe(self) -> str:
-        return self._shown
+        return f"{self._problem}\n{self._shown}" if self._problem else self._shown
 
     def act(self, action: str) -> ActionResult:
+        self._problem = ""
         move: Any = choose(action, self._names)
-        if isinstance(self._world.action_space, spaces.Discrete) and move is not None:
+        if self._is_structured:
+            try:
+                move = read_action(action, self._world.action_space)
+            except ActionError as error:
+                self._problem = f"Invalid action: {error}."
+        elif isinstance(self._world.action_space, spaces.Discrete) and move is not None:
             move += int(self._world.action_space.start)
         elif isinstance(
             self._world.action_space, spaces.Text
@@ -215,7 +285,7 @@ class GymnasiumEnvironment(EpisodicEnvironment):
         if move is None:
             return INVALID
 
-        observation, reward, terminated, truncated, info = self._world.step(move)
+        observation, reward, terminated, truncated, info = read_step(self._world.step(move))
         before = self._shown
         self._shown = self._show(observation)
         ended_well = terminated and (self.config.success_on == "termination" or float(reward) > 0)
@@ -233,7 +303,8 @@ class GymnasiumEnvironment(EpisodicEnvironment):
         if self._names:
             return rng.choice(self._names)
         self._world.action_space.seed(rng.randrange(2**31))
-        return str(self._world.action_space.sample())
+        drawn = self._world.action_space.sample()
+        return write_action(drawn) if self._is_structured else str(drawn)
 
     def optimal_action(self) -> str | None:
         if self._tables is None or not self._running:
@@ -248,7 +319,7 @@ class GymnasiumEnvironment(EpisodicEnvironment):
                 random=self._tables.random(start, limit), optimal=self._tables.optimal(start, limit)
             )
 
-        if not self._names:
+        if not self._names and not self._is_structured:
             return Baselines(random=None, optimal=None)
 
         config = self.config.model_copy(update={"max_actions": limit})

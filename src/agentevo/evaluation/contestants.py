@@ -24,13 +24,11 @@ from agentevo.config import RunConfig, build_config, load_config, sources
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.config.sections import ModelSection
 from agentevo.errors import ConfigError, UnknownNameError
-from agentevo.models.resolve import HUB, HUB_NAME, resolve
+from agentevo.models.resolve import HUB, HUB_NAME, TINY, resolve
 from agentevo.registry import nearest
 from agentevo.remote_models.served import check_served, served_models
 from agentevo.runs.folder import is_run_folder, run_config
 
-TINY = "tiny"
-"""The model that is made on the spot."""
 MAX_NEW_TOKENS = 512
 """Longest reply of a model that is given without a recipe, where nothing says otherwise."""
 
@@ -91,10 +89,10 @@ def find_contestants(
 
 
 def _target(word: str, overrides: Sequence[str], tasks: Sequence[str]) -> Contestant:
-    run, step = _run_of(word)
+    run, step = run_of(word)
     if run is not None:
         config = run_config(run, overrides)
-        return Contestant(word, config, _checkpoint_of(run, config, step))
+        return Contestant(word, config, checkpoint_of(run, config, step))
 
     if word.endswith((".yaml", ".yml")) or word in sources.recipe_names():
         return Contestant(word, load_config(word, overrides, needs_environment=not tasks))
@@ -115,12 +113,12 @@ def _with_checkpoint(first: Contestant, target: str, which: str) -> Contestant:
     if first.remote is not None:
         raise ConfigError(f"--checkpoint {which}: {target} is a remote model: leave it out")
 
-    run, _ = _run_of(target)
+    run, _ = run_of(target)
     if which in first.config.remote_models or _is_url(which):
         return _other(which, first.config)
 
     if run is not None:
-        path = _checkpoint_of(run, first.config, which)
+        path = checkpoint_of(run, first.config, which)
     elif which in ("best", "last"):
         raise ConfigError(
             f"--checkpoint {which} is one of a run's: give the run's folder instead of {target}, "
@@ -139,11 +137,11 @@ def _other(word: str, base: RunConfig) -> Contestant:
     if _is_url(word):
         return _server(word, base)
 
-    run, step = _run_of(word)
+    run, step = run_of(word)
     if run is not None:
         own = run_config(run)
         config = base.model_copy(update={"model": own.model})
-        return Contestant(word, config, _checkpoint_of(run, own, step))
+        return Contestant(word, config, checkpoint_of(run, own, step))
 
     if word.endswith((".yaml", ".yml")) or word in sources.recipe_names():
         model = load_config(word).model
@@ -176,8 +174,9 @@ def _server(word: str, base: RunConfig) -> Contestant:
     return Contestant(word, base.model_copy(update={"remote_models": models}), remote=name)
 
 
-def _run_of(word: str) -> tuple[Path | None, str]:
-    """The folder of a run, and which of its checkpoints."""
+def run_of(word: str) -> tuple[Path | None, str]:
+    """The folder of a run, and which of its checkpoints: of RUN and RUN@WHICH. (None, "") for a
+    word that names no run."""
     if is_run_folder(Path(word)):
         return Path(word), "best"
     folder, at, step = word.rpartition("@")
@@ -185,7 +184,9 @@ def _run_of(word: str) -> tuple[Path | None, str]:
     return (Path(folder), step) if is_run else (None, "")
 
 
-def _checkpoint_of(run: Path, config: RunConfig, which: str) -> Path:
+def checkpoint_of(run: Path, config: RunConfig, which: str) -> Path:
+    """The folder of a run's checkpoint: `best`, `last`, a step or a path. Raises ConfigError for a
+    step without one, and UnusableCheckpointError."""
     from agentevo.training.checkpoint import Checkpoints
 
     checkpoints = Checkpoints(run / "checkpoints", config.checkpoint.keep_last)

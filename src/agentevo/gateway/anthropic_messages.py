@@ -186,8 +186,15 @@ def _choice(body: Mapping[str, Any]) -> Choice:
 
 
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """In OpenAI's form."""
-    return tools_of([_tool(tool, f"tools.{n}") for n, tool in enumerate(tools_in(body))])
+    """In OpenAI's form. A tool whose loading is deferred is in no prompt, as nothing of Anthropic's
+    is here that would load it."""
+    return tools_of(
+        [
+            _tool(tool, f"tools.{number}")
+            for number, tool in enumerate(tools_in(body))
+            if not (isinstance(tool, Mapping) and boolean(tool, "defer_loading"))
+        ]
+    )
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
@@ -201,9 +208,8 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
             'own with "name", "description" and "input_schema"'
         )
 
-    for key in ("defer_loading", "input_examples"):
-        if tool.get(key):
-            raise Refusal(f"{where}: {key} is not supported: leave it out")
+    if tool.get("input_examples"):
+        raise Refusal(f"{where}: input_examples is not supported: leave it out")
 
     schema = tool.get("input_schema")
     if not isinstance(schema, Mapping):

@@ -76,6 +76,11 @@ class _Drafts:
         return self.last_answer
 
 
+def name_within(namespace: str, name: str) -> str:
+    """What the policy calls a tool of a namespace."""
+    return f"{namespace}__{name}"
+
+
 def messages_of_items(given: Any, memory: Memory) -> list[Message]:
     """The messages of an `input`, which is a text or a list of items. `memory` has the items that
     can be named by their id. Raises BadRequestError or Refusal for what is none."""
@@ -151,6 +156,11 @@ def _add(answer: _Answer, item: Mapping[str, Any], kind: str, where: str) -> Non
         name = item.get("name")
         if not isinstance(name, str) or not name:
             raise BadRequestError(f"{where} has no name: a function_call names its function")
+        namespace = item.get("namespace")
+        if namespace is not None:
+            if not isinstance(namespace, str):
+                raise BadRequestError(f"{where}: namespace is {shown(namespace)}, not a text")
+            name = name_within(namespace, name)
         function = {"name": name, "arguments": item.get("arguments") or ""}
         answer.calls.append({"id": _call_id(item, where), "function": function})
 

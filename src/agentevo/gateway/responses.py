@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,7 @@ from agentevo.gateway.kept_responses import KeptResponse, keep
 from agentevo.gateway.memory import Memory
 from agentevo.gateway.refusals import Refusal
 from agentevo.gateway.request import ModelReply, ModelRequest, PromptSize
-from agentevo.gateway.response_items import messages_of_items
+from agentevo.gateway.response_items import messages_of_items, name_within
 from agentevo.models.tool_calls import (
     ArgumentsDelta,
     CallFinished,
@@ -105,6 +106,8 @@ class ResponseRequest(ModelRequest):
     echoed: dict[str, Any]
     memory: Memory | None
     """Where the answer is kept; None where the client wants none kept."""
+    namespaces: Mapping[str, tuple[str, str]]
+    """Tool -> its namespace and its name there, for the tools that have one."""
 
 
 def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
@@ -137,13 +140,14 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
         raise BadRequestError("input is empty: give a text or at least one item")
 
     choice = choice_of(body)
-    tools = _tools(tools_in(body))
+    tools, namespaces = _tools(tools_in(body))
     return ResponseRequest(
         prompt=[*system, *history],
         history=history,
         asked=body.get("input", []),
         echoed=echoed,
         memory=memory if body.get("store") is None or boolean(body, "store") else None,
+        namespaces=namespaces,
         tools=tools or None,
         form=choice.form(schema, strict=is_strict(wanted)),
         overrides=sampling_of(body, max_tokens=("max_output_tokens",), stop="stop"),
@@ -198,38 +202,68 @@ def _history(body: Mapping[str, Any], memory: Memory) -> tuple[Message, ...]:
     return (*kept.history, *messages)
 
 
-def _tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """In the form of the chat API."""
+def _tools(tools: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]:
+    """In the form of the chat API; and of each tool in a namespace, that and its name there."""
     nested = []
-    for number, tool in enumerate(tools, start=1):
+    namespaces = {}
+    for where, namespace, tool in _flattened(tools):
         kind = tool.get("type") if isinstance(tool, Mapping) else tool
         if kind != "function":
             raise Refusal(
-                f"tool {number} is {shown(kind)}: the policy has functions alone, as "
+                f"{where} is {shown(kind)}: the policy has functions alone, as "
                 '{"type": "function", "name": ..., "parameters": {...}}'
             )
 
         unknown = [key for key in tool if key not in _TOOL_KEYS and tool[key]]
         if unknown:
-            raise Refusal(f"tool {number} has {unknown[0]!r}, which is not supported: leave it out")
+            raise Refusal(f"{where} has {unknown[0]!r}, which is not supported: leave it out")
 
         if not isinstance(tool.get("name"), str) or not tool["name"]:
             raise BadRequestError(
-                f"tool {number} has no name: write "
+                f"{where} has no name: write "
                 '{"type": "function", "name": ..., "parameters": {...}}'
             )
 
         function = {key: tool[key] for key in _SCHEMA_KEYS if tool.get(key) is not None}
+        if namespace is not None:
+            function["name"] = name_within(namespace, tool["name"])
+            namespaces[function["name"]] = (namespace, tool["name"])
         nested.append({"type": "function", "function": function})
 
-    return tools_of(nested)
+    names = Counter(tool["function"]["name"] for tool in nested)
+    twice = next((name for name in namespaces if names[name] > 1), None)
+    if twice is not None:
+        raise BadRequestError(
+            f"two tools are {shown(twice)} to the policy, which joins a namespace and a name by "
+            "__: rename one of them"
+        )
+
+    return tools_of(nested), namespaces
+
+
+def _flattened(tools: Sequence[Any]) -> Iterator[tuple[str, str | None, Any]]:
+    """Each tool with its place, and its namespace if it stands in one. The description of a
+    namespace has no place in a chat template."""
+    for number, tool in enumerate(tools, start=1):
+        where = f"tool {number}"
+        if not isinstance(tool, Mapping) or tool.get("type") != "namespace":
+            yield where, None, tool
+            continue
+
+        namespace = tool.get("name")
+        members = tool.get("tools")
+        if not isinstance(namespace, str) or not namespace or not isinstance(members, list):
+            raise BadRequestError(f"{where}: a namespace has a name and a list of tools")
+        for member_number, member in enumerate(members, start=1):
+            yield f"{where}.{member_number}", namespace, member
 
 
 class _Output:
     """The items of one answer, and the events of their growth."""
 
-    def __init__(self, answer_id: str) -> None:
+    def __init__(self, answer_id: str, namespaces: Mapping[str, tuple[str, str]]) -> None:
         self._answer_id = answer_id
+        self._namespaces = namespaces
         self.items: list[dict[str, Any]] = []
         self._open: str | None = None
         """The type of the last item, if it still grows."""
@@ -281,6 +315,8 @@ class _Output:
     def _called(self, call: ToolCall) -> list[Event]:
         events = self._close("completed")
         item = {"call_id": call.id, "name": call.name, "arguments": ""}
+        if call.name in self._namespaces:
+            item["namespace"], item["name"] = self._namespaces[call.name]
         events.append(self._begin("fc", "function_call", item))
         self._open = "function_call"
         self._texts = []
@@ -353,7 +389,7 @@ class Stream:
     def __init__(self, request: ResponseRequest) -> None:
         answer_id = secrets.token_hex(24)
         self._request = request
-        self._output = _Output(answer_id)
+        self._output = _Output(answer_id, request.namespaces)
         self._id = f"resp_{answer_id}"
         self._created_at = int(time.time())
         self._num_events = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from agentevo.config import EngineSection
+from agentevo.errors import ConfigError
 from agentevo.inference.engine import EngineFactory, UpdatableEngine
 from agentevo.registry import Registry
 
@@ -16,17 +17,25 @@ engines: Registry[EngineFactory] = Registry("engines")
 
 def check_engine(section: EngineSection) -> None:
     """Tells, before anything is created, what would fail when the engine is made: an unknown one,
-    and options that one of ours does not know. Raises UnknownNameError and ConfigError."""
+    and a missing package or options that one of ours does not know. Raises UnknownNameError and
+    ConfigError."""
     engines.get(section.type)
+    if section.type == "torch" and section.options:
+        raise ConfigError(
+            f"engine.options.{next(iter(section.options))}: the embedded engine takes no options: "
+            "leave engine.options out, or choose the engine that they are for with engine.type "
+            "(a base in 4 or 8 bits is model.lora.quantize)"
+        )
+
     if section.type == "vllm":
         from agentevo.inference.vllm_options import check_options
 
         check_options(section)
 
     if section.type == "sglang":
-        from agentevo.inference.sglang_options import check_keys, read_options
+        from agentevo.inference.sglang_options import check_options
 
-        check_keys(read_options(section))
+        check_options(section)
 
 
 @engines.register("torch")

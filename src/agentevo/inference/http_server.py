@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Literal
 
@@ -44,6 +45,23 @@ def open_socket(host: str, port: int) -> socket.socket:
         ) from error
 
     return listener
+
+
+def is_own_host(header: str, names: Collection[str] = ("localhost",)) -> bool:
+    """Whether a `Host` header names this server: by one of its names in lower case, or by any
+    address, which can't be somebody else's name for it. A page in a browser whose host was pointed
+    at this machine (DNS rebinding) sends its own name."""
+    name = header.rpartition(":")[0] if not header.endswith("]") and ":" in header else header
+    name = name.lower().rstrip(".")
+    if name in names:
+        return True
+
+    try:
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+
+    return True
 
 
 def url_of(listening: socket.socket, *, encrypted: bool = False) -> str:

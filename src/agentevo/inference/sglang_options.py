@@ -3,6 +3,7 @@ is started."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
@@ -13,7 +14,7 @@ from pydantic import Field, model_validator
 from agentevo.config import EngineSection
 from agentevo.config.section import Section
 from agentevo.credentials import key_of, without_password
-from agentevo.errors import ConfigError
+from agentevo.errors import ConfigError, MissingExtraError
 from agentevo.http_clients import is_this_machine
 from agentevo.registry import nearest
 
@@ -74,6 +75,18 @@ def read_options(section: EngineSection) -> SglangOptions:
         _check_url(options, options.url)
 
     return options
+
+
+def check_options(section: EngineSection) -> None:
+    """As `read_options` and `check_keys`. Raises MissingExtraError where a server is to be started
+    by this environment's Python, and SGLang is not installed."""
+    options = read_options(section)
+    check_keys(options)
+    if options.url is None and not options.command and find_spec("sglang") is None:
+        raise MissingExtraError(
+            "engine.type=sglang starts a server of the package 'sglang': pip install sglang, name "
+            "a server that runs with engine.options.url, or set engine.type=torch"
+        )
 
 
 def check_keys(options: SglangOptions) -> tuple[str | None, str | None]:

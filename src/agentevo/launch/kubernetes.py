@@ -83,8 +83,9 @@ def manifest(launch: Launch, fleet: KubernetesFleet, folder: str) -> dict[str, s
     files = launch.files()
     if sum(len(text.encode()) for text in files.values()) > LARGEST_CONFIG:
         raise ConfigError(
-            "import: the recipe and the files that it imports are over 1 MB, which a ConfigMap "
-            "can't hold: put the code into the image, and import it by its module's name"
+            "import: the recipe and the files that it names are over 1 MB, which a ConfigMap "
+            "can't hold: put the code into the image and import it by its module's name, and rows "
+            f"below {RUNS}"
         )
 
     meta: dict[str, Any] = {

@@ -18,6 +18,7 @@ from agentevo.config import RunConfig, load_config, to_yaml
 from agentevo.credentials import REFERENCE
 from agentevo.errors import ConfigError
 from agentevo.launch.fleet import Fleet, Node
+from agentevo.launch.local_paths import carry, with_absolute_paths
 from agentevo.parsing import ParseError, dump_yaml, parse_yaml, read_text
 
 NODES_FILE = "nodes.yaml"
@@ -69,6 +70,9 @@ class Launch:
         own = self.config.run_dir
         place = f"run.dir={f'{runs}/{own.name}' if runs else own}"
         self.plan = Plan(name=self.name, recipe=RECIPE_FILE, overrides=(place,), nodes=self.nodes)
+        self.runs = runs
+        self.shared_paths: dict[str, str] = {}
+        """Key -> the path of this machine that the nodes read, as `files` has found them."""
 
     @property
     def variables(self) -> list[str]:
@@ -102,7 +106,8 @@ class Launch:
 
     def files(self) -> dict[str, str]:
         """Contents of the folder by name: the recipe with the files that it imports beside it, and
-        nodes.yaml. Raises ConfigError for two files of one name, or what can't be read."""
+        nodes.yaml; see `local_paths` for other files. Raises ConfigError for two files of one name,
+        for what can't be read, and for paths that the nodes do not have."""
         found = {}
         tree = parse_yaml(to_yaml(self.config))
 
@@ -129,8 +134,12 @@ class Launch:
             imports.append(f"./{path.name}")
 
         tree["import"] = imports
+        carried = carry(tree, self.runs) if self.runs else {}
+        if not self.runs:
+            self.shared_paths = with_absolute_paths(tree)
+
         recipe = dump_yaml(tree)
-        return {RECIPE_FILE: recipe, NODES_FILE: self.plan.to_yaml(), **found}
+        return {RECIPE_FILE: recipe, NODES_FILE: self.plan.to_yaml(), **found, **carried}
 
 
 def read_plan(path: Path) -> Plan:

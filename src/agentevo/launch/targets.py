@@ -26,7 +26,8 @@ class Made(NamedTuple):
 
     folder: Path
     command: list[str]
-    warnings: list[str]
+    notes: list[str]
+    """Lines for whoever launches."""
 
 
 class SubmitError(AgentEvoError):
@@ -81,7 +82,14 @@ def make(target: str, recipe: str, overrides: list[str], fleet: Fleet, folder: P
         for file, text in files.items():
             write_atomic(folder / file, text)
 
-    return Made(folder, kind.command(launch, str(folder)), launch.warnings)
+    notes = [f"every node reads {key} under {path}" for key, path in launch.shared_paths.items()]
+    notes += [f"warning: {line}" for line in launch.warnings]
+    if fleet.gpus and "type" not in launch.config.engine.model_fields_set:
+        notes.append(
+            "the recipe names no engine.type, so the nodes sample with torch, which is slow on a "
+            "GPU: set engine.type=vllm where they have vLLM"
+        )
+    return Made(folder, kind.command(launch, str(folder)), notes)
 
 
 def submitted(made: Made) -> str:

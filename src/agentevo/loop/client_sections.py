@@ -1,76 +1,238 @@
-"""What a client may say of how its model is trained at a server: nothing that is code, a file of
-the server, or a value of the server's environment."""
+"""What a client may say of how its model is trained at a server: the keys of `KEYS`, and nothing
+that is code, a file or address of the server's, or a value of its environment.
+
+Every key of the sections is in `KEYS` or, with the reason, in `REFUSED` (a test compares them with
+the schema): a new key is refused until somebody has said which.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from agentevo.config.sections import CHAT_TEMPLATES
+from agentevo.config import RunConfig
+from agentevo.config.sections import CHAT_TEMPLATES, MAX_TEMPLATE
 from agentevo.errors import ConfigError, shown
 from agentevo.models.known import known_models
 from agentevo.models.resolve import HUB
+from agentevo.registry import nearest
 
-SECTIONS = (
-    "agent",
-    "agents",
-    "algorithm",
-    "checkpoint",
-    "critic",
-    "engine",
-    "memory",
-    "model",
-    "process_reward",
-    "reward_model",
-    "rollout",
-    "sampling",
-    "tracking",
-    "trainer",
-)
-"""What a client may say of a model. `run` takes the seed besides."""
-AGENT = ("max_turns", "timeout_s")
-"""What it may say of the agent, which is its own function."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_LAYER_NAME = re.compile(r"[\w.-]+")
+
+Check = Callable[[str, Any], None]
+"""(key, value) -> raises ConfigError for a value that a client may not give."""
+
+
+def _any_value(place: str, value: Any) -> None:
+    """For keys of numbers, switches and words that the schema lists, and texts that name nothing
+    outside the recipe."""
+
+
+def _keys(names: str, **checked: Check | Mapping[str, Any]) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), _any_value) | checked
+
+
+def _check_model_name(place: str, name: Any) -> None:
+    if name is None or name in ("tiny", *known_models.names()):
+        return
+
+    if not isinstance(name, str) or not _HUB_NAME.fullmatch(name):
+        raise ConfigError(
+            f"{place}: {shown(name)} is no known model: a server takes "
+            f"{', '.join(known_models.names())}, tiny and org/name, and no path"
+        )
+
+
+def _check_template(place: str, template: Any) -> None:
+    if not isinstance(template, str) or template in CHAT_TEMPLATES:
+        return
+    if "{%" not in template and "{{" not in template:
+        raise ConfigError(
+            f"{place}: a server reads no file of a client's choice: give "
+            f"{', '.join(CHAT_TEMPLATES)} or the template itself"
+        )
+    if len(template) > MAX_TEMPLATE:
+        raise ConfigError(
+            f"{place}: it has {len(template):,} characters: give {MAX_TEMPLATE:,} or fewer"
+        )
+
+
+def _check_layers(place: str, names: Any) -> None:
+    """Of lists, and of mappings by name: PEFT takes names for regular expressions."""
+    for name in [names] if isinstance(names, str) else names or ():
+        if not isinstance(name, str) or not _LAYER_NAME.fullmatch(name):
+            raise ConfigError(
+                f"{place}: {shown(name)} is no name of a layer, such as q_proj: a server takes no "
+                "regular expression of a client's"
+            )
+
+
+def _check_engine(place: str, name: Any) -> None:
+    if name not in ENGINES:
+        raise ConfigError(
+            f"{place}: {shown(name)}: a server takes {' and '.join(ENGINES)}: others ask addresses "
+            "and start programs of a client's choice"
+        )
+
+
+ENGINES = ("torch", "vllm")
+"""Engines that take weights and options from the run alone."""
+_SHAPES = (
+    "attention_dropout max_position_embeddings output_router_logits rope_parameters rope_scaling "
+    "rope_theta router_aux_loss_coef sliding_window"
+)
+"""Keys of a model's config.json that name no file and no code."""
+_MODEL = _keys(
+    "dtype device",
+    name=_check_model_name,
+    chat_template=_check_template,
+    config_overrides=_keys(_SHAPES),
+    tiny=_keys("hidden_size num_layers num_heads context_length tokenizer"),
+    lora=_keys(
+        "rank alpha dropout layers rslora dora init bias quantize",
+        targets=_check_layers,
+        exclude=_check_layers,
+        rank_pattern=_check_layers,
+        alpha_pattern=_check_layers,
+        modules_to_save=_check_layers,
+    ),
+)
+_AGENT = _keys("train weights_of version lag remote", model=_MODEL)
+KEYS: Mapping[str, Mapping[str, Any]] = {
+    "agent": _keys("max_turns timeout_s"),
+    "algorithm": _keys(
+        "name advantage policy_loss aggregation kl_coef kl kl_in kl_target kl_horizon reference "
+        "reference_every reference_decay old_logprobs importance importance_cap importance_floor "
+        "importance_age_power train_observations reward_weights entropy_coef entropy_target "
+        "drop_zero_variance drop_truncated keep_groups preference_loss pairs pairs_per_group "
+        "pair_margin dynamic_sampling rlpr_beta rlpr_decay rlpr_record_from rlpr_start "
+        "length_shaping length_max length_buffer length_weight length_rewards epsilon scale_by_std "
+        "whiten gamma lam turn_gamma turn_lam turn_baseline process_coef handle_zero_tail clip_low "
+        "clip_high dual_clip tau_pos tau_neg cap beta fraction low high coef token_level_loss "
+        "strict_in_bound skip_length_normalization cap_ratio mode norm label_smoothing "
+        "desirable_weight undesirable_weight",
+        reference_model=_check_model_name,
+    ),
+    "checkpoint": _keys("every keep_last background"),
+    "critic": _keys("trunk learning_rate clip coef pretrain_steps"),
+    "engine": _keys(
+        "kv_cache_gb kv_cache_tokens max_running prefill_tokens prefix_sharing batch_invariant "
+        "routed_experts timeout_s",
+        type=_check_engine,
+        options=_keys(
+            "dtype max_model_len tensor_parallel_size gpu_memory_utilization enforce_eager"
+        ),
+    ),
+    "memory": _keys("checkpointing offload_activations offload_optimizer optimizer"),
+    "model": _MODEL,
+    "process_reward": _keys("beta learning_rate"),
+    "reward_model": _keys("coef at", name=_check_model_name),
+    "rollout": _keys(
+        "staleness policy in_flight sharing max_attempts extra_attempts lease_s poll_s "
+        "keep_versions"
+    ),
+    "run": _keys("seed"),
+    "sampling": _keys("temperature max_new_tokens top_p top_k min_p stop"),
+    "tracking": _keys(
+        "tensorboard report token_numbers project name group tags notes attempts log_model flush_s"
+    ),
+    "trainer": _keys(
+        "steps groups_per_step group_size learning_rate warmup_steps schedule min_lr_ratio "
+        "weight_decay betas max_grad_norm minibatches epochs micro_batch_tokens prefix_merging "
+        "torch_compile routing_replay"
+    ),
+}
+"""What a client may set, each with the check of its value; `agents` has such keys by name."""
+_ONE_PROCESS = "a server draws and trains in one process of its own"
+_NO_FILE = "a server takes no file of a client's choice"
+REFUSED: Mapping[str, str] = {
+    "algorithm.credit": "a server runs no code of a client's",
+    "engine.options.start_timeout_s": "the server says how long an engine may take to start",
+    "model.lora.adapter": _NO_FILE,
+    "rollout.engine_secret": _ONE_PROCESS,
+    "rollout.engine_urls": _ONE_PROCESS,
+    "rollout.engines": _ONE_PROCESS,
+    "rollout.samplers": _ONE_PROCESS,
+    "rollout.transport": _ONE_PROCESS,
+    "rollout.weights": _ONE_PROCESS,
+    "run.dir": "it keeps the run in its own folder",
+    "run.name": "it keeps the run in its own folder",
+    "run.overwrite": "a model that is there stays",
+    "run.threads": "the server's machine is shared",
+    "tracking.backends": "a server sends nothing where a client says: log what `train` returns in "
+    "your own program, or ask who runs the server",
+    "trainer.optimizer_from": _NO_FILE,
+    "trainer.parallel": _ONE_PROCESS,
+}
+"""Why a client may not set the others. A key of one of `agents` stands here without its name."""
+_NAMED = {"model": "name", "algorithm": "name", "engine": "type"}
+"""The key that a section stands for where it is only a name."""
 
 
 def check_sections(sections: Mapping[str, Any]) -> None:
     """Raises ConfigError for what a client may not say, the same whatever the server has."""
-    for key, value in sections.items():
-        only_seed = key == "run" and isinstance(value, dict) and not value.keys() - {"seed"}
-        if key not in SECTIONS and not only_seed:
-            raise ConfigError(
-                f"{key}: a server takes {', '.join(SECTIONS)} and run.seed: it keeps the run "
-                "in its own folder, and runs no code of a client's"
-            )
-
     for place, text in _texts("", sections):
         if "${" in text:
             raise ConfigError(
                 f"{place}: a server fills in no ${{...}} of a client's: give the value itself"
             )
 
-    agent = sections.get("agent")
-    if isinstance(agent, Mapping) and (others := agent.keys() - {*AGENT}):
-        raise ConfigError(
-            f"agent.{min(others)}: the agent is the client's own function: a server takes "
-            f"agent.{' and agent.'.join(AGENT)}"
+    for name, section in sections.items():
+        if name == "agents" and isinstance(section, Mapping):
+            for agent, its in section.items():
+                _check(f"agents.{agent}", its, _AGENT)
+        elif name in KEYS:
+            _check(name, section, KEYS[name])
+        else:
+            raise ConfigError(
+                f"{name}: a server takes {', '.join(sorted({*KEYS, 'agents'} - {'run'}))} and "
+                "run.seed: it keeps the run in its own folder, and runs no code of a client's"
+            )
+
+
+def _check(place: str, value: Any, keys: Mapping[str, Any] | Check) -> None:
+    if not isinstance(keys, Mapping):
+        keys(place, value)
+        return
+
+    key = place.rpartition(".")[2]
+    if isinstance(value, str) and key in _NAMED:
+        value = {_NAMED[key]: value}
+    for name, item in value.items() if isinstance(value, Mapping) else ():
+        if name not in keys:
+            raise ConfigError(f"{place}.{name}: {_refusal(place, str(name), keys)}")
+        _check(f"{place}.{name}", item, keys[name])
+
+
+def _refusal(place: str, name: str, keys: Mapping[str, Any]) -> str:
+    """Why a client may not set this key."""
+    if place == "agent":
+        return (
+            "the agent is the client's own function: a server takes "
+            f"agent.{' and agent.'.join(keys)}"
         )
 
-    tracking = sections.get("tracking")
-    if isinstance(tracking, Mapping) and tracking.get("backends"):
-        raise ConfigError(
-            "tracking.backends: a server sends nothing where a client says: log what `train` "
-            "returns in your own program, or ask who runs the server"
-        )
+    reason = REFUSED.get(re.sub(r"^agents\.[^.]*\.", "", f"{place}.{name}"))
+    if reason is not None:
+        return reason
 
-    _check_model("model", sections.get("model"))
-    _check_model("reward_model", sections.get("reward_model"))
+    guess = nearest(name, list(keys))
+    hint = f": did you mean {place}.{guess}?" if guess else f", such as {', '.join(keys)}"
+    return f"no key that a client of a server may set{hint}"
 
-    agents = sections.get("agents")
-    for name, one in agents.items() if isinstance(agents, Mapping) else ():
-        if isinstance(one, Mapping):
-            _check_model(f"agents.{name}.model", one.get("model"))
+
+def brings_template(config: RunConfig) -> bool:
+    """Whether a chat template of such a run may be a stranger's: given, or that of a model of the
+    hub."""
+    agents = [agent.model for agent in config.agents.values()]
+    return any(
+        model.name not in ("tiny", *known_models.names())
+        or model.chat_template not in (None, *CHAT_TEMPLATES)
+        for model in (config.model, *agents)
+        if model is not None
+    )
 
 
 def only_from_the_hub(sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,6 +242,11 @@ def only_from_the_hub(sections: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("model", "reward_model"):
         if key in given:
             given[key] = _hub_model(given[key])
+
+    algorithm = given.get("algorithm")
+    if isinstance(algorithm, Mapping) and "reference_model" in algorithm:
+        reference = _hub_model(algorithm["reference_model"])
+        given["algorithm"] = {**algorithm, "reference_model": reference}
 
     agents = given.get("agents")
     if isinstance(agents, Mapping):
@@ -111,32 +278,3 @@ def _texts(place: str, value: Any) -> Iterator[tuple[str, str]]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _texts(place, item)
-
-
-def _is_template(text: str) -> bool:
-    return "{%" in text or "{{" in text
-
-
-def _check_model(place: str, section: Any) -> None:
-    """Raises ConfigError for a model by a path."""
-    options = section if isinstance(section, Mapping) else {"name": section}
-    lora = options.get("lora")
-    if isinstance(lora, Mapping) and lora.get("adapter") is not None:
-        raise ConfigError(f"{place}.lora.adapter: a server takes no file of a client's choice")
-
-    template = options.get("chat_template")
-    if isinstance(template, str) and template not in CHAT_TEMPLATES and not _is_template(template):
-        raise ConfigError(
-            f"{place}.chat_template: a server reads no file of a client's choice: give "
-            f"{', '.join(CHAT_TEMPLATES)} or the template itself"
-        )
-
-    name = options.get("name")
-    if name is None or name in ("tiny", *known_models.names()):
-        return
-
-    if not isinstance(name, str) or not _HUB_NAME.fullmatch(name):
-        raise ConfigError(
-            f"{place}.name: {shown(name)} is no known model: a server takes "
-            f"{', '.join(known_models.names())}, tiny and org/name, and no path"
-        )

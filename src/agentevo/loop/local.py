@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from agentevo.agents.policy import DoorSession
 from agentevo.config import RunConfig, build_config, sources
+from agentevo.config.imports import check_code_of_run
 from agentevo.config.named_agents import remote_agents
 from agentevo.config.rewards import Reward, named_reward
 from agentevo.console import to_stderr
@@ -137,6 +138,7 @@ def loop_config(
     before: dict[str, Any] = {"agent": {"type": "function"}, "trainer": {"steps": UNBOUNDED}}
     if is_run_folder(folder):
         before = sources.read_yaml(folder / "config.yaml")
+        check_code_of_run(folder, before, overrides)
 
     before = sources.overlay(before, {"run": {"dir": str(folder), "overwrite": False}})
     options = {

@@ -2,8 +2,8 @@
 and a run with a thread of its own (service.py); the door is one socket, whose paths are those of
 wire.py, and the gateway's for agents with a client of their own.
 
-Whoever has the key may do anything here but run code: sections that name files or modules of the
-server are refused.
+Whoever has the key may train here, and neither run code nor read files: the keys of sections that
+a client may set are listed (client_sections.py), and its chat templates are rendered within bounds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from agentevo.config import RunConfig
 from agentevo.console import to_stderr
-from agentevo.errors import ConfigError
+from agentevo.errors import ConfigError, EngineUnavailableError
 from agentevo.event_loop import run_coroutine
 from agentevo.gateway.app import Routes
 from agentevo.gateway.bridge import Bridge
@@ -27,7 +27,7 @@ from agentevo.inference.admission import Limits
 from agentevo.inference.certificate import RunCertificate
 from agentevo.inference.conversation import Conversation
 from agentevo.inference.http_server import serving, url_of
-from agentevo.loop.client_sections import check_sections, only_from_the_hub
+from agentevo.loop.client_sections import brings_template, check_sections, only_from_the_hub
 from agentevo.loop.door import Door
 from agentevo.loop.errors import ModelNotOpenError
 from agentevo.loop.local import loop_config
@@ -75,6 +75,8 @@ class Server:
         done, _ = await asyncio.wait([task], timeout=WAIT_S)
         if not done:
             raise TimeoutError
+        if task.cancelled():
+            raise EngineUnavailableError("the server is stopping: ask again when it is back")
         if self._jobs.get(key) is task:
             del self._jobs[key]
 
@@ -125,7 +127,13 @@ class Server:
             )
 
         resume = is_run_folder(config.run_dir)
-        service = LoopService(config, resume=resume, door=_SessionDoor(self), note=self._note)
+        service = LoopService(
+            config,
+            resume=resume,
+            door=_SessionDoor(self),
+            note=self._note,
+            is_of_stranger=brings_template(config),
+        )
         self._services[name] = service
         try:
             await service.start()

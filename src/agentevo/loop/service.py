@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +43,7 @@ from agentevo.loop.seals import Sealer
 from agentevo.loop.wire import failure_of, raised
 from agentevo.models import checkpoint_manifest as manifest
 from agentevo.models.positions import context_length
+from agentevo.models.template_rendering import templates_of_strangers
 from agentevo.observability import LiveView
 from agentevo.orchestration.agent_policies import players
 from agentevo.orchestration.checks import check_parts
@@ -52,9 +53,7 @@ from agentevo.orchestration.submissions import KEY, Submission, Submissions
 from agentevo.rollout.failures import failure_words
 from agentevo.rollout.sampler import Sampler, group_name
 from agentevo.runs.chain import is_given_up
-from agentevo.runs.creation import check_folder
-from agentevo.runs.resume_rules import check_resume
-from agentevo.runs.shared_store import check_store
+from agentevo.runs.creation import check_place
 from agentevo.store.codec import content_digest, encode_task, encode_trajectories
 from agentevo.training.batching.step_plan import Plan
 from agentevo.training.checkpoint import Checkpoints
@@ -64,6 +63,9 @@ T = TypeVar("T")
 
 CLOSE_S = 600.0
 """How long the end of a run may take: a step that is under way, and a checkpoint."""
+BREAK_OFF_S = 10.0
+"""How long a run may take to end that is not open yet: an engine that starts, a model that loads.
+What hears of no end, such as a download, ends with the process."""
 START_S = 60.0
 """How long the gateway may take to listen."""
 GREEDY = "greedy"
@@ -100,16 +102,24 @@ class LoopService:
     """See the module."""
 
     def __init__(
-        self, config: RunConfig, *, resume: bool, door: Door | None, note: Callable[[str], None]
+        self,
+        config: RunConfig,
+        *,
+        resume: bool,
+        door: Door | None,
+        note: Callable[[str], None],
+        is_of_stranger: bool = False,
     ) -> None:
         """`door`: where attempts' own clients ask, if not at a gateway of this process. `note`
-        hears what somebody should know. Raises ConfigError, before anything is created, for what
-        can't be trained so."""
+        hears what somebody should know. `is_of_stranger`: chat templates are rendered within
+        bounds (models/template_rendering.py). Raises ConfigError, before anything is created, for
+        what can't be trained so."""
         check_loop(config, resume=resume)
         self.config = config
         self._resume = resume and not is_given_up(config.run_dir)
         self._door = door
         self._note = note
+        self._is_of_stranger = is_of_stranger
         self._opened: Future[None] = Future()
         self._calls = Calls(self.ended)
         self._is_closing = False
@@ -161,17 +171,24 @@ class LoopService:
     async def close(self) -> None:
         """Ends the run after what is under way, with a checkpoint."""
         self._is_closing = True  # for a thread that has not come so far
-        self._calls.soon(lambda: self._submissions.close())
+        self._calls.soon(self._end_run)
+        limit_s = CLOSE_S if self._opened.done() else BREAK_OFF_S
         if self._thread.ident is not None:
-            await in_thread(self._thread.join, CLOSE_S)
+            await in_thread(self._thread.join, limit_s)
 
         if self._thread.is_alive():
             raise EngineUnavailableError(
-                f"{self.config.run_dir}: the run did not end within {CLOSE_S:g} s"
+                f"{self.config.run_dir}: the run did not end within {limit_s:g} s"
             )
 
         if self._failure is not None:
             raise self._failure
+
+    def _end_run(self) -> None:
+        """After the step that is under way; at once where the run is not open yet."""
+        self._submissions.close()
+        if not self._opened.done():
+            self._main.cancel()
 
     def ended(self) -> AgentEvoError:
         """Why nothing is done here any more: a new exception for each who asks."""
@@ -182,7 +199,11 @@ class LoopService:
 
     def _run(self) -> None:
         try:
-            run_coroutine(self._trained())
+            with templates_of_strangers() if self._is_of_stranger else nullcontext():
+                run_coroutine(self._trained())
+        except asyncio.CancelledError as error:
+            if self._opened.done():  # else it was closed before that
+                self._failure = error
         except BaseException as error:  # noqa: BLE001 (handed to who waits)
             self._failure = error
         self._calls.end()
@@ -190,10 +211,13 @@ class LoopService:
             self._opened.set_exception(self._failure or self.ended())
 
     async def _trained(self) -> None:
+        main = asyncio.current_task()
+        assert main is not None
+        self._main = main
         self._submissions = Submissions(self)
         self._calls.begin()
         if self._is_closing:
-            self._submissions.close()
+            return
 
         await run_training(
             self.config,
@@ -455,6 +479,7 @@ def check_loop(config: RunConfig, *, resume: bool) -> None:
         (config.rollout.samplers > 0, "rollout.samplers", "the program samples"),
         (config.data.given, "data", "the program submits what is trained on"),
         (config.cold_start.episodes > 0, "cold_start", "there is no environment to show"),
+        (config.evaluation.stop_after > 0, "evaluation.stop_after", "the program evaluates"),
         (config.profile.enabled, "profile", "the program's own time is no part of a step"),
     ):
         if given:
@@ -462,8 +487,4 @@ def check_loop(config: RunConfig, *, resume: bool) -> None:
 
     check_alone("a program's own loop")
     check_parts(config, None, resume)
-    if resume and not is_given_up(config.run_dir):
-        check_resume(config, "loop")
-    else:
-        check_folder(config)
-        check_store(config)
+    check_place(config, "loop", resume=resume and not is_given_up(config.run_dir))

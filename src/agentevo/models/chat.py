@@ -36,7 +36,12 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from agentevo.errors import ModelError
 from agentevo.message_markers import CUT, encode_rendering
 from agentevo.models.call_notation import CallNotation, call_notation
-from agentevo.models.chat_template import NO_TOOLS, ChatTemplate, ToolSchemas
+from agentevo.models.chat_template import (
+    NO_TOOLS,
+    ChatTemplate,
+    ToolSchemas,
+    begins_texts_with_bos,
+)
 from agentevo.models.text_stream import TextStream, before_stop
 from agentevo.models.token_rows import num_tokens
 from agentevo.models.token_texts import TokenTexts
@@ -150,9 +155,9 @@ class ChatFormat:
         """Ids of a text outside of any chat. One that `begins` a context gets the token that the
         tokenizer puts there, unless the text has it already."""
         ids = self._encode(text)
-        start = self.tokenizer.bos_token_id
-        if begins and start is not None and self.tokenizer.encode("")[:1] == [start] != ids[:1]:
-            return [start, *ids]
+        if begins and begins_texts_with_bos(self.tokenizer):
+            start = self.tokenizer.bos_token_id
+            return ids if ids[:1] == [start] else [start, *ids]
         return ids
 
     def text(self, completion_ids: Sequence[int], stop_strings: Sequence[str] = ()) -> str:

@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from agentevo.data.messages import REASONING_KEYS
 from agentevo.errors import ModelError
 from agentevo.message_markers import MessageMarkers
+from agentevo.models.template_rendering import current_render
 from agentevo.types import ImagePart, Message, ToolCall
 
 TEMPLATE_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError)
@@ -60,17 +61,26 @@ USUAL = CallForm("", arguments_as_text=False)
 """The usual form, in which conversations without calls are given, too."""
 
 
+def begins_texts_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer itself puts its bos_token at the beginning of a text."""
+    start = tokenizer.bos_token_id
+    return start is not None and tokenizer.encode("")[:1] == [start]
+
+
 class ChatTemplate:
     """See the module. Raises ModelError for a tokenizer without a chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.chat_template:
             raise ModelError(
-                "the tokenizer has no chat template: choose an instruction-tuned model, or save "
-                "a template with it"
+                "the tokenizer has no chat template: set model.chat_template=plain for a base "
+                "model, or choose an instruction-tuned one"
             )
         self.tokenizer = tokenizer
-        self.markers = MessageMarkers(tokenizer)
+        self._render_mappings = current_render()
+        self.markers = MessageMarkers(
+            tokenizer, lambda messages: self._render_mappings(tokenizer, messages, None, True)
+        )
 
     def render(
         self, messages: Sequence[Message], *, prompt: bool, tools: ToolSchemas = NO_TOOLS
@@ -173,16 +183,12 @@ class ChatTemplate:
     def _apply(self, messages: list[dict[str, Any]], prompt: bool, tools: ToolSchemas) -> str:
         schemas = self.markers.cut(json.loads(tools.as_json), "system") if tools.as_json else None
         try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tools=cast(Any, schemas), tokenize=False, add_generation_prompt=prompt
-            )
+            return self._render_mappings(self.tokenizer, messages, schemas, prompt)
         except TEMPLATE_ERRORS as error:
             roles = ", ".join(message["role"] for message in messages)
             raise ModelError(
                 f"the chat template refuses a conversation of {roles}: {error}"
             ) from error
-
-        return str(text)
 
 
 def _content(message: Message) -> str:

@@ -24,6 +24,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from agentevo.models.cpu_kernels import BLOCK as BLOCK_OUT
 from agentevo.models.cpu_kernels import FEW_ROWS, CpuKernels, Matrix, cpu_kernels
@@ -349,7 +350,9 @@ class FastLinear(nn.Linear, PackedWeights):
         parameters = [self.weight] if self.bias is None else [self.weight, self.bias]
         state = [(tensor.data_ptr(), tensor._version) for tensor in parameters]
         if self._packed is None or self._packed_of != state:
-            self._packed = PackedMatrix(*(tensor.detach() for tensor in parameters))
+            # What it tries out is no part of the pass, which a checkpointed layer repeats without.
+            with _disable_current_modes():
+                self._packed = PackedMatrix(*(tensor.detach() for tensor in parameters))
             self._packed_of = state
         return self._packed
 

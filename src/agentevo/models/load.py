@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from agentevo.config.sections import CHAT_TEMPLATES
+from agentevo.config.sections import CHAT_TEMPLATES, PLAIN
 from agentevo.cpu_threads import check_threads
 from agentevo.devices import find
 from agentevo.errors import ConfigError, ModelError
@@ -33,6 +33,7 @@ from agentevo.models.adapters import (
     check_quantize,
 )
 from agentevo.models.cache import Progress
+from agentevo.models.chat_template import begins_texts_with_bos
 from agentevo.models.checkpoint_manifest import verify_model
 from agentevo.models.config_overrides import model_config
 from agentevo.models.resolve import fetch
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from agentevo.config import ModelSection
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
+_CAUSAL = "a causal language model"
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,10 @@ def load_model(
     """
     loaded = _load(section, corpus, seed, progress)
     if section.chat_template is not None:
-        loaded.tokenizer.chat_template = template_text(section.chat_template)
+        template = template_text(section.chat_template)
+        if section.chat_template == PLAIN and begins_texts_with_bos(loaded.tokenizer):
+            template = "{{- bos_token -}}" + template
+        loaded.tokenizer.chat_template = template
     return loaded
 
 
@@ -173,19 +178,13 @@ def _from_pretrained(
         f"model {name!r}{changed}",
         folder,
         AutoModelForCausalLM,
-        "a causal language model",
+        _CAUSAL,
         dtype=dtype,
         **own,
         **quantized,
     )
     model.config_overrides = dict(overrides)
-    rows = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > rows:
-        raise ModelError(
-            f"model {name!r}: its tokenizer has {len(tokenizer)} tokens, the model only {rows}: "
-            "they don't belong together"
-        )
-
+    _check_rows(name, model, tokenizer)
     limit_to_tokens(model, tokenizer)
     if quantized:  # placed already; such weights can't be moved or converted
         _never_pack(model)
@@ -194,9 +193,47 @@ def _from_pretrained(
     return LoadedModel(_placed(model, device), tokenizer, name)
 
 
-def check_overrides(section: ModelSection, source: Path | str) -> None:
+def _check_rows(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise ModelError(
+            f"model {name!r}: its tokenizer has {len(tokenizer)} tokens, the model only {rows}: "
+            "they don't belong together"
+        )
+
+
+def hollow_model(section: ModelSection, folder: Path) -> PreTrainedModel:
+    """The model that is saved in `folder`, as the section has it but for adapters, on the device
+    `meta`: its config.json is read and no weight. Raises ModelError."""
+    shape = _config(section.name, folder, section.config_overrides)
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                shape, dtype=getattr(torch, section.dtype)
+            )
+    except Exception as error:  # of a damaged config.json anything
+        raise _unreadable(f"model {section.name!r}", folder, _CAUSAL, error) from error
+    return model.eval()
+
+
+def load_hollow(section: ModelSection, folder: Path, seed: int = 0) -> LoadedModel:
+    """As `load_model`, without a weight: `hollow_model` with fresh adapters where the section asks
+    for them, and the tokenizer. Raises ModelError for what loading would refuse, but for the
+    weights."""
+    model = hollow_model(section, folder)
+    tokenizer = _read_tokenizer(f"model {section.name!r}", folder)
+    _check_rows(section.name, model, tokenizer)
+    if section.chat_template is not None:
+        tokenizer.chat_template = template_text(section.chat_template)
+    if section.lora.enabled and section.lora.adapter is None:
+        model = add_adapter(model, section.lora, seed)
+    return LoadedModel(model, tokenizer, section.name)
+
+
+def check_overrides(section: ModelSection, source: Path | str | None) -> None:
     """Raises ModelError for `config_overrides` that the model does not take, where its folder is on
-    this machine; one of a hub is asked when it is loaded. `source`: as `resolve` gives it."""
+    this machine; one of a hub is asked when it is loaded. `source`: as `resolve` gives it, None
+    where it has not been downloaded."""
     if section.config_overrides and isinstance(source, Path):
         _config(section.name, source, section.config_overrides)
 
@@ -253,24 +290,9 @@ def _read_folder(
         with no_progress_bars(), torch.random.fork_rng(devices=[]):
             model, info = reader.from_pretrained(folder, output_loading_info=True, **options)
     except Exception as error:  # of a damaged config.json anything
-        remedy = "save or fetch it again"
-        if _looks_or_listens(folder):
-            remedy = (
-                "it looks at pictures or listens, and models read text alone here: name a model of "
-                "text"
-            )
-        raise ModelError(
-            f"{key}: {folder} can't be read as {kind} ({_reason(error)}): {remedy}"
-        ) from error
+        raise _unreadable(key, folder, kind, error) from error
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # of a damaged tokenizer.json anything
-        raise ModelError(
-            f"{key}: the tokenizer in {folder} can't be read ({_reason(error)}): save the model's "
-            "own there with tokenizer.save_pretrained"
-        ) from error
-
+    tokenizer = _read_tokenizer(key, folder)
     if info["missing_keys"] or info["mismatched_keys"]:
         lost = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
         raise ModelError(
@@ -279,6 +301,25 @@ def _read_folder(
         )
 
     return model, tokenizer
+
+
+def _read_tokenizer(key: str, folder: Path) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # of a damaged tokenizer.json anything
+        raise ModelError(
+            f"{key}: the tokenizer in {folder} can't be read ({_reason(error)}): save the model's "
+            "own there with tokenizer.save_pretrained"
+        ) from error
+
+
+def _unreadable(key: str, folder: Path, kind: str, error: Exception) -> ModelError:
+    remedy = "save or fetch it again"
+    if _looks_or_listens(folder):
+        remedy = (
+            "it looks at pictures or listens, and models read text alone here: name a model of text"
+        )
+    return ModelError(f"{key}: {folder} can't be read as {kind} ({_reason(error)}): {remedy}")
 
 
 def _looks_or_listens(folder: Path) -> bool:

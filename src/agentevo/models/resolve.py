@@ -1,9 +1,10 @@
 """From the name in a recipe to something that transformers can load.
 
-Order: a local folder with a `config.json`; the folder of a run, for its best checkpoint; a known
-name (`known.py`), downloaded and converted on first use; a hub name `org/name`, left to whoever can
-reach the hub; `hf://org/name` is that and nothing else, and `modelscope:owner/name[@revision]` is
-ModelScope's. Importing this module imports no torch.
+Order: a local folder with a `config.json`; the folder of a run, for its best checkpoint, or
+RUN@best, RUN@last, RUN@STEP for that one; a known name (`known.py`), downloaded and converted on
+first use; a hub name `org/name`, left to whoever can reach the hub; `hf://org/name` is that and
+nothing else, and `modelscope:owner/name[@revision]` is ModelScope's. Importing this module imports
+no torch.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ from __future__ import annotations
 import logging
 import os
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from agentevo.errors import ConfigError, ModelError, UnknownNameError
+from agentevo.errors import ConfigError, MissingExtraError, ModelError, UnknownNameError
 from agentevo.models import modelscope
 from agentevo.models.cache import Progress, cache_folder, cached, is_complete
-from agentevo.models.known import known_models
+from agentevo.models.known import KnownModel, known_models
 from agentevo.models.modelscope import MODELSCOPE
 from agentevo.parsing import read_json_object
 from agentevo.paths import name_problem
 from agentevo.registry import nearest
 
+TINY = "tiny"
+"""The model that a run makes for itself."""
 HUB = "hf://"
 """How a name begins that can only be the Hugging Face hub's."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -37,7 +41,13 @@ logger = logging.getLogger(__name__)
 
 def resolve(name: str, progress: Progress | None = None) -> Path | str:
     """A folder with a model in it, or a hub name for transformers. Downloads a known model that is
-    not in the cache yet.
+    not in the cache yet. Raises as `locate`."""
+    source = locate(name)
+    return cached(source, progress) if isinstance(source, KnownModel) else source
+
+
+def locate(name: str) -> Path | str | KnownModel:
+    """What a name in a recipe stands for: a folder, a hub name or a known model. Downloads nothing.
 
     Raises `UnknownNameError` (with the nearest known name) for what can be none of these,
     `ModelError` for a folder without a model.
@@ -56,10 +66,11 @@ def resolve(name: str, progress: Progress | None = None) -> Path | str:
         _check_files(name, folder)
         return folder
 
-    if os.path.isfile(folder / "checkpoints" / "index.json"):
-        return best_checkpoint(folder)
+    run, which = split_run(folder)
+    if run is not None:
+        return _model_of_run(run, which)
     if name in known_models.names():
-        return cached(known_models.get(name), progress)
+        return known_models.get(name)
 
     if os.path.isfile(folder / "adapter_config.json"):
         raise ModelError(
@@ -86,7 +97,7 @@ def resolve(name: str, progress: Progress | None = None) -> Path | str:
             "the path; a hub model is written org/name"
         )
 
-    names = [*known_models.names(), "tiny"]
+    names = [*known_models.names(), TINY]
     guess = nearest(name[:100].lower(), names)
     hint = f"did you mean {guess!r}? " if guess else ""
     raise UnknownNameError(
@@ -95,39 +106,42 @@ def resolve(name: str, progress: Progress | None = None) -> Path | str:
     )
 
 
+def saved_folder(name: str) -> Path | None:
+    """The folder that a recipe's model has on this machine; None where a run downloads it first.
+    Asks no network. Raises as `locate`."""
+    source = locate(name)
+    if isinstance(source, Path):
+        return source
+
+    if isinstance(source, KnownModel):
+        folder = cache_folder(name)
+        return folder if is_complete(source, folder) else None
+
+    if source.startswith(MODELSCOPE):
+        return modelscope.saved_folder(source)
+
+    from huggingface_hub import try_to_load_from_cache
+
+    with suppress(ValueError):  # the hub has further rules for names
+        config = try_to_load_from_cache(source, "config.json")
+        if isinstance(config, str):
+            return Path(config).parent
+    return None
+
+
 def missing_model(name: str) -> str:
     """Why a recipe's model can't be loaded on this machine without the network, and what to do;
     empty where it can. Nothing is downloaded, and nothing of it is read."""
-    if name == "tiny":
-        return ""
-    if name.startswith(MODELSCOPE):
-        return "" if modelscope.saved_folder(name) is not None else _to_get(name)
-
-    folder = _folder_of(name.removeprefix(HUB))
-    if not name.startswith(HUB) and any(
-        os.path.isfile(folder / file) for file in ("config.json", "checkpoints/index.json")
-    ):
+    if name == TINY:
         return ""
 
-    if name in known_models.names():
-        known = known_models.get(name)
-        if is_complete(known, cache_folder(name)):
+    try:
+        if saved_folder(name) is not None:
             return ""
-        return _to_get(name)
-
-    hub_name = name.removeprefix(HUB)
-    if HUB_NAME.fullmatch(hub_name):
-        from huggingface_hub import try_to_load_from_cache
-
-        with suppress(ValueError):  # the hub has further rules for names
-            if isinstance(try_to_load_from_cache(hub_name, "config.json"), str):
-                return ""
-        return _to_get(hub_name)
-
-    return f"the model {name[:200]} is not at that place on this machine: put it there"
-
-
-def _to_get(name: str) -> str:
+    except MissingExtraError:
+        pass  # getting it says how its package is installed
+    except (ModelError, UnknownNameError):
+        return f"the model {name[:200]} is not at that place on this machine: put it there"
     return f"the model {name} is not on this machine: get it with `agentevo models get {name}`"
 
 
@@ -175,15 +189,41 @@ def _check_files(name: str, folder: Path) -> None:
         )
 
 
-def best_checkpoint(run_folder: Path) -> Path:
-    """The model of a run: its best checkpoint, or the last one if none was evaluated. Raises
-    `ModelError` if there is none."""
+def split_run(path: Path) -> tuple[Path | None, str]:
+    """RUN or RUN@WHICH as the run's folder and the name of its checkpoint; (None, "") for a path
+    that names no run with checkpoints."""
+    folder, at, which = str(path).rpartition("@")
+    candidates = [(path, "best"), *([(Path(folder), which)] if at and folder else [])]
+    return next(
+        (
+            (run, name)
+            for run, name in candidates
+            if os.path.isfile(run / "checkpoints" / "index.json")
+        ),
+        (None, ""),
+    )
+
+
+def run_checkpoint(run_folder: Path, which: str = "best") -> Path:
+    """The folder of a run's `best` checkpoint, or of the last one if none was evaluated; of its
+    `last` one; or of that of a step: with a whole model, or an adapter. Raises `ModelError` if
+    there is none."""
     folder = run_folder / "checkpoints"
+    if which not in ("best", "last") and not which.isdecimal():
+        raise ModelError(
+            f"model {f'{run_folder}@{which}'!r}: @best, @last or @STEP names a checkpoint of a run"
+        )
+
     try:
         index = read_json_object(folder / "index.json")
         best = index["best"]
         steps = index["steps"]
-        step = best["step"] if best is not None else max(steps, default=None)
+        step = max(steps, default=None)
+        if which == "best" and best is not None:
+            step = best["step"]
+        elif which.isdecimal():
+            step = int(which)
+
         path = folder / f"step-{step:06d}" if step is not None else folder
     except (ConfigError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
@@ -192,12 +232,27 @@ def best_checkpoint(run_folder: Path) -> Path:
             "run, which writes it anew"
         ) from error
 
-    if not (path / "config.json").is_file():
-        raise ModelError(
-            f"model {str(run_folder)!r}: this run has no whole checkpoint: let it finish, or "
-            "give another model"
-        )
+    if any(os.path.isfile(path / name) for name in ("config.json", "adapter_config.json")):
+        return path
 
+    known = ", ".join(str(saved) for saved in steps)
+    has_none = (
+        f"has no checkpoint of step {which}: its steps are {known or 'none'}"
+        if which.isdecimal()
+        else "has no whole checkpoint: let it finish, or give another model"
+    )
+    raise ModelError(f"model {str(run_folder)!r}: this run {has_none}")
+
+
+def _model_of_run(run_folder: Path, which: str) -> Path:
+    """`run_checkpoint`, where it holds a whole model."""
+    path = run_checkpoint(run_folder, which)
+    if not os.path.isfile(path / "config.json"):
+        raise ModelError(
+            f"model {str(run_folder)!r}: the checkpoint {path} holds an adapter and not the model "
+            "it is for: set model.name to that of the run's recipe and model.lora.adapter="
+            f"{path}, or make one model of the two with `agentevo merge {path} OUT`"
+        )
     return path
 
 
@@ -217,23 +272,57 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
 
     import huggingface_hub  # takes longer to import than the whole of this package's command line
     from huggingface_hub.errors import HfHubHTTPError
+
+    (progress or logger.info)(f"{source}: fetching from the Hugging Face hub")
+    try:
+        with without_hub_bars():
+            return Path(huggingface_hub.snapshot_download(source, ignore_patterns=_OTHER_FORMATS))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise ModelError(_hub_failure(source, error)) from error
+
+
+@contextmanager
+def without_hub_bars() -> Iterator[None]:
+    """Keeps the hub's progress bars off the terminal, which belongs to our own views."""
     from huggingface_hub.utils.tqdm import (
         are_progress_bars_disabled,
         disable_progress_bars,
         enable_progress_bars,
     )
 
-    (progress or logger.info)(f"{source}: fetching from the Hugging Face hub")
-    bars_shown = not are_progress_bars_disabled()
-    disable_progress_bars()  # the terminal belongs to the live view
+    are_shown = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if are_shown:
+            enable_progress_bars()
+
+
+def fetch_config(name: str, into: Path) -> Path:
+    """A folder with the model's config.json: its own where it is on this machine, else `into`, to
+    which that file of a hub model is brought, and nothing else. Raises as `fetch`."""
+    is_local = not name.startswith((HUB, MODELSCOPE))
+    if is_local and os.path.isfile(_folder_of(name) / "config.json"):
+        return _folder_of(name)
+
+    source = resolve(name)
+    if isinstance(source, Path) or source.startswith(MODELSCOPE):
+        return fetch(name)
+
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    saved = huggingface_hub.try_to_load_from_cache(source, "config.json")
+    if isinstance(saved, str):
+        return Path(saved).parent
 
     try:
-        return Path(huggingface_hub.snapshot_download(source, ignore_patterns=_OTHER_FORMATS))
+        huggingface_hub.hf_hub_download(source, "config.json", local_dir=into)
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise ModelError(_hub_failure(source, error)) from error
-    finally:
-        if bars_shown:
-            enable_progress_bars()
+
+    return into
 
 
 def _hub_failure(name: str, error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,13 @@ from agentevo.models.adapters import is_adapted, is_adapter_folder, write_adapte
 from agentevo.models.in_parts import in_parts, write_from_parts
 from agentevo.models.parameters import trained_weights
 from agentevo.models.parts import Wholes
+
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""What makes pixels of pictures, beside a model that sees. Nothing here changes it."""
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
@@ -63,7 +71,17 @@ def write_model(
         else:
             model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
 
+        if not is_adapted(model) and model.name_or_path:
+            _copy_processor(Path(model.name_or_path), folder)
         tokenizer.save_pretrained(folder)
+
+
+def _copy_processor(source: Path, folder: Path) -> None:
+    """Of the folder that the model was read from, so that what is trained on text alone still
+    sees elsewhere."""
+    for name in PROCESSOR_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def saved_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ setting as their mean with a band."""
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -31,9 +32,31 @@ COMPARED = (
     "group/zero_std_ratio",
 )
 """Metrics in which runs are compared where nobody asks for others, behind held-out success."""
+TITLES = {
+    "critic/score/mean": "Reward",
+    "train/success": "Success in training",
+    "sft/loss": "Loss",
+    "actor/entropy": "Entropy, nats a token",
+    "actor/grad_norm": "Gradient norm",
+    "actor/ppo_kl": "KL to the policy that drew",
+    "response_length/mean": "Tokens of a completion",
+    "group/zero_std_ratio": "Groups whose rewards are all equal",
+    "perf/throughput": "Tokens a second",
+    "staleness/mean": "Staleness: versions of the weights between drawing and training",
+}
+"""What a metric is called above its chart; one that is not here has its name there."""
+_HELD_OUT = re.compile(r"val-core/(?P<task>.+)/(?P<what>[^/]+)/(?P<decoding>greedy|sampled)")
 MOST_POINTS = 1500
 PAUSE_S = 6 * 3600.0
 """Between two rows: a longer one is a run that was stopped, and counts for nothing."""
+
+
+def title_of(metric: str) -> str:
+    """What stands above a metric's chart."""
+    if match := _HELD_OUT.fullmatch(metric):
+        what = match["what"].replace("_", " ")
+        return f"Held-out {what}, {match['decoding']}: {match['task']}"
+    return TITLES.get(metric, metric)
 
 
 def is_share(metric: str) -> bool:
@@ -117,7 +140,7 @@ def chart_of(view: Measured, metric: str, title: str = "", axis: Axis = "step") 
         return None
 
     return Chart(
-        title or metric,
+        title or title_of(metric),
         line[0],
         [Line(metric, line[1])],
         share=is_share(metric),
@@ -173,4 +196,4 @@ def band_chart(
             )
         )
 
-    return Chart(metric, where, shown, share=is_share(metric), name_of_x=NAMES[axis])
+    return Chart(title_of(metric), where, shown, share=is_share(metric), name_of_x=NAMES[axis])

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from agentevo.errors import CheckpointError
+from agentevo.observability.remedies import Remedies
 
 SCORE = "critic/score/mean"
 SUCCESS = "train/success"
@@ -126,8 +127,11 @@ class CollapseMonitor:
     """Feed it every step's metrics, once and in order; it answers with the warnings that are
     due."""
 
-    def __init__(self, limits: CollapseLimits | None = None) -> None:
+    def __init__(
+        self, limits: CollapseLimits | None = None, remedies: Remedies | None = None
+    ) -> None:
         self.limits = limits or CollapseLimits()
+        self.remedies = remedies or Remedies()
         self._state = CollapseState()
         self._signs: dict[str, Callable[[Mapping[str, float | None]], str | None]] = {
             "not_finite": self._not_finite,
@@ -247,8 +251,8 @@ class CollapseMonitor:
         return (
             f"{' and '.join(broken)} is not a finite number: the update overflowed and later "
             "steps can't be trusted. "
-            "Resume from the last checkpoint with a lower trainer.learning_rate, and with "
-            "model.dtype=float32 if it was bfloat16."
+            "Resume from the last checkpoint with a lower trainer.learning_rate"
+            + (f", and {self.remedies.precise}." if self.remedies.precise else ".")
         )
 
     def _rollouts_lost(self, metrics: Mapping[str, float | None]) -> str | None:
@@ -283,9 +287,8 @@ class CollapseMonitor:
             return None
         return (
             f"No attempt has succeeded for {self._state.failing_steps} steps, so there is "
-            "nothing to reinforce. Make the task easier "
-            "(environment options), show it demonstrations first (cold_start.episodes), try more "
-            "per task (trainer.group_size), and read a "
+            f"nothing to reinforce. Make the task easier {self.remedies.tasks}, "
+            f"{self.remedies.teach}, try more per task (trainer.group_size), and read a "
             "few attempts with `agentevo trajectories show`: the answer's format may be what fails."
         )
 
@@ -324,9 +327,8 @@ class CollapseMonitor:
             f"Attempts at the same task now earn nearly the same reward ({'; '.join(seen)}) "
             f"while {self._success_words()}: such groups "
             "teach nothing, and the agent may be repeating one answer everywhere. Raise "
-            "sampling.temperature or trainer.group_size, set "
-            "algorithm.entropy_coef, or choose tasks of more mixed difficulty (environment "
-            "options)."
+            f"sampling.temperature or trainer.group_size, {self.remedies.explore}, or choose tasks "
+            f"of more mixed difficulty {self.remedies.tasks}."
         )
 
     def _entropy_collapsed(self, metrics: Mapping[str, float | None]) -> str | None:
@@ -341,15 +343,14 @@ class CollapseMonitor:
         ):
             return None
 
+        remedies = self.remedies
+        advice = [remedies.explore, remedies.widen, remedies.keep_groups]
+        advice += ["raise sampling.temperature", "or lower trainer.learning_rate"]
         return (
             f"The policy has stopped exploring: its entropy is {entropy:.2g} nats a token, "
             f"{entropy / start:.0%} of the {start:.2g} it "
-            f"started with, while {self._success_words()} and no longer rising. Set "
-            "algorithm.entropy_coef (0.001 to 0.01, "
-            "or 0.1 with algorithm.entropy_target) or algorithm.clip_high=0.28, keep groups "
-            "without spread for their entropy bonus "
-            "(algorithm.drop_zero_variance=false), raise sampling.temperature, or lower "
-            "trainer.learning_rate."
+            f"started with, while {self._success_words()} and no longer rising. "
+            f"{_sentence(', '.join(filter(None, advice)))}"
         )
 
     def _entropy_exploded(self, metrics: Mapping[str, float | None]) -> str | None:
@@ -366,10 +367,8 @@ class CollapseMonitor:
 
         return (
             f"The policy's tokens are turning random: entropy rose from {low:.2g} to "
-            f"{entropy:.2g} nats a token. Lower "
-            "trainer.learning_rate or algorithm.entropy_coef, tie the policy to its start with "
-            "algorithm.kl_coef (0.001 to 0.01), or "
-            "resume from an earlier checkpoint."
+            f"{entropy:.2g} nats a token. {_sentence(self.remedies.calm)[:-1]}, tie the policy to "
+            f"its start ({self.remedies.tie}), or resume from an earlier checkpoint."
         )
 
     def _length_limit(self, metrics: Mapping[str, float | None]) -> str | None:
@@ -382,8 +381,7 @@ class CollapseMonitor:
         return (
             f"{clipped:.0%} of completions are cut by the token limit{words}, perhaps before "
             "their answer. Raise sampling.max_new_tokens, "
-            "give a stop string in sampling.stop, or ask for shorter answers in "
-            "agent.system_prompt."
+            f"give a stop string in sampling.stop, or {self.remedies.answer_shorter}."
         )
 
     def _reward_fell(self, metrics: Mapping[str, float | None]) -> str | None:
@@ -406,9 +404,12 @@ class CollapseMonitor:
         return (
             f"The reward fell from {state.best_score:.3g} (about step {state.best_score_step}) "
             f"to {score:.3g}. The best checkpoint is "
-            "kept: resume from it with a lower trainer.learning_rate or some algorithm.kl_coef "
-            "(0.001 to 0.01)."
+            f"kept: resume from it with a lower trainer.learning_rate, or {self.remedies.tie}."
         )
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _finite(metrics: Mapping[str, float | None], key: str) -> float | None:

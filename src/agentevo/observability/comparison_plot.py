@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import math
+import textwrap
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -39,6 +40,8 @@ LOOKS = [
 """Of the lines, in their order: more can't be told apart."""
 MOST_PANELS = 12
 COLUMNS = 2
+TITLE_WIDTH = 40
+"""Characters of a line above a panel."""
 FEW = 3
 """Of so many values each is seen as a point."""
 
@@ -106,7 +109,7 @@ def write_comparison(charts: Sequence[Chart], path: Path) -> None:
             else:
                 leave_room(axes)
 
-            finish(axes, _plain(chart.title), "", steps=False)
+            finish(axes, _in_lines(chart.title), "", steps=False)
             axes.set_xlabel(chart.name_of_x)
 
         for axes in grid[len(charts) :]:
@@ -121,6 +124,10 @@ def write_comparison(charts: Sequence[Chart], path: Path) -> None:
         write_atomic(path, picture.getvalue())
     except OSError as error:
         raise ConfigError(f"--out {path}: can't be written: {error.strerror or error}") from error
+
+
+def _in_lines(title: str) -> str:
+    return textwrap.fill(_plain(title), TITLE_WIDTH, break_on_hyphens=False)
 
 
 def _plain(text: str) -> str:

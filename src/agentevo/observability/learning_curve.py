@@ -3,6 +3,7 @@ the random and optimal players as levels, and the reward below."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ from agentevo.observability.panels import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+LONGEST_TITLE = 108
 
 
 def draw_learning_curve(
@@ -82,10 +85,12 @@ def draw_learning_curve(
 
 
 def _title(summary: Mapping[str, Any]) -> str:
-    """At most 36 characters: the right half of the line says before and after."""
-    parts = [str(summary[key]) for key in ("environment", "model") if summary.get(key)]
+    """In lines of at most 36 characters: the right half says before and after. A model that is a
+    path has the name of its folder."""
+    named = [str(summary[key]) for key in ("environment", "model") if summary.get(key)]
+    parts = [part.rstrip("/").rpartition("/")[2] or part for part in named]
     title = ", ".join(parts) or str(summary.get("name", "learning curve"))
-    return title if len(title) <= 36 else title[:35] + "…"
+    return textwrap.fill(title[:LONGEST_TITLE], 36, break_on_hyphens=False)
 
 
 def _draw_held_out(

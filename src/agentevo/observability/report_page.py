@@ -10,6 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from agentevo.observability.signs import Signs, told_warnings
 from agentevo.observability.still_attempt import StillAttempt
 from agentevo.pages.drawing import timeline
 from agentevo.pages.still import CHARTS, render_still
+from agentevo.parsing import ParseError, parse_yaml
 
 SHOWN_WARNINGS = 50
 Table = tuple[list[str], list[list[str]]]
@@ -88,7 +90,7 @@ def report_html(
         )
         for one in segments
     ]
-    found = _warnings(run, summary)
+    found = _warnings(run, summary, config_yaml)
 
     return render_still(
         "report.html",
@@ -120,12 +122,18 @@ def report_html(
     )
 
 
-def _warnings(run: Numbers, summary: Mapping[str, Any]) -> Sequence[tuple[int | None, str]]:
+def _warnings(
+    run: Numbers, summary: Mapping[str, Any], config_yaml: str
+) -> Sequence[tuple[int | None, str]]:
     """Those of the summary; of a run that has none yet those that its numbers give."""
     if "warnings" in summary:
         return told_warnings(summary)
+    config: Any = None
+    with suppress(ParseError):
+        config = parse_yaml(config_yaml)
+
     signs = Signs()
-    signs.observe(run.table)
+    signs.observe(run.table, config if isinstance(config, Mapping) else {})
     return signs.found[::-1]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from agentevo.observability.collapse import LOSS, SMOOTHED, CollapseMonitor
 from agentevo.observability.metrics_table import MetricsTable
+from agentevo.observability.remedies import remedies_of
 
 OF_A_STEP = "timing_s/step"
 """A metric that every step has, and no evaluation."""
@@ -40,8 +41,10 @@ class Signs:
         self._seen = 0
         self.found: list[tuple[int | None, str]] = []
 
-    def observe(self, table: MetricsTable) -> None:
-        """Looks at the rows since the last call."""
+    def observe(self, table: MetricsTable, config: Mapping[str, Any]) -> None:
+        """Looks at the rows since the last call. `config`: the run's config.yaml, as far as it is
+        known."""
+        self._monitor.remedies = remedies_of(config)
         steps = table.columns.get(OF_A_STEP)
         rows = list(steps.rows[bisect_left(steps.rows, self._seen) :]) if steps else []
         names = [name for name in table.columns if name in WATCHED or name.startswith(COUNTED)]

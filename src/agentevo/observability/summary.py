@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,17 @@ class _Summary(msgspec.Struct):
     environment: str | None = None
     model: str | None = None
     planned_steps: int | None = None
+    stopped_early: str | None = None
+    """Why the run has ended before its last step, as its recipe says it should."""
     warnings: list[str | dict[str, Any]] = []
     tokens: dict[str, int] = {}
     best: dict[str, float | None] = {}
     remote_models: _RemoteModels | None = None
+
+
+def is_complete(summary: Mapping[str, Any], planned_steps: int) -> bool:
+    """Whether a run has done all of its steps, or ended early as its recipe says."""
+    return summary["steps"] >= planned_steps or bool(summary.get("stopped_early"))
 
 
 def read_summary(path: Path) -> dict[str, Any]:

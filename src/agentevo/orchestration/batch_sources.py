@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from agentevo.config import RunConfig
-from agentevo.errors import ConfigError
+from agentevo.errors import ConfigError, TrainingError
 from agentevo.orchestration.collect import ONLY_SAMPLED, Collected, Collector, StepTasks
 from agentevo.orchestration.rollout_sources import RolloutSource
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.store.records import StepRecord
 from agentevo.store.store import Store
+from agentevo.training.batching.credit import CreditAsker, CreditedGroups
 from agentevo.training.batching.step_plan import Plan
 from agentevo.training.learner import PreparedBatch, RolloutTrainer
 from agentevo.training.pairs import Pair, PairData
@@ -109,6 +110,8 @@ class RolloutBatches(WithoutHeldOutData):
         self._staleness = config.rollout.staleness
         self._trainer = trainer
         self._store = store
+        credit = config.algorithm.credit
+        self._credit = None if credit is None else CreditAsker(credit)
 
     async def collect(self, step: int) -> Collected:
         """See Collector.collect. The committed steps say which tasks it has."""
@@ -124,26 +127,47 @@ class RolloutBatches(WithoutHeldOutData):
         it."""
         if self._only_samples:
             return PreparedBatch([], dropped={t.id: ONLY_SAMPLED for t in collected.kept})
-        return self._trainer.prepare(
-            collected.kept, collected.baselines, version=step - 1, bound=self._staleness
+
+        credited = self._credited(collected.kept)
+        batch = self._trainer.prepare(
+            [t for t in collected.kept if t.id not in credited.dropped],
+            collected.baselines,
+            version=step - 1,
+            bound=self._staleness,
+            turn_credits=credited.of_turns,
         )
+        batch.dropped |= credited.dropped
+        batch.warnings += credited.warnings
+        return batch
+
+    def _credited(self, trajectories: Sequence[Trajectory]) -> CreditedGroups:
+        return CreditedGroups() if self._credit is None else self._credit.ask(trajectories)
 
     async def replay(self, record: StepRecord) -> PreparedBatch:
         """From the step's plan and the attempts that the store holds."""
         plan = Plan.of(record.step, record.record)
 
         async def read() -> list[Trajectory]:
-            stored = self._store.trajectories(trained_step=record.step)
-            return [row.trajectory async for row in stored]
+            rows = self._store.trajectories(trained_step=record.step)
+            return [row.trajectory async for row in rows]
 
-        trajectories = await with_retries(
+        stored = await with_retries(
             read, within_s=STORE_RETRY_S, what=f"reading what step {record.step} trained on"
         )
+        trained = plan.trained(stored)
+        credited = self._credited(trained)
+        if credited.dropped:
+            what = (
+                f"step {record.step} can't be done again: algorithm.credit fails where it did not"
+            )
+            raise TrainingError("\n".join([what, *credited.warnings]))
+
         return self._trainer.prepare(
-            plan.trained(trajectories),
+            trained,
             plan.baselines,
             version=record.step - 1,
             bound=plan.staleness,
+            turn_credits=credited.of_turns,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,35 +5,72 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
-from agentevo.config import RunConfig
-from agentevo.config.credit import find_credit
+from agentevo.config import ModelSection, RunConfig
+from agentevo.config.algorithm_functions import check_names
 from agentevo.config.parallel import world_size
-from agentevo.errors import ConfigError, TrainingError
+from agentevo.errors import ConfigError, TrainingError, UnusableCheckpointError
 from agentevo.inference.engines import check_engine
 from agentevo.inference.transports import check_transport
 from agentevo.models.adapters import check_lora
-from agentevo.models.load import LoadedModel, check_overrides
-from agentevo.models.resolve import resolve
+from agentevo.models.chat import ChatFormat
+from agentevo.models.load import LoadedModel, check_overrides, load_hollow
+from agentevo.models.resolve import TINY, locate, resolve, saved_folder
 from agentevo.orchestration.components import AgentFunction, check_memory, load_policy
 from agentevo.orchestration.conversations import check_sft_data
-from agentevo.orchestration.players import check_play, find_agent, solo_environment
+from agentevo.orchestration.device_plan import plan_of
+from agentevo.orchestration.players import (
+    check_play,
+    check_solver,
+    find_agent,
+    solo_environment,
+)
 from agentevo.orchestration.preference_data import check_preference
 from agentevo.orchestration.profiling import check_profile
 from agentevo.orchestration.tracking import check_tracking
+from agentevo.tracing import check_tracing
+from agentevo.training.algorithm_functions import try_out
+from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.spread import check_spread
 from agentevo.types import Task
 
 
+def check_recipe(
+    config: RunConfig,
+    command: Literal["train", "sft"],
+    *,
+    agent: AgentFunction | None = None,
+    tasks: Sequence[Task] | None = None,
+    resume: bool = False,
+    may_fetch: bool = True,
+) -> None:
+    """All that a run of `agentevo train` or `sft` refuses of its recipe before it looks at its
+    folder. Raises ConfigError or ModelError. `may_fetch`: as `check_parts` has it."""
+    check_agent(config, agent, tasks)
+    check_tracing(config)
+    if command == "sft":
+        check_sft_parts(config, resume, may_fetch=may_fetch)
+    else:
+        check_parts(config, tasks, resume, may_fetch=may_fetch)
+
+
 def check_parts(
-    config: RunConfig, tasks: Sequence[Task] | None, resume: bool, *, apart: bool = False
+    config: RunConfig,
+    tasks: Sequence[Task] | None,
+    resume: bool,
+    *,
+    apart: bool = False,
+    may_fetch: bool = True,
 ) -> None:
     """Raises ConfigError or ModelError for what would otherwise fail while a training run's parts
     are built: an unknown engine or transport, a missing package or option of engine, environment or
-    child processes, too few tasks, a model that can't be had (a known one is downloaded here).
-    `apart`: samplers and engines are other processes, whoever starts them."""
+    child processes, too few tasks, a model that can't be had. `apart`: samplers and engines are
+    other processes, whoever starts them. `may_fetch`: a known model is downloaded here; else
+    nothing is, and a model that is not on this machine is looked at by its name alone."""
     if config.rollout.samplers:
         importlib.import_module("agentevo.inference.server")  # raises MissingExtraError
+        plan_of(config)
 
     check_processes(config)
     check_tracking(config)
@@ -42,18 +79,58 @@ def check_parts(
     apart = apart or config.rollout.samplers > 0
     check_transport(config, apart=apart)
     check_preference(config)
+    if config.cold_start.episodes and not resume:
+        check_solver(config, "cold_start.episodes asks: set cold_start.episodes=0", may_fail=True)
+    if config.trainer.optimizer_from is not None and not resume:
+        _check_optimizer(config.trainer.optimizer_from)
 
-    if config.algorithm.credit is not None:
-        find_credit(config.algorithm.credit)
+    check_names(config.algorithm)
+    try_out(config.algorithm)
 
     check_memory(config)
     check_profile(config)
-    if config.model.name != "tiny" and not resume:
-        check_overrides(config.model, resolve(config.model.name))
-        check_lora(config.model.lora)
+    if not resume:
+        for section in _policies(config):
+            _check_model(section, may_fetch)
 
-    if config.reward_model.name is not None:
-        resolve(config.reward_model.name)
+    for name in _models_beside(config):
+        (resolve if may_fetch else locate)(name)
+
+
+def _check_optimizer(folder: Path) -> None:
+    try:
+        Checkpoints.run_state(folder)
+    except UnusableCheckpointError as error:
+        raise ConfigError(
+            f"trainer.optimizer_from: {error.__cause__}: give the folder of a checkpoint, such as "
+            "runs/NAME/checkpoints/step-000010"
+        ) from error
+
+
+def models_to_fetch(config: RunConfig) -> list[str]:
+    """A line for every model that a run downloads before it loads it. Raises ModelError."""
+    names = [section.name for section in _policies(config) if section.name != TINY]
+    return [
+        f"the model {name} is not on this machine: a run downloads it first"
+        for name in dict.fromkeys([*names, *_models_beside(config)])
+        if saved_folder(name) is None
+    ]
+
+
+def _policies(config: RunConfig) -> list[ModelSection]:
+    own_models = (agent.model for agent in config.agents.values())
+    return [config.model, *filter(None, own_models)]
+
+
+def _models_beside(config: RunConfig) -> list[str]:
+    return [*filter(None, (config.reward_model.name, config.algorithm.reference_model))]
+
+
+def _check_model(section: ModelSection, may_fetch: bool) -> None:
+    if section.name != TINY:
+        source = resolve(section.name) if may_fetch else saved_folder(section.name)
+        check_overrides(section, source)
+        check_lora(section.lora)
 
 
 def check_processes(config: RunConfig, *, world: int | None = None) -> None:
@@ -85,11 +162,30 @@ def load_checked(config: RunConfig, checkpoint: Path | None = None) -> LoadedMod
     """`load_policy`. Raises ConfigError, before anything is created, for a model that these
     processes can't share as trainer.parallel says."""
     loaded = load_policy(config, checkpoint)
+    _check_spread(config, loaded)
+    return loaded
+
+
+def check_unloaded(config: RunConfig) -> None:
+    """What `load_checked`, and the sampler after it, would refuse of the recipe's model, where that
+    is on this machine; no weight of it is read. Raises ConfigError and ModelError."""
+    if config.model.name == TINY:
+        loaded = load_checked(config)
+    else:
+        folder = saved_folder(config.model.name)
+        if folder is None:
+            return
+        loaded = load_hollow(config.model, folder)
+        _check_spread(config, loaded)
+
+    ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None))
+
+
+def _check_spread(config: RunConfig, loaded: LoadedModel) -> None:
     try:
         check_spread(loaded.model, config.trainer.parallel)
     except TrainingError as error:
         raise ConfigError(str(error)) from error
-    return loaded
 
 
 def check_agent(
@@ -109,8 +205,8 @@ def check_agent(
         )
 
 
-def check_sft_parts(config: RunConfig, resume: bool) -> None:
-    """The same for `agentevo sft`, whose environment is optional."""
+def check_sft_parts(config: RunConfig, resume: bool, *, may_fetch: bool = True) -> None:
+    """As `check_parts`, for `agentevo sft`, whose environment is optional."""
     check_processes(config)
     check_tracking(config)
     check_sft_data(config)
@@ -121,5 +217,5 @@ def check_sft_parts(config: RunConfig, resume: bool) -> None:
         with solo_environment(config):
             pass
 
-    if config.model.name != "tiny" and not resume:
-        check_overrides(config.model, resolve(config.model.name))
+    if not resume:
+        _check_model(config.model, may_fetch)

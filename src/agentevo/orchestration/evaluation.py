@@ -36,10 +36,11 @@ class Evaluated:
         words = failure_words(self.errors, self.num_attempts)
         return f"{words}; they count neither in success nor in reward"
 
-    def notes(self, config: RunConfig) -> list[str]:
-        """What is to be said under the table of its numbers."""
-        lines = (self.stages, self.failures, meaning_of_success(config))
-        return [line for line in lines if line]
+    def notes(self, config: RunConfig, *, is_first: bool = True) -> list[str]:
+        """What is to be said under the table of its numbers; what success means stands under the
+        first one alone."""
+        meaning = meaning_of_success(config) if is_first else ""
+        return [line for line in (self.stages, self.failures, meaning) if line]
 
     @property
     def stages(self) -> str:

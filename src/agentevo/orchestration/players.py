@@ -11,10 +11,11 @@ from agentevo.agents.environment_agent import demonstrate, first_messages
 from agentevo.agents.named_by_task import asks_once, check_agent_names
 from agentevo.agents.solo_environment import SoloEnvironment
 from agentevo.config import EnvironmentAgentSection, RunConfig
-from agentevo.config.credit import find_credit
+from agentevo.config.algorithm_functions import check_names
 from agentevo.config.judges import check_calibrated
 from agentevo.console import to_stderr
 from agentevo.environments import TextEnvironment, make, mean_baselines
+from agentevo.environments.step_results import read_reset
 from agentevo.errors import ConfigError, EnvironmentFailure
 from agentevo.remote_models.model import check_keys
 from agentevo.rewards.answers import references
@@ -35,15 +36,19 @@ def find_agent(config: RunConfig, function: AgentFunction | None) -> FunctionAge
     else:
         agent = make_agent(config.agent, lambda: make_environment(config))
     section = config.tasks.self_play
-    return agent if section is None else SelfPlayAgent(agent, make_family(section))
+    return (
+        agent
+        if section is None
+        else SelfPlayAgent(agent, make_family(section, config.agent.timeout_s))
+    )
 
 
 def check_named(config: RunConfig) -> None:
     """Raises ConfigError for what a recipe names and can't have: its agent, question family or
-    credit, or their options. Reads no tasks, and makes no environment and no model."""
+    functions of its algorithm, or their options. Reads no tasks, and makes no environment and no
+    model."""
     find_agent(config, None)
-    if config.algorithm.credit is not None:
-        find_credit(config.algorithm.credit)
+    check_names(config.algorithm)
 
 
 def check_play(config: RunConfig, tasks: Sequence[Task] | None) -> None:
@@ -96,13 +101,17 @@ def reference_players(
         return None
 
 
-def check_solver(config: RunConfig, who_asks: str) -> None:
-    """Raises ConfigError if the environment has no solver, with who asks for one and the remedy."""
+def check_solver(config: RunConfig, who_asks: str, *, may_fail: bool = False) -> None:
+    """Raises ConfigError if the environment has no solver, with who asks for one and the remedy.
+    `may_fail`: an episode that the environment fails is left out by who asks, so it says
+    nothing."""
     seed = environment_seed(config.run.seed, "demonstration", 0)
     with solo_environment(config) as solo:
         try:
             shown = solo.call(lambda one: demonstrate(one, seed, config.environment_agent, 0.0))
         except EnvironmentFailure as error:
+            if may_fail:
+                return
             raise ConfigError(
                 f"environment {solo.name}: its solver fails ({error}), and {who_asks}"
             ) from error
@@ -128,7 +137,7 @@ def corpus_of(config: RunConfig) -> Iterable[str]:
     def episode(environment: TextEnvironment, seed: int) -> list[str]:
         lists_actions = type(environment).random_action is not TextEnvironment.random_action
         shown = demonstrate(environment, seed, agent, 0.5 if lists_actions else 0.0)
-        opening = first_messages(environment, environment.reset(seed=seed)[0], agent)
+        opening = first_messages(environment, read_reset(environment.reset(seed=seed)), agent)
         conversations = [opening] if shown is None else shown.conversations
         return [message.text for messages in conversations for message in messages]
 

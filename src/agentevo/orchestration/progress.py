@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from agentevo.files import must_write, write_atomic
 from agentevo.observability.metrics import not_comparable, read_evaluations
 from agentevo.orchestration.evaluation import failed_share, headline
 
 if TYPE_CHECKING:
     from agentevo.orchestration.training_run import TrainingRun
+
+
+class Rating(msgspec.Struct, frozen=True):
+    """What an evaluation says of the weights of a step; 0: before the first one."""
+
+    step: int
+    value: float
+    """The held-out success, or minus the held-out loss; higher is better."""
 
 
 class Progress(msgspec.Struct):
@@ -45,6 +51,44 @@ class Progress(msgspec.Struct):
     """Those of them whose rewards were all the same."""
     dropped: dict[str, int] = {}
     """Why attempts were not trained on: reason -> how many."""
+    newest_rating: Rating | None = None
+    best_rating: Rating | None = None
+    """Of those that are equally good the first."""
+    evaluations_since_best: int = 0
+
+    def rate(self, value: float | None) -> None:
+        """Counts an evaluation of the weights of `step`. value: None where nothing is held out."""
+        if value is None:
+            return
+
+        is_number = math.isfinite(value)
+        self.newest_rating = Rating(self.step, value) if is_number else None
+        if is_number and (self.best_rating is None or value > self.best_rating.value):
+            self.best_rating = self.newest_rating
+            self.evaluations_since_best = 0
+        else:
+            self.evaluations_since_best += 1
+
+    def early_stop(self, stop_after: int) -> str | None:
+        """Why the run ends before its last step, for its summary; None where it goes on.
+        stop_after: `evaluation.stop_after`."""
+        if not stop_after or self.evaluations_since_best < stop_after:
+            return None
+
+        best = self.best_rating
+        num = self.evaluations_since_best
+        if best is None:
+            which = "gave no number"
+        else:
+            measure = (
+                f"held-out loss of {-best.value:.4g}"
+                if best.value < 0
+                else f"held-out success of {best.value:.1%}"
+            )
+            when = f"of step {best.step}" if best.step else "before the first step"
+            which = f"were no better than the {measure} {when}"
+
+        return f"the last {num} evaluation{'s' * (num != 1)} {which}"
 
     def count(
         self, metrics: Mapping[str, float], reasons: Mapping[str, str], *, updated: bool
@@ -56,13 +100,21 @@ class Progress(msgspec.Struct):
         self.equal_groups += round(groups * metrics.get("group/zero_std_ratio", 0.0))
         self.dropped = dict(Counter(self.dropped) + Counter(reasons.values()))
 
-    def nothing_left(self, num_steps: float, command: str) -> str | None:
+    def nothing_left(self, num_steps: float, command: str, stop_after: int = 0) -> str | None:
         """What is to be said when a run of `num_steps` steps begins or goes on and has none left;
-        None where it has, or is only evaluated."""
-        if self.step == 0 or self.step < num_steps:
+        None where it has, or is only evaluated. stop_after: `evaluation.stop_after`."""
+        reason = self.early_stop(stop_after)
+        if self.step == 0 or (self.step < num_steps and reason is None):
             return None
 
         committed = f"{self.step} step{'s are' if self.step > 1 else ' is'} committed"
+        if self.step < num_steps:
+            return (
+                f"{committed}, and {reason}, so nothing is trained: give "
+                f"{'--resume and ' * (command == 'learn')}evaluation.stop_after=0, or above "
+                f"{self.evaluations_since_best}, to go on"
+            )
+
         if command == "sft":  # their number follows from the data
             return f"{committed} of {num_steps}, so nothing is trained"
 
@@ -137,6 +189,9 @@ def summary_of(run: TrainingRun) -> dict[str, Any]:
         "wall_s": run.wall_s(),
         "steps": progress.step,
         "planned_steps": run.source.num_steps,
+        "stopped_early": progress.early_stop(config.evaluation.stop_after)
+        if progress.step < run.source.num_steps
+        else None,
         "tokens": {"generated": progress.generated_tokens, "trained": progress.trained_tokens},
         "best": {"step": run.checkpoints.best_step, "value": run.checkpoints.best_value},
         "profile": run.profiling.summary,
@@ -148,9 +203,3 @@ def summary_of(run: TrainingRun) -> dict[str, Any]:
 def _sampled_success(metrics: dict[str, float]) -> float | None:
     """Success of the sampled attempts out of an evaluation's metrics."""
     return next((value for key, value in metrics.items() if key.endswith("/success/sampled")), None)
-
-
-def write_summary(folder: Path, summary: dict[str, Any]) -> None:
-    """summary.json, atomically. Raises DiskError."""
-    with must_write(folder / "summary.json"):
-        write_atomic(folder / "summary.json", json.dumps(summary, indent=2))

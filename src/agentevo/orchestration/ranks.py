@@ -44,6 +44,7 @@ from agentevo.orchestration.components import load_policy
 from agentevo.orchestration.learners import make_learner
 from agentevo.orchestration.rank_failures import Failures, RankLog
 from agentevo.orchestration.rank_stops import Stops, sigterm_told
+from agentevo.training.batching.credit import TurnCredits
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.contribution import Contribution
 from agentevo.training.learner import PreparedBatch
@@ -110,11 +111,6 @@ class Ranks:
         )
         failures.log = RankLog(run_dir, failures.rank, failures.world, place or "alone")
         return failures.log
-
-
-def follows() -> bool:
-    """Whether this process is one of several and not the first."""
-    return world_size() > 1 and os.environ.get("RANK", "0") != "0"
 
 
 @contextmanager
@@ -411,15 +407,17 @@ class Led:
         *,
         version: int | None = None,
         bound: int | None = None,
+        turn_credits: TurnCredits = MappingProxyType({}),
     ) -> PreparedBatch:
         """See RolloutTrainer.prepare. Pairs are made of attempts without any model, by this process
         alone."""
         attempts = list(trajectories)
         by_task = dict(baselines)
+        options = {"version": version, "bound": bound, "turn_credits": dict(turn_credits)}
         if self.name == "preferences":
-            prepared = self._learner.prepare(attempts, by_task, version=version, bound=bound)
+            prepared = self._learner.prepare(attempts, by_task, **options)
         else:
-            prepared = self._all("prepare", attempts, by_task, version=version, bound=bound)
+            prepared = self._all("prepare", attempts, by_task, **options)
         return cast(PreparedBatch, prepared)
 
     def step(self, samples: Sequence[Any]) -> dict[str, float]:

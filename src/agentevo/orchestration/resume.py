@@ -58,6 +58,7 @@ async def find_resume_point(
         )
         committed = last.step if last is not None else 0
         checks.reach(checkpoints, last)
+        await checks.log(last)
         newest, unusable = await checks.newest_checkpoint(checkpoints, committed)
         before = End() if newest is None else checks.end_of(checkpoints.path(newest))
         records = await checks.records(before)

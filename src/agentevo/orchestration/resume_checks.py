@@ -15,12 +15,15 @@ from agentevo.config import RunConfig
 from agentevo.credentials import without_password
 from agentevo.errors import CheckpointError, TrainingError
 from agentevo.models import checkpoint_manifest as manifest
+from agentevo.observability.metrics import digests_by_step
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.sampler import BASELINE
 from agentevo.runs.chain import (
     HEAD,
     KEY,
+    LOG,
     OLDER,
+    SUMMARY,
     End,
     broken_links,
     file_digest,
@@ -56,7 +59,7 @@ class ResumeChecks:
         self.warnings: list[str] = []
 
         for name, digests in ({} if self._head is None else self._head.files).items():
-            if file_digest(self._folder / name) not in digests:
+            if name != SUMMARY and file_digest(self._folder / name) not in digests:
                 raise CheckpointError(
                     f"{self._folder / name} is not what this run has written: put it back, and "
                     "give what should change as overrides on the command line"
@@ -89,6 +92,29 @@ class ResumeChecks:
                 f"{HEAD} was missing when the run was resumed after step {committed}: nothing says "
                 "whether the store had later steps"
             )
+
+    async def log(self, last: StepRecord | None) -> None:
+        """metrics.jsonl must be what was logged. Where its last steps are missing, as a power cut
+        may take them, a warning says so."""
+        if last is None or LOG not in last.record:
+            return
+
+        path = self._folder / "metrics.jsonl"
+        digests = digests_by_step(path)
+        if digests.get(last.step) == last.record[LOG]:
+            return
+
+        end = max((step for step in digests if step <= last.step), default=0)
+        records = await self._steps(end - 1) if end else []
+        if end and (end == last.step or records[0].record.get(LOG) != digests[end]):
+            raise CheckpointError(
+                f"{path} is not what was logged, at the latest from step {end} on; {REMEDY}"
+            )
+
+        self.warnings.append(
+            f"metrics.jsonl lacked the rows of steps {end + 1} to {last.step} when the run was "
+            "resumed"
+        )
 
     async def newest_checkpoint(
         self, checkpoints: Checkpoints, committed: int

@@ -19,7 +19,8 @@ from agentevo.config.rm import check_rm
 from agentevo.console import to_stderr
 from agentevo.errors import ConfigError
 from agentevo.files import must_write, write_atomic
-from agentevo.models.load import load_model
+from agentevo.models.load import check_overrides, load_model
+from agentevo.models.resolve import TINY, saved_folder
 from agentevo.models.save import save_model
 from agentevo.observability.metrics import MetricsLog
 from agentevo.orchestration.tracking import Lines, check_tracking, tracked
@@ -63,14 +64,22 @@ def split_pairs(config: RunConfig) -> tuple[list[PairLine], list[PairLine]]:
     return lines[count:], lines[:count]
 
 
+def check_parts(config: RunConfig) -> tuple[list[PairLine], list[PairLine]]:
+    """What `train` refuses before it loads the model; returns `split_pairs`. Downloads and writes
+    nothing. Raises ConfigError and ModelError."""
+    check_alone("the training of a reward model (agentevo rm)")
+    check_tracking(config)
+    lines = split_pairs(config)
+    check_folder(config)
+    if config.model.name != TINY:
+        check_overrides(config.model, saved_folder(config.model.name))
+    return lines
+
+
 def train(config: RunConfig, note: Callable[[str], None] = to_stderr) -> dict[str, float]:
     """Trains, tries it on the held-out pairs before and after, and saves it as RUN/model. Returns
     what reward_model.json holds. Raises ConfigError before anything is created."""
-    check_alone("the training of a reward model (agentevo rm)")
-    check_tracking(config)
-    train_lines, eval_lines = split_pairs(config)
-    check_folder(config)
-
+    train_lines, eval_lines = check_parts(config)
     loaded = load_model(
         config.model,
         corpus=lambda: _texts([*train_lines, *eval_lines]),

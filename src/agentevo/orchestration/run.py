@@ -14,6 +14,7 @@ steps after it from their plans (resume.py), and goes on, having lost nothing.
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -22,17 +23,17 @@ from pathlib import Path
 from typing import Literal
 
 from agentevo.config import RunConfig
-from agentevo.config.parallel import world_size
+from agentevo.config.parallel import follows, world_size
 from agentevo.event_loop import run_coroutine
 from agentevo.heap import lasting_heap
 from agentevo.inference.transports import local_transport
 from agentevo.models.load import LoadedModel
 from agentevo.observability import LiveView, report_at_end
 from agentevo.orchestration.checks import (
-    check_agent,
-    check_parts,
-    check_sft_parts,
+    check_recipe,
+    check_unloaded,
     load_checked,
+    models_to_fetch,
     serves_elsewhere,
 )
 from agentevo.orchestration.components import (
@@ -40,8 +41,8 @@ from agentevo.orchestration.components import (
     open_components,
 )
 from agentevo.orchestration.conversations import SFTData, read_sft_data
-from agentevo.orchestration.progress import summary_of, write_summary
-from agentevo.orchestration.ranks import Ranks, follow, follows, joined
+from agentevo.orchestration.progress import summary_of
+from agentevo.orchestration.ranks import Ranks, follow, joined
 from agentevo.orchestration.resume import ResumePoint, find_resume_point
 from agentevo.orchestration.rollout_sources import Supervisor
 from agentevo.orchestration.submissions import Submissions
@@ -49,14 +50,12 @@ from agentevo.orchestration.tracking import only_trainer_here, tracked
 from agentevo.orchestration.training_run import Command, TrainingRun
 from agentevo.paths import short
 from agentevo.rollout.given_tasks import begin_with
-from agentevo.runs.chain import is_given_up
+from agentevo.runs.chain import SUMMARY, is_given_up
 from agentevo.runs.control import RunControl
-from agentevo.runs.creation import check_folder, kind_of, new_folder, write_config
+from agentevo.runs.creation import check_place, kind_of, new_folder, write_config
 from agentevo.runs.identity import confirm_run
-from agentevo.runs.resume_rules import check_resume, note_changes
-from agentevo.runs.shared_store import check_store
+from agentevo.runs.resume_rules import note_changes
 from agentevo.signals import STOPPING, end_stopped, stop_on_interrupt
-from agentevo.tracing import check_tracing
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Task
 
@@ -78,15 +77,8 @@ def train(
     other processes of a recipe with `rollout.samplers` above 0. Raises ConfigError before anything
     is created.
     """
-    check_agent(config, agent, tasks)
-    check_tracing(config)
+    check_recipe(config, command, agent=agent, tasks=tasks, resume=resume)
     view = view if view is not None else LiveView(config.run.name)
-
-    if command == "sft":
-        check_sft_parts(config, resume)
-    else:
-        check_parts(config, tasks, resume)
-
     if follows():
         follow(config)
         return
@@ -96,15 +88,12 @@ def train(
         resume = False
 
     confirm = None
-    if resume:
-        changed = check_resume(config, command)
-        if command == "sft" or config.rollout.weights.url is None:
-            note_changes(changed, view.note)
-        else:  # machines meet there, so what changes changes for them too
-            confirm = partial(confirm_run, config, resume=True, note=view.note)
+    changed = check_place(config, command, resume=resume)
+    if resume and command == "train" and config.rollout.weights.url is not None:
+        # machines meet there, so what changes changes for them too
+        confirm = partial(confirm_run, config, resume=True, note=view.note)
     else:
-        check_folder(config)
-        check_store(config)
+        note_changes(changed, view.note)
 
     run_coroutine(
         run_training(
@@ -118,6 +107,24 @@ def train(
             confirm=confirm,
         )
     )
+
+
+def check_dry(
+    config: RunConfig, command: Literal["train", "sft"] = "train", *, resume: bool = False
+) -> list[str]:
+    """Refuses what `train` would refuse before it samples, without the weights of a saved model.
+    Downloads and writes nothing; returns a line for every model that a run would download first.
+    Raises ConfigError and ModelError."""
+    check_recipe(config, command, resume=resume, may_fetch=False)
+    if follows():
+        return []
+
+    goes_on = resume and not is_given_up(config.run_dir)
+    check_place(config, command, resume=goes_on, may_create=False)
+    if not goes_on:
+        check_unloaded(config)
+
+    return models_to_fetch(config)
 
 
 Confirm = Callable[[], Awaitable[Callable[[], None]]]
@@ -139,7 +146,12 @@ async def run_training(
     """What `train` does after its checks. `submissions`: those of a program's own loop; `confirm`:
     see `_resumed`."""
     folder = config.run_dir
-    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep_last, alone=True)
+    checkpoints = Checkpoints(
+        folder / "checkpoints",
+        config.checkpoint.keep_last,
+        keep_best=config.checkpoint.keep_best,
+        alone=True,
+    )
     with view, stop_on_interrupt(view.note) as stop_signals, ExitStack() as stack:
         ranks = _join(config, stack, stop_signals, view)
 
@@ -245,7 +257,7 @@ def _open_control(
 
 def _conclude(run: TrainingRun, resume: bool) -> None:
     if run.progress.step >= run.end.step and (run.progress.begun or not resume):
-        write_summary(run.parts.config.run_dir, summary_of(run))
+        run.head.write_file(SUMMARY, json.dumps(summary_of(run), indent=2))
 
 
 def _begin_view(config: RunConfig, command: Command, view: LiveView) -> None:

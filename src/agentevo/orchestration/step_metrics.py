@@ -57,6 +57,10 @@ def rollout_metrics(
             missing = 1.0 if key == "merge_rate" else 0.0
             metrics[f"agent/{key}"] = fmean(t.metrics.get(key, missing) for t in done)
 
+        for name in sorted({name for t in done for name in t.timings}):
+            times = [t.timings[name] for t in done if name in t.timings]
+            metrics[name] = max(times) if name.endswith("/max") else fmean(times)
+
         for name in sorted({name for t in done for name in t.reward_parts}):
             metrics[f"reward_parts/{name}/mean"] = fmean(
                 t.reward_parts.get(name, 0.0) for t in done

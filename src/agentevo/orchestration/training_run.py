@@ -22,6 +22,7 @@ from agentevo.models.in_parts import in_parts
 from agentevo.models.save import saved_weights
 from agentevo.observability import CollapseMonitor, LiveView, MetricsLog
 from agentevo.observability.moment import PAUSED
+from agentevo.observability.remedies import remedies_of
 from agentevo.orchestration.background_save import BackgroundSave, copy_state, copy_weights
 from agentevo.orchestration.cold_start import cold_start
 from agentevo.orchestration.components import Components
@@ -43,6 +44,7 @@ from agentevo.orchestration.rollout_sources import (
     Supervisor,
     SynchronousRollouts,
 )
+from agentevo.orchestration.row_digests import RowDigests
 from agentevo.orchestration.step_metrics import (
     counted_since,
     drop_metrics,
@@ -55,7 +57,7 @@ from agentevo.orchestration.trainers import make_rollouts, make_trainer, trainin
 from agentevo.paths import short
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.runs.chain import KEY as CHAIN
-from agentevo.runs.chain import LOG, End, HeadFile
+from agentevo.runs.chain import LOG, NUMBERS, ROWS, End, HeadFile, RecordedRows, file_digest
 from agentevo.runs.control import RunControl
 from agentevo.runs.creation import kind_of
 from agentevo.signals import LOOK_S, finished_before_stop
@@ -65,7 +67,7 @@ from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.contribution import Contribution
 from agentevo.training.phases import phase
 from agentevo.training.state_parts import split_state
-from agentevo.training.token_numbers import TokenNumbers, write_numbers
+from agentevo.training.token_numbers import TokenNumbers, name_of, write_numbers
 
 Command = Literal["train", "learn", "sft", "loop"]
 
@@ -104,6 +106,10 @@ class TrainingRun:
         self.control: RunControl | None = None
         """Through which others ask for something between two steps."""
         self._has_told_of_numbers = False
+        self._numbers_digest: str | None = None
+        """Of the file of the newest step's token numbers, if there is one."""
+        self._row_digests = RowDigests(parts.store)
+        self._has_evaluated = False
         apart = processes is not None or command == "learn"
         sampled = conversations is None
         self.rollouts = make_rollouts(
@@ -138,7 +144,7 @@ class TrainingRun:
         config = parts.config
         self.log = MetricsLog(folder / "metrics.jsonl")
         self.players = reference_players(parts)
-        self.monitor = CollapseMonitor()
+        self.monitor = CollapseMonitor(remedies=remedies_of(config.model_dump(mode="json")))
         self.progress = Progress()
         self.end = End()
         self.head = HeadFile(folder)
@@ -161,6 +167,10 @@ class TrainingRun:
 
         for line in training_notes(self.parts):
             self.view.note(line)
+        if self.command != "sft" and not config.data.given and config.trainer.steps:
+            shortfall = self.parts.tasks.shortfall()
+            if shortfall:
+                self.view.note(shortfall)
 
         if resumed:
             something = start.checkpoint is not None or start.steps
@@ -246,6 +256,26 @@ class TrainingRun:
         self.source.load_state_dict(step.record["source"])
         progress = msgspec.convert(step.record["progress"], Progress)
         self._go_on_from(msgspec.structs.replace(progress, warnings=earlier + progress.warnings))
+        self._keep_lost_best(End(step.step, str(step.record[CHAIN])))
+
+    def _keep_lost_best(self, end: End) -> None:
+        """Saves the weights of the step that was just done again where their evaluation is the best
+        and the checkpoint of them is lost: a kill came while it was written in the background, or
+        it is torn. `end`: of the chain at that step."""
+        rating = self.progress.newest_rating
+        if rating is not None and rating.step == end.step and self._is_best(rating.value):
+            self._saved(end.step, self._writer(rating.value, copied=False, end=end)())
+
+    def _is_best(self, value: float | None) -> bool:
+        """Whether a checkpoint of weights with that evaluation is to be kept as the best one."""
+        section = self.parts.config.checkpoint
+        best = self.checkpoints.best_value
+        is_kept = section.keep_best and section.every > 0
+        return is_kept and value is not None and (best is None or value > best)
+
+    def _value_of(self, metrics: dict[str, float]) -> float | None:
+        """What the best checkpoint has most of; None where nothing is held out."""
+        return solved_share(metrics) if self.parts.plays else self.source.value(metrics)
 
     def _compare(self, step: StepRecord, trained: dict[str, float]) -> None:
         """Warns if the step has come to something else than when it was committed: on another
@@ -269,7 +299,10 @@ class TrainingRun:
         self.view.stands_at(self.progress.step, self._num_steps)
         if self.is_stopped() and (not self.progress.begun or self.progress.step < self.end.step):
             return  # the signal came while the policy was loaded or taught, or steps done again
-        if nothing_left := self.progress.nothing_left(self._num_steps, self.command):
+        stop_after = self.parts.config.evaluation.stop_after
+        if nothing_left := self.progress.nothing_left(
+            self._num_steps, self.command, stop_after=stop_after
+        ):
             self.view.note(nothing_left)
 
         await self.rollouts.begin(self.progress.step)
@@ -284,12 +317,13 @@ class TrainingRun:
                 return
 
             self.progress.before = self.progress.after = before
+            self.progress.rate(self._value_of(before))
             self.progress.begun = True
 
         self.log.hand_over(self.progress.step)
         async with self.rollouts.running():
             with self.profiling:
-                while self.progress.step < self._num_steps:
+                while self.progress.step < self._num_steps and not self._early_stop():
                     self.background.settle(wait=False)
                     await self._handle_requests()
                     if self.is_stopped():
@@ -307,11 +341,24 @@ class TrainingRun:
             self.background.settle(wait=True)
             return
 
+        num_steps = self.source.num_steps
+        if (reason := self._early_stop()) is not None and self.progress.step < num_steps:
+            left = num_steps - self.progress.step
+            self.view.note(
+                f"finished after step {self.progress.step}, {left} before the last: {reason} "
+                f"(evaluation.stop_after={stop_after})"
+            )
+            num_steps = self.progress.step
+
         trains = self.parts.config.trainer.epochs > 0
-        for text in self.progress.shortcomings(self.source.num_steps, trains=trains):
+        for text in self.progress.shortcomings(num_steps, trains=trains):
             self.warn(text)
 
         self.keep_checkpoint()
+
+    def _early_stop(self) -> str | None:
+        """Why the run ends after the step that it has committed; None where it does not."""
+        return self.progress.early_stop(self.parts.config.evaluation.stop_after)
 
     async def _handle_requests(self) -> None:
         """Does what was requested since the step before: to save, to pause, to resume
@@ -390,6 +437,8 @@ class TrainingRun:
         async with rollouts.training():
             with phase("prepare"):
                 batch = await rollouts.compute(lambda: source.prepare(collected, step))
+            for text in batch.warnings:
+                self.warn(f"step {step}: {text}")
             with phase("store"):
                 trained_ids = await reserve(self.parts.store, step, collected, batch)
 
@@ -397,6 +446,7 @@ class TrainingRun:
             self.view.phase("training", f"step {step}")
 
             updated = {}
+            self._numbers_digest = None
             if batch.samples:
                 updated = await rollouts.compute(lambda: trainer.step(batch.samples))
                 await self._keep_numbers(step)
@@ -436,7 +486,8 @@ class TrainingRun:
         checkpoint = await self._milestones(last=step == source.num_steps)
         with phase("store"):
             plan = plan_of(self.parts.config, trained_ids, collected, batch, metrics)
-            await self._commit(plan, metrics, checkpoint)
+            rows = await self._row_digests.of_step(step, collected.trajectories, trained_ids)
+            await self._commit(plan, metrics, checkpoint, rows)
 
         if checkpoint is not None:
             self.checkpoints.prune()
@@ -458,6 +509,7 @@ class TrainingRun:
                 found = numbers.by_attempt()
                 folder = self.parts.config.run_dir
                 await in_thread(write_numbers, folder, step, found)
+                self._numbers_digest = file_digest(folder / name_of(step))
             except OSError as error:
                 if not self._has_told_of_numbers:
                     self.view.note(f"tracking.token_numbers: {error}; the run goes on without")
@@ -501,7 +553,9 @@ class TrainingRun:
         if found is not None and not self.progress.begun:
             check_first_evaluation(self.parts, found, self.command, self.head)
         if found is not None:
-            self.view.evaluation(step, metrics, found.notes(self.parts.config))
+            notes = found.notes(self.parts.config, is_first=not self._has_evaluated)
+            self.view.evaluation(step, metrics, notes)
+            self._has_evaluated = True
 
         return metrics
 
@@ -527,17 +581,13 @@ class TrainingRun:
             self.progress.after = await self.evaluate(
                 "after" if last else f"step {step}", full=last
             )
-            value = (
-                solved_share(self.progress.after)
-                if self.parts.plays
-                else self.source.value(self.progress.after)
-            )
+            value = self._value_of(self.progress.after)
+            self.progress.rate(value)
 
         every = config.checkpoint.every
-        best = self.checkpoints.best_value
         due = bool(every) and step % every == 0
-        better = bool(every) and value is not None and (best is None or value > best)
-        return self.save(value) if last or due or better else None
+        is_saved = last or due or self._is_best(value) or self._early_stop() is not None
+        return self.save(value) if is_saved else None
 
     def save(self, value: float | None = None) -> dict[str, str] | None:
         """A checkpoint of `progress.step`, for its record; older ones stay until that is committed.
@@ -556,9 +606,12 @@ class TrainingRun:
         path = self.checkpoints.path(step).relative_to(self.parts.config.run_dir)
         return {"path": str(path), "sha256": write()}
 
-    def _writer(self, value: float | None, *, copied: bool) -> Callable[[], str]:
+    def _writer(
+        self, value: float | None, *, copied: bool, end: End | None = None
+    ) -> Callable[[], str]:
         """What writes the checkpoint of `progress.step` and returns its sha256. `copied`: of the
-        state as it is now, whenever it is called and on whichever thread."""
+        state as it is now, whenever it is called and on whichever thread. `end`: the newest step
+        that was committed then, where it is an earlier one than now."""
         self.progress.wall_s = self.wall_s()
         self._clock = time.perf_counter()
         state: dict[str, Any] = {
@@ -566,7 +619,7 @@ class TrainingRun:
             "progress": msgspec.to_builtins(self.progress),
             "monitor": self.monitor.state_dict(),
             "source": self.source.state_dict(),
-            CHAIN: msgspec.to_builtins(self.end),
+            CHAIN: msgspec.to_builtins(end or self.end),
         }
 
         parts = self.parts
@@ -622,7 +675,11 @@ class TrainingRun:
         return self.progress.wall_s + time.perf_counter() - self._clock
 
     async def _commit(
-        self, plan: Plan, metrics: dict[str, float], checkpoint: dict[str, str] | None
+        self,
+        plan: Plan,
+        metrics: dict[str, float],
+        checkpoint: dict[str, str] | None,
+        rows: RecordedRows,
     ) -> None:
         new = self.progress.warnings[self._recorded :]
         progress = msgspec.structs.replace(self.progress, warnings=new)
@@ -632,7 +689,10 @@ class TrainingRun:
             "source": self.source.state_dict(),
             "progress": msgspec.to_builtins(progress),
             LOG: self.log.digest,
+            ROWS: msgspec.to_builtins(rows),
         }
+        if self._numbers_digest is not None:
+            record[NUMBERS] = self._numbers_digest
         self.end = await commit(self.parts.store, self.end, plan, record)
         self.head.committed(self.end)
         self.log.hand_over(self.end.step)

@@ -296,9 +296,9 @@ def checked_config(pipeline: Pipeline, recipes: Recipes, one: Instance) -> RunCo
 
         later = bool(list(references_in(stage.model)))  # its model can't be looked at yet
         if stage.kind == "sft":
-            check_sft_parts(config, resume=later)
+            check_sft_parts(config, resume=later, may_fetch=False)
         else:
-            check_parts(config, None, resume=later)
+            check_parts(config, None, resume=later, may_fetch=False)
 
     return config
 

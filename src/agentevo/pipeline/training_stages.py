@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from agentevo.config import RunConfig, check_sft
 from agentevo.config.rm import check_rm
 from agentevo.errors import AgentEvoError, ConfigError
-from agentevo.observability.summary import read_summary
+from agentevo.observability.summary import is_complete, read_summary
 from agentevo.parsing import read_json_object
 from agentevo.pipeline.kinds import AGENTEVO, Job, Made, StageKind, TrainsOn
 from agentevo.runs.folder import is_run_folder
@@ -30,7 +30,7 @@ class RunStage(StageKind):
 
     def is_finished(self, job: Job) -> bool:
         summary = _summary(job.folder)
-        return summary is not None and summary["steps"] >= (summary.get("planned_steps") or 0)
+        return summary is not None and is_complete(summary, summary.get("planned_steps") or 0)
 
     def can_resume(self, job: Job) -> bool:
         return is_run_folder(job.folder)

@@ -7,22 +7,22 @@ from functools import partial
 
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import check_one_policy
+from agentevo.config.parallel import follows
 from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
 from agentevo.inference.secret import RunSecret
 from agentevo.observability import LiveView
-from agentevo.orchestration.checks import check_parts, load_checked
-from agentevo.orchestration.players import check_named
-from agentevo.orchestration.ranks import follow, follows
+from agentevo.orchestration.checks import check_parts, check_unloaded, load_checked, models_to_fetch
+from agentevo.orchestration.ranks import follow
 from agentevo.orchestration.run import run_training
 from agentevo.runs.identity import confirm_run, ensure_run_folder
 from agentevo.runs.resume_rules import check_resume
 from agentevo.tracing import check_tracing
 
 
-def check_learn(config: RunConfig) -> None:
-    """Raises ConfigError for what `learn` would refuse of a recipe before it looks for its model
-    and its folder."""
+def check_learn(config: RunConfig, *, may_fetch: bool = True) -> None:
+    """Raises ConfigError for what `learn` would refuse of a recipe before it loads its model and
+    looks at its folder. `may_fetch`: as `check_parts` has it."""
     if config.run.overwrite:
         raise ConfigError(
             "run.overwrite deletes the run's folder, which its other processes use: leave it "
@@ -37,8 +37,15 @@ def check_learn(config: RunConfig) -> None:
 
     RunSecret(config.run_dir / "engines", config.rollout.engine_secret).check()
     check_one_policy(config)
-    check_named(config)
     check_tracing(config)
+    check_parts(config, None, resume=False, apart=True, may_fetch=may_fetch)
+
+
+def check_dry_learn(config: RunConfig) -> list[str]:
+    """As `orchestration.run.check_dry`, of `learn`."""
+    check_learn(config, may_fetch=False)
+    check_unloaded(config)
+    return models_to_fetch(config)
 
 
 def learn(config: RunConfig, *, resume: bool = False, view: LiveView | None = None) -> None:
@@ -50,7 +57,6 @@ def learn(config: RunConfig, *, resume: bool = False, view: LiveView | None = No
     ConfigError if the folder holds another configuration, or another process trains there.
     """
     check_learn(config)
-    check_parts(config, None, resume=False, apart=True)
     if follows():
         follow(config)
         return

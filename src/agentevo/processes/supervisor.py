@@ -24,8 +24,11 @@ from pathlib import Path
 from typing import Self
 
 from agentevo.config import RunConfig
+from agentevo.config.imports import TRUST
+from agentevo.device_names import visible
 from agentevo.errors import AgentEvoError
 from agentevo.inference.directory import EngineDirectory
+from agentevo.orchestration.device_plan import plan_of
 
 LOOK_S = 0.2
 SOON_S = 20.0
@@ -71,7 +74,7 @@ class Child:
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(
                 self.command,
-                env={**os.environ, **self.environment},
+                env={**os.environ, TRUST: "1", **self.environment},  # its recipe's code runs here
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -207,16 +210,29 @@ class Supervisor(Children):
         recipe = [str(config.run_dir / "config.yaml"), f"run.dir={config.run_dir}"]
         parent = ["--parent", str(os.getpid())]
 
-        def child(command: str, name: str, engines: EngineDirectory | None = None) -> Child:
+        def child(
+            command: str,
+            name: str,
+            engines: EngineDirectory | None = None,
+            devices: tuple[int, ...] = (),
+        ) -> Child:
             return Child(
                 name,
                 [*words, command, *recipe, "--name", name, *parent],
                 logs / f"{name}.log",
                 engines,
+                environment=visible(devices),
             )
 
+        plan = plan_of(config)
+        if plan is not None:
+            note(str(plan))
+
         engines = EngineDirectory(config.run_dir / "engines")
-        children = [child("serve", f"engine-{n}", engines) for n in range(config.rollout.engines)]
+        devices_of = [()] * config.rollout.engines if plan is None else plan.engines
+        children = [
+            child("serve", f"engine-{n}", engines, devices) for n, devices in enumerate(devices_of)
+        ]
         children += [child("sample", f"sampler-{n}") for n in range(config.rollout.samplers)]
         super().__init__(children, note, logs)
 

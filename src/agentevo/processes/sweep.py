@@ -35,7 +35,6 @@ from agentevo.config.sweep import Member, Sweep
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.files import write_atomic
 from agentevo.observability.sweep_view import SweepView
-from agentevo.orchestration.checks import check_parts
 from agentevo.parsing import dump_yaml
 from agentevo.paths import check_new_folder, short
 from agentevo.processes.members import held_lock, last_lines, why_failed
@@ -43,7 +42,6 @@ from agentevo.runs.folder import SWEEP_FILE, finished_summary, is_run_folder, is
 from agentevo.runs.result_table import check_page, write_sweep_table, write_table
 from agentevo.runs.resume_rules import changes
 from agentevo.signals import collect_signals
-from agentevo.training.checkpoint import Checkpoints
 
 POLL_S = 0.1
 REASON_LINES = 5
@@ -73,7 +71,7 @@ def run_sweep(sweep: Sweep, *, resume: bool = False, view: SweepView | None = No
     (after the table is written), and KeyboardInterrupt after a clean stop.
     """
     view = view if view is not None else SweepView(sweep.name)
-    starts = _check(sweep, resume)
+    starts = check_sweep(sweep, resume)
     _prepare(sweep)
 
     held = held_lock(sweep.dir, LOCK, "sweep")
@@ -101,9 +99,9 @@ def run_sweep(sweep: Sweep, *, resume: bool = False, view: SweepView | None = No
     return table
 
 
-def _check(sweep: Sweep, resume: bool) -> dict[str, Start]:
+def check_sweep(sweep: Sweep, resume: bool, *, may_fetch: bool = True) -> dict[str, Start]:
     """How each member will begin. Refuses, before anything is created or deleted, what can't work
-    for some member."""
+    for some member. `may_fetch`: as `check_recipe` has it."""
     check_alone("a sweep")
     if sweep.section.table is not None:
         check_page(sweep.section.table)
@@ -121,11 +119,13 @@ def _check(sweep: Sweep, resume: bool) -> dict[str, Start]:
     if not resume:
         _check_folder(sweep)
 
+    from agentevo.orchestration.checks import check_recipe
+
     problems: list[str] = []
     starts: dict[str, Start] = {}
     for member in {member.variant: member for member in sweep.members}.values():
         try:
-            check_parts(member.config, None, resume)
+            check_recipe(member.config, "train", resume=resume, may_fetch=may_fetch)
         except AgentEvoError as error:
             problems += [f"{member.variant}: {line}" for line in str(error).splitlines()]
 
@@ -160,6 +160,8 @@ def _start_of(member: Member) -> Start:
     folder = member.config.run_dir
     if finished_summary(folder) is not None:
         return "finished"
+
+    from agentevo.training.checkpoint import Checkpoints
 
     whole = (
         Checkpoints(folder / "checkpoints", member.config.checkpoint.keep_last).steps()

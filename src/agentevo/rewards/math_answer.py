@@ -7,14 +7,7 @@ next one gets a fresh process. The processes end with the scorer, and with this 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import selectors
-import subprocess
-import sys
 import threading
-import time
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any
@@ -22,12 +15,11 @@ from typing import Any
 from pydantic import Field
 
 from agentevo.extras import load_extra
+from agentevo.json_worker import JsonWorker
 from agentevo.rewards.reward import Score, reward
 from agentevo.rewards.stated import AnswerConfig, right_answers, stated_answer
 from agentevo.types import Task, Trajectory
 
-START_S = 120.0
-"""Longest time for a process to import sympy, on a machine that is busy."""
 MAX_PROCESSES = 2
 MAX_CHARACTERS = 2000
 """Of an answer: of a longer one, the last so many are read."""
@@ -83,74 +75,8 @@ class _Workers:
         return await loop.run_in_executor(self._threads, self._ask, request, limit_s)
 
     def _ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        worker: _Worker | None = getattr(self._of_thread, "worker", None)
+        worker: JsonWorker | None = getattr(self._of_thread, "worker", None)
         if worker is None or not worker.is_alive:
-            worker = self._of_thread.worker = _Worker()
-        return worker.ask(request, limit_s)
-
-
-class _Worker:
-    """One process."""
-
-    def __init__(self) -> None:
-        """Raises RuntimeError, and TimeoutError, for one that does not start."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "agentevo.rewards.math_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for this process alone
-            bufsize=0,
-        )
-        self._end = weakref.finalize(self, _ended, self._process)
-        self._answer(START_S, "start")
-
-    @property
-    def is_alive(self) -> bool:
-        return self._end.alive and self._process.poll() is None
-
-    def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        except OSError as error:
-            self._end()
-            raise RuntimeError(f"the process that compares answers has ended: {error}") from error
-        return self._answer(limit_s, "compare two answers")
-
-    def _answer(self, limit_s: float, what: str) -> dict[str, Any]:
-        """The next line. Whatever goes wrong ends the process."""
-        assert self._process.stdout is not None
-
-        until = time.monotonic() + limit_s
-        line = b""
-        try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._process.stdout, selectors.EVENT_READ)
-                while not line.endswith(b"\n"):
-                    left = until - time.monotonic()
-                    if left <= 0 or not selector.select(left):
-                        raise TimeoutError(
-                            f"the process of math-verify took longer than {limit_s:g} s to {what}"
-                        )
-
-                    piece = os.read(self._process.stdout.fileno(), 65536)
-                    if not piece:
-                        raise RuntimeError(f"the process of math-verify ended; it was to {what}")
-
-                    line += piece
-
-            answer: dict[str, Any] = json.loads(line)
-        except BaseException:
-            self._end()
-            raise
-
-        return answer
-
-
-def _ended(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            stream.close()
-    process.wait()
+            worker = JsonWorker("agentevo.rewards.math_worker", "math-verify")
+            self._of_thread.worker = worker
+        return worker.ask(request, limit_s, "compare two answers")

@@ -1,27 +1,22 @@
 """The process that compares mathematical answers by the package math-verify, for math_answer.py.
 
 What a policy writes may keep sympy busy for ever or fill the memory, in code that no thread can
-break off: so it is computed in here, within a limit of memory, and whoever asks ends this process
-when it is late. A request is a line of JSON, {"right": [...], "stated": TEXT}, and so is the
-answer: {"equal": true}, or {"problem": ...}. The end of the requests ends the process.
+break off: so it is computed in here (json_worker.py). A request is {"right": [...], "stated":
+TEXT}, and the answer {"equal": true}, or {"problem": ...}.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import re
-import signal
-import sys
+from importlib import import_module
 from typing import Any
 
+from agentevo.json_worker import serve_requests
 from agentevo.rewards.numerals import write_plainly
 
 MAX_MEMORY = 4 * 2**30
-"""Bytes of address space."""
-LONGEST_S = 120
-"""A request that nobody waits for any more ends the process after this time."""
+"""Bytes of address space that comparisons may take."""
 _DELIMITED = re.compile(r"\$|\\\(|\\\[|\\boxed|\\fbox|\\begin")
 _TEX_WORDS = re.compile(r"\\(?:text|mathrm|mathbf|operatorname)\s{0,3}\{[^{}]*\}|\\[A-Za-z]+")
 _WORD = re.compile(r"[A-Za-z]{3,}")
@@ -31,23 +26,8 @@ _POWER_OF_TEN = re.compile(r"(?<![\w.,}])(\d{1,400}(?:\.\d{0,400})?)[eE]([-+]?\d
 
 def main() -> None:
     """Answers requests until there are no more."""
-    _limit_memory()
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever a package prints is no answer
     logging.disable(logging.WARNING)
-    import math_verify  # noqa: F401 (now, so that the first request does not wait for it)
-
-    print(json.dumps({"ready": True}), file=answers, flush=True)
-    for line in sys.stdin:
-        _end_after(LONGEST_S)
-        print(json.dumps(answer_to(json.loads(line))), file=answers, flush=True)
-        _end_after(0)  # the next request may be minutes away
-
-
-def _end_after(seconds: int) -> None:
-    """Ends this process after so many seconds; 0: no more."""
-    if hasattr(signal, "alarm"):  # not on Windows
-        signal.alarm(seconds)
+    serve_requests(answer_to, prepare=lambda: import_module("math_verify"), max_memory=MAX_MEMORY)
 
 
 def answer_to(request: dict[str, Any]) -> dict[str, Any]:
@@ -82,16 +62,6 @@ def _parsed(text: str) -> list[Any]:
 
     within: list[Any] = parse(text, parsing_timeout=None)
     return within
-
-
-def _limit_memory() -> None:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return
-    _, highest = resource.getrlimit(resource.RLIMIT_AS)
-    most = MAX_MEMORY if highest == resource.RLIM_INFINITY else min(MAX_MEMORY, highest)
-    resource.setrlimit(resource.RLIMIT_AS, (most, highest))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -64,7 +65,7 @@ def conversation_ids(
     has none, the last reply as the second text of a pair. Of a longer one the end is kept. Raises
     ModelError for what the template does not take."""
     if tokenizer.chat_template:
-        markers = MessageMarkers(tokenizer)
+        markers = MessageMarkers(tokenizer, partial(_prompt_text, tokenizer))
         plain = [
             {"role": message.role, "content": markers.cut(text_of(message.content), message.role)}
             for message in messages
@@ -86,6 +87,10 @@ def conversation_ids(
         raise ModelError("the conversation is empty: there is nothing to judge")
 
     return list(ids)
+
+
+def _prompt_text(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> str:
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
 def longest_conversation(model: Any, tokenizer: Any, wanted: int | None) -> int:

@@ -181,6 +181,7 @@ class Attempt:
                     | outcome.metrics,
                     started_at=started,
                     duration_s=time.perf_counter() - clock,
+                    timings=outcome.timings,
                 )
             )
 

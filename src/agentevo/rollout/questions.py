@@ -22,7 +22,7 @@ from agentevo.agents.policy import Policy
 from agentevo.agents.single_turn import conversation_of
 from agentevo.config.self_play import PROPOSES, SelfPlay, question_families
 from agentevo.config.tasks import TaskFields
-from agentevo.daemon_threads import run_in_thread
+from agentevo.daemon_threads import call_in_thread, run_in_thread
 from agentevo.data import RowError
 from agentevo.data.conversation import check_text
 from agentevo.errors import ConfigError, UnknownNameError, described, shown, storable
@@ -64,8 +64,9 @@ class QuestionFamily(Protocol):
     def read(self, text: str, prompt: str | list[dict[str, Any]]) -> Question: ...
 
 
-def make_family(section: SelfPlay) -> QuestionFamily:
-    """Raises ConfigError for a family that is unknown or can't be made with its options."""
+def make_family(section: SelfPlay, timeout_s: float) -> QuestionFamily:
+    """Raises ConfigError for a family that is unknown, or can't be made with its options within
+    `timeout_s`."""
     try:
         kind = question_families.get(section.family)
     except UnknownNameError as error:
@@ -76,7 +77,9 @@ def make_family(section: SelfPlay) -> QuestionFamily:
         ) from error
 
     try:
-        family: QuestionFamily = kind(**section.options)
+        family: QuestionFamily = call_in_thread(
+            partial(kind, **section.options), "question family", timeout_s
+        )
     except Exception as error:
         raise ConfigError(
             f"tasks.self_play: the family {section.family!r} can't be made with the options "

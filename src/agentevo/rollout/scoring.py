@@ -138,9 +138,15 @@ class NamedReward:
         return function is not None and "policy" in inspect.signature(function).parameters
 
     async def prepare(self, tasks: Sequence[Task], policy: ScoredPolicy) -> None:
-        """What it wants to know of the policy before it scores."""
-        if self.asks_policy and hasattr(self._item, "prepare"):
-            await self._item.prepare(tasks, policy)
+        """What it wants to know of the policy before it scores, within `timeout_s` for each task.
+        Raises ScorerFailure, and InfrastructureFailure where the policy can't be asked."""
+        if not (self.asks_policy and hasattr(self._item, "prepare")):
+            return
+
+        limit_s = self.config.timeout_s * max(len(tasks), 1)
+        prepared = await self._within_limit(lambda: self._item.prepare(tasks, policy), limit_s)
+        if isinstance(prepared, ScorerFailure):
+            raise prepared
 
     def check(self) -> None:
         """Raises ConfigError for a remote model that it is to ask and that the recipe does not
@@ -214,7 +220,7 @@ class NamedReward:
                 return score_of(found)
             return score_of(await self._call(call_function(self._item, own, task, self._models)))
 
-        return await self._within_limit(work)
+        return await self._within_limit(work, self.config.timeout_s)
 
     async def _together(
         self, trajectories: Sequence[Trajectory], task: Task, calls: Calls
@@ -245,7 +251,7 @@ class NamedReward:
 
             return scores
 
-        scores = await self._within_limit(work)
+        scores = await self._within_limit(work, self.config.timeout_s)
         if isinstance(scores, ScorerFailure):
             return [scores] * len(trajectories)
 
@@ -260,15 +266,14 @@ class NamedReward:
             await thread.end(lambda: None)
         return await returned if inspect.isawaitable(returned) else returned
 
-    async def _within_limit(self, work: Callable[[], Any]) -> Any:
+    async def _within_limit(self, work: Callable[[], Any], limit_s: float) -> Any:
         """What the work gives, or why it gives nothing. A scorer that does not even end when it is
         cancelled is left alone."""
-        limit = self.config.timeout_s
         scope = TaskScope()
         working = scope.start(_guarded(lambda: self._notices.run(work())))
         late = False
         try:
-            await asyncio.wait([working], timeout=limit)
+            await asyncio.wait([working], timeout=limit_s)
             late = not working.done()
         finally:
             scope.cancel()
@@ -277,7 +282,7 @@ class NamedReward:
 
         error: BaseException | None = None
         if late:
-            what = f"no score within timeout_s={limit:g} s"
+            what = f"no score within timeout_s={limit_s:g} s"
         elif working.cancelled():
             what = "CancelledError: it cancelled itself"
         else:

@@ -28,11 +28,13 @@ from msgspec.structs import replace
 
 from agentevo.config.self_play import PROPOSER, PROPOSES, SOLVER, SelfPlay
 from agentevo.config.tasks import TaskFields
+from agentevo.daemon_threads import call_in_thread
 from agentevo.data.asked import asked_key
 from agentevo.errors import ConfigError, StoreError, described
 from agentevo.rollout.given_tasks import content_id, task_of
 from agentevo.rollout.questions import QUESTION, Question, QuestionFamily, task_of_question
 from agentevo.seeds import derive_seed
+from agentevo.tracebacks import traceback_of
 from agentevo.types import Task, Trajectory
 
 HELD_OUT = "held-out"
@@ -59,7 +61,11 @@ def learnability(p: float, kind: str) -> float:
 class ProposalTasks:
     """What the proposer is asked, step by step: from the run's seed."""
 
-    def __init__(self, section: SelfPlay, family: QuestionFamily, seed: int, groups: int) -> None:
+    def __init__(
+        self, section: SelfPlay, family: QuestionFamily, seed: int, groups: int, *, timeout_s: float
+    ) -> None:
+        """`timeout_s`: how long the family may take to write a prompt."""
+        self._timeout_s = timeout_s
         self._family = family
         self._seed = seed
         self.group_size = groups if section.group_size is None else section.group_size
@@ -73,11 +79,16 @@ class ProposalTasks:
         rng = random.Random(derive_seed(self._seed, "self_play", step, number))
         name = f"propose-{step}-{number}"
         try:
-            task = task_of({"id": name, "query": self._family.prompt(rng)}, TaskFields())
+            query = call_in_thread(
+                lambda: self._family.prompt(rng), "question family", self._timeout_s
+            )
+            task = task_of({"id": name, "query": query}, TaskFields())
         except Exception as error:
+            trace = traceback_of(error)
             raise ConfigError(
                 f"tasks.self_play: the family's prompt(rng) gives nothing to ask: "
                 f"{described(error)}: return a text, or chat messages that end with the user's"
+                + (f"\n{trace}" if trace else "")
             ) from error
 
         return replace(task, metadata=task.metadata | {PROPOSES: step})

@@ -54,8 +54,11 @@ class TaskSource:
         if given is None and config.tasks.self_play is not None:
             section = config.tasks.self_play
             groups = config.trainer.groups_per_step
-            family = make_family(section)
-            self.proposals = ProposalTasks(section, family, config.run.seed, groups)
+            timeout_s = config.agent.timeout_s
+            family = make_family(section, timeout_s)
+            self.proposals = ProposalTasks(
+                section, family, config.run.seed, groups, timeout_s=timeout_s
+            )
 
         train, self._held_out = self._split(given)
         staged = config.tasks.stages if given is None else ()
@@ -93,6 +96,18 @@ class TaskSource:
         seed = config.run.seed
         groups = config.trainer.groups_per_step
         return TaskCurriculum(section, train, seed, groups, lag=config.rollout.staleness)
+
+    def shortfall(self) -> str:
+        """Says where a step has fewer groups than trainer.groups_per_step, as there are too few
+        tasks; empty where it has as many. Stages and mixtures of sources refuse that."""
+        asked = self._config.trainer.groups_per_step
+        count = len(self._train)
+        if not self._train or count >= asked:
+            return ""
+        return (
+            f"trainer.groups_per_step={asked}, and there are {count} tasks to train on, so each "
+            f"step has {count} groups: give more tasks, or set trainer.groups_per_step={count}"
+        )
 
     async def learn(self, store: Store) -> None:
         """Reads of the committed steps what later ones' tasks follow from, if anything does."""

@@ -7,7 +7,8 @@ log had) can't be changed without breaking the chain from there on, and no step 
 the middle. RUN/head.json covers the end:
 
     {"step": 12, "chain": "ab...",                  the newest committed step
-     "files": {"config.yaml": ["cd..."]},           what the run's own files may be, by sha256
+     "files": {"config.yaml": ["cd..."]},           what the run's own files may be, by sha256:
+                                                    the given tasks' and the summary's, too
      "checkpoints": {"12": "ef..."},                those that no record names
      "given_up": false}                             whether it ended with nothing trained
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -35,6 +36,11 @@ KEY = "chain"
 """Of a step's record."""
 LOG = "log"
 """Of a step's record: sha256 of metrics.jsonl up to its row."""
+NUMBERS = "token_numbers"
+"""Of a step's record: sha256 of the file of what was measured of its tokens, where there is one."""
+ROWS = "rows"
+"""Of a step's record: RecordedRows."""
+SUMMARY = "summary.json"
 HEAD = "head.json"
 OLDER = (
     "its steps were recorded by an older version of AgentEvo, whose records can't be checked: use "
@@ -61,6 +67,26 @@ class Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     commit."""
     given_up: bool = False
     """The run has ended before its first step, because every attempt failed."""
+
+
+class RecordedRows(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows that a step's record holds beside those of its plan: id -> the first digits of the
+    content's digest."""
+
+    tasks: dict[str, str] = {}
+    """Those that were played for the first time since the trainer was started."""
+    untrained: dict[str, str] = {}
+    """Attempts that the step has sampled and not trained on."""
+    evaluated: dict[str, str] = {}
+    """Attempts that have evaluated the policy since the record before."""
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Self:
+        """Empty for a record without them, or with something else: its chain is broken then."""
+        try:
+            return msgspec.convert(record.get(ROWS, {}), cls)
+        except msgspec.ValidationError:
+            return cls()
 
 
 def link(step: int, record: Mapping[str, Any], before: str) -> str:

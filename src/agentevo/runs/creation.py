@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 from agentevo.config import RunConfig, to_yaml
 from agentevo.errors import ConfigError
@@ -15,9 +16,10 @@ from agentevo.paths import check_new_folder, short
 from agentevo.rollout.given_tasks import RECORD as TASKS_FILE
 from agentevo.runs.chain import HEAD, HeadFile, is_given_up
 from agentevo.runs.folder import MADE_BY
-from agentevo.runs.lock import LOCK, only_trainer
+from agentevo.runs.lock import LOCK, check_free, only_trainer
 from agentevo.runs.now_file import NOW
-from agentevo.runs.shared_store import prepare_store
+from agentevo.runs.resume_rules import check_resume
+from agentevo.runs.shared_store import check_store, prepare_store
 from agentevo.tracing.opening import FOLDER as TRACING
 
 _LOG = "metrics.jsonl"
@@ -100,6 +102,22 @@ def check_folder(config: RunConfig) -> None:
 
     if not exists and _has_something(folder) and not was_killed_early(folder):
         raise ConfigError(f"{short(folder)} is not empty and not a run: give another run.dir")
+    check_free(folder)
+
+
+def check_place(
+    config: RunConfig, command: str, *, resume: bool, may_create: bool = True
+) -> dict[str, tuple[Any, Any]]:
+    """What a run refuses of its folder and its store: no run there to resume, or one already.
+    Returns with which keys it goes on that were others: key -> (was, now). Without `may_create` no
+    database is made. Raises ConfigError."""
+    if resume:
+        check_free(config.run_dir)
+        return check_resume(config, command)
+
+    check_folder(config)
+    check_store(config, may_create=may_create)
+    return {}
 
 
 def was_killed_early(folder: Path) -> bool:

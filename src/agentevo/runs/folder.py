@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentevo.config import sources
 from agentevo.errors import ConfigError
-from agentevo.observability.summary import read_summary
+from agentevo.observability.summary import is_complete, read_summary
 from agentevo.paths import name_problem
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def finished_summary(path: Path) -> dict[str, Any] | None:
     evaluation = summary["eval"]
     all_failed = (evaluation.get("failed") or {}).get("after") == 1.0
     is_evaluated = evaluation["after"] is not None or all_failed
-    return summary if summary["steps"] >= planned and is_evaluated else None
+    return summary if is_complete(summary, planned) and is_evaluated else None
 
 
 def check_run_folder(path: Path) -> Path:
@@ -108,11 +108,13 @@ def run_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The run's configuration with `run.dir` set to where the folder lies now. Raises
     `ConfigError`."""
     from agentevo.config import build_config
+    from agentevo.config.imports import check_code_of_run
 
     source = check_run_folder(path) / "config.yaml"
     tree = sources.overlay(
         sources.read_yaml(source), {"run": {"dir": str(path), "overwrite": False}}
     )
+    check_code_of_run(path, tree, overrides)
     return build_config(tree, overrides, where=str(source), needs_environment=False)
 
 

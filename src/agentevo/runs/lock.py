@@ -35,3 +35,10 @@ def only_trainer(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def check_free(folder: Path) -> None:
+    """Raises ConfigError while another process trains in the folder; makes nothing."""
+    if (folder / LOCK).is_file():
+        with only_trainer(folder):
+            pass

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 
 from agentevo.config import RunConfig
 from agentevo.credentials import is_same_place
-from agentevo.errors import ConfigError
+from agentevo.errors import ConfigError, NoStoreError
 from agentevo.runs.chain import is_given_up
 from agentevo.runs.folder import is_run_folder, run_store_url
 from agentevo.runs.store_opening import open_run_store
@@ -16,9 +17,11 @@ from agentevo.store.store import Store
 CLEAR_TIMEOUT_S = 600.0
 
 
-def check_store(config: RunConfig) -> None:
-    """Raises ConfigError for a store that another run has filled: nobody said that it may go."""
-    _prepare(config, clear=False)
+def check_store(config: RunConfig, *, may_create: bool = True) -> None:
+    """Raises ConfigError for a store that another run has filled: nobody said that it may go.
+    Without `may_create` the database stays as it is, and may be none yet."""
+    with nullcontext() if may_create else suppress(NoStoreError):
+        _prepare(config, clear=False, read_only=not may_create)
 
 
 def prepare_store(config: RunConfig) -> None:
@@ -28,7 +31,7 @@ def prepare_store(config: RunConfig) -> None:
     _prepare(config, clear=True)
 
 
-def _prepare(config: RunConfig, *, clear: bool) -> None:
+def _prepare(config: RunConfig, *, clear: bool, read_only: bool = False) -> None:
     url = config.store.url
     if url is None:  # in the folder, and goes with it
         return
@@ -40,7 +43,9 @@ def _prepare(config: RunConfig, *, clear: bool) -> None:
     )
 
     async def work() -> None:
-        async with await open_run_store(url, timeout_s=CLEAR_TIMEOUT_S) as store:
+        async with await open_run_store(
+            url, timeout_s=CLEAR_TIMEOUT_S, read_only=read_only
+        ) as store:
             held = await content_of(store)
             if held and not overwritten:
                 raise ConfigError(

@@ -21,13 +21,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from agentevo.errors import SandboxError
 from agentevo.sandbox.stale import is_gone, owner
-
-if TYPE_CHECKING:
-    from agentevo.config.sandbox import SandboxSection
 
 CONTROLLERS = ("memory", "pids", "cpu")
 PREFIX = "agentevo-sandbox-"
@@ -51,13 +48,29 @@ class Place:
     problem: str = ""
 
 
+class Limits(Protocol):
+    """What of a sandbox's section a group keeps."""
+
+    @property
+    def memory_mib(self) -> int: ...
+
+    @property
+    def disk_mib(self) -> int: ...
+
+    @property
+    def processes(self) -> int: ...
+
+    @property
+    def cpus(self) -> float | None: ...
+
+
 class Group:
     """One sandbox's. Methods may block for a moment."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def limit(self, section: SandboxSection, controllers: frozenset[str]) -> None:
+    def limit(self, section: Limits, controllers: frozenset[str]) -> None:
         """Raises OSError."""
         if "memory" in controllers:
             mib = section.memory_mib + section.disk_mib + OWN_MIB
@@ -108,7 +121,7 @@ class Group:
             file.write(text)
 
 
-def new_group(section: SandboxSection) -> Group | None:
+def new_group(section: Limits) -> Group | None:
     """A group with the section's limits; None where none can be made. Raises SandboxError where the
     section needs one, and OSError."""
     found = place()

@@ -4,7 +4,8 @@ such as servers.
 A program has a work folder of its own, which is its home; it sees the system's files, its own and
 those that are named, and no network unless it is asked for. It is started by the words of a
 command: inside/hand_over.py gives the filter of system calls to `bwrap`, and inside/become.py sets
-limits and the user. Its variables are those of whoever starts it, but HOME and TMPDIR.
+limits and the user. Its variables are those of whoever starts it, but HOME and TMPDIR. `Walls` hold
+what all its processes use together, as those of the sandbox of code do.
 """
 
 from __future__ import annotations
@@ -13,17 +14,22 @@ import base64
 import json
 import os
 import shutil
+import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentevo.errors import SandboxError
 from agentevo.sandbox.bubblewrap import Bubblewrap, namespace_words, visible_words, working_way
+from agentevo.sandbox.cgroups import new_group
 from agentevo.sandbox.inside.hand_over import HANDLE
 from agentevo.sandbox.launch import FIRST_UID, INSIDE, NUM_UIDS, SYSTEM, is_below, python_program
 from agentevo.sandbox.seccomp import seccomp_program
+from agentevo.sandbox.watch import Watched, descendants, watch
 
 if TYPE_CHECKING:
     from agentevo.config.sandbox import ProgramSandboxSection
@@ -33,6 +39,9 @@ NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/s
 
 NODE_MODULES = "/node_modules/"
 """Where a program of npm's finds its packages: its file in `.bin` is a link to one of them."""
+MAX_FILES = 100_000
+"""In the work folder: empty ones take the kernel's memory as well."""
+ENDING_S = 2.0
 _FIRST_LINE = 4096
 """Bytes of a script that may name its interpreter."""
 
@@ -43,6 +52,61 @@ class _Seen:
 
     disk_mib: int
     packages: bool = True
+
+
+class Walls:
+    """Around one program that the words of `sandboxed` start, with all that it starts: a cgroup
+    where there can be one, and the watch of memory, processes and files."""
+
+    def __init__(self, section: ProgramSandboxSection) -> None:
+        """Before its start. Blocks for a moment. Raises SandboxError and OSError."""
+        self._section = section
+        self._group = new_group(_Limits(section.memory_mib, section.disk_mib, section.processes))
+        self._pid: int | None = None
+
+    def surround(self, pid: int, tell: Callable[[str], None]) -> None:
+        """From its start on, before it says anything. `tell` hears of a limit that ended it, in the
+        watching thread. Raises OSError."""
+        section = self._section
+        self._pid = pid
+
+        def end(kind: str, reason: str) -> None:
+            tell(f"its sandbox has ended it: {reason}")
+            for process in (*descendants(pid), pid):
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(process, signal.SIGKILL)
+
+        watched = Watched(
+            pid,
+            section.memory_mib,
+            section.processes,
+            section.disk_mib,
+            MAX_FILES,
+            None,
+            "/sandbox",
+            end,
+        )
+        watch.add(watched)
+        if self._group is not None:
+            self._group.add([pid])
+            self._group.add(descendants(pid))
+
+    def end(self) -> None:
+        """Blocks, for ENDING_S at most."""
+        if self._pid is not None:
+            watch.remove(self._pid)
+        if self._group is not None:
+            self._group.end(time.monotonic() + ENDING_S)
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """See cgroups.Limits."""
+
+    memory_mib: int
+    disk_mib: int
+    processes: int
+    cpus: float | None = None
 
 
 def sandboxed(
@@ -60,7 +124,12 @@ def sandboxed(
     if way == "user" and os.geteuid() == 0:
         raise SandboxError("bubblewrap: root may make no namespaces here: start it as a user")
 
-    limits = {"RLIMIT_DATA": section.memory_mib * 2**20, "RLIMIT_CORE": 0}
+    limits = {
+        "RLIMIT_DATA": section.memory_mib * 2**20,
+        "RLIMIT_CORE": 0,
+        "RLIMIT_MEMLOCK": 0,
+        "RLIMIT_NOFILE": 1024,
+    }
     uids = None
     if way == "root":
         uids = [FIRST_UID, NUM_UIDS]  # one for each start: a user that nobody else is

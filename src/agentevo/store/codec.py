@@ -41,7 +41,7 @@ from agentevo.store.records import (
     TaskEvent,
     TrajectorySummary,
 )
-from agentevo.types import REWARD_PARTS, FinishReason, Status, Task, Trajectory, Turn
+from agentevo.types import REWARD_PARTS, TIMINGS, FinishReason, Status, Task, Trajectory, Turn
 
 T = TypeVar("T")
 JSON = msgspec.json.Encoder(order="deterministic")
@@ -268,9 +268,11 @@ def content_digest(trajectory: Trajectory) -> bytes:
 def _encode_trajectory(trajectory: Trajectory, split: Split, step: int) -> EncodedTrajectory:
     facts, turns, *more = _content(trajectory)
     numbers = {"started_at": trajectory.started_at, "duration_s": trajectory.duration_s}
-    _check_finite(numbers)
+    timings = {f"{TIMINGS}{name}": value for name, value in trajectory.timings.items()}
+    _check_finite(numbers | timings)
     digest = _row_digest(facts, [turns, *more], split, step)
     row = facts | {
+        "metrics": _encode_metrics(_measured(trajectory) | timings),
         "split": split,
         "step": int(step),
         "state": "ready" if trajectory.status == "completed" else "failed",
@@ -295,16 +297,7 @@ def _content(trajectory: Trajectory) -> tuple[Any, ...]:
             f"status {trajectory.status!r} is unknown: use one of {', '.join(_STATUSES)}"
         )
 
-    for name in trajectory.metrics:
-        if name.startswith(REWARD_PARTS):
-            raise ValueError(
-                f"the metric {name!r} has a name that parts of the reward have: choose another, "
-                "or give it as a part"
-            )
-
-    measured = trajectory.metrics | {
-        f"{REWARD_PARTS}{name}": value for name, value in trajectory.reward_parts.items()
-    }
+    measured = _measured(trajectory)
     _check_finite({"reward": trajectory.reward, **measured})
     turns = [_encode_turn(turn, position) for position, turn in enumerate(trajectory.turns)]
     facts: dict[str, object] = {
@@ -317,7 +310,7 @@ def _content(trajectory: Trajectory) -> tuple[Any, ...]:
         "success": bool(trajectory.success),
         "error": trajectory.error,
         "truncated": bool(trajectory.truncated),
-        "metrics": JSON.encode({name: float(value) for name, value in measured.items()}).decode(),
+        "metrics": _encode_metrics(measured),
     }
     remote = ""
     files = trajectory.files
@@ -332,6 +325,25 @@ def _content(trajectory: Trajectory) -> tuple[Any, ...]:
         return facts, turns, remote, check_files(files)
 
     return (facts, turns, remote) if remote else (facts, turns)
+
+
+def _measured(trajectory: Trajectory) -> dict[str, float]:
+    """Metrics and parts of the reward. Raises ValueError for a metric with a name of the others."""
+    for name in trajectory.metrics:
+        if name.startswith((REWARD_PARTS, TIMINGS)):
+            kind = "parts of the reward" if name.startswith(REWARD_PARTS) else "times"
+            raise ValueError(
+                f"the metric {name!r} has a name that {kind} have: choose another, or give it as "
+                "one of them"
+            )
+
+    return trajectory.metrics | {
+        f"{REWARD_PARTS}{name}": value for name, value in trajectory.reward_parts.items()
+    }
+
+
+def _encode_metrics(measured: Mapping[str, float]) -> str:
+    return JSON.encode({name: float(value) for name, value in measured.items()}).decode()
 
 
 def _row_digest(facts: Mapping[str, object], said: list[Any], split: Split, step: int) -> bytes:
@@ -422,20 +434,19 @@ def decode_stored(row: Mapping[Any, Any], data: bytes | None) -> StoredTrajector
         files={} if data is None else unpack_files(data),
         texts={} if data is None else unpack_texts(data),
         reward=float(row["reward"]),
-        reward_parts={
-            name.removeprefix(REWARD_PARTS): value
-            for name, value in measured.items()
-            if name.startswith(REWARD_PARTS)
-        },
+        reward_parts=_named(REWARD_PARTS, measured),
         success=row["success"],
         status=row["status"],
         error=row["error"],
         truncated=row["truncated"],
         metrics={
-            name: value for name, value in measured.items() if not name.startswith(REWARD_PARTS)
+            name: value
+            for name, value in measured.items()
+            if not name.startswith((REWARD_PARTS, TIMINGS))
         },
         started_at=row["started_at"],
         duration_s=row["duration_s"],
+        timings=_named(TIMINGS, measured),
     )
     return StoredTrajectory(
         trajectory=trajectory,
@@ -449,6 +460,14 @@ def decode_stored(row: Mapping[Any, Any], data: bytes | None) -> StoredTrajector
         emptied=_emptied(row) if data is None else None,
         digest=bytes(row["digest"]),
     )
+
+
+def _named(prefix: str, measured: Mapping[str, float]) -> dict[str, float]:
+    return {
+        name.removeprefix(prefix): value
+        for name, value in measured.items()
+        if name.startswith(prefix)
+    }
 
 
 def _emptied(row: Mapping[Any, Any]) -> Emptied:

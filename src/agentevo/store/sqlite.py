@@ -16,6 +16,7 @@ import asyncio
 import errno
 import math
 import os
+import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Coroutine
@@ -23,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, Self, cast
 from urllib.parse import quote
 
@@ -146,6 +148,8 @@ class SQLiteStore(SQLStore):
         self._engine = engine
         self._is_still = False
         """Whether the file is read as one that nobody writes to."""
+        self._copy: TemporaryDirectory[str] | None = None
+        """Where the file is read from, if not from its own folder."""
         self._clock = clock or MachineClock()
         self._writer = asyncio.Lock()
         self._threads = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="agentevo-store")
@@ -167,7 +171,8 @@ class SQLiteStore(SQLStore):
         Raises StoreError for a path that holds anything but an AgentEvo store, or one of a newer
         schema; such a file is left as it was. One of an older schema is migrated, unless
         `read_only`. Then the file is opened with mode=ro; where SQLite can't make what readers of a
-        write-ahead log share, on a medium that can't be written, as one that nobody writes to.
+        write-ahead log share, on a medium that can't be written, as one that nobody writes to, or,
+        with a log that a killed writer has left, as a copy in a temporary folder.
         """
         path = _path_of(url)
         _check_file(path, create=create)
@@ -207,10 +212,23 @@ class SQLiteStore(SQLStore):
         try:
             await self._run("open", check)
         except StoreError as error:
-            if self._log_bytes() or not _sqlite_name(error).startswith(_NO_ROOM_FOR_READERS):
+            if not _sqlite_name(error).startswith(_NO_ROOM_FOR_READERS):
                 raise
-            self._read_as(still=True)
+            if self._log_bytes():  # of a writer that was killed: only SQLite reads it
+                await in_thread(self._copy_elsewhere)
+            else:
+                self._read_as(still=True)
             await self._run("open", check)
+
+    def _copy_elsewhere(self) -> None:
+        """Reads a copy in a temporary folder from here on."""
+        self._copy = TemporaryDirectory(prefix="agentevo-store-")
+        for suffix in ("", "-wal"):
+            name = f"{self.path.name}{suffix}"
+            shutil.copyfile(self.path.with_name(name), Path(self._copy.name) / name)
+        before = self._engine
+        self._engine = _engine(Path(self._copy.name) / self.path.name, self._timeout_s, "ro")
+        before.dispose()
 
     def _log_bytes(self) -> int:
         """The size of the write-ahead log: above 0 while somebody writes."""
@@ -229,6 +247,8 @@ class SQLiteStore(SQLStore):
         async with self._deadline("close"):
             await in_thread(self._threads.shutdown)
             self._engine.dispose()
+            if self._copy is not None:
+                self._copy.cleanup()
 
     async def _run(
         self, what: str, work: Work[T], *, write: bool = False, lock: Lock = "worker"

@@ -1,9 +1,10 @@
 """Serving an application over HTTP until the process is asked to stop.
 
 Connections are admitted as the engine's are (inference/admission.py): whoever has not shown the
-key, or, without one, has not sent the headers of a request, is cut off after a few seconds. The
-body of a request has BODY_S, each piece of an answer TAKEN_S until it is taken, and a connection
-between two requests IDLE_S; how many there may be is bounded.
+key, or, without one, has not sent the headers of a request, is cut off after a few seconds. Without
+a key the `Host` header has to name this machine, so that no web page asks. The body of a request
+has BODY_S, each piece of an answer TAKEN_S until it is taken, and a connection between two requests
+IDLE_S; how many there may be is bounded.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
 from agentevo.http_clients import is_this_machine
 from agentevo.inference.admission import Connection, Limits
-from agentevo.inference.http_server import open_socket, serving, url_of
+from agentevo.inference.http_server import is_own_host, open_socket, serving, url_of
 from agentevo.signals import LOOK_S, asked_to_stop
 
 MAX_HEADER_BYTES = 64 * 2**10
@@ -107,6 +108,10 @@ class _Guarded:
             await self._app(scope, receive, send)  # which refuses whoever has no key
             return
 
+        if self._key is None and not is_own_host(_header(scope, b"host").decode("latin-1")):
+            await _refuse(send, 421, "ask by an address of this machine, or by localhost")
+            return
+
         connection: Connection = scope["state"]["connection"]
         if not connection.admit():
             await _refuse(send, 503, "too many connections: try again")
@@ -137,8 +142,13 @@ class _Guarded:
     def _shows_key(self, scope: Any) -> bool:
         if self._key is None:
             return True
-        shown = dict(scope["headers"]).get(b"authorization", b"")
+        shown = _header(scope, b"authorization")
         return hmac.compare_digest(shown, f"Bearer {self._key}".encode())
+
+
+def _header(scope: Any, name: bytes) -> bytes:
+    value: bytes = dict(scope["headers"]).get(name, b"")
+    return value
 
 
 async def _read(receive: Any) -> list[Any]:

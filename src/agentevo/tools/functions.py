@@ -31,6 +31,7 @@ from agentevo.daemon_threads import OwnThread, run_in_thread
 from agentevo.errors import ConfigError, ToolUnavailableError, UnknownNameError, described
 from agentevo.event_loop import in_thread
 from agentevo.rewards.returned import plain_number
+from agentevo.signals import Interrupt
 from agentevo.tools.signature import Signature, checked_options
 from agentevo.tools.tool import ToolResult, ToolSession, ToolSpec
 from agentevo.tracebacks import traceback_of
@@ -143,7 +144,9 @@ class FunctionTools:
     async def _close_async(self, item: Any) -> None:
         try:
             await asyncio.wait_for(item.close(), CLOSING_S)
-        except Exception as error:  # noqa: BLE001 (the attempt has its outcome already)
+        except Interrupt:
+            raise
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 (see _close)
             self._show(error)
 
     def _show(self, error: BaseException) -> None:

@@ -18,9 +18,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from agentevo.config.sandbox import ProgramSandboxSection
 from agentevo.console import without_controls
 from agentevo.errors import ToolArgumentsError, ToolUnavailableError, described
+from agentevo.event_loop import in_thread
 from agentevo.extras import load_extra
+from agentevo.sandbox.programs import Walls
 from agentevo.tools.mcp_messages import mend_messages, problem_of
 from agentevo.tools.mcp_offers import (
     MAX_PAGES,
@@ -78,6 +81,8 @@ class Server:
     shown: str = ""
     """Where it is, for messages."""
     secrets: Sequence[str] = field(default=(), repr=False)
+    sandbox: ProgramSandboxSection | None = None
+    """The limits of the sandbox that `command` starts it in."""
 
     @property
     def title(self) -> str:
@@ -255,9 +260,13 @@ class Connection:
     async def _transport(self, stack: AsyncExitStack) -> Any:
         server = self._server
         if server.command is not None:
+            walls = None
+            if server.sandbox is not None:
+                walls = await in_thread(Walls, server.sandbox)
+                stack.push_async_callback(in_thread, walls.end)
             errors = stack.enter_context(await self._stderr.open())
             words = [server.command, *server.args]
-            return stdio_transport(words, server.env, server.cwd, errors)
+            return stdio_transport(words, server.env, server.cwd, errors, walls)
 
         if server.transport == "sse":
             from mcp.client.sse import sse_client

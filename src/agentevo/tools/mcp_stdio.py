@@ -9,22 +9,28 @@ and that request fails.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import signal
+import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agentevo.sandbox.programs import Walls
+from agentevo.tools import server_guard
 from agentevo.tools.mcp_messages import make_refusal, read_message
-from agentevo.tools.orphans import forget_group, watch_group
 
 MAX_MESSAGE = 64 * 2**20
 """Bytes of a line."""
 ENDS = 512
 """Bytes that are kept of either end of a longer one."""
 PIECE = 2**18
-GRACE_S = 2.0
-"""How long a server may take to end when its stdin has ended, and again when it is told to."""
+GUARD = (sys.executable, "-I", "-S", "-B", str(server_guard.__file__))
+END_S = 4 * server_guard.GRACE_S
+"""How long its guard may take to end a server."""
 _LOOK_S = 0.01
 _FIRST_ID = re.compile(rb'\{\s*"jsonrpc"\s*:\s*"2\.0"\s*,\s*"id"\s*:\s*(\d+)\s*,')
 _LAST_ID = re.compile(rb'\}\s*,\s*"jsonrpc"\s*:\s*"2\.0"\s*,\s*"id"\s*:\s*(\d+)\s*\}\s*\Z')
@@ -32,15 +38,22 @@ _LAST_ID = re.compile(rb'\}\s*,\s*"jsonrpc"\s*:\s*"2\.0"\s*,\s*"id"\s*:\s*(\d+)\
 
 @asynccontextmanager
 async def stdio_transport(
-    words: Sequence[str], env: Mapping[str, str], cwd: Path | None, errors: Any
+    words: Sequence[str],
+    env: Mapping[str, str],
+    cwd: Path | None,
+    errors: Any,
+    walls: Walls | None = None,
 ) -> AsyncIterator[tuple[Any, Any]]:
     """See mcp.client._transport.Transport. `env`: variables beside PATH, HOME and the like;
-    `errors`: the file that it writes its stderr to. Raises OSError for a program that can't be
-    started."""
+    `errors`: the file that it writes its stderr to, as its guard does for a program that can't be
+    started. All that the server starts ends with the block, and with this process. `walls` are
+    those of a server in a sandbox."""
     import anyio
     from mcp.client.stdio import get_default_environment
 
     process = await asyncio.create_subprocess_exec(
+        *GUARD,
+        str(os.getpid()),
         *words,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
@@ -54,7 +67,9 @@ async def stdio_transport(
     assert process.stdin is not None and process.stdout is not None
 
     # Nothing is awaited until the task group is there: a cancellation would leave the process.
-    watch_group(process.pid)
+    if walls is not None:
+        walls.surround(process.pid, partial(_write_error, errors))
+
     incoming, read_stream = anyio.create_memory_object_stream[Any](0)
     write_stream, outgoing = anyio.create_memory_object_stream[Any](0)
     async with anyio.create_task_group() as tasks:
@@ -68,6 +83,12 @@ async def stdio_transport(
                 write_stream.close()
                 await _end(process)
             tasks.cancel_scope.cancel()
+
+
+def _write_error(errors: Any, line: str) -> None:
+    """To the end of what the server has said."""
+    with suppress(OSError, ValueError):  # the file is closed
+        os.write(errors.fileno(), f"\n{line}\n".encode())
 
 
 async def _read(stdout: asyncio.StreamReader, incoming: Any) -> None:
@@ -129,14 +150,13 @@ async def _write(stdin: asyncio.StreamWriter, outgoing: Any, incoming: Any) -> N
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Waits for a server whose stdin has ended; one that goes on is killed with its children."""
-    from mcp.os.posix.utilities import terminate_posix_process_tree
-
+    """Waits for the end of a server whose stdin has ended, and of all that it started."""
+    with suppress(ProcessLookupError):
+        process.terminate()  # tells its guard
     if not await _has_ended(process):
-        await terminate_posix_process_tree(process, GRACE_S)  # type: ignore[arg-type]
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         await _has_ended(process)
-
-    forget_group(process.pid)
 
     # Its pipes may be open in a process that it left behind.
     with suppress(PermissionError):
@@ -144,9 +164,9 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 async def _has_ended(process: asyncio.subprocess.Process) -> bool:
-    """Within GRACE_S. `Process.wait` would wait for the ends of the pipes as well."""
+    """Within END_S. `Process.wait` would wait for the ends of the pipes as well."""
     with suppress(TimeoutError):
-        async with asyncio.timeout(GRACE_S):
+        async with asyncio.timeout(END_S):
             while process.returncode is None:
                 await asyncio.sleep(_LOOK_S)
     return process.returncode is not None

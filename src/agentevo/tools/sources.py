@@ -89,6 +89,7 @@ def _server_of(section: MCPServerSection) -> Server:
         start_timeout_s=section.start_timeout_s,
         shown=" ".join(words) if section.url is None else without_password(section.url),
         secrets=[*passed.values(), *([] if key is None else [key])],
+        sandbox=section.sandbox,
     )
 
 

@@ -4,27 +4,35 @@ Names, trace ids and span ids are those that the run's own tracer gives (tracing
 is exported twice, or was traced as well, are the same spans. Of a run that was never traced the
 trace ids are made from the name of its first process, which no other run has.
 
-Not promised: what only a tracer sees. A stored call does not know of the request that asked for it
-at the gateway, of the attempt of several agents that it is part of, or what the policy was told;
-`trajectories` has that.
+With `contents` a call of the policy has the messages of its turn, so `agentevo data import` reads
+what was said. Not promised: what only a tracer sees. A stored call does not know of the request
+that asked for it at the gateway, or of the attempt of several agents that it is part of; and the
+messages of an attempt that lost answers on their way, or is not in the store, are left out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
+from agentevo.errors import StoreError
 from agentevo.progress import bar
 from agentevo.store import Store
 from agentevo.store.export import whole_file
-from agentevo.store.trace_context import trace_of
+from agentevo.store.trace_context import Said, trace_of
 from agentevo.tracing import otlp_json
 from agentevo.tracing.opening import BATCH, LENGTH, kept_run_id, source
 from agentevo.tracing.span import Span
 from agentevo.tracing.spans import RunFacts, Spans, attempt_of
 from agentevo.tracing.texts import Texts
+from agentevo.types import Call, Message, Turn
+
+REMEMBERED = 512
+"""Attempts whose messages are kept while calls are read: as many as run at one time."""
 
 
 class Exported(NamedTuple):
@@ -47,10 +55,12 @@ async def export_spans(
     """Writes the calls that have ended to `out` (.jsonl or .jsonl.gz), which appears whole or not
     at all: a line is a request of up to BATCH spans, in OTLP's JSON, or one span.
 
-    `run.id` is left out: `folder` has it, or the calls. `contents`: spans hold what tools, scorers
-    and programs were given and wrote. Raises StoreError for a path that can't be written.
+    `run.id` is left out: `folder` has it, or the calls. `contents`: spans hold what the policy was
+    asked and said, and what tools, scorers and programs were given and wrote. Raises StoreError for
+    a path that can't be written.
     """
     made: Spans | None = None
+    conversations = _Conversations(store)
     batch: list[Span] = []
     num_spans = num_unended = 0
     resource = source(of_this_process=False)
@@ -75,7 +85,8 @@ async def export_spans(
                 continue
 
             trace = trace_of(run.id, attempt_of(call.trajectory_id), 1.0)
-            batch.append(made.of(call, trace))
+            said = await conversations.said_in(call) if contents else None
+            batch.append(made.of(call, trace, said=said))
             num_spans += 1
 
             if len(batch) == BATCH:
@@ -84,6 +95,65 @@ async def export_spans(
         write()
 
     return Exported(num_spans, num_unended)
+
+
+class _Conversations:
+    """The messages of stored attempts."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._turns: dict[str, list[Said]] = {}
+        """Attempt -> what was said in each of its turns; the oldest are forgotten."""
+
+    async def said_in(self, call: Call) -> Said | None:
+        """None for what is no call of the policy, and where its turns are not known."""
+        first = call.attributes.get("turn")
+        count = call.attributes.get("completions")
+        if call.kind != "policy" or not isinstance(first, int) or not isinstance(count, int):
+            return None
+
+        if call.trajectory_id not in self._turns:
+            if len(self._turns) == REMEMBERED:
+                del self._turns[next(iter(self._turns))]
+            self._turns[call.trajectory_id] = await self._read(call.trajectory_id)
+
+        turns = self._turns[call.trajectory_id][first : first + count]
+        if len(turns) < count:
+            return None
+        return replace(
+            turns[0],
+            answers=[answer for turn in turns for answer in turn.answers],
+            finish_reasons=[reason for turn in turns for reason in turn.finish_reasons],
+        )
+
+    async def _read(self, trajectory_id: str) -> list[Said]:
+        try:
+            trajectory = await self._store.trajectory(trajectory_id)
+        except StoreError:  # dropped, or its group has not been written
+            return []
+
+        if "num_undelivered" in trajectory.metrics:  # its turns were numbered anew
+            return []
+
+        told: list[Said] = []
+        contexts: list[list[Message]] = []
+        for turn in trajectory.turns:
+            known = [] if turn.parent is None else contexts[turn.parent]
+            tools = turn.tools if turn.parent is None else told[turn.parent].tools
+            contexts.append([*known, *turn.messages])
+            told.append(_said(turn, contexts[-1], tools))
+
+        return told
+
+
+def _said(turn: Turn, context: Sequence[Message], tools: str) -> Said:
+    return Said(
+        asked=context[:-1],
+        answers=turn.messages[-1:],
+        tools=tools,
+        finish_reasons=[turn.finish_reason],
+        temperature=turn.temperature,
+    )
 
 
 def _line(span: Span) -> bytes:

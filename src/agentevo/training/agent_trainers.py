@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from agentevo.training.batching.credit import TurnCredits
 from agentevo.training.learner import PreparedBatch, RolloutTrainer
 from agentevo.training.optimization import Optimization
 from agentevo.training.token_numbers import TokenNumbers
@@ -69,6 +70,7 @@ class AgentTrainers:
         *,
         version: int | None = None,
         bound: int | None = None,
+        turn_credits: TurnCredits = MappingProxyType({}),
     ) -> PreparedBatch:
         """See RolloutTrainer.prepare; `samples` are PolicySamples."""
         parts = {
@@ -77,6 +79,7 @@ class AgentTrainers:
                 baselines,
                 version=version,
                 bound=bound,
+                turn_credits=turn_credits,
             )
             for name, trainer in self.trainers.items()
         }

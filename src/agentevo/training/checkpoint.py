@@ -10,8 +10,8 @@ state beside it.
 
 A folder appears whole or not at all: it is written under another name, hashed (`manifest.py`),
 brought to the disk, then renamed. Deleting begins with a rename too. Damage that comes later (a
-failing disk, a careless copy) shows in its checksums. The newest `keep_last` stay, and the best
-one.
+failing disk, a careless copy) shows in its checksums. The newest `keep_last` stay, and with
+`keep_best` the best one.
 """
 
 from __future__ import annotations
@@ -50,10 +50,13 @@ _NAME = re.compile(r"step-(\d{6,})")
 class Checkpoints:
     """The checkpoint folder of one run."""
 
-    def __init__(self, folder: Path, keep_last: int, *, alone: bool = False) -> None:
+    def __init__(
+        self, folder: Path, keep_last: int, *, keep_best: bool = True, alone: bool = False
+    ) -> None:
         """`alone`: of several processes that train together only this one calls."""
         self.folder = folder
         self.keep_last = keep_last
+        self._keep_best = keep_best
         self._alone = alone
         self.best_value, self.best_step = self._best()
         """The highest evaluation, and the step of the newest checkpoint that has it."""
@@ -185,7 +188,10 @@ class Checkpoints:
 
     def _prune(self) -> None:
         steps = self.steps()
-        kept = {*steps[-self.keep_last :], self.best_step}
+        kept = set(steps[-self.keep_last :])
+        if self._keep_best and self.best_step is not None:
+            kept.add(self.best_step)
+
         for old in steps:
             if old not in kept:
                 self._delete(self.path(old))

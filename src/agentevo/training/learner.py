@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from agentevo.training.batching.credit import TurnCredits
 from agentevo.training.optimization import Optimization
 from agentevo.training.token_numbers import TokenNumbers
 from agentevo.types import Trajectory
@@ -21,6 +22,8 @@ class PreparedBatch:
     metrics: dict[str, float] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     """Trajectory id -> why that trajectory is not trained on after all."""
+    warnings: list[str] = field(default_factory=list)
+    """What people are to know of it."""
 
 
 class Learner(Protocol):
@@ -61,6 +64,8 @@ class RolloutTrainer(Learner, Protocol):
         *,
         version: int | None = None,
         bound: int | None = None,
+        turn_credits: TurnCredits = ...,
     ) -> PreparedBatch:
         """Makes the samples for `step`. With `version`, the number of committed steps, nothing
-        older than `bound` is trained on; see `staleness.py`."""
+        older than `bound` is trained on; see `staleness.py`. `turn_credits`: what each turn
+        has earned, where a function of the user's says so."""

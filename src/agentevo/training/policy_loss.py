@@ -19,6 +19,7 @@ from agentevo.algorithms.importance import age_decay
 from agentevo.algorithms.loss_inputs import LossTables, bounded_exp
 from agentevo.algorithms.losses import bind_policy_loss
 from agentevo.config import AlgorithmSection
+from agentevo.training.algorithm_functions import bound_loss
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.staleness import AGE, age_sums
 from agentevo.training.kernels.output_layer import token_logprobs
@@ -41,6 +42,7 @@ class MinibatchLoss:
             importance=section.importance,
             importance_cap=section.importance_cap,
             importance_floor=section.importance_floor,
+            function=bound_loss(section),
         )
         self.age_power = section.importance_age_power
         self.aggregation = bind_aggregation(algorithm.aggregation, algorithm.aggregation_hyper)

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from agentevo.algorithms.preference import bind_preference_loss
 from agentevo.config import AlgorithmSection, MemorySection, TrainerSection
 from agentevo.models.positions import context_length
+from agentevo.training.batching.credit import TurnCredits
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.passes import (
     backward_through_sums,
@@ -103,8 +104,10 @@ class PreferenceTrainer:
         *,
         version: int | None = None,
         bound: int | None = None,
+        turn_credits: TurnCredits = MappingProxyType({}),
     ) -> PreparedBatch:
-        """Pairs of the trajectories, for `step`. `baselines` are for other trainers.
+        """Pairs of the trajectories, for `step`. `baselines` and `turn_credits` are for other
+        trainers.
 
         With `version`, the number of committed steps, an attempt with a token more than `bound`
         versions away from it is left out whole, because the losses compare whole answers (see

@@ -18,12 +18,13 @@ from agentevo.algorithms.divergence import bind_kl
 from agentevo.algorithms.estimators import bind_advantage
 from agentevo.algorithms.value import explained_variance
 from agentevo.config import AlgorithmSection
-from agentevo.config.credit import find_credit
 from agentevo.config.routing import recomputes
 from agentevo.errors import TrainingError
 from agentevo.models.grammar import Grammars
 from agentevo.models.routers import KEY
+from agentevo.training.algorithm_functions import bound_advantage
 from agentevo.training.batching.constrained import masks_of
+from agentevo.training.batching.credit import TurnCredits
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.passes import device_of, token_tables
 from agentevo.training.batching.samples import (
@@ -73,8 +74,9 @@ class Preparation:
         self.max_tokens = max_tokens
         self.merge = merge
         algorithm = section.resolved()
-        self.advantage = bind_advantage(algorithm.advantage, algorithm.advantage_hyper)
-        self.credit = None if section.credit is None else find_credit(section.credit)
+        self.advantage = bind_advantage(
+            algorithm.advantage, algorithm.advantage_hyper, function=bound_advantage(section)
+        )
         self.kl = bind_kl(section.kl)
         self.collision = "sum_pi_squared" in self.advantage.needs
 
@@ -92,10 +94,12 @@ class Preparation:
         *,
         kl_coef: float,
         baselines: Mapping[str, float],
+        turn_credits: TurnCredits,
         monte_carlo: bool,
     ) -> PreparedBatch:
-        """`baselines`: task id -> reward of the greedy attempt; `monte_carlo`: returns that trust
-        no critic (while one is pretrained)."""
+        """`baselines`: task id -> reward of the greedy attempt; `turn_credits`: what each turn has
+        earned, where a function of the user's says so; `monte_carlo`: returns that trust no critic
+        (while one is pretrained)."""
         masks, masked = masks_of(trajectories, self.grammars)
         observations = self.section.train_observations
         rows = [
@@ -125,7 +129,7 @@ class Preparation:
             bonus=bonus,
             baselines=baselines,
             weights=self.section.reward_weights,
-            credit=self.credit,
+            turn_credits=turn_credits,
         )
         if self.recomputed:
             metrics |= _mismatch(_rollout_logprobs(rows), tables["logp"], _mask(rows))

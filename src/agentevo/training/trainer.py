@@ -26,6 +26,7 @@ from agentevo.config import (
 )
 from agentevo.models.grammar import Grammars
 from agentevo.progress import Bar, bar
+from agentevo.training.batching.credit import TurnCredits
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.passes import device_of, keep_pace, micro_batches, null_batches
 from agentevo.training.batching.staleness import effective_sizes, mask_stale, of_first_update
@@ -127,9 +128,11 @@ class Trainer:
         *,
         version: int | None = None,
         bound: int | None = None,
+        turn_credits: TurnCredits = MappingProxyType({}),
     ) -> PreparedBatch:
         """Samples for `step`. `baselines`: task id -> reward of the greedy attempt, where the
-        algorithm compares with it.
+        algorithm compares with it. `turn_credits`: what each turn has earned, where
+        `algorithm.credit` says so.
 
         With `version`, the number of committed steps, tokens more than `bound` versions away from
         it are not trained on, and the metrics have the ages of all tokens (see `mask_stale`). A
@@ -147,6 +150,7 @@ class Trainer:
             self.roles,
             kl_coef=self.kl.coef,
             baselines=baselines,
+            turn_credits=turn_credits,
             monte_carlo=self.pretraining,
         )
         if "actor/reward_kl" in prepared.metrics:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import ipaddress
 import re
 import secrets
 import socket
@@ -29,6 +28,7 @@ from urllib.parse import parse_qsl, quote, urlencode
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentevo.console import to_stderr
+from agentevo.inference.http_server import is_own_host
 from agentevo.ui.forms import (
     FORM_TOKEN,
     Form,
@@ -101,18 +101,8 @@ class Access:
         self.control_cookie = f"agentevo-control-{self._control_pass[:8]}"
 
     def is_our_host(self, host: str) -> bool:
-        """Whether a `Host` header names us: an address can't be somebody else's name for us."""
-        name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
-        name = name.lower().rstrip(".")
-        if name in self._hosts:
-            return True
-
-        try:
-            ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
-        except ValueError:
-            return False
-
-        return True
+        """Whether a `Host` header names us."""
+        return is_own_host(host, self._hosts)
 
     def is_token(self, given: str) -> bool:
         """Takes as long for any wrong one."""

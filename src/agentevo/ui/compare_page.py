@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -118,7 +118,11 @@ def settings_of(views: Sequence[RunView], by: str) -> list[Setting]:
         groups.setdefault(view.key if by == "run" else same, []).append(view)
 
     names = [group[0].name for group in groups.values()]
-    return [_setting(group, configs[group[0].key], names) for group in groups.values()]
+    lines = [_setting(group, configs[group[0].key], names) for group in groups.values()]
+    seeds = {seed for line in lines for seed in line.seeds}
+    if by == "run" and len(seeds) > 1:
+        lines = [replace(line, name=f"{line.name}, seed {line.seeds[0]}") for line in lines]
+    return lines
 
 
 def _setting(views: list[RunView], config: dict[str, Any], names: list[str]) -> Setting:
@@ -158,7 +162,8 @@ def chart_of(settings: Sequence[Setting], metric: str, axis: Axis) -> Chart | No
 
 def differing(settings: Sequence[Setting]) -> tuple[list[tuple[str, list[str]]], int]:
     """The keys in which configurations differ, with each one's value; and how many are the same."""
-    keys = sorted({key for setting in settings for key in setting.config} - set(PLACE_KEYS))
+    places = set(PLACE_KEYS) - {"run.seed"} if _are_single(settings) else set(PLACE_KEYS)
+    keys = sorted({key for setting in settings for key in setting.config} - places)
     differences = []
     num_same = 0
     for key in keys:
@@ -171,3 +176,8 @@ def differing(settings: Sequence[Setting]) -> tuple[list[tuple[str, list[str]]],
             num_same += 1
 
     return differences, num_same
+
+
+def _are_single(settings: Sequence[Setting]) -> bool:
+    """Whether each line is one run, so that its seed is a value like the others."""
+    return all(len(setting.views) == 1 for setting in settings)

@@ -9,7 +9,7 @@ from fastapi.responses import HTMLResponse
 
 from agentevo.event_loop import in_thread
 from agentevo.observability import run_now
-from agentevo.observability.chart_lines import chart_of
+from agentevo.observability.chart_lines import TITLES, chart_of
 from agentevo.pages.drawing import timeline
 from agentevo.pages.navigation import TABS
 from agentevo.parsing import read_text
@@ -20,19 +20,6 @@ from agentevo.ui.runs_page import row_of
 
 router = APIRouter()
 
-FIRST = (
-    ("critic/score/mean", "Reward"),
-    ("train/success", "Success in training"),
-    ("sft/loss", "Loss"),
-    ("actor/entropy", "Entropy, nats a token"),
-    ("actor/grad_norm", "Gradient norm"),
-    ("actor/ppo_kl", "KL to the policy that drew"),
-    ("response_length/mean", "Tokens of a completion"),
-    ("group/zero_std_ratio", "Groups whose rewards are all equal"),
-    ("perf/throughput", "Tokens a second"),
-    ("staleness/mean", "Staleness: versions of the weights between drawing and training"),
-)
-"""(metric, title) of the charts that come first, where they were logged."""
 SHOWN_WARNINGS = 20
 
 
@@ -40,7 +27,7 @@ SHOWN_WARNINGS = 20
 async def now(request: Request, run: str) -> HTMLResponse:
     """What happens now."""
     view = await run_of(request, run)
-    charts = [chart for name, title in FIRST if (chart := chart_of(view, name, title))]
+    charts = [chart for name in TITLES if (chart := chart_of(view, name))]
     segments = run_now.timeline(view)
     drawn = [
         (

@@ -15,7 +15,7 @@ from agentevo.errors import AgentEvoError
 from agentevo.observability.metrics_table import MetricsTable
 from agentevo.observability.moment import OLD_S, PAUSED, Moment, read_moment
 from agentevo.observability.signs import Signs, told_warnings
-from agentevo.observability.summary import read_summary
+from agentevo.observability.summary import is_complete, read_summary
 from agentevo.runs.folder import command_of, resume_command
 from agentevo.runs.lock import LOCK
 from agentevo.runs.now_file import NOW
@@ -151,7 +151,7 @@ class RunReader:
                 self._signs = Signs()
                 self._table.read_more()
 
-            self._signs.observe(self._table)
+            self._signs.observe(self._table, self._config)
             self._problems.pop("metrics.jsonl", None)
         except OSError as error:
             self._problems["metrics.jsonl"] = f"metrics.jsonl can't be read ({error})"
@@ -229,8 +229,10 @@ class RunReader:
         # The summary counts committed steps; an evaluation that was broken off has rows beyond.
         done = self._summary.get("steps")
         done = done if isinstance(done, int) else step
-        is_complete = self._summary and (planned is None or done >= planned)
-        if is_complete or (moment is not None and moment.ended == "finished"):
+        is_done = self._summary and (
+            planned is None or is_complete({**self._summary, "steps": done}, planned)
+        )
+        if is_done or (moment is not None and moment.ended == "finished"):
             return "finished", False
 
         return "interrupted", False

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentevo.credentials import REFERENCE, without_password
+from agentevo.credentials import REFERENCE, is_same_place, refuse_password, without_password
 from agentevo.errors import ConfigError
 from agentevo.paths import name_problem
 from agentevo.runs.folder import is_run_folder, is_sweep_folder, run_store_url
@@ -81,7 +81,7 @@ class Sources:
                         f"{without_password(word)[:60]}: runs are followed in their folders: give "
                         "one, or one that holds some, such as `runs` (`agentevo ui` shows stores)"
                     )
-                self._urls.append(word)
+                self._urls.append(refuse_password(word))
                 continue
 
             if problem := name_problem(word):
@@ -186,8 +186,9 @@ class Sources:
         wrote a run's config.yaml must not choose which server is asked, and which of our
         environment variables it gets as a password (`${env:NAME}`)."""
         url = source.url or run_store_url(source.folder or Path())
-        if url in self._urls:
-            return url
+        for given in self._urls:
+            if is_same_place(given, url):  # the password may be in another variable by now
+                return given
 
         if not url.startswith(_SQLITE) or REFERENCE.search(url):
             raise ConfigError(

@@ -71,7 +71,7 @@ OTHER: dict[str, Any] = {
     "truncated": True,
     "metrics": {"num_actions": 3.0},
 }
-TIMES = {"started_at", "duration_s"}
+TIMES = {"started_at", "duration_s", "timings"}
 OTHER_TURN: dict[str, Any] = {
     "parent": None,
     "prompt_ids": [1, 2, 5],
@@ -98,7 +98,7 @@ def test_every_field_of_a_trajectory_but_the_times_is_in_its_digest():
     for name, value in OTHER.items():
         other = msgspec.structs.replace(one, **{name: value})
         assert plan_digest([other]) != plan_digest([one]), name
-    later = msgspec.structs.replace(one, started_at=5.0, duration_s=6.0)
+    later = msgspec.structs.replace(one, started_at=5.0, duration_s=6.0, timings={"step": 7.0})
     assert plan_digest([later]) == plan_digest([one])
 
 

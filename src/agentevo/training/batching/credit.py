@@ -1,92 +1,129 @@
-"""What a function of the user's says that each turn has earned, as a table for the advantage."""
+"""What a function of the user's says that each turn has earned: asked of one group after the other,
+and as a table for the advantage.
+
+A group whose numbers the function can't give is left out, and the step goes on with the others;
+MAX_IN_A_ROW such groups, in one step or several, end the run before its weights change.
+"""
 
 from __future__ import annotations
 
-import contextvars
-import threading
-from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from agentevo.config.credit import CreditFunction
-from agentevo.console import to_stderr
+from agentevo.config.algorithm_functions import CREDITS
 from agentevo.copies import copy_of_trajectory
-from agentevo.errors import OverreachError, TrainingError, described
+from agentevo.daemon_threads import call_in_thread
+from agentevo.errors import TrainingError, described
 from agentevo.rewards.returned import plain_number
 from agentevo.tracebacks import traceback_of
 from agentevo.types import Trajectory
 
 LONGEST_S = 600.0
 """How long a function may take for one group."""
+MAX_IN_A_ROW = 3
+"""Groups one after the other in which a function fails before the run ends."""
+CREDIT_FAILED = "credit-failed"
+"""Drop reason of the attempts of such a group."""
+
+TurnCredits = Mapping[str, Sequence[float]]
+"""Trajectory id -> what each of its turns has earned."""
 
 
-def credit_table(
-    owners: Sequence[Trajectory], turn_ids: torch.Tensor, credit: CreditFunction
-) -> torch.Tensor:
-    """[S, T] float64: what the turn of each trained token has earned. `owners`: the trajectory of
-    each row; turn_ids [S, T], -1 where nothing is trained. Each group is judged once, as a whole of
-    what is trained of it. Raises TrainingError for what the function does wrong."""
-    groups: dict[str, dict[str, Trajectory]] = {}
-    for one in owners:
-        groups.setdefault(one.group_id, {})[one.id] = one
+@dataclass(frozen=True)
+class CreditedGroups:
+    """What the function has said of a step's groups."""
 
-    earned: dict[str, list[float]] = {}
-    for group_id, members in groups.items():
-        values = _judged(group_id, list(members.values()), credit)
-        earned |= dict(zip(members, values, strict=True))
-
-    table = torch.zeros(turn_ids.shape, dtype=torch.float64)
-    for row, one in enumerate(owners):
-        of_turns = torch.tensor([*earned[one.id], 0.0], dtype=torch.float64)
-        table[row] = of_turns[turn_ids[row]]  # the last one stands for -1
-
-    return table
+    of_turns: dict[str, list[float]] = field(default_factory=dict)
+    """See TurnCredits."""
+    dropped: dict[str, str] = field(default_factory=dict)
+    """Id of each attempt in a group where it failed -> CREDIT_FAILED."""
+    warnings: list[str] = field(default_factory=list)
+    """The first failure of each kind, with its traceback."""
 
 
-def _judged(group_id: str, group: list[Trajectory], credit: CreditFunction) -> list[list[float]]:
-    """The numbers of one group, checked."""
-    name = getattr(credit, "__name__", type(credit).__name__)
-    try:
-        returned = _called(credit, [copy_of_trajectory(one) for one in group])
+class CreditAsker:
+    """Asks the function that `algorithm.credit` names. It gets copies, on a thread that is left
+    behind where it does not return."""
+
+    def __init__(self, name: str) -> None:
+        """Raises UnknownNameError."""
+        self._name = name
+        self._credit = CREDITS.find(name)
+        self._num_failures = 0
+        """In a row."""
+        self._shown: set[str] = set()
+        """Kinds of failures whose traceback was shown."""
+
+    def ask(self, trajectories: Sequence[Trajectory]) -> CreditedGroups:
+        """What each turn of them has earned. Raises TrainingError after MAX_IN_A_ROW failures."""
+        groups: dict[str, list[Trajectory]] = {}
+        for trajectory in trajectories:
+            groups.setdefault(trajectory.group_id, []).append(trajectory)
+
+        credited = CreditedGroups()
+        for group_id, group in groups.items():
+            try:
+                credited.of_turns.update(self._of_group(group))
+            except Exception as error:  # noqa: BLE001 (whatever a user's function raises)
+                self._note_failure(group_id, error, credited)
+                credited.dropped.update(dict.fromkeys((t.id for t in group), CREDIT_FAILED))
+            else:
+                self._num_failures = 0
+
+        return credited
+
+    def _of_group(self, group: Sequence[Trajectory]) -> dict[str, list[float]]:
+        copies = [copy_of_trajectory(trajectory) for trajectory in group]
+        returned = call_in_thread(lambda: self._credit(copies), "credit function", LONGEST_S)
         if len(returned) != len(group):
             raise ValueError(f"it returned {len(returned)} lists for {len(group)} attempts")
 
-        values = []
-        for one, own in zip(group, returned, strict=True):
-            if len(own) != len(one.turns):
-                raise ValueError(f"{one.id} has {len(one.turns)} turns, and got {len(own)} numbers")
-            values.append(
-                [plain_number(value, f"the credit of a turn of {one.id}") for value in own]
+        of_turns = {}
+        for trajectory, numbers in zip(group, returned, strict=True):
+            name = trajectory.id
+            if len(numbers) != len(trajectory.turns):
+                raise ValueError(
+                    f"{name} has {len(trajectory.turns)} turns, and got {len(numbers)} numbers"
+                )
+            what = f"the credit of a turn of {name}"
+            of_turns[name] = [plain_number(number, what) for number in numbers]
+
+        return of_turns
+
+    def _note_failure(self, group_id: str, error: Exception, credited: CreditedGroups) -> None:
+        text = (
+            f"algorithm.credit: {self._name} failed for the group {group_id}: {described(error)}: "
+            "return a list for each attempt, with a number for each of its turns"
+        )
+        trace = traceback_of(error)
+        shown = f"{text}\n{trace}" if trace else text
+
+        self._num_failures += 1
+        if self._num_failures >= MAX_IN_A_ROW:
+            raise TrainingError(
+                f"{shown}\n{self._num_failures} groups in a row have failed so: the weights were "
+                "not changed; mend the function, and --resume does this step again"
+            ) from error
+
+        kind = type(error).__name__
+        if kind not in self._shown:
+            self._shown.add(kind)
+            credited.warnings.append(
+                f"{shown}\n(such a group is left out; rollout/dropped/{CREDIT_FAILED} counts "
+                "its attempts)"
             )
 
-        return values
-    except Exception as error:
-        if shown := traceback_of(error):
-            to_stderr(f"algorithm.credit: {name}:\n{shown}")
-        raise TrainingError(
-            f"algorithm.credit: {name} of the group {group_id}: {described(error)}: return a list "
-            "for each attempt, with a number for each of its turns (the weights were not changed)"
-        ) from error
 
+def credit_table(
+    owners: Sequence[Trajectory], turn_ids: torch.Tensor, turn_credits: TurnCredits
+) -> torch.Tensor:
+    """[S, T] float64: what the turn of each trained token has earned. `owners`: the trajectory of
+    each row; turn_ids [S, T], -1 where nothing is trained."""
+    table = torch.zeros(turn_ids.shape, dtype=torch.float64)
+    for row, trajectory in enumerate(owners):
+        of_turns = torch.tensor([*turn_credits[trajectory.id], 0.0], dtype=torch.float64)
+        table[row] = of_turns[turn_ids[row]]  # the last number stands for -1
 
-def _called(credit: CreditFunction, group: list[Trajectory]) -> Sequence[Sequence[float]]:
-    """On a thread that is left behind where the function does not return."""
-    answer: Future[Sequence[Sequence[float]]] = Future()
-    context = contextvars.copy_context()
-
-    def work() -> None:
-        try:
-            answer.set_result(context.run(credit, group))
-        except BaseException as error:  # noqa: BLE001 (handed to whoever waits)
-            answer.set_exception(error)
-
-    threading.Thread(target=work, name="credit", daemon=True).start()
-    _, waiting = wait([answer], timeout=LONGEST_S)
-    if waiting:
-        raise TimeoutError(f"it did not return within {LONGEST_S:g} s")
-
-    error = answer.exception()
-    if error is not None and not isinstance(error, Exception):
-        raise OverreachError(error, "a credit function") from error
-    return answer.result()
+    return table

@@ -18,11 +18,10 @@ import torch
 
 from agentevo.algorithms.advantage_inputs import AdvantageTables
 from agentevo.algorithms.estimators import Advantage
-from agentevo.config.credit import CreditFunction
 from agentevo.errors import TrainingError
 from agentevo.penalties import TokenPenalties
 from agentevo.training.batching.constrained import TurnMasks, joined
-from agentevo.training.batching.credit import credit_table
+from agentevo.training.batching.credit import TurnCredits, credit_table
 from agentevo.training.batching.routing import path_rows
 from agentevo.types import Sample, Trajectory, Turn
 
@@ -50,26 +49,29 @@ def advantages_of(
     bonus: torch.Tensor | None = None,
     baselines: Mapping[str, float] = MappingProxyType({}),
     weights: Mapping[str, float] = MappingProxyType({}),
-    credit: CreditFunction | None = None,
+    turn_credits: TurnCredits = MappingProxyType({}),
 ) -> list[Sample]:
     """Samples with their advantages and with the columns that the update needs.
 
     `tables`: name -> [S, T], the results of passes over the rows; bonus [S, T] is added to the
     environment's rewards; baselines: task id -> reward of its greedy attempt; weights of the reward
-    parts (1 where none is given). `credit` says what each turn has earned. Raises TrainingError for
-    rewards that the advantage can't be made from, and for what `credit` does wrong.
+    parts (1 where none is given). `turn_credits`: what each turn has earned. Raises TrainingError
+    for rewards that the advantage can't be made from.
     """
     if not rows:
         return []
 
-    rewards, turn_ids = _reward_table(rows, per_turn=advantage.is_recursion)
+    per_turn = advantage.is_recursion or advantage.function is not None
+    rewards, turn_ids = _reward_table(rows, per_turn=per_turn)
     mask = turn_ids >= 0
     if bonus is not None:
         rewards += torch.where(mask, bonus.double(), 0.0)
 
     inputs = _inputs_of(rows, turn_ids, advantage.needs, tables, baselines, weights)
-    if credit is not None:
-        inputs["turn_credit"] = credit_table([row.trajectory for row in rows], turn_ids, credit)
+    if turn_credits:
+        inputs["turn_credit"] = credit_table(
+            [row.trajectory for row in rows], turn_ids, turn_credits
+        )
 
     try:
         advantages, returns = advantage(

@@ -51,6 +51,9 @@ def rule_of(config: dict[str, Any]) -> Rule | str:
     try:
         section = AlgorithmSection.model_validate(config.get("algorithm") or {})
         algorithm = section.resolved()
+        if section.advantage_function is not None:
+            name = section.advantage_function
+            return f"algorithm.advantage_function={name} is a function of the run's own"
         advantage = bind_advantage(algorithm.advantage, algorithm.advantage_hyper)
     except (AgentEvoError, ValueError, TypeError) as error:
         return f"its algorithm can't be read: {str(error).splitlines()[0][:200]}"

@@ -1,0 +1,121 @@
+"""Functions of the user's that the algorithm section names: what each turn has earned, the loss of
+a token, the advantage of an attempt or a token.
+
+    @agentevo.credit("last_turn")
+    def last_turn(group):
+        return [[0.0] * (len(one.turns) - 1) + [one.reward] for one in group]
+
+    @agentevo.policy_loss("plain")
+    def plain(inputs):
+        return -inputs.advantages * inputs.logp
+
+    @agentevo.advantage("centred")
+    def centred(inputs):
+        return inputs.score - inputs.score.mean()
+
+What they get and return: docs/credit.md, docs/algorithms.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+
+from agentevo.errors import ConfigError, UnknownNameError
+from agentevo.registry import Registry
+from agentevo.types import Trajectory
+
+if TYPE_CHECKING:
+    from agentevo.config.algorithm import AlgorithmSection
+
+CreditFunction: TypeAlias = Callable[[list[Trajectory]], Sequence[Sequence[float]]]
+"""The trajectories of one group, with their final rewards -> a number for each turn of each."""
+LossFunction: TypeAlias = Callable[[Any], Any]
+"""algorithms.loss_inputs.LossInputs -> token losses [S, T], or these and metrics [S, T] by name."""
+AdvantageFunction: TypeAlias = Callable[[Any], Any]
+"""algorithms.advantage_inputs.Inputs -> advantages, [N] or [S, T]."""
+C = TypeVar("C", bound=CreditFunction)
+L = TypeVar("L", bound=LossFunction)
+A = TypeVar("A", bound=AdvantageFunction)
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+class AlgorithmFunctions(Generic[T]):
+    """The functions that one key of the algorithm section can name."""
+
+    def __init__(self, key: str, kind: str, decorator: str, signature: str) -> None:
+        self.key = key
+        self.registry: Registry[T] = Registry(kind)
+        self._decorator = decorator
+        self._signature = signature
+
+    def find(self, name: str) -> T:
+        """Raises UnknownNameError."""
+        try:
+            return self.registry.get(name)
+        except UnknownNameError as error:
+            raise UnknownNameError(
+                f"{self.key}: {error}; one of your own is `@agentevo.{self._decorator}({name!r})` "
+                f"above a function `{self._signature}`, in a file that the recipe imports (key "
+                "import), or in the program, before it trains"
+            ) from error
+
+    def add(self, name: str, function: T) -> None:
+        """Raises ConfigError for what is no function."""
+        if not callable(function):
+            raise ConfigError(
+                f"the {self._decorator} {name!r} is no function: make it `{self._signature}`"
+            )
+        self.registry.register(name)(function)
+
+
+CREDITS: AlgorithmFunctions[CreditFunction] = AlgorithmFunctions(
+    "algorithm.credit", "credits", "credit", "def credit(group)"
+)
+POLICY_LOSSES: AlgorithmFunctions[LossFunction] = AlgorithmFunctions(
+    "algorithm.loss_function", "loss functions", "policy_loss", "def loss(inputs)"
+)
+ADVANTAGES: AlgorithmFunctions[AdvantageFunction] = AlgorithmFunctions(
+    "algorithm.advantage_function", "advantage functions", "advantage", "def advantage(inputs)"
+)
+
+
+def credit(name: str) -> Callable[[C], C]:
+    """Decorator: registers a function as the credit `name`, for recipes that import its module (key
+    `import`). Raises ConfigError for what is no function."""
+
+    def add(function: C) -> C:
+        CREDITS.add(name, function)
+        return function
+
+    return add
+
+
+def policy_loss(name: str) -> Callable[[L], L]:
+    """Decorator: registers a function as the loss `name`, see `credit`."""
+
+    def add(function: L) -> L:
+        POLICY_LOSSES.add(name, function)
+        return function
+
+    return add
+
+
+def advantage(name: str) -> Callable[[A], A]:
+    """Decorator: registers a function as the advantage `name`, see `credit`."""
+
+    def add(function: A) -> A:
+        ADVANTAGES.add(name, function)
+        return function
+
+    return add
+
+
+def check_names(section: AlgorithmSection) -> None:
+    """Raises UnknownNameError for a function that the section names and nobody has registered."""
+    if section.credit is not None:
+        CREDITS.find(section.credit)
+    if section.loss_function is not None:
+        POLICY_LOSSES.find(section.loss_function)
+    if section.advantage_function is not None:
+        ADVANTAGES.find(section.advantage_function)

@@ -1,0 +1,70 @@
+"""A recipe's model without its weights: every parameter has the shape, the type and the size that
+it has in training, on the device `meta`. Of the model its config.json alone is read."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from agentevo.config import LoraSection, RunConfig
+from agentevo.models.adapters import add_adapter, peft, read_adapter_config
+from agentevo.models.attention import prepare
+from agentevo.models.config_overrides import model_config
+from agentevo.models.resolve import fetch_config
+from agentevo.orchestration.components import load_policy
+
+PACKED_BYTES = {"8bit": 1.0, "4bit": 1 / 2 + 1 / 64 + 4 / (64 * 256)}
+"""What bitsandbytes keeps of a weight: of 4 bits, a quantized scale per 64 weights and a float32
+scale per 256 of these (arXiv 2305.14314, section 3)."""
+
+
+def unloaded_policy(config: RunConfig) -> PreTrainedModel:
+    """Raises ModelError for a model that is not there, MissingExtraError without PEFT for a recipe
+    of adapters. A tiny model has its weights: it is made on the spot."""
+    if config.model.name == "tiny":
+        return load_policy(config).model
+
+    with tempfile.TemporaryDirectory(prefix="agentevo-config-") as made:
+        folder = fetch_config(config.model.name, Path(made))
+        return shape_policy(config, model_config(folder, config.model.config_overrides))
+
+
+def shape_policy(config: RunConfig, shape: PretrainedConfig) -> PreTrainedModel:
+    """The policy of a recipe whose model has this configuration. Raises MissingExtraError as
+    `unloaded_policy`."""
+    lora = config.model.lora
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            shape, dtype=getattr(torch, config.model.dtype)
+        )
+        model = model.eval()
+        if not lora.enabled:
+            return prepare(model)
+
+        packed = [] if lora.quantize == "none" else _packed_layers(model)
+        adapted = _adapt(model.requires_grad_(False), lora)
+        for layer in packed:
+            numbers = round(layer.weight.numel() * PACKED_BYTES[lora.quantize])
+            layer.weight = nn.Parameter(torch.empty(numbers, dtype=torch.uint8), False)
+
+    return prepare(adapted)
+
+
+def _packed_layers(model: PreTrainedModel) -> list[nn.Linear]:
+    """Those whose weights transformers keeps in 8 or 4 bits: all linear ones but the output
+    layer."""
+    output = model.get_output_embeddings()
+    return [m for m in model.modules() if isinstance(m, nn.Linear) and m is not output]
+
+
+def _adapt(model: PreTrainedModel, section: LoraSection) -> PreTrainedModel:
+    if section.adapter is None:
+        return add_adapter(model, section.model_copy(update={"init": "default"}), seed=0)
+
+    saved = read_adapter_config(section.adapter)
+    saved.inference_mode = False
+    return peft().get_peft_model(model, saved).eval()

@@ -1,0 +1,53 @@
+"""What `reset` and `step` of an environment return, in the form of Gymnasium: (observation, info)
+and (observation, reward, terminated, truncated, info).
+
+The old API of gym, whose reset gives the observation alone and whose step gives (observation,
+reward, done, info), is read as well: an end that `info["TimeLimit.truncated"]` marks is a limit.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from agentevo.errors import EnvironmentFailure
+
+TRUNCATED = "TimeLimit.truncated"
+
+
+class StepResult(NamedTuple):
+    """One step, as Gymnasium gives it."""
+
+    observation: Any
+    reward: Any
+    terminated: Any
+    truncated: Any
+    info: Any
+
+
+def read_step(result: object) -> StepResult:
+    """Raises EnvironmentFailure for what is neither API's."""
+    if not isinstance(result, tuple):
+        raise EnvironmentFailure(
+            f"the environment's step() returned a {type(result).__name__}: return (observation, "
+            "reward, terminated, truncated, info)"
+        )
+
+    if len(result) == 5:
+        return StepResult(*result)
+
+    if len(result) != 4:
+        raise EnvironmentFailure(
+            f"the environment's step() returned {len(result)} values: return (observation, "
+            "reward, terminated, truncated, info)"
+        )
+
+    observation, reward, done, info = result
+    limited = done and isinstance(info, dict) and bool(info.get(TRUNCATED, False))
+    return StepResult(observation, reward, False if limited else done, limited, info)
+
+
+def read_reset(result: object) -> Any:
+    """The observation."""
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
+        return result[0]
+    return result

@@ -1,0 +1,251 @@
+"""A conversation with a model in the terminal: `agentevo chat`.
+
+    a line -> the history -> Conversation.complete, printed as it is drawn -> the history
+
+The model computes on a thread with an event loop of its own. The main thread reads lines and waits
+for answers, so that Ctrl-C interrupts what it waits for: an answer, whose text so far stays in the
+history, and nothing else. Each answer extends the tokens of those before it. The conversation is
+kept nowhere, and the run's environment and tools are no part of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+from agentevo.config import RunConfig
+from agentevo.config.agents import SingleTurnSection
+from agentevo.config.tasks import TasksSection
+from agentevo.console import without_controls
+from agentevo.errors import AgentEvoError, ConfigError
+from agentevo.evaluation.contestants import MAX_NEW_TOKENS, Contestant, find_contestants
+from agentevo.evaluation.play import local_parts, run_folder
+from agentevo.event_loop import run_coroutine
+from agentevo.runs.folder import is_run_folder
+from agentevo.types import Message, SamplingOverrides
+
+LABEL = "chat"
+PROMPT = "> "
+OWN_ENGINE = ("engine.type=torch", "engine.options={}")
+"""One person needs no server."""
+
+
+def chat(
+    target: str,
+    overrides: Sequence[str] = (),
+    *,
+    step: int | None = None,
+    system: str | None = None,
+    temperature: float | None = None,
+    max_new_tokens: int | None = None,
+    note: Callable[[str], None],
+) -> None:
+    """Answers the lines of standard input on standard output until it ends; from a terminal with a
+    prompt. `target`: a run, for its newest checkpoint or that of `step`, or whatever `agentevo
+    eval` takes that is computed here. Raises ConfigError before anything is loaded."""
+    contestant = find_model(target, step, overrides)
+    own = contestant.config
+    system = system if system is not None else getattr(own.agent, "system_prompt", None)
+    overrides_of_answers = SamplingOverrides(
+        temperature=own.sampling.temperature if temperature is None else temperature,
+        max_new_tokens=max_new_tokens or max(MAX_NEW_TOKENS, own.sampling.max_new_tokens),
+    )
+    is_terminal = sys.stdin.isatty()
+    for line in _remarks(contestant, system):
+        note(line)
+
+    with ChatModel(contestant, overrides_of_answers, note) as model:
+        if is_terminal:
+            note("Ctrl-C ends an answer, Ctrl-D the chat")
+
+        history = [Message("system", system)] if system else []
+        for line in _typed_lines() if is_terminal else _piped_lines():
+            question = Message("user", line)
+            try:
+                answer = model.answer([*history, question])
+            except AgentEvoError as error:
+                if not is_terminal:
+                    raise
+                note(f"error: {error}")
+                continue
+
+            if answer is not None:
+                history += [question, answer]
+
+
+def find_model(target: str, step: int | None, overrides: Sequence[str]) -> Contestant:
+    """The model to chat with. Raises ConfigError for what is none, or is a server's."""
+    servers = ConfigError(
+        f"{target} is a server's model: any client of its API chats with it; `agentevo chat` takes "
+        "a run or a model that is computed here"
+    )
+    if target.startswith(("http://", "https://")):
+        raise servers  # without asking it
+
+    if is_run_folder(Path(target)):
+        target = f"{target}@{'last' if step is None else step}"
+    elif step is not None:
+        raise ConfigError(
+            f"--step {step}: {target} is not the folder of a run: give one, or leave --step out"
+        )
+
+    (contestant,) = find_contestants(target, (), (*OWN_ENGINE, *overrides), ("--chat",))
+    if contestant.remote is not None:
+        raise servers
+
+    return contestant
+
+
+def _remarks(contestant: Contestant, system: str | None) -> Iterator[str]:
+    """What a person should know before the first line."""
+    agent = contestant.config.agent
+    folder = contestant.checkpoint
+    yield f"model: {contestant.label}{'' if folder is None else f' ({folder.name})'}"
+    if system:
+        first, *more = system.strip().split("\n")
+        yield f"system: {without_controls(first)[:200]}{' ...' * bool(more or len(first) > 200)}"
+
+    run = contestant.label.rpartition("@")[0] or contestant.label
+    for has, what in (
+        (bool(getattr(agent, "tools", ())), "tools are not offered"),
+        (contestant.config.environment is not None, "environment is not played"),
+    ):
+        if has:
+            yield f"its {what} here: `agentevo agent try {run}` plays a task with all that it has"
+
+
+def _without_play(config: RunConfig) -> RunConfig:
+    """The configuration without all that plays and judges."""
+    return config.model_copy(
+        update={
+            "environment": None,
+            "agent": SingleTurnSection(),
+            "agents": {},
+            "tasks": TasksSection(),
+            "rewards": (),
+            "remote_models": {},
+        }
+    )
+
+
+class ChatModel:
+    """A loaded model on a thread of its own; a context manager. It answers one history at a
+    time."""
+
+    def __init__(
+        self,
+        contestant: Contestant,
+        overrides: SamplingOverrides,
+        note: Callable[[str], None],
+    ) -> None:
+        self._contestant = contestant
+        self._overrides = overrides
+        self._note = note
+        self._loop: Future[asyncio.AbstractEventLoop] = Future()
+        self._ended = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name=LABEL, daemon=True)
+        self._parts: Any = None
+        self._conversation: Any = None
+
+    def __enter__(self) -> Self:
+        """Raises what loading raises."""
+        self._thread.start()
+        self._loop.result()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._loop.result().call_soon_threadsafe(self._ended.set)
+        self._thread.join()
+
+    def answer(self, history: Sequence[Message]) -> Message | None:
+        """Prints the model's answer to a history that ends with a person's message. At Ctrl-C the
+        text so far; None where there is none yet."""
+        pieces: list[str] = []
+
+        def show(piece: str) -> None:
+            pieces.append(piece)
+            print(without_controls(piece), end="", flush=True)
+
+        work = asyncio.run_coroutine_threadsafe(self._answer(history, show), self._loop.result())
+        try:
+            answer: Message | None = work.result()
+        except KeyboardInterrupt:
+            work.cancel()
+            said = "".join(pieces)
+            answer = Message("assistant", said) if said else None
+            print(" [ended]", end="")
+        finally:
+            print(flush=True)
+
+        return answer
+
+    def _run(self) -> None:
+        try:
+            run_coroutine(self._open())
+        except BaseException as error:  # noqa: BLE001 (raised where it is waited for)
+            if not self._loop.done():
+                self._loop.set_exception(error)
+
+    async def _open(self) -> None:
+        """Until the conversation is over."""
+        config = _without_play(self._contestant.config)
+        with run_folder(config, None) as own:
+            async with local_parts(self._contestant, own, self._note) as parts:
+                await parts.engine.begin(0, deadline_s=own.engine.timeout_s)
+                self._parts = parts
+                self._conversation = parts.sampler.policy(f"{LABEL}#0", 1.0).conversation
+                self._loop.set_result(asyncio.get_running_loop())
+                await self._ended.wait()
+
+    async def _answer(self, history: Sequence[Message], show: Callable[[str], None]) -> Message:
+        stops = self._contestant.config.sampling.stop
+        stream = self._parts.chat.text_stream(stops)
+
+        def hear(_: int, ids: Sequence[int], logprobs: Sequence[float]) -> None:
+            show(stream.add(ids))
+
+        (turn,) = await self._conversation.complete(
+            history,
+            overrides=SamplingOverrides(**self._overrides.given() | {"seed": secrets.randbits(63)}),
+            listen=hear,
+        )
+        show(stream.finish())
+        message: Message = turn.messages[-1]
+        return message
+
+
+def _typed_lines() -> Iterator[str]:
+    """Lines that a person types, with a prompt, until Ctrl-D."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 (input() edits lines with it)
+
+    while True:
+        try:
+            line = input(PROMPT)
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D ends the chat)")
+            continue
+
+        if line.strip():
+            yield line
+
+
+def _piped_lines() -> Iterator[str]:
+    """Lines of standard input that say something. Raises ConfigError for what is no text."""
+    for number, line in enumerate(sys.stdin.buffer, start=1):
+        try:
+            text = line.decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"standard input, line {number}: it is not UTF-8: {error}") from error
+        if text.strip():
+            yield text

@@ -1,0 +1,112 @@
+"""Which engine a run takes whose recipe names none: on a CUDA GPU vLLM or SGLang where it is
+installed, since each step of the embedded engine is hundreds of small kernels there; elsewhere the
+embedded one.
+
+The choice is made once, by `agentevo train` and `agentevo.train`, and stands in the run's
+config.yaml: processes that are started apart would each see another machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from agentevo.config import RunConfig, sources
+
+OWN = "torch"
+FAST = ("vllm", "sglang")
+"""Faster ones on a GPU, the first of them first."""
+
+
+class EngineChoice(NamedTuple):
+    """An engine, and in words why it is this one."""
+
+    type: str
+    why: str
+
+
+def choose_engine(device: str, installed: Collection[str], embedded_for: str = "") -> EngineChoice:
+    """The engine of a run on a kind of device, with these packages installed. `embedded_for`: what
+    in the recipe only the embedded engine does."""
+    if device != "cuda":
+        return EngineChoice(OWN, f"which is the one for {device}")
+
+    if embedded_for:
+        return EngineChoice(OWN, f"which {embedded_for} needs")
+
+    for name in FAST:
+        if name in installed:
+            return EngineChoice(
+                name,
+                "the fastest on a GPU of what is installed (with weights of its own in the GPU's "
+                f"memory); engine.type={OWN} chooses the embedded one",
+            )
+
+    return EngineChoice(
+        OWN,
+        "as neither vllm nor sglang is installed; on a GPU vLLM is many times as fast: pip install "
+        "'agentevo[vllm]'",
+    )
+
+
+def embedded_for(config: RunConfig) -> str:
+    """What in a recipe only the embedded engine does, by its key; empty where nothing is."""
+    engine = config.engine
+    rollout = config.rollout
+    lora = config.model.lora
+    apart = rollout.samplers > 0
+    asked = {
+        "model.name=tiny": config.model.name == "tiny",
+        "engine.batch_invariant": engine.batch_invariant,
+        "engine.routed_experts": engine.routed_experts,
+        "trainer.routing_replay=rollout": config.trainer.routing_replay == "rollout",
+        "a rollout of several policies (agents)": bool(config.agents),
+        "rollout.sharing=turns": rollout.staleness > 0 and not apart and rollout.sharing == "turns",
+        "rollout.transport=shared": rollout.transport == "shared",
+        "trainer.parallel": config.trainer.parallel.is_spread and not apart,
+        "model.lora": lora.enabled
+        and bool(
+            lora.quantize != "none"
+            or lora.dora
+            or lora.bias != "none"
+            or lora.modules_to_save
+            or lora.rank_pattern
+            or lora.alpha_pattern
+        ),
+    }
+    return next((key for key, holds in asked.items() if holds), "")
+
+
+def installed_engines() -> list[str]:
+    """The packages of FAST that can be imported here."""
+    return [name for name in FAST if find_spec(name) is not None]
+
+
+def engine_override(
+    configs: Sequence[RunConfig], *, resume: bool, note: Callable[[str], None]
+) -> list[str]:
+    """The override that names the engine where no recipe of these runs does, empty for the embedded
+    one. A resumed run has the engine that it began with; of a new one on a GPU `note` hears which
+    engine it is, and why. Raises ModelError for a device that is not there."""
+    if any("type" in config.engine.model_fields_set for config in configs):
+        return []
+
+    first = configs[0]
+    recorded = first.run_dir / "config.yaml"
+    if resume and recorded.is_file():
+        began = sources.read_yaml(recorded).get("engine")
+        type_ = began.get("type", OWN) if isinstance(began, Mapping) else OWN
+        return [] if type_ == OWN else [f"engine.type={type_}"]
+
+    if first.model.device not in ("auto", "cuda"):
+        return []
+
+    from agentevo.devices import find
+
+    device = find(first.model.device).type
+    reason = next(filter(None, map(embedded_for, configs)), "")
+    choice = choose_engine(device, installed_engines(), reason)
+    if device == "cuda":
+        note(f"engine: {choice.type}, {choice.why}")
+    return [] if choice.type == OWN else [f"engine.type={choice.type}"]

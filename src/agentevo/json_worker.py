@@ -1,0 +1,140 @@
+"""A process of its own for work that no thread can break off, such as sympy or a chat template of
+somebody else's: it has a limit of memory, and whoever asks ends it when it is late.
+
+A request is a line of JSON, and so is the answer. The first line says that the process is ready.
+The end of the requests ends the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+START_S = 120.0
+"""Longest time for a process to import what it needs, on a machine that is busy."""
+LONGEST_S = 120
+"""A request that nobody waits for any more ends the process after this time."""
+
+
+class JsonWorker:
+    """One process, for one thread at a time."""
+
+    def __init__(self, module: str, name: str) -> None:
+        """`module` calls `serve_requests`; `name` is what messages call the process. Raises
+        RuntimeError, and TimeoutError, for one that does not start."""
+        self._name = name
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for this process alone
+            bufsize=0,
+        )
+        self.end = weakref.finalize(self, _end_process, self._process)
+        self._read_answer(time.monotonic() + START_S, START_S, "start")
+
+    @property
+    def is_alive(self) -> bool:
+        return self.end.alive and self._process.poll() is None
+
+    def ask(self, request: dict[str, Any], limit_s: float, purpose: str) -> dict[str, Any]:
+        """The answer. `purpose` is what it is asked to do, for messages. Raises TimeoutError and
+        RuntimeError, after which the process has ended."""
+        assert self._process.stdin is not None
+        until = time.monotonic() + limit_s
+        line = memoryview(json.dumps(request).encode() + b"\n")
+        try:
+            while line:
+                line = line[self._process.stdin.write(line) or 0 :]
+        except OSError as error:
+            self.end()
+            raise RuntimeError(f"the process of {self._name} has ended: {error}") from error
+        return self._read_answer(until, limit_s, purpose)
+
+    def _read_answer(self, until: float, limit_s: float, purpose: str) -> dict[str, Any]:
+        """The next line. Whatever goes wrong ends the process."""
+        assert self._process.stdout is not None
+
+        line = bytearray()
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._process.stdout, selectors.EVENT_READ)
+                while not line.endswith(b"\n"):
+                    left = until - time.monotonic()
+                    if left <= 0 or not selector.select(left):
+                        raise TimeoutError(
+                            f"the process of {self._name} took longer than {limit_s:g} s to "
+                            f"{purpose}"
+                        )
+
+                    piece = os.read(self._process.stdout.fileno(), 65536)
+                    if not piece:
+                        raise RuntimeError(
+                            f"the process of {self._name} ended; it was to {purpose}"
+                        )
+
+                    line += piece
+
+            answer: dict[str, Any] = json.loads(line)
+        except BaseException:
+            self.end()
+            raise
+
+        return answer
+
+
+def serve_requests(
+    answer_to: Callable[[dict[str, Any]], dict[str, Any]],
+    *,
+    prepare: Callable[[], object],
+    max_memory: int,
+) -> None:
+    """In the process: answers requests until there are no more. `prepare` imports what the first
+    one would wait for; `max_memory` is what may come on top of that, in bytes of address space."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever a package prints is no answer
+    prepare()
+    _limit_memory(max_memory)
+
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    for line in sys.stdin:
+        _end_after(LONGEST_S)
+        print(json.dumps(answer_to(json.loads(line))), file=answers, flush=True)
+        _end_after(0)  # the next request may be minutes away
+
+
+def _limit_memory(more: int) -> None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+
+    most = psutil.Process().memory_info().vms + more
+    _, highest = resource.getrlimit(resource.RLIMIT_AS)
+    limit = most if highest == resource.RLIM_INFINITY else min(most, highest)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, highest))
+
+
+def _end_after(seconds: int) -> None:
+    """Ends this process after so many seconds; 0: no more."""
+    if hasattr(signal, "alarm"):  # not on Windows
+        signal.alarm(seconds)
+
+
+def _end_process(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
+    process.wait()

@@ -1,0 +1,76 @@
+"""What a warning or a check may advise, by what the recipe has: no key that the recipe refuses, and
+none that is set already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Remedies:
+    """Parts of sentences; the defaults are those of a recipe of which nothing is known."""
+
+    answer_shorter: str = "ask for shorter answers in the agent's prompt"
+    show_format: str = "show the format with an example in the agent's prompt"
+    tasks: str = "(the environment's options, or other tasks)"
+    """Where tasks come from."""
+    teach: str = "teach it from conversations first (`agentevo sft`)"
+    """How a policy learns what it does not find by itself."""
+    explore: str = "set algorithm.entropy_coef (0.001 to 0.01)"
+    """What keeps entropy up."""
+    calm: str = "lower trainer.learning_rate"
+    """What keeps entropy down."""
+    tie: str = "set algorithm.kl_coef (0.001 to 0.01)"
+    """What keeps the policy near its start."""
+    widen: str = "set algorithm.clip_high=0.28"
+    """What lets rare tokens grow; empty where it is so already."""
+    keep_groups: str = ""
+    """What lets groups without spread have their entropy bonus; empty where they are kept."""
+    precise: str = "set model.dtype=float32"
+    """What rounds less; empty in float32."""
+
+
+def remedies_of(tree: Mapping[str, Any]) -> Remedies:
+    """Those of a resolved recipe (config.yaml, or `RunConfig.model_dump`); whatever is not there,
+    or damaged, counts as unknown."""
+    if not isinstance(tree.get("agent"), Mapping):
+        return Remedies()
+
+    agent = tree["agent"]
+    algorithm = _section(tree, "algorithm")
+    has_environment = tree.get("environment") is not None
+    has_prompt = "system_prompt" in agent
+    episodes = _section(tree, "cold_start").get("episodes")
+    entropy = bool(algorithm.get("entropy_coef"))
+    clip = algorithm.get("clip_high")
+    where = "agent.system_prompt" if has_prompt else "the agent's own prompt"
+
+    teach = Remedies.teach
+    if has_environment:
+        what = "more demonstrations" if episodes else "demonstrations"
+        teach = f"show it {what} first (cold_start.episodes)"
+
+    return Remedies(
+        answer_shorter=f"ask for shorter answers in {where}",
+        show_format=f"show the format with an example in {where}",
+        tasks="(environment options)" if has_environment else "(tasks.train, or the agent's own)",
+        teach=teach,
+        explore=("raise algorithm.entropy_coef" if entropy else Remedies.explore),
+        calm=Remedies.calm + (" or algorithm.entropy_coef" if entropy else ""),
+        tie="raise algorithm.kl_coef" if algorithm.get("kl_coef") else Remedies.tie,
+        widen="" if isinstance(clip, int | float) and clip >= 0.28 else Remedies.widen,
+        keep_groups=(
+            "keep groups without spread for their entropy bonus (algorithm.drop_zero_variance="
+            "false)"
+            if algorithm.get("drop_zero_variance")
+            else ""
+        ),
+        precise="" if _section(tree, "model").get("dtype") == "float32" else Remedies.precise,
+    )
+
+
+def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = tree.get(name)
+    return section if isinstance(section, Mapping) else {}

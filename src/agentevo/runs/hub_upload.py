@@ -1,0 +1,152 @@
+"""Publishing what was trained on the Hugging Face hub: `agentevo models push`.
+
+One commit has all of it: weights, tokenizer, configuration and a model card (model_card.py), so
+readers of the repository see all or nothing. What training needs (the optimizer, the run's state)
+stays here. The checkpoint's digests are compared first. The token is HF_TOKEN or the one of the
+hub's own login; it goes to the hub and nowhere else. HF_ENDPOINT names another hub.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from agentevo.errors import ModelError
+from agentevo.models import checkpoint_manifest as manifest
+from agentevo.models.resolve import HUB_NAME, run_checkpoint, split_run, without_hub_bars
+from agentevo.parsing import read_json_object
+from agentevo.runs.folder import run_config
+from agentevo.runs.model_card import hub_name, model_card, run_of
+
+CARD = "README.md"
+ADAPTER = "adapter_config.json"
+BASE = "base_model_name_or_path"
+"""Key of an adapter's configuration."""
+OF_MODELS = (".safetensors", ".bin", ".index.json")
+"""How weights end that a loader would prefer to new ones of another name."""
+
+
+def push_to_hub(
+    source: str | Path,
+    repo: str,
+    *,
+    private: bool = True,
+    note: Callable[[str], None] = lambda line: None,
+) -> str:
+    """Uploads a checkpoint, an adapter or another model's folder to a repository, which is made
+    where it is not there; returns the URL of the commit. `source`: RUN (its best checkpoint),
+    RUN@last, RUN@STEP, or a folder. `private`: of a repository that is made now.
+
+    Raises ModelError before anything is sent for what is no model, no name, or without a token,
+    and where the hub can't be reached or refuses: then nothing was uploaded.
+    """
+    folder = find_folder(source)
+    if not HUB_NAME.fullmatch(repo):
+        raise ModelError(f"{repo[:100]!r} is no name of a repository: write ORG/NAME")
+
+    manifest.verify_model(folder)
+    import huggingface_hub
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    token = huggingface_hub.get_token()
+    if token is None:
+        raise ModelError(
+            "the hub wants a token that may write: set HF_TOKEN, or log in with `hf auth login`; "
+            "nothing was uploaded"
+        )
+
+    files = files_to_push(folder, repo)
+    hub = huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token)
+    made = ""
+    try:
+        try:
+            there = {file.rfilename for file in hub.model_info(repo).siblings or ()}
+            visibility = "which is there"
+        except RepositoryNotFoundError:
+            hub.create_repo(repo, private=private)
+            there = set[str]()
+            visibility = "private" if private else "public"
+            made = f"; the repository {repo} was made for it and is empty"
+
+        stale = sorted(name for name in there - {*files} if _is_of_model(name))
+        size_mb = sum(map(_size, files.values())) / 1e6
+        note(
+            f"uploading {len(files)} files of {folder}, {size_mb:,.1f} MB, to {repo}, {visibility}"
+            + (f"; files of the model there are deleted: {', '.join(stale)}" if stale else "")
+        )
+        added = [
+            huggingface_hub.CommitOperationAdd(name, str(file) if isinstance(file, Path) else file)
+            for name, file in files.items()
+        ]
+        with without_hub_bars():
+            commit = hub.create_commit(
+                repo,
+                [*added, *map(huggingface_hub.CommitOperationDelete, stale)],
+                commit_message=f"Upload {folder.name} with AgentEvo",
+            )
+    except Exception as error:  # the hub's client passes on what each of its parts raises
+        raise ModelError(f"{_failure(repo, error, hub.endpoint)}{made}") from error
+
+    return str(commit.commit_url)
+
+
+def find_folder(source: str | Path) -> Path:
+    """The folder of the model that is meant. Raises ModelError for what holds none."""
+    folder = Path(source).expanduser()
+    if any(os.path.isfile(folder / name) for name in ("config.json", ADAPTER)):
+        return folder
+
+    run, which = split_run(folder)
+    if run is None:
+        raise ModelError(
+            f"{str(source)[:200]!r} is no run with a checkpoint and no folder of a model or "
+            "adapter: give RUN, RUN@last, RUN@STEP or such a folder"
+        )
+
+    return run_checkpoint(run, which)
+
+
+def files_to_push(folder: Path, repo: str) -> dict[str, Path | bytes]:
+    """Name in the repository -> file or content."""
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    files: dict[str, Path | bytes] = {
+        name: folder / name
+        for name in names
+        if name not in manifest.OF_TRAINING and not name.startswith(".")
+    }
+    run = run_of(folder)
+    if run is not None or CARD not in files:
+        files[CARD] = model_card(folder, repo).encode()
+
+    if run is not None and ADAPTER in files:  # the base, as others can find it
+        settings = read_json_object(folder / ADAPTER)
+        base = hub_name(run_config(run).model.name)
+        settings[BASE] = base or Path(str(settings.get(BASE) or "")).name
+        files[ADAPTER] = json.dumps(settings, indent=2).encode()
+
+    return files
+
+
+def _is_of_model(name: str) -> bool:
+    return "/" not in name and (name.endswith(OF_MODELS) or name in ("config.json", ADAPTER))
+
+
+def _size(file: Path | bytes) -> int:
+    return len(file) if isinstance(file, bytes) else file.stat().st_size
+
+
+def _failure(repo: str, error: Exception, endpoint: str) -> str:
+    """What the hub did not do, why, and what to do."""
+    responses = (getattr(one, "response", None) for one in (error, error.__cause__))
+    status = next((answer.status_code for answer in responses if answer is not None), 0)
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    remedy = {
+        401: "the token is not valid: set HF_TOKEN to one that may write, or log in again with "
+        "`hf auth login`",
+        403: f"the token may not write to {repo}: take one that may, or another name",
+    }.get(status, "check the network and try again")
+    if not status:
+        return f"the hub ({endpoint}) can't be reached ({reason}): {remedy}; nothing was uploaded"
+    return f"the hub refused {repo} ({reason}): {remedy}; nothing was uploaded"

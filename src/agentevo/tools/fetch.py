@@ -1,0 +1,93 @@
+"""Reading a web page, as a tool. The option `allow` says from which hosts (web_hosts.py)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from agentevo.config.tools import tool
+from agentevo.errors import ConfigError, ToolError
+from agentevo.tools.page_text import page_text
+from agentevo.tools.web_hosts import WebHosts, WebPage
+
+KEPT_PAGES = 8
+"""Pages that an attempt holds, so that reading on asks nobody."""
+_TEXTS = ("application/json", "application/xml", "application/xhtml+xml")
+
+
+@tool("fetch")
+class Fetch:
+    """Reads pages of the web, a part at a time."""
+
+    def __init__(
+        self,
+        allow: Sequence[str],
+        deny: Sequence[str] = (),
+        allow_private: bool = False,
+        max_bytes: int = 2_000_000,
+        timeout_s: float = 20.0,
+        part_chars: int = 8_000,
+        links: bool = False,
+    ) -> None:
+        """`allow`, `deny`, `allow_private`: see web_hosts.py. A page of more than `max_bytes` is
+        refused. `links`: they are written with their URLs. Raises ConfigError."""
+        if not allow:
+            raise ConfigError(
+                "the tool fetch: allow names no host: give hosts, or ['*'] for any public one"
+            )
+        if max_bytes < 1 or timeout_s <= 0 or part_chars < 1:
+            raise ConfigError("the tool fetch: max_bytes, timeout_s and part_chars are above 0")
+
+        self._hosts = WebHosts(allow, deny, allow_private=allow_private)
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._part_chars = part_chars
+        self._links = links
+        self._read: dict[str, str] = {}
+
+    def fetch(self, url: str, part: int = 1) -> str:
+        """Reads a page of the web as text.
+
+        Args:
+            url: Its address, such as https://en.wikipedia.org/wiki/Perth.
+            part: Which part of a long page, from 1 on.
+        """
+        if url not in self._read:
+            if len(self._read) >= KEPT_PAGES:
+                del self._read[next(iter(self._read))]
+            page = self._hosts.read(url, max_bytes=self._max_bytes, within_s=self._timeout_s)
+            self._read[url] = _text_of(page, links=self._links)
+
+        text = self._read[url]
+        parts = max(-(-len(text) // self._part_chars), 1)
+        if not 1 <= part <= parts:
+            raise ToolError(f"{url} has the parts 1 to {parts}, and no part {part}")
+
+        shown = text[(part - 1) * self._part_chars : part * self._part_chars]
+        return shown if parts == 1 else f"{shown}\n[part {part} of {parts}]"
+
+
+def _text_of(page: WebPage, *, links: bool) -> str:
+    """Raises ToolError for what is no text."""
+    kind = page.media_type
+    if kind and not kind.startswith("text/") and kind not in _TEXTS and not kind.endswith("+json"):
+        raise ToolError(f"{page.url} is {kind}, and texts alone are read")
+
+    try:
+        text = page.content.decode(page.charset or "utf-8", errors="replace")
+    except LookupError:
+        text = page.content.decode(errors="replace")
+
+    if kind.endswith("json"):
+        return _indented(text)
+    if kind in ("text/html", "application/xhtml+xml") or (not kind and "<html" in text.lower()):
+        title, said = page_text(text, url=page.url, links=links)
+        text = f"{title}\n\n{said}" if title else said
+    return text.strip() or "The page has no text."
+
+
+def _indented(text: str) -> str:
+    try:
+        return json.dumps(json.loads(text), indent=1, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return text

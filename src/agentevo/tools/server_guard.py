@@ -1,0 +1,142 @@
+"""Stands between this process and a server that it starts, and ends all that the server started.
+
+Run as `python -I -S server_guard.py CLIENT PROGRAM...`, with the id of the client's process. The
+server has the guard's stdin, stdout and stderr. Whatever loses its parent becomes the guard's child
+(PR_SET_CHILD_SUBREAPER), also what has left the session, so nothing outlives the guard. Without
+Linux only the server's process group ends with it.
+
+SIGTERM says that stdin has ended, and so does the death of the client, whatever killed that. The
+server then has GRACE_S to end, and as long again when it is told to; what is left is killed. Before
+that the program may end, and leave the server running: some do nothing but start it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+GRACE_S = 2.0
+LOOK_S = 0.5
+"""How often it looks whether the client lives."""
+NOT_STARTED = 127
+_PR_SET_CHILD_SUBREAPER = 36
+_HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+
+
+def main() -> int:
+    """The exit code of the program; 128 and the signal's number where one ended it."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+    client = int(sys.argv[1])
+    program = _start(sys.argv[2:])
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):  # whoever reads them waits for their ends
+        os.dup2(nothing, number)
+
+    return _guard(program, client)
+
+
+def _start(words: list[str]) -> int:
+    """The program's id."""
+    program = os.fork()
+    if program == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)
+        try:
+            os.execvp(words[0], words)
+        except OSError as error:
+            os.write(2, f"{words[0]} can't be started: {error.strerror}\n".encode())
+        os._exit(NOT_STARTED)
+    return program
+
+
+def _guard(program: int, client: int) -> int:
+    code = 0
+    has_ended = False
+    closing_since: float | None = None
+    is_told = False
+    while True:
+        heard = _wait(LOOK_S)
+        ended = _reap()
+        if program in ended:
+            code = ended[program]
+            has_ended = True
+
+        if not _has_children():
+            return code
+
+        is_closed = heard not in (None, signal.SIGCHLD) or os.getppid() != client
+        if closing_since is None and is_closed:
+            closing_since = time.monotonic()
+            has_ended = program in ended  # what goes on without it has its time, too
+
+        if closing_since is None:
+            continue
+
+        closing_s = time.monotonic() - closing_since
+        if has_ended or closing_s > 2 * GRACE_S:
+            _kill_children()
+            return code
+        if closing_s > GRACE_S and not is_told:
+            is_told = True
+            os.killpg(0, signal.SIGTERM)
+
+
+def _wait(limit_s: float) -> int | None:
+    """The number of the next signal, or None."""
+    if not hasattr(signal, "sigtimedwait"):  # macOS
+        time.sleep(limit_s / 10)
+        pending = signal.sigpending() - {signal.SIGCHLD}
+        return signal.sigwait(pending) if pending else None
+
+    info = signal.sigtimedwait(_HEARD, limit_s)
+    return None if info is None else info.si_signo
+
+
+def _reap() -> dict[int, int]:
+    """Children that have ended -> their exit codes."""
+    ended: dict[int, int] = {}
+    while True:
+        try:
+            child, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if child == 0:
+            return ended
+
+        code = os.waitstatus_to_exitcode(status)
+        ended[child] = code if code >= 0 else 128 - code
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _kill_children() -> None:
+    """Their own children become ours, until there are none."""
+    until = time.monotonic() + GRACE_S
+    while _has_children() and time.monotonic() < until:
+        try:
+            with open(f"/proc/self/task/{os.getpid()}/children") as file:
+                children = file.read().split()
+        except OSError:
+            os.killpg(0, signal.SIGKILL)
+            return
+
+        for child in children:
+            os.kill(int(child), signal.SIGKILL)
+        time.sleep(0.002)
+        _reap()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""Search in the web, as a tool, by an API of the user's choice: one of APIS by name, or any that
+answers with JSON, described by the same fields (`WebSearchApi`).
+
+The shapes are those of the providers' documents: SearXNG's JSON format, Brave's Web Search,
+Serper's and Tavily's search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import httpx
+import pydantic
+
+from agentevo.config.tools import tool
+from agentevo.credentials import key_of
+from agentevo.errors import ConfigError, ToolError, ToolUnavailableError
+from agentevo.http_clients import trusted_context
+from agentevo.tools.web_hosts import WebHosts
+
+TIMEOUT_S = 30.0
+MAX_ANSWER = 4_000_000
+"""Bytes of an API's answer."""
+MAX_QUERY = 1000
+"""Characters of a query."""
+
+
+class WebSearchApi(pydantic.BaseModel):
+    """How an API is asked, and where its answer has what."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+    url: str = pydantic.Field(default="", pattern=r"^(https?://\S+)?$")
+    method: Literal["GET", "POST"] = "GET"
+    """GET: parameters of the URL; POST: a JSON object."""
+    query: str = "q"
+    """The parameter that holds the query."""
+    count: str | None = None
+    """The parameter that says how many results are wanted."""
+    parameters: Mapping[str, pydantic.JsonValue] = {}
+    """Others, always the same."""
+    key_header: str | None = None
+    """The header that holds the key; Authorization gets it after `Bearer`."""
+    results: str = "results"
+    """Where the list of results is: keys with dots between them."""
+    title: str = "title"
+    link: str = "url"
+    text: str = "content"
+    """Keys of a result."""
+
+
+APIS: Mapping[str, WebSearchApi] = {
+    "searxng": WebSearchApi(parameters={"format": "json"}),
+    "brave": WebSearchApi(
+        url="https://api.search.brave.com/res/v1/web/search",
+        count="count",
+        key_header="X-Subscription-Token",
+        results="web.results",
+        text="description",
+    ),
+    "serper": WebSearchApi(
+        url="https://google.serper.dev/search",
+        method="POST",
+        count="num",
+        key_header="X-API-KEY",
+        results="organic",
+        link="link",
+        text="snippet",
+    ),
+    "tavily": WebSearchApi(
+        url="https://api.tavily.com/search",
+        method="POST",
+        query="query",
+        count="max_results",
+        key_header="Authorization",
+    ),
+}
+
+
+@tool("web_search")
+class WebSearch:
+    """Finds pages of the web."""
+
+    def __init__(
+        self,
+        api: str | dict[str, Any],
+        url: str | None = None,
+        api_key: str | None = None,
+        top_k: int = 5,
+        allow: Sequence[str] = ("*",),
+        deny: Sequence[str] = (),
+    ) -> None:
+        """`api`: a name of APIS or the fields of a WebSearchApi. `url`: in place of its own.
+        `api_key`: `${env:NAME}`. Results of hosts that `allow` and `deny` leave out are not shown
+        (web_hosts.py). Raises ConfigError."""
+        self._api = _api(api, url)
+        self._key = key_of("the tool web_search: api_key", api_key)
+        if self._api.key_header is not None and self._key is None:
+            raise ConfigError(
+                f"the tool web_search: {self._api.url} wants a key: set api_key to ${{env:NAME}}"
+            )
+        if self._key is not None and self._api.key_header is None:
+            raise ConfigError(
+                "the tool web_search: api_key has no header: give key_header in api, or leave the "
+                "key out"
+            )
+
+        self._top_k = top_k
+        self._hosts = WebHosts(allow, deny)
+
+    def web_search(self, query: str) -> str:
+        """Searches the web. Each result has a title, an address and some of its text.
+
+        Args:
+            query: What is looked for, in a few words.
+        """
+        answer = self._ask(query[:MAX_QUERY])
+        for key in filter(None, self._api.results.split(".")):
+            answer = answer.get(key) if isinstance(answer, dict) else None
+        if answer is None:
+            return "Nothing was found."
+        if not isinstance(answer, list):
+            raise ToolError(f"the search API's answer has no list at {self._api.results!r}")
+
+        results = [one for one in answer if isinstance(one, dict) and self._is_shown(one)]
+        lines = [
+            f"[{number}] {self._of(one, self._api.title)}\n{self._of(one, self._api.link)}\n"
+            f"{self._of(one, self._api.text)}".strip()
+            for number, one in enumerate(results[: self._top_k], start=1)
+        ]
+        return "\n\n".join(lines) or "Nothing was found."
+
+    def _is_shown(self, result: Mapping[str, Any]) -> bool:
+        return self._hosts.allows(self._of(result, self._api.link))
+
+    def _of(self, result: Mapping[str, Any], key: str) -> str:
+        value = result.get(key)
+        return " ".join(str(value).split()) if value is not None else ""
+
+    def _ask(self, query: str) -> Any:
+        api = self._api
+        asked: dict[str, Any] = {**api.parameters, api.query: query}
+        if api.count is not None:
+            asked[api.count] = self._top_k
+
+        headers = {"Accept": "application/json"}
+        if api.key_header is not None and self._key is not None:
+            bearer = "Bearer " if api.key_header.lower() == "authorization" else ""
+            headers[api.key_header] = f"{bearer}{self._key}"
+
+        how = {"params": asked} if api.method == "GET" else {"json": asked}
+        try:
+            with (
+                httpx.Client(verify=trusted_context(), timeout=TIMEOUT_S) as client,
+                client.stream(api.method, api.url, headers=headers, **how) as answer,
+            ):
+                content = bytearray()
+                for piece in answer.iter_bytes():
+                    content += piece
+                    if len(content) > MAX_ANSWER:
+                        raise ToolError(f"the search API's answer has more than {MAX_ANSWER} bytes")
+                if answer.status_code in (401, 403):
+                    raise ToolUnavailableError(
+                        f"the search API {api.url} answers {answer.status_code}: see api_key"
+                    )
+                if not answer.is_success:
+                    raise ToolError(f"the search API answers {answer.status_code}")
+                return httpx.Response(200, content=bytes(content)).json()
+        except httpx.TransportError as error:
+            sent = not isinstance(error, httpx.ConnectError)
+            raise ToolUnavailableError(
+                f"the search API {api.url}: {error}", was_sent=sent
+            ) from error
+        except (httpx.HTTPError, ValueError) as error:
+            raise ToolError(f"the search API answers nonsense: {error}") from error
+
+
+def _api(given: str | dict[str, Any], url: str | None) -> WebSearchApi:
+    """Raises ConfigError."""
+    if isinstance(given, str):
+        if given not in APIS:
+            raise ConfigError(
+                f"the tool web_search: api={given!r} is not known: choose one of "
+                f"{', '.join(APIS)}, or describe yours: {{url: ..., query: q, results: results}}"
+            )
+        fields = APIS[given].model_dump()
+    else:
+        fields = dict(given)
+
+    try:
+        api = WebSearchApi.model_validate(fields | ({} if url is None else {"url": url}))
+    except pydantic.ValidationError as error:
+        wrong = error.errors()[0]
+        place = ".".join(map(str, wrong["loc"]))
+        raise ConfigError(f"the tool web_search: api.{place}: {wrong['msg']}") from error
+
+    if not api.url:
+        raise ConfigError("the tool web_search: url is missing: give that of your server")
+    return api

@@ -1,0 +1,190 @@
+"""`--dry-run` refuses what the run would refuse before it samples, and downloads and writes
+nothing."""
+
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from agentevo.environments.coins import CoinsConfig, CoinsEnvironment
+from agentevo.environments.environment import environments
+from agentevo.models import resolve
+
+
+class UnsolvedConfig(CoinsConfig):
+    type: Literal["test_unsolved"] = "test_unsolved"
+
+
+class Unsolved(CoinsEnvironment):
+    Config = UnsolvedConfig
+
+    def optimal_action(self):
+        return None
+
+
+UNSOLVED = """
+environment: {type: test_unsolved}
+model: {name: tiny}
+cold_start: {episodes: 4}
+"""
+PLAIN = "environment: {type: coins}\nmodel: {name: tiny}\n"
+ROWS = "tasks: {train: [rows.jsonl]}\nrewards: [contains]\nmodel: {name: tiny}\n"
+
+
+@pytest.fixture(autouse=True)
+def recipes(folder):
+    Path("plain.yaml").write_text(PLAIN)
+    Path("unsolved.yaml").write_text(UNSOLVED)
+    environments.register("test_unsolved")(Unsolved)
+    Path("rows.yaml").write_text(ROWS)
+    Path("rows.jsonl").write_text('{"query": "2 + 2?", "answer": "4"}\n')
+
+
+SAYS = [
+    (["engine.type=vlm"], "no engine is called 'vlm': did you mean 'vllm'?"),
+    (["engine.options.quantization=4bit"], "engine.options.quantization: the embedded engine"),
+    (["engine.type=sglang", "engine.options.quantisation=4"], "engine.options.quantisation"),
+    (["model.name=./nothing"], "there is no such folder"),
+    (["model.name=smollm2-135m"], "did you mean 'smollm2-135m-instruct'?"),
+    (["reward_model.name=./nothing"], "there is no such folder"),
+    (["algorithm.reference_model=./nothing"], "there is no such folder"),
+    (["trainer.optimizer_from=./nothing"], "trainer.optimizer_from: nothing/state.json"),
+    (["agent.type=nobody"], "nobody"),
+    (["rows.yaml", "tasks.train=[nothing.jsonl]"], "nothing.jsonl"),
+    (["rows.yaml", "rewards=[contain]"], "contain"),
+    (["tracing.backend=nowhere"], "tracing"),
+    (["rollout.transport=folder"], "rollout.transport=folder is for engines in other processes"),
+    (["memory.offload_optimizer=true"], "memory.offload_optimizer"),
+    (["unsolved.yaml"], "environment Unsolved has no solver, which cold_start.episodes asks"),
+]
+
+
+def with_recipe(words):
+    return words if words[0].endswith(".yaml") else ["plain.yaml", *words]
+
+
+@pytest.mark.parametrize("command", ["train", "learn"])
+@pytest.mark.parametrize(("words", "said"), SAYS, ids=lambda value: str(value)[:40])
+def test_a_dry_run_refuses_what_the_run_refuses_with_the_same_words(
+    command, words, said, agentevo, folder, monkeypatch
+):
+    def begin(*_, **__):
+        raise AssertionError("the run has begun")
+
+    monkeypatch.setattr("agentevo.orchestration.run.run_training", begin)
+    monkeypatch.setattr("agentevo.processes.learn.run_training", begin)
+    if command == "learn" and words[0].startswith("rollout.transport"):
+        words, said = ["rollout.transport=copy"], "does not reach engines in other processes"
+
+    before = sorted(folder.rglob("*"))
+    code, _, run_says = agentevo(command, *with_recipe(words))
+    assert code == 2 and said in run_says, run_says
+    code, out, err = agentevo(command, *with_recipe(words), "--dry-run")
+    assert (code, out, err) == (2, "", run_says)
+    assert sorted(folder.rglob("*")) == before
+
+
+MISSING = [
+    (["engine.type=vllm"], "vllm", "pip install 'agentevo[vllm]'"),
+    (["engine.type=sglang"], "sglang", "pip install sglang"),
+    (["tracking.backends=[wandb]"], "wandb", "pip install wandb"),
+    (["memory.optimizer=adamw_8bit"], "torchao", "pip install 'agentevo[8bit]'"),
+    (["model.name=org/name", "model.lora.rank=4"], "peft", "pip install 'agentevo[lora]'"),
+    (
+        ["model.name=org/name", "model.lora.rank=4", "model.lora.quantize=4bit"],
+        "bitsandbytes",
+        "pip install 'agentevo[qlora]'",
+    ),
+    (
+        ["rows.yaml", "agent.type=tool_agent",
+         "agent.tools=[{type: mcp, name: far, url: https://localhost:1/mcp}]"],
+        "mcp",
+        "pip install 'agentevo[mcp]'",
+    ),
+    (["store.url=postgresql://me@localhost/x"], "asyncpg", "pip install 'agentevo[postgresql]'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "package", "line"), MISSING, ids=lambda value: str(value)[:30])
+def test_a_dry_run_names_the_line_that_installs_what_is_missing(
+    words, package, line, agentevo, monkeypatch
+):
+    class NotInstalled(PathFinder):
+        @classmethod
+        def find_spec(cls, name, path=None, target=None):
+            if name.partition(".")[0] == package:
+                raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+            return
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    for module in ("inference.vllm_options", "inference.sglang_options"):
+        monkeypatch.setattr(f"agentevo.{module}.find_spec", _without(package))
+    monkeypatch.setattr("importlib.util.find_spec", _without(package))
+    monkeypatch.setattr(sys, "meta_path", [NotInstalled, *sys.meta_path])
+
+    code, _, err = agentevo("train", *with_recipe(words), "--dry-run")
+    assert code == 2 and line in err, err
+
+
+def _without(package):
+    from importlib.util import find_spec
+
+    return lambda name, parent=None: None if name == package else find_spec(name, parent)
+
+
+def test_a_dry_run_downloads_nothing_and_says_what_a_run_would(agentevo, monkeypatch, tmp_path):
+    monkeypatch.setenv("AGENTEVO_CACHE", str(tmp_path / "cache"))
+
+    def download(*_):
+        raise AssertionError("a dry run has downloaded a model")
+
+    monkeypatch.setattr(resolve, "cached", download)
+    for name in ("smollm2-135m-instruct", "hf://org/name"):
+        code, out, err = agentevo("train", "plain.yaml", f"model.name={name}", "--dry-run")
+        assert code == 0 and name in out
+        assert f"the model {name} is not on this machine: a run downloads it first" in err
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_dry_run_reads_a_saved_model_but_its_weights(agentevo, tmp_path, saved_tiny):
+    words = ["train", "plain.yaml", f"model.name={saved_tiny}", "--dry-run"]
+    assert agentevo(*words)[0] == 0
+    for more, said in (
+        (["model.lora.rank=2", "model.lora.targets=[nothing]"], "nothing"),
+        (["model.config_overrides={nothing: 1}"], "nothing"),
+    ):
+        code, _, err = agentevo(*words, *more)
+        assert code == 2 and said in err, err
+
+    (saved_tiny / "tokenizer.json").write_text("{")
+    code, _, err = agentevo(*words)
+    assert code == 2 and "the tokenizer in" in err
+
+
+@pytest.fixture
+def saved_tiny(tmp_path) -> Path:
+    from agentevo.config import load_config
+    from agentevo.models.save import write_model
+    from agentevo.orchestration.components import load_policy
+
+    loaded = load_policy(load_config("small.yaml", []))
+    write_model(loaded.model, loaded.tokenizer, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_folder_with_a_run_is_refused_before_torch_is_imported(agentevo, monkeypatch):
+    Path("taken").mkdir()
+    Path("taken/config.yaml").write_text("# agentevo train\nenvironment: {type: coins}\n")
+    monkeypatch.setitem(sys.modules, "agentevo.orchestration.run", None)  # it imports torch
+    for words in (["train"], ["train", "--dry-run"], ["sft", "data.train=[small.yaml]"]):
+        code, _, err = agentevo(words[0], "small.yaml", "run.dir=taken", *words[1:])
+        assert code == 2 and "holds a run already" in err, err
+
+
+def test_a_dry_run_of_a_store_makes_none(agentevo, tmp_path):
+    words = ["train", "small.yaml", f"store.url=sqlite:///{tmp_path}/new/store.sqlite"]
+    assert agentevo(*words, "--dry-run")[0] == 0
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,145 @@
+"""A conversation in the terminal: with a run's checkpoint, from a pipe and from a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from agentevo.cli.main import main
+from agentevo.config import build_config
+from agentevo.evaluation import chat as chat_module
+from agentevo.evaluation.chat import ChatModel
+from agentevo.evaluation.contestants import Contestant
+from agentevo.inference.conversation import Conversation
+from agentevo.types import Message
+
+RECIPE = (
+    "environment: {type: coins}\n"
+    "model: {name: tiny, tiny: {hidden_size: 32, num_layers: 1, num_heads: 2, tokenizer: byte}}\n"
+    "sampling: {max_new_tokens: 4}\n"
+    "trainer: {steps: 2, group_size: 2, groups_per_step: 1}\n"
+    "evaluation: {tasks: 1, samples: 0}\ncheckpoint: {every: 1}\n"
+    "tracking: {report: false, tensorboard: false}\n"
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("chat")
+    (folder / "small.yaml").write_text(RECIPE)
+    assert main(["train", str(folder / "small.yaml"), f"run.dir={folder / 'run'}"]) == 0
+    return folder / "run"
+
+
+def pipe(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    stdin = SimpleNamespace(isatty=lambda: False, buffer=io.BytesIO(content))
+    monkeypatch.setattr(sys, "stdin", stdin)
+
+
+@pytest.mark.slow
+def test_each_line_of_a_pipe_gets_an_answer_that_goes_on_from_those_before(
+    run, monkeypatch, capsys
+):
+    turns: list[Any] = []
+    complete = Conversation.complete
+
+    async def recording(self: Conversation, *asked: Any, **more: Any) -> Any:
+        turns.extend(answers := await complete(self, *asked, **more))
+        return answers
+
+    monkeypatch.setattr(Conversation, "complete", recording)
+    pipe(monkeypatch, b"Hello\n\nHow are you?\r\nBye")
+    words = ["--temperature", "0", "--max-new-tokens", "3", "--system", "Be kind."]
+    assert main(["chat", str(run), *words]) == 0
+
+    told = capsys.readouterr()
+    assert "run@last (step-000002)" in told.err and "system: Be kind." in told.err
+    assert "environment is not played here" in told.err
+    assert [turn.parent for turn in turns] == [None, 0, 1]
+    assert [turn.messages[-2].text for turn in turns] == ["Hello", "How are you?", "Bye"]
+    assert turns[0].messages[0].text == "Be kind."
+    assert all(turn.messages[-1].text[:1] in told.out for turn in turns)
+
+    pipe(monkeypatch, b"Hello\n\xff\n")
+    assert main(["chat", f"{run}@1", "--max-new-tokens", "1"]) == 2
+    assert "standard input, line 2: it is not UTF-8" in capsys.readouterr().err
+
+
+class Scripted(ChatModel):
+    """Says `first`, and goes on for ever at the first question."""
+
+    histories: ClassVar[list[list[str]]] = []
+
+    async def _open(self) -> None:
+        self._loop.set_result(asyncio.get_running_loop())
+        await self._ended.wait()
+
+    async def _answer(self, history: Sequence[Message], show: Callable[[str], None]) -> Message:
+        self.histories.append([message.text for message in history])
+        show("first")
+        if len(self.histories) == 1:
+            os.kill(os.getpid(), signal.SIGINT)  # a person presses Ctrl-C
+            await asyncio.sleep(1000)
+        show(" and\x1b last")
+        return Message("assistant", "first and last")
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    monkeypatch.setattr(Scripted, "histories", [])
+    monkeypatch.setattr(chat_module, "ChatModel", Scripted)
+    config = build_config({"environment": {"type": "coins"}, "model": {"name": "tiny"}})
+    monkeypatch.setattr(chat_module, "find_model", lambda *_: Contestant("run@last", config))
+    return Scripted.histories
+
+
+def test_ctrl_c_ends_an_answer_whose_text_stays(scripted, monkeypatch, capsys):
+    pipe(monkeypatch, b"One\nTwo\nThree\n")
+    assert main(["chat", "run"]) == 0
+    assert scripted == [
+        ["One"],
+        ["One", "first", "Two"],
+        ["One", "first", "Two", "first and last", "Three"],
+    ]
+    answers = capsys.readouterr().out.split("\n")
+    assert answers == ["first [ended]", *["first and\\u001b last"] * 2, ""]
+
+
+def test_ctrl_c_at_the_prompt_ends_nothing_and_ctrl_d_the_chat(scripted, monkeypatch, capsys):
+    typed = iter([KeyboardInterrupt, "", "One", EOFError])
+
+    def type_line(prompt: str) -> str:
+        line = next(typed)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.input", type_line)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    assert main(["chat", "run"]) == 0
+    assert scripted == [["One"]]
+    told = capsys.readouterr()
+    assert "(Ctrl-D ends the chat)" in told.out and "Ctrl-C ends an answer" in told.err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["nothing-like-it"], "nothing that could be measured is called"),
+        (["http://127.0.0.1:9/v1#m"], "takes a run or a model that is computed here"),
+        (["smollm2-135m-instruct", "--step", "3"], "is not the folder of a run"),
+    ],
+)
+def test_what_can_t_be_talked_to_is_refused(words, expected, monkeypatch, capsys):
+    pipe(monkeypatch, b"Hello\n")
+    assert main(["chat", *words]) == 2
+    assert expected in capsys.readouterr().err
