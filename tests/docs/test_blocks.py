@@ -205,11 +205,6 @@ def check_names_of_ours(block: Block) -> None:
             assert hasattr(module, name), f"{block.place}: {module.__name__} has no {name}"
 
 
-NAMING = ("install", "--name", "--output")
-"""Words before an `agentevo` that is the name of a package, container or file. So is one before
-another, as in `docker exec agentevo agentevo doctor`."""
-
-
 def read_commands(block: Block) -> Iterator[tuple[str, list[str]]]:
     """Each `agentevo` command of a block: the line, and the words after `agentevo`."""
     for line in block.text.replace("\\\n", " ").splitlines():
@@ -218,10 +213,8 @@ def read_commands(block: Block) -> Iterator[tuple[str, list[str]]]:
         words = shlex.split(line, comments=True)
         for place, word in enumerate(words[:-1]):
             before = words[place - 1] if place else ""
-            after = words[place + 1 :]
-            if not re.fullmatch(r"(\S*/)?agentevo", word):
-                continue
-            if before not in NAMING and after[0] != "agentevo":
+            if re.fullmatch(r"(\S*/)?agentevo", word) and before not in ("install", "--output"):
+                after = words[place + 1 :]
                 ends = [n for n, text in enumerate(after) if text in ("|", "&&", "&", ">")]
                 yield line, after[: ends[0]] if ends else after
 
