@@ -55,7 +55,10 @@ NOT_PRINTED = {
 }
 """Files that must be there for what a page prints, and that it describes only."""
 
-TYPED = ["agents", "credit", "environments", "loop", "multi_agent", "rewards", "python", "tools"]
+TYPED = [
+    "agents", "algorithms", "credit", "environments", "loop", "multi_agent", "python", "rewards",
+    "self_play", "tools",
+]  # fmt: skip
 """Pages whose files and commands are typed as printed."""
 LONGEST_FILE = 60
 
@@ -286,7 +289,8 @@ def test_what_the_page_prints_works(page, tmp_path):
         assert text.count("\n") <= LONGEST_FILE, file
 
     lines = [line for block in read_blocks(name, "bash") for line in block.text.splitlines()]
-    commands = [line for line in lines if line.startswith(("agentevo ", "python "))]
+    starts = ("agentevo ", *(f"python {file}" for file in files))
+    commands = [line for line in lines if line.startswith(starts)]
     assert commands
 
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
