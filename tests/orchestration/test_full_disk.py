@@ -42,6 +42,12 @@ def no_room(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def no_room_for_summary(path: Path, content: bytes) -> None:
+    if path.name == SUMMARY:
+        no_room()
+    write_atomic(path, content)
+
+
 def test_rows_that_do_not_fit_are_a_defined_failure_and_closing_is_none(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log._file.close()
@@ -97,12 +103,7 @@ def test_whatever_file_does_not_fit_the_command_says_it_in_one_line(
 def test_a_summary_without_room_is_a_defined_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_room_for_it(path: Path, content: bytes) -> None:
-        if path.name == SUMMARY:
-            no_room()
-        write_atomic(path, content)
-
-    monkeypatch.setattr("agentevo.runs.chain.write_atomic", no_room_for_it)
+    monkeypatch.setattr(chain, "write_atomic", no_room_for_summary)
     with pytest.raises(DiskError, match=r"summary.json could not be written"):
         HeadFile(tmp_path).write_file(SUMMARY, "{}")
 
@@ -149,7 +150,7 @@ def test_a_run_whose_disk_fills_up_is_resumed_without_a_loss(
     elif where == "head":
         monkeypatch.setattr(chain.HeadFile, "committed", full_after)
     else:
-        monkeypatch.setattr("agentevo.orchestration.progress.write_atomic", no_room)
+        monkeypatch.setattr(chain, "write_atomic", no_room_for_summary)
 
     with pytest.raises(DiskError, match="and resume"):
         train(config, view=quiet_view())

@@ -403,6 +403,31 @@ def test_too_long_rows_are_refused_or_shortened_by_whole_turns():
     assert refused(tokenizer, talk(*TALK), max_tokens=10, too_long="shorten").reason == "too_long"
 
 
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [("user", "q"), ("assistant", "word " * 2_000_000)],
+        [("user", "word " * 2_000_000), ("assistant", "a")],
+        [("user", "q"), ("assistant", "a")] * 10_000,
+    ],
+)
+def test_a_row_of_millions_of_tokens_is_refused_unencoded_or_loses_its_oldest_turns(
+    turns, monkeypatch
+):
+    tokenizer = tokenizer_with(CHATML)
+    encoder = AssistantTokens(tokenizer, max_tokens=100)
+    monkeypatch.setattr(encoder, "_parts", None)
+    with pytest.raises(RowError, match="far more than 100 tokens") as refusal:
+        encoder.encode(talk(*turns))
+    assert refusal.value.reason == "too_long"
+
+    recent = [("user", "q"), ("assistant", "a")]
+    shortening = AssistantTokens(tokenizer, max_tokens=100, too_long="shorten")
+    monkeypatch.setattr(shortening, "_parts", lambda messages, tools: [([1], [len(messages)])])
+    (row,), shortened = shortening.encode(talk(("system", "S"), *turns, *recent))
+    assert shortened and row.mask.tolist() == [True]
+
+
 def test_pieces_are_encoded_as_the_whole_is():
     """Ids of a long conversation, of which only new text is encoded, equal those of the whole text
     at once."""

@@ -60,7 +60,7 @@ def test_only_the_answer_is_trained(written, chat, loaded):
     lines = read_pair_file(
         written({"prompt": talk, "chosen": answer, "rejected": "right", "score": 3}), "dpo"
     )
-    ((pair,),) = pairs_of_lines(lines, chat, "dpo")
+    ((pair,),) = pairs_of_lines(lines, chat, "dpo", 512)
 
     def said(row) -> str:
         return loaded.tokenizer.decode(
@@ -82,7 +82,7 @@ def test_only_the_answer_is_trained(written, chat, loaded):
 
 def test_single_answers_and_pairs_taken_apart(written, chat):
     lines = read_pair_file(written(SINGLE, "", SINGLE | {"label": True}, PAIR), "kto")
-    groups = pairs_of_lines(lines, chat, "kto")
+    groups = pairs_of_lines(lines, chat, "kto", 512)
     assert [
         [(p.chosen is not None, p.rejected is not None) for p in group] for group in groups
     ] == [
@@ -95,7 +95,7 @@ def test_single_answers_and_pairs_taken_apart(written, chat):
     )
 
     imitated = pairs_of_lines(
-        read_pair_file(written(SINGLE, SINGLE | {"label": True}, PAIR), "rft"), chat, "rft"
+        read_pair_file(written(SINGLE, SINGLE | {"label": True}, PAIR), "rft"), chat, "rft", 512
     )
     assert [len(group) for group in imitated] == [1, 1]
     assert all(pair.rejected is None for group in imitated for pair in group)
@@ -202,4 +202,18 @@ def test_no_file_no_lines_no_good_answers(tmp_path, written):
 def test_a_text_that_the_tokenizer_lacks_is_named_by_its_line(written, chat):
     path = written(PAIR, PAIR | {"chosen": "漢字"})
     with pytest.raises(ConfigError, match=r"pairs\.jsonl:2: the tokenizer has no token for"):
-        pairs_of_lines(read_pair_file(path, "dpo"), chat, "dpo")
+        pairs_of_lines(read_pair_file(path, "dpo"), chat, "dpo", 512)
+
+
+@pytest.mark.parametrize(
+    ("length", "said"), [(600, r"\d+ tokens, and"), (2_000_000, r"\d+ characters, far more than")]
+)
+@pytest.mark.parametrize("key", ["prompt", "chosen", "rejected"])
+def test_a_line_that_is_longer_than_the_model_s_context_is_named(written, chat, key, length, said):
+    long = "left " * length
+    path = written(
+        PAIR, PAIR | {key: [{"role": "user", "content": long}] if key == "prompt" else long}
+    )
+    which = "rejected" if key == "rejected" else "chosen"
+    with pytest.raises(ConfigError, match=rf"pairs\.jsonl:2: prompt and {which} have {said}"):
+        pairs_of_lines(read_pair_file(path, "dpo"), chat, "dpo", 512)

@@ -13,6 +13,7 @@ from agentevo.agents.environment_agent import demonstrate
 from agentevo.catalogue.preference_presets import PreferenceAlgorithm
 from agentevo.config import RunConfig
 from agentevo.errors import ConfigError, EnvironmentFailure
+from agentevo.models.positions import context_length
 from agentevo.orchestration.components import Components
 from agentevo.orchestration.players import check_solver, solo_environment
 from agentevo.rollout.tasks import seed_of_task
@@ -93,7 +94,10 @@ def _given_groups(parts: Components, algorithm: PreferenceAlgorithm) -> list[lis
     data = parts.config.data
     if data.pairs is not None:
         return pairs_of_lines(
-            read_pair_file(data.pairs, algorithm.loss), parts.chat, algorithm.loss
+            read_pair_file(data.pairs, algorithm.loss),
+            parts.chat,
+            algorithm.loss,
+            context_length(parts.model.config),
         )
 
     if data.pairs_from is None:

@@ -20,10 +20,12 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from agentevo.errors import (
+    SHOWN,
     DeadlineExceededError,
     StoreError,
     StoreUnavailableError,
     UnusableStoreError,
+    storable,
 )
 from agentevo.event_loop import in_thread
 from agentevo.store import call_rows, leases, ledger, queries, rules
@@ -110,7 +112,7 @@ class SQLStore(Streaming):
             if passed and self._is_unreachable(passed[-1]):
                 raise self._unavailable(what, passed[-1]) from passed[-1]
             raise self._too_late(what, began) from error
-        except (DBAPIError, OSError) as error:
+        except (DBAPIError, OSError, UnicodeDecodeError) as error:
             if self._is_late(error):
                 raise self._too_late(what, began) from error
             if self._is_unreachable(error):
@@ -119,7 +121,8 @@ class SQLStore(Streaming):
             reason = getattr(error, "orig", None) or error
             if self._is_damaged(error):
                 raise UnusableStoreError(
-                    f"the store {self.where} is damaged ({what}: {reason}): restore it"
+                    f"the store {self.where} is damaged ({what}: {storable(str(reason), SHOWN)}): "
+                    "restore it from a copy"
                 ) from error
 
             raise StoreError(f"store {self.where}: {what}: {reason}") from error

@@ -297,7 +297,14 @@ class SQLiteStore(SQLStore):
         )
 
     def _is_damaged(self, error: BaseException) -> bool:
-        name = str(getattr(getattr(error, "orig", None), "sqlite_errorname", None))
+        if isinstance(error, UnicodeDecodeError):  # in what SQLite says of a damaged schema
+            return True
+
+        raised = getattr(error, "orig", None)
+        if str(raised).startswith("Could not decode to UTF-8"):  # Python's words, without a name
+            return True
+
+        name = str(getattr(raised, "sqlite_errorname", None))
         return name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_FORMAT")) or (
             name == "SQLITE_ERROR"  # of our own statements: the schema is not ours any more
         )

@@ -28,7 +28,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -38,9 +38,20 @@ from agentevo.data import ChatRow, RowError
 from agentevo.data.messages import REASONING_KEYS
 from agentevo.errors import ModelError
 from agentevo.message_markers import THOUGHT_TAGS
-from agentevo.models.chat import OPENS_THINKING, end_of_turn_id, special_ids, thought_of
+from agentevo.models.chat import (
+    LONG_TEXT,
+    OPENS_THINKING,
+    end_of_turn_id,
+    special_ids,
+    thought_of,
+)
 from agentevo.models.chat_template import TEMPLATE_ERRORS, ChatTemplate
 from agentevo.types import Sample
+
+CHARACTERS_PER_TOKEN = 16
+"""With more of them for each token that a row may have, it is not encoded. Most texts have 4."""
+MANY_MESSAGES = 10_000
+"""Messages of a row that are encoded in any case: each has a token at least."""
 
 TrainOn = Literal["all", "last"]
 Chat = list[dict[str, Any]]
@@ -101,8 +112,8 @@ class AssistantTokens:
         """The conversation's samples, and whether it lost its oldest turns to become short enough.
         Raises RowError."""
         self._check_texts(conversation)
-        messages = conversation.messages
-        shortened = False
+        messages = self._near_limit(conversation.messages)
+        shortened = messages is not conversation.messages
         while True:
             parts = self._parts(messages, conversation.tools)
             longest = max(len(ids) for ids, _ in parts)
@@ -120,6 +131,29 @@ class AssistantTokens:
 
             messages = rest
             shortened = True
+
+    def _near_limit(self, messages: Chat) -> Chat:
+        """The messages, without the oldest turns that make them far too long to be encoded. Raises
+        RowError where that can't be, or is not asked for."""
+        sizes = [_num_characters(message) for message in messages]
+        most = CHARACTERS_PER_TOKEN * max(self.max_tokens, LONG_TEXT)
+        begins_at = 1 if messages[0]["role"] == "system" else 0
+        characters = sum(sizes)
+        if characters <= most and len(messages) <= max(self.max_tokens, MANY_MESSAGES):
+            return messages
+
+        starts = _later_turns(messages) if self.too_long == "shorten" else []
+        kept = [*accumulate(reversed(sizes))][::-1]  # characters from each message on
+        for start in starts:
+            few = len(messages) - start < max(self.max_tokens, MANY_MESSAGES)
+            if few and sum(sizes[:begins_at]) + kept[start] <= most:
+                return [*messages[:begins_at], *messages[start:]]
+
+        raise RowError(
+            "too_long",
+            f"it has {len(messages)} messages with {characters} characters, far more than "
+            f"{self.max_tokens} tokens (data.max_tokens)",
+        )
 
     def _parts(self, messages: Chat, tools: Chat | None) -> list[tuple[list[int], list[bool]]]:
         """The (ids, mask) of each sample."""
@@ -370,9 +404,20 @@ def _without(messages: Chat, key: str, place: int) -> Chat:
 def _without_oldest_turn(messages: Chat) -> Chat | None:
     """The messages without those between the system message and the user's second message; None
     where only one turn is left."""
-    users = [place for place, message in enumerate(messages) if message["role"] == "user"]
+    later = next(iter(_later_turns(messages)), None)
     start = 1 if messages[0]["role"] == "system" else 0
-    later = next(
-        (place for place in users if place > start and messages[place - 1]["role"] != "user"), None
-    )
     return None if later is None else [*messages[:start], *messages[later:]]
+
+
+def _later_turns(messages: Chat) -> list[int]:
+    """The places where the user begins a turn after the first one."""
+    start = 1 if messages[0]["role"] == "system" else 0
+    return [
+        place
+        for place, message in enumerate(messages)
+        if message["role"] == "user" and place > start and messages[place - 1]["role"] != "user"
+    ]
+
+
+def _num_characters(message: dict[str, Any]) -> int:
+    return len(str(message.get("content") or ""))

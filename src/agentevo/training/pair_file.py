@@ -25,8 +25,9 @@ from agentevo.data.messages import MESSAGE_KEYS, is_trained, messages_of
 from agentevo.data.row_report import RowError
 from agentevo.data.rows import read_json_lines
 from agentevo.errors import BadRequestError, ConfigError, ModelError, shown
-from agentevo.models.chat import ChatFormat
+from agentevo.models.chat import LONG_TEXT, ChatFormat, num_characters
 from agentevo.parsing import check_file
+from agentevo.training.assistant_tokens import CHARACTERS_PER_TOKEN
 from agentevo.training.pairs import Answer, Pair
 from agentevo.training.supervised import conversation_sample
 from agentevo.types import Message, Sample
@@ -178,24 +179,39 @@ def _messages(given: dict[str, Any], key: str, where: str) -> list[Message]:
         raise ConfigError(f"{where}: {key}: {error}") from error
 
 
-def pairs_of_lines(lines: Sequence[PairLine], chat: ChatFormat, loss: str) -> list[list[Pair]]:
+def pairs_of_lines(
+    lines: Sequence[PairLine], chat: ChatFormat, loss: str, context_length: int
+) -> list[list[Pair]]:
     """The pairs of each line; with a loss of single answers both answers of a line stand alone, and
     with rft only the chosen one counts.
 
-    Raises ConfigError for a text that the tokenizer or the chat template can't encode.
+    Raises ConfigError for a text that the tokenizer or the chat template can't encode, or that has
+    more than `context_length` tokens.
     """
+
+    def encoded(line: PairLine, answer: Sequence[Message], which: str) -> Answer:
+        name = f"{line.where} {which}"
+        characters = num_characters([*line.prompt, *answer])
+        size = f"{characters} characters, far more than {context_length} tokens"
+        if characters <= CHARACTERS_PER_TOKEN * max(context_length, LONG_TEXT):
+            sample = answer_sample(line.prompt, answer, chat, line.where, name)
+            size = f"{len(sample.ids)} tokens"
+            if len(sample.ids) <= context_length:
+                return Answer(name, (sample,))
+
+        raise ConfigError(
+            f"{line.where}: prompt and {which} have {size}, and the model's context is "
+            f"{context_length}: shorten them, or remove the line"
+        )
+
     groups: list[list[Pair]] = []
     for line in lines:
         try:
-            chosen = (
-                None
-                if line.chosen is None
-                else _encoded(line.prompt, line.chosen, chat, line.where, "chosen")
-            )
+            chosen = None if line.chosen is None else encoded(line, line.chosen, "chosen")
             rejected = (
                 None
                 if line.rejected is None or loss == "rft"
-                else _encoded(line.prompt, line.rejected, chat, line.where, "rejected")
+                else encoded(line, line.rejected, "rejected")
             )
         except ModelError as error:
             raise ConfigError(f"{line.where}: {error}") from error
@@ -209,14 +225,6 @@ def pairs_of_lines(lines: Sequence[PairLine], chat: ChatFormat, loss: str) -> li
             groups.append([Pair(line.where, chosen, rejected)])
 
     return [pairs for pairs in groups if pairs]
-
-
-def _encoded(
-    prompt: Sequence[Message], answer: Sequence[Message], chat: ChatFormat, where: str, which: str
-) -> Answer:
-    return Answer(
-        f"{where} {which}", (answer_sample(prompt, answer, chat, where, f"{where} {which}"),)
-    )
 
 
 def answer_sample(
