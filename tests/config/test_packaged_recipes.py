@@ -1,5 +1,6 @@
 """Recipes lie beside their README in `recipes/`, and whoever installs the package gets them too."""
 
+import json
 import subprocess
 import sys
 import zipfile
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import agentevo
+from agentevo.cli.main import main
 from agentevo.config.sources import packaged_recipes
 from agentevo.pipeline import packaged_pipelines
 
@@ -33,6 +36,39 @@ def test_every_pipeline_lies_beside_a_readme_that_names_its_command():
 def test_no_two_recipes_share_a_name():
     files = list((ROOT / "recipes").glob("*/*.yaml"))
     assert len(files) == len({*packaged_recipes(), *packaged_pipelines()})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["search_r1", "deep_research"])
+def test_a_recipe_of_search_plays_prepared_questions(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        {"question": f"Who is in {n}?", "answer": "yes", "context": [[f"Town {n}", ["A town."]]]}
+        for n in range(8)
+    ]
+    Path("hotpot.json").write_text(json.dumps(rows), encoding="utf-8")
+    words = ["data", "prepare", "hotpotqa", "hotpot", "--from", "hotpot.json"]
+    assert main([*words, "--eval-share", "0.25"]) == 0
+
+    agent = {"max_turns": 2}
+    if name == "deep_research":
+        corpus = {"corpus": "hotpot/corpus.jsonl"}
+        agent |= {"tools": [{"name": "search", "options": corpus}], "context": {"max_tokens": 4000}}
+    run = agentevo.train(
+        name,
+        model={
+            "name": "tiny",
+            "dtype": "float32",
+            "tiny": {"tokenizer": "byte", "hidden_size": 32, "context_length": 8192},
+        },
+        tasks={"train": "hotpot/train.jsonl", "eval": "hotpot/eval.jsonl"},
+        agent=agent,
+        sampling={"max_new_tokens": 8},
+        trainer={"steps": 1, "groups_per_step": 2, "group_size": 2},
+        evaluation={"tasks": 1, "samples": 0},
+        run={"dir": str(tmp_path / "run")},
+    )
+    assert {one.status for one in run.trajectories()} == {"completed"}
 
 
 @pytest.mark.slow

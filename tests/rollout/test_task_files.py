@@ -21,6 +21,7 @@ from agentevo.rewards import make_reward
 from agentevo.rewards.reward import call_function, reward_config
 from agentevo.rollout.given_tasks import task_of
 from agentevo.rollout.task_files import write_rows, write_split
+from agentevo.tools.corpus import read_corpus
 from agentevo.types import QUERY_MESSAGES, Message, Task, Trajectory, Turn
 
 VERL = {
@@ -220,8 +221,9 @@ def test_verls_parquet_there_and_back(tmp_path):
         (["convert", "IN", "OUT.txt"], "give a file named .jsonl, .jsonl.gz or .parquet"),
         (["convert", "IN", "OUT.jsonl", "--from", "art"], "nothing was written"),
         (["convert", "GONE.jsonl", "OUT.jsonl"], "does not exist"),
-        (["prepare", "gsm9k", "FOLDER"], "there are gsm8k, reasoning_gym/DATASET and lesson/TOOL"),
+        (["prepare", "gsm9k", "FOLDER"], "there are gsm8k, nq, hotpotqa,"),
         (["prepare", "gsm8k", "FOLDER"], "needs --from SOURCE"),
+        (["prepare", "nq", "FOLDER"], "needs --from SOURCE"),
         (["prepare", "reasoning_gym/chain_sum", "FOLDER", "--from", "IN"], "leave out --from"),
         (["prepare", "gsm8k", "FOLDER", "--from", "IN"], "nothing was written: too few tasks"),
     ],
@@ -261,6 +263,105 @@ def test_gsm8k_becomes_task_files(tmp_path, capsys):
     assert task.metadata["agent_name"] == "tool_agent" and "<<1+1=2>>" in task.metadata["solution"]
     assert read(out / "train.jsonl.bad_rows.jsonl")[0]["where"] == f"{source}:10"
     assert "9 tasks (3 of them held out" in capsys.readouterr().out
+
+
+NQ_DOCUMENT = "<H1> Perth </H1> <P> Perth has two million people . </P>"
+NQ_ROWS = {
+    "nq_open": [
+        {"question": "who wrote it", "answer": ["Ann Lee", "Lee"]},
+        {"question": "where is it", "answer": ["Perth"]},
+        {"question": "what is it", "answer": []},
+    ],
+    "flashrag": [
+        {"id": "train_0", "question": "who wrote it", "golden_answers": ["Ann Lee", "Lee"]},
+        {"id": "train_1", "question": "where is it", "golden_answers": ["Perth", "Perth"]},
+        {"id": "train_2", "question": "", "golden_answers": ["x"]},
+    ],
+    "dpr": [
+        {"question": "who wrote it", "answers": ["Ann Lee", "Lee"],
+         "positive_ctxs": [{"title": "Ann", "text": "Ann Lee wrote it."}]},
+        {"question": "where is it", "answers": ["Perth"],
+         "positive_ctxs": [{"title": "Perth", "text": "A city."}],
+         "negative_ctxs": [],
+         "hard_negative_ctxs": [{"title": "Ann", "text": "Ann Lee wrote it."}]},
+        {"question": "where is it", "answers": ["Perth"], "positive_ctxs": [{"title": "Perth"}]},
+    ],
+    "simplified": [
+        {"question_text": "who wrote it", "document_text": "Ann Lee or Lee",
+         "annotations": [{"yes_no_answer": "NONE", "short_answers": [
+             {"start_token": 0, "end_token": 2}, {"start_token": 3, "end_token": 4}]}]},
+        {"question_text": "where is it", "document_text": NQ_DOCUMENT,
+         "annotations": [{"short_answers": [{"start_token": 1, "end_token": 2}]}]},
+        {"question_text": "is it big", "document_text": NQ_DOCUMENT,
+         "annotations": [{"yes_no_answer": "NONE", "short_answers": []}]},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", NQ_ROWS)
+def test_natural_questions_are_read_in_each_published_form(form, tmp_path, capsys):
+    source = lines(tmp_path / "nq.jsonl", *NQ_ROWS[form])
+    out = tmp_path / "nq"
+    words = ["data", "prepare", "nq", str(out), "--from", str(source), "--eval-share", "0.5"]
+    assert main([*words, "--agent", "tool_agent"]) == 0
+    (first,), (second,) = read(out / "train.jsonl"), read(out / "eval.jsonl")
+    assert (first["query"], first["answer"]) == ("who wrote it", ["Ann Lee", "Lee"])
+    assert (second["query"], second["answer"]) == ("where is it", "Perth")
+    task = task_of(first, TaskFields())
+    assert (task.id, task.scorer, task.metadata["data_source"]) == ("nq-0", "em", "nq")
+
+    (bad,) = read(out / "train.jsonl.bad_rows.jsonl")
+    assert bad["where"] == f"{source}:3"
+    assert (out / "corpus.jsonl").exists() == (form == "dpr")
+    if form == "dpr":
+        titles = [row["title"] for row in read(out / "corpus.jsonl")]
+        assert titles == ["Ann", "Perth"], "each passage once"
+        assert "2 passages written to" in capsys.readouterr().err
+
+
+HOTPOT = [
+    {"_id": f"5a{n}", "question": f"{n}?", "answer": "yes", "type": "bridge", "level": "hard",
+     "supporting_facts": [["Perth", 0], ["Perth", 1], ["Lima", 0]],
+     "context": [["Perth", ["Perth is ", "a city."]], ["Lima", [f"Lima {n}."]]]}
+    for n in range(3)
+]  # fmt: skip
+
+
+def of_the_hub(row):
+    facts = list(zip(*row["supporting_facts"], strict=True))
+    context = list(zip(*row["context"], strict=True))
+    return row | {
+        "id": row["_id"],
+        "supporting_facts": {"title": list(facts[0]), "sent_id": list(facts[1])},
+        "context": {"title": list(context[0]), "sentences": list(context[1])},
+    }
+
+
+@pytest.mark.parametrize("form", ["json", "hub.jsonl", "hub.parquet"])
+def test_hotpotqa_becomes_tasks_and_a_corpus(form, tmp_path):
+    source = tmp_path / f"hotpot.{form.rpartition('.')[2]}"
+    if form == "json":
+        source.write_text(json.dumps(HOTPOT), encoding="utf-8")
+    elif form == "hub.jsonl":
+        lines(source, *map(of_the_hub, HOTPOT))
+    else:
+        pytest.importorskip("pyarrow")
+        write_rows(list(map(of_the_hub, HOTPOT)), source)
+
+    out = tmp_path / "out"
+    assert main(["data", "prepare", "hotpotqa", str(out), "--from", str(source)]) == 0
+    rows = read(out / "train.jsonl")
+    assert [row["query"] for row in rows] == ["0?", "1?", "2?"]
+    metadata = task_of(rows[1], TaskFields()).metadata
+    assert metadata == {
+        "data_source": "hotpotqa",
+        "type": "bridge",
+        "level": "hard",
+        "supporting_titles": ["Perth", "Lima"],
+    }
+    corpus = read(out / "corpus.jsonl")
+    assert [row["text"] for row in corpus] == ["Perth is a city.", "Lima 0.", "Lima 1.", "Lima 2."]
+    assert len(read_corpus(str(out / "corpus.jsonl"))) == 4
 
 
 def test_a_split_leaves_something_to_train_on_and_no_older_one(tmp_path):

@@ -27,7 +27,7 @@ def read(path):
 
 
 def test_every_tool_has_a_lesson():
-    assert sorted(LESSONS) == sorted(PACKAGED)
+    assert sorted(LESSONS) == sorted({*PACKAGED} - {"fetch", "web_search"}), "but the web"
 
 
 @pytest.mark.parametrize("tool", sorted(LESSONS))

@@ -126,8 +126,8 @@ Prepared = Annotated[
     str,
     typer.Argument(
         metavar="NAME",
-        help="gsm8k, reasoning_gym/DATASET such as reasoning_gym/chain_sum, or lesson/TOOL: "
-        "tasks for booking, calculator, database, files or search.",
+        help="gsm8k, nq, hotpotqa, reasoning_gym/DATASET such as reasoning_gym/chain_sum, or "
+        "lesson/TOOL: tasks for booking, calculator, database, files or search.",
     ),
 ]
 PreparedFolder = Annotated[
@@ -156,8 +156,8 @@ def prepare(
         typer.Option(
             "--from",
             metavar="SOURCE",
-            help="gsm8k: rows with question and answer, a file or a dataset such as "
-            "openai/gsm8k:train.",
+            help="gsm8k, nq, hotpotqa: its rows as they are published, a file or a dataset such "
+            "as openai/gsm8k:train.",
         ),
     ] = None,
     agent: Annotated[
@@ -165,19 +165,22 @@ def prepare(
         typer.Option(metavar="NAME", help="Agent that is to play the tasks (agent_name)."),
     ] = None,
     count: Annotated[
-        int, typer.Option(min=2, max=100_000, help="How many tasks, but of gsm8k.")
+        int, typer.Option(min=2, max=100_000, help="How many tasks, where they are made.")
     ] = 1000,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the tasks, but of gsm8k.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the tasks that are made.")] = 0,
     shown: Shown = 500,
     eval_share: Annotated[
         float, typer.Option(min=0.0, max=0.9, help="Share of the tasks that is held out.")
     ] = 0.1,
 ) -> None:
     """Write the task files of a known data set: train.jsonl, and the last ones as eval.jsonl; of a
-    lesson demonstrations.jsonl as well, and corpus.jsonl where its tool searches one."""
+    lesson demonstrations.jsonl as well; and corpus.jsonl for the tool search, where its lesson or
+    the rows have passages."""
     from agentevo.agents.named_by_task import check_known_name
+    from agentevo.console import to_stderr
     from agentevo.data import RowReport
     from agentevo.data.rows import check_not_a_source, check_source
+    from agentevo.rollout.question_files import CORPUS, QUESTION_SETS, Passages, question_tasks
     from agentevo.rollout.task_files import HELD_OUT, TRAIN, gsm8k_tasks, reasoning_gym_tasks
     from agentevo.rollout.task_files import write_split as write
 
@@ -188,24 +191,31 @@ def prepare(
         _prepare_lesson(dataset, folder, count, eval_share, shown, seed)
         return
 
-    if not (name == "gsm8k" or (kind == "reasoning_gym" and dataset)):
+    is_read = name in ("gsm8k", *QUESTION_SETS)
+    if not (is_read or (kind == "reasoning_gym" and dataset)):
         raise ConfigError(
-            f"data prepare {name}: there are gsm8k, reasoning_gym/DATASET and lesson/TOOL"
+            f"data prepare {name}: there are gsm8k, {', '.join(QUESTION_SETS)}, "
+            "reasoning_gym/DATASET and lesson/TOOL"
         )
 
     if agent is not None:
         check_known_name(agent)
 
-    if (source is not None) != (name == "gsm8k"):
+    if (source is not None) != is_read:
         given = "needs --from SOURCE" if source is None else "makes its tasks: leave out --from"
         raise ConfigError(f"data prepare {name} {given}")
 
     report = RowReport("tasks")
+    passages = Passages()
     if source is not None:
         check_source(source, "data prepare")
-        for out in (TRAIN, HELD_OUT):
+        for out in (TRAIN, HELD_OUT, CORPUS):
             check_not_a_source(folder / out, source, "data prepare")
-        tasks = gsm8k_tasks(source, agent, report)
+        tasks = (
+            gsm8k_tasks(source, agent, report)
+            if name == "gsm8k"
+            else question_tasks(name, source, agent, report, passages)
+        )
     else:
         tasks = reasoning_gym_tasks(dataset, count, seed, agent)
         report.rows = len(tasks)
@@ -214,6 +224,8 @@ def prepare(
         raise ConfigError("\n".join(["nothing was written: too few tasks", *report.lines()]))
 
     number = write(tasks, eval_share, folder)
+    if name in QUESTION_SETS and (found := passages.write(folder)):
+        to_stderr(f"{found} passages written to {folder / CORPUS}")
     tell_of_rows(report, folder / TRAIN, f"tasks ({number} of them held out, {HELD_OUT})")
 
 

@@ -17,6 +17,7 @@ REASONS = {
     "not_csv": "not CSV",
     "unknown_form": "not in the file's form",
     "empty": "empty",
+    "no_answer": "no answer to judge by",
     "wrong_roles": "wrong roles",
     "media": "pictures, sounds or films, and models read text alone here",
     "bad_tool_call": "broken tool call",
