@@ -516,14 +516,14 @@ def check_meshes(
         on_cpu = config.model.device == "cpu" or (
             device_memory is None and not is_accelerator(here)
         )
-        turned = _turned(config, sizes, found, memory, on_cpu)
+        turned = _weigh_measures(config, sizes, found, memory, on_cpu)
 
     asked = config.trainer.parallel
     program = "sft" if config.data.taught else "train"
     return judge_meshes(found, devices, memory, command, tokens, asked, turned, program)
 
 
-def _turned(
+def _weigh_measures(
     config: RunConfig, sizes: Sizes, found: list[Fit], memory: float, on_cpu: bool
 ) -> dict[str, float]:
     """A measure that is not taken yet -> the least that any mesh of the devices then needs."""

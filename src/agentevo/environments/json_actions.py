@@ -71,10 +71,10 @@ def describe_space(space: spaces.Space[Any]) -> str:
     low, high = _bounds(space)
     noun = "number" if low.dtype.kind == "f" else "whole number"
     several = "s" * (low.size != 1)
-    return f"{_listed(low.shape)}{noun}{several}{_range(low, high)}"
+    return f"{_describe_shape(low.shape)}{noun}{several}{_range(low, high)}"
 
 
-def _listed(shape: tuple[int, ...]) -> str:
+def _describe_shape(shape: tuple[int, ...]) -> str:
     if not shape:
         return "a "
     lists = "".join(f"{size} lists of " for size in shape[:-1])

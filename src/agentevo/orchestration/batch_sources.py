@@ -128,7 +128,7 @@ class RolloutBatches(WithoutHeldOutData):
         if self._only_samples:
             return PreparedBatch([], dropped={t.id: ONLY_SAMPLED for t in collected.kept})
 
-        credited = self._credited(collected.kept)
+        credited = self._ask_credit(collected.kept)
         batch = self._trainer.prepare(
             [t for t in collected.kept if t.id not in credited.dropped],
             collected.baselines,
@@ -140,7 +140,7 @@ class RolloutBatches(WithoutHeldOutData):
         batch.warnings += credited.warnings
         return batch
 
-    def _credited(self, trajectories: Sequence[Trajectory]) -> CreditedGroups:
+    def _ask_credit(self, trajectories: Sequence[Trajectory]) -> CreditedGroups:
         return CreditedGroups() if self._credit is None else self._credit.ask(trajectories)
 
     async def replay(self, record: StepRecord) -> PreparedBatch:
@@ -155,7 +155,7 @@ class RolloutBatches(WithoutHeldOutData):
             read, within_s=STORE_RETRY_S, what=f"reading what step {record.step} trained on"
         )
         trained = plan.trained(stored)
-        credited = self._credited(trained)
+        credited = self._ask_credit(trained)
         if credited.dropped:
             what = (
                 f"step {record.step} can't be done again: algorithm.credit fails where it did not"

@@ -34,9 +34,9 @@ class RowDigests:
         `trained` (ids), of evaluations those since the record before."""
         ids = set(trained)
         attempts = {trajectory.id: trajectory for trajectory in sampled}
-        evaluated = await self._evaluated(step)
+        evaluated = await self._read_evaluations(step)
         if step == 1:
-            evaluated += await self._evaluated(0)
+            evaluated += await self._read_evaluations(0)
         tasks = {trajectory.task_id for trajectory in (*attempts.values(), *evaluated)}
         return RecordedRows(
             tasks=await self._tasks(tasks - self._known),
@@ -44,7 +44,7 @@ class RowDigests:
             evaluated={trajectory.id: _shown(trajectory) for trajectory in evaluated},
         )
 
-    async def _evaluated(self, step: int) -> list[Trajectory]:
+    async def _read_evaluations(self, step: int) -> list[Trajectory]:
         """The attempts that have evaluated the policy after a step."""
 
         async def read() -> list[Trajectory]:

@@ -73,7 +73,7 @@ def _loss(function: Callable[[LossInputs], Any], inputs: LossInputs) -> Terms:
         name: one.clone() for name, one in tensors.items() if isinstance(one, Tensor)
     }
     try:
-        returned = _computed(function, replace(inputs, **copies))
+        returned = _call_loss(function, replace(inputs, **copies))
         losses, measured = returned if isinstance(returned, tuple) else (returned, {})
         shape = inputs.logp.shape
         _check_tensor("the token losses", losses, (shape,), inputs.logp.device)
@@ -132,7 +132,7 @@ def _name(function: object) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _computed(function: Callable[[LossInputs], Any], inputs: LossInputs) -> Any:
+def _call_loss(function: Callable[[LossInputs], Any], inputs: LossInputs) -> Any:
     try:
         return function(inputs)
     except SystemExit as error:

@@ -189,7 +189,7 @@ def pairs_of_lines(
     more than `context_length` tokens.
     """
 
-    def encoded(line: PairLine, answer: Sequence[Message], which: str) -> Answer:
+    def encode(line: PairLine, answer: Sequence[Message], which: str) -> Answer:
         name = f"{line.where} {which}"
         characters = num_characters([*line.prompt, *answer])
         size = f"{characters} characters, far more than {context_length} tokens"
@@ -207,11 +207,11 @@ def pairs_of_lines(
     groups: list[list[Pair]] = []
     for line in lines:
         try:
-            chosen = None if line.chosen is None else encoded(line, line.chosen, "chosen")
+            chosen = None if line.chosen is None else encode(line, line.chosen, "chosen")
             rejected = (
                 None
                 if line.rejected is None or loss == "rft"
-                else encoded(line, line.rejected, "rejected")
+                else encode(line, line.rejected, "rejected")
             )
         except ModelError as error:
             raise ConfigError(f"{line.where}: {error}") from error
