@@ -57,6 +57,7 @@ def options(out: Path, *, steps: int, conversations: int = 1536) -> argparse.Arg
     parser.add_argument("--out", type=Path, default=out)
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0, help="of training; the cold start has 0")
     parser.add_argument("--held-out", type=int, default=HELD_OUT, help="tasks of an evaluation")
 
     help_text = "of the cold start"
@@ -80,7 +81,7 @@ def reinforced(given: argparse.Namespace, *trained: Any, **sections: Any) -> dic
             },
             "evaluation": {"tasks": given.held_out, "samples": 0, "every": 0},
             "checkpoint": {"every": 0},
-            "run": {"dir": str(given.out / "run"), "overwrite": True},
+            "run": {"dir": str(given.out / "run"), "overwrite": True, "seed": given.seed},
             "tracking": {"report": False, "tensorboard": False},
             **sections,
         },

@@ -68,7 +68,14 @@ EXAMPLES = [
     Example("OpenAI SDK for Node", "node_openai", "node_openai", "chat completions"),
     Example("Anthropic SDK", "anthropic_sdk", "anthropic", "messages"),
     Example("OpenAI Agents SDK", "openai_agents", "openai_agents", "Responses"),
-    Example("LangGraph, LangChain", "langgraph_agent", "langgraph", "chat completions", steps=6),
+    Example(
+        "LangGraph, LangChain",
+        "langgraph_agent",
+        "langgraph",
+        "chat completions",
+        steps=8,
+        learning_rate=5e-4,
+    ),
     Example("LangGraph by class", "langchain_native", "langgraph", "`policy.generate`"),
     Example("Pydantic AI", "pydantic_ai_agent", "pydantic_ai", "chat completions"),
     Example(
