@@ -189,7 +189,7 @@ def _from_pretrained(
     return LoadedModel(_placed(model, device), tokenizer, name)
 
 
-def _check_rows(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_rows(name: str, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise ModelError(
