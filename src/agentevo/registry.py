@@ -107,6 +107,8 @@ class Registry(Generic[T]):
 
     @property
     def _singular(self) -> str:
+        if self.kind.endswith("xes"):
+            return self.kind.removesuffix("es")
         stem = self.kind.removesuffix("ies")
         return self.kind.rstrip("s") if stem == self.kind else f"{stem}y"
 

@@ -357,8 +357,12 @@ def test_sft_dry_run_and_refusals(agentevo):
         assert code == 2 and "data.train: chats.jsonl does not exist" in err
 
     Path("chats.jsonl").write_text("{}\n")
+    code, _, err = agentevo("sft", "chats.yaml", "--dry-run")
+    assert code == 2 and "no row is left to train on" in err
+
+    Path("chats.jsonl").write_text('{"instruction": "2 + 2?", "output": "4"}\n')
     code, out, err = agentevo("sft", "chats.yaml", "sft.epochs=3", "--dry-run")
-    assert (code, err) == (0, "")
+    assert code == 0 and "error" not in err
 
     tree = yaml.safe_load(out)
     assert (

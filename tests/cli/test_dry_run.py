@@ -57,6 +57,10 @@ SAYS = [
     (["tracing.backend=nowhere"], "tracing"),
     (["rollout.transport=folder"], "rollout.transport=folder is for engines in other processes"),
     (["memory.offload_optimizer=true"], "memory.offload_optimizer"),
+    (
+        ["rows.yaml", "agent.type=code_agent", "agent.sandbox.type=bubblewrapp"],
+        "did you mean 'bubblewrap'?",
+    ),
     (["unsolved.yaml"], "environment Unsolved has no solver, which cold_start.episodes asks"),
 ]
 
@@ -182,6 +186,13 @@ def test_a_folder_with_a_run_is_refused_before_torch_is_imported(agentevo, monke
     for words in (["train"], ["train", "--dry-run"], ["sft", "data.train=[small.yaml]"]):
         code, _, err = agentevo(words[0], "small.yaml", "run.dir=taken", *words[1:])
         assert code == 2 and "holds a run already" in err, err
+
+
+def test_a_dry_run_asks_for_the_secret_of_its_engines(agentevo, monkeypatch):
+    monkeypatch.delenv("NO_SECRET", raising=False)
+    words = ["rollout.samplers=1", "rollout.engine_secret=${env:NO_SECRET}"]
+    code, _, err = agentevo("train", "plain.yaml", *words, "--dry-run")
+    assert code == 2 and "rollout.engine_secret" in err and "NO_SECRET" in err
 
 
 def test_a_dry_run_of_a_store_makes_none(agentevo, tmp_path):

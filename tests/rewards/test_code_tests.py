@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from agentevo.errors import ConfigError, SandboxError
+from agentevo.errors import ConfigError, SandboxError, UnknownNameError
 from agentevo.event_loop import run_coroutine
 from agentevo.rewards.code_cases import cases_of, is_right_output, is_right_value
 from agentevo.rewards.code_tests import CodeTestsConfig, CodeTestsReward, code_of
@@ -145,7 +145,9 @@ def test_a_task_without_tests_is_a_failed_score_and_no_zero():
 def test_a_wrong_sandbox_is_refused_before_anything_runs():
     with pytest.raises(ConfigError, match=r"rewards: code_tests\.sandbox\.memory_mib"):
         Scoring([CodeTestsConfig(name="code_tests", sandbox={"memory_mib": 1})])
-    (found,) = judged([ADDS], task_of(CALLS), sandbox={"type": "no-such-kind"})
+    with pytest.raises(UnknownNameError, match="no sandbox is called 'bubblewrapp': did you mean"):
+        judged([ADDS], task_of(CALLS), sandbox={"type": "bubblewrapp"})
+    (found,) = judged([ADDS], task_of(CALLS), sandbox={"type": "remote", "url": "http://[::1]:1"})
     assert found.status == "failed", "where no sandbox opens, nobody knows"
 
 

@@ -193,9 +193,8 @@ def _from_pretrained(
     return LoadedModel(_placed(model, device), tokenizer, name)
 
 
-def _check_rows(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    embeddings: Any = model.get_input_embeddings()
-    rows = embeddings.weight.shape[0]
+def _check_rows(name: str, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise ModelError(
             f"model {name!r}: its tokenizer has {len(tokenizer)} tokens, the model only {rows}: "

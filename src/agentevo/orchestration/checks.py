@@ -12,6 +12,7 @@ from agentevo.config.algorithm_functions import check_names
 from agentevo.config.parallel import world_size
 from agentevo.errors import ConfigError, TrainingError, UnusableCheckpointError
 from agentevo.inference.engines import check_engine
+from agentevo.inference.secret import RunSecret
 from agentevo.inference.transports import check_transport
 from agentevo.models.adapters import check_lora
 from agentevo.models.chat import ChatFormat
@@ -71,6 +72,7 @@ def check_parts(
     if config.rollout.samplers:
         importlib.import_module("agentevo.inference.server")  # raises MissingExtraError
         plan_of(config)
+        RunSecret(config.run_dir / "engines", config.rollout.engine_secret).check()
 
     check_processes(config)
     check_tracking(config)
@@ -168,19 +170,21 @@ def load_checked(
     return loaded
 
 
-def check_unloaded(config: RunConfig) -> None:
+def check_unloaded(config: RunConfig) -> LoadedModel | None:
     """What `load_checked`, and the sampler after it, would refuse of the recipe's model, where that
-    is on this machine; no weight of it is read. Raises ConfigError and ModelError."""
+    is on this machine; no weight of a saved one is read. Returns it as far as it was read, None of
+    one that is not here. Raises ConfigError and ModelError."""
     if config.model.name == TINY:
         loaded = load_checked(config)
     else:
         folder = saved_folder(config.model.name)
         if folder is None:
-            return
+            return None
         loaded = load_hollow(config.model, folder)
         _check_spread(config, loaded)
 
     ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None))
+    return loaded
 
 
 def _check_spread(config: RunConfig, loaded: LoadedModel) -> None:

@@ -122,7 +122,9 @@ def check_dry(
     goes_on = resume and not is_given_up(config.run_dir)
     check_place(config, command, resume=goes_on, may_create=False)
     if not goes_on:
-        check_unloaded(config)
+        loaded = check_unloaded(config)
+        if command == "sft" and loaded is not None:
+            read_sft_data(config, loaded, LiveView(config.run.name), lambda: False)
 
     return models_to_fetch(config)
 

@@ -51,6 +51,9 @@ class Sandboxes:
     """Opens sandboxes of one section, at most `max_sandboxes` at once."""
 
     def __init__(self, section: SandboxSection) -> None:
+        """Raises UnknownNameError for a kind that there is not."""
+        if section.type != "auto":
+            sandboxes.get(section.type)
         self._section = section
         self._free = asyncio.Semaphore(section.max_sandboxes)
         self._kind: SandboxKind | None = None
