@@ -550,15 +550,23 @@ def _weigh_measures(
         if fitting:
             turned[change] = min(one.needs(memory) for one in fitting)
 
-    more = devices
-    while more * 2 <= min(MOST_DEVICES, 64 * devices):
-        more *= 2
-        least = min(one.needs(memory) for one in fits(config, sizes, more))
-        turned[f"--devices={more}"] = least
-        if least <= ROOM * memory:
-            break
+    return turned | _more_devices(config, sizes, devices, memory)
 
-    return turned
+
+def _more_devices(config: RunConfig, sizes: Sizes, devices: int, memory: float) -> dict[str, float]:
+    """The least that any mesh needs of as many devices as fit it, or of twice as many where so
+    much more memory is of no use."""
+    needed = dict[str, float]()
+    more = 2 * devices
+    while more <= min(MOST_DEVICES, 64 * devices):
+        least = min(one.needs(memory) for one in fits(config, sizes, more))
+        if least <= ROOM * memory:
+            return {f"--devices={more}": least}
+
+        needed[f"--devices={more}"] = least
+        more *= 2
+
+    return dict(list(needed.items())[:1])
 
 
 def _in_mesh(config: RunConfig, parallel: ParallelSection) -> RunConfig:
