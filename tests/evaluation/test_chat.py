@@ -131,6 +131,15 @@ def test_ctrl_c_at_the_prompt_ends_nothing_and_ctrl_d_the_chat(scripted, monkeyp
     assert "(Ctrl-D ends the chat)" in told.out and "Ctrl-C ends an answer" in told.err
 
 
+def test_ctrl_c_while_the_model_is_loaded_promises_no_checkpoint(monkeypatch, capsys):
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat_module, "find_model", interrupted)
+    assert main(["chat", "run"]) == 130
+    assert "checkpoint" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

@@ -160,8 +160,8 @@ def _run(words: list[str]) -> int:
     except SystemExit as exit_request:
         code = exit_request.code
 
-    if code in (130, 143):
-        goes_on_itself = words[:1] in (["learn"], ["launch"])
+    goes_on_itself = words[:1] in (["learn"], ["launch"])
+    if code in (130, 143) and (goes_on_itself or _takes_resume(words)):
         resumed = "the same command" + ("" if goes_on_itself else " with --resume")
         print(
             f"stopped cleanly: whole checkpoints are kept, and {resumed} goes on from the last",
@@ -215,6 +215,13 @@ def _command(name: str) -> Any:
     alone.registered_commands = commands
     alone.registered_groups = groups
     return typer.main.get_command(alone)
+
+
+def _takes_resume(words: Sequence[str]) -> bool:
+    """Whether the command has an option --resume, so that something of it is left to go on from."""
+    name = words[0] if words else ""
+    command = _command(name).commands.get(name)
+    return command is not None and any(option.name == "resume" for option in command.params)
 
 
 def _name_of(command: Any) -> str:
