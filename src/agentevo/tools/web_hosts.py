@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
@@ -158,7 +159,7 @@ def _parsed(text: str) -> httpx.URL:
     return url.copy_with(fragment=None)
 
 
-def _pinned(url: httpx.URL, address: _Address) -> dict[str, object]:
+def _pinned(url: httpx.URL, address: _Address) -> dict[str, Any]:
     """A request to the address, for the name."""
     return {
         "url": url.copy_with(host=str(address)),

@@ -149,7 +149,7 @@ class WebSearch:
             bearer = "Bearer " if api.key_header.lower() == "authorization" else ""
             headers[api.key_header] = f"{bearer}{self._key}"
 
-        how = {"params": asked} if api.method == "GET" else {"json": asked}
+        how: dict[str, Any] = {"params": asked} if api.method == "GET" else {"json": asked}
         try:
             with (
                 httpx.Client(verify=trusted_context(), timeout=TIMEOUT_S) as client,
