@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
@@ -25,8 +26,24 @@ def without_controls(text: str) -> str:
     return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
+_listeners: list[Callable[[str], None]] = []
+
+
+def listen(listener: Callable[[str], None]) -> None:
+    """From here on the listener hears each line that `to_stderr` says, on the thread that says
+    it."""
+    _listeners.append(listener)
+
+
+def unlisten(listener: Callable[[str], None]) -> None:
+    """It hears no more."""
+    _listeners.remove(listener)
+
+
 def to_stderr(line: str) -> None:
     """Says it, unless whoever read it is gone: that ends nothing."""
+    for listener in list(_listeners):
+        listener(line)
     with suppress(OSError, ValueError):
         print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 

@@ -90,8 +90,8 @@ def test_times_are_means_and_maxima_over_the_attempts_that_have_them():
         for t, (mean, longest) in zip(ATTEMPTS[:2], times, strict=True)
     ]
     found = rollout_metrics([*attempts, *ATTEMPTS[2:4]], {})
-    assert found["environment_step_s/mean"] == 1.0
-    assert found["environment_step_s/max"] == 2.0
+    assert found["perf/environment_step_s/mean"] == 1.0
+    assert found["perf/environment_step_s/max"] == 2.0
 
 
 def test_a_step_in_which_everything_failed_still_counts_what_came():

@@ -152,6 +152,10 @@ class ViewState(msgspec.Struct, frozen=True, kw_only=True):
     started_at: float = 0.0
 
 
+def _nowhere(text: str) -> None:
+    """A record that nobody keeps."""
+
+
 def _unseen(stream: TextIO) -> TextIO:
     """In place of a stream that takes nothing any more; what it still holds goes nowhere, too."""
     nowhere = Path(os.devnull).open("w")  # noqa: SIM115 (for the rest of the run)
@@ -173,12 +177,14 @@ class LiveView:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.title = title
+        self.record: Callable[[str], None] = _nowhere
+        """Hears in plain words what is shown."""
         self._stream = sys.stdout if stream is None else stream
         self._clock = clock
         self._state = ViewState(started_at=clock(), phase_since=time.time())
         self._step_ends: deque[float] = deque(maxlen=20)
         self._seen_phases: set[str] = set()
-        self._printed_at = clock()
+        self._said_at = clock()
         self._console = open_console(self._stream, plain)
         self._live: Live | None = None
         self._bars = ExitStack()
@@ -212,11 +218,10 @@ class LiveView:
         """What the run does now, such as `phase("cold start", "epoch 2/3")`. Cheap enough to call
         many times a step."""
         self._enter_phase(name, detail)
-        if self.plain and (
-            name not in self._seen_phases
-            or (detail and self._clock() - self._printed_at >= HEARTBEAT_S)
+        if name not in self._seen_phases or (
+            detail and self._clock() - self._said_at >= HEARTBEAT_S
         ):
-            self._print(f"-- {name}: {detail}" if detail else f"-- {name}")
+            self._say(f"-- {name}: {detail}" if detail else f"-- {name}")
         self._seen_phases.add(name)
 
     def stands_at(self, step: int, total: float) -> None:
@@ -264,8 +269,7 @@ class LiveView:
             last_step_at=now,
         )
 
-        if self.plain:
-            self._print(self._step_line())
+        self._say(self._step_line())
 
     def evaluation(
         self, step: int, results: Mapping[str, float | None], notes: Sequence[str] = ()
@@ -277,20 +281,13 @@ class LiveView:
         for result in evaluations:
             number = "" if result.n is None else f", {result.n:.0f} task{'s' * (result.n != 1)}"
             title = f"held-out evaluation at step {step}: {result.environment}{number}"
-            if self._console is None:
-                rows = [("", "success", "reward"), *evaluation_rows(result)]
-                self._print(
-                    "\n".join(
-                        [
-                            title,
-                            *(
-                                f"  {player:<15}{success:>8}{reward:>9}".rstrip()
-                                for player, success, reward in rows
-                            ),
-                        ]
-                    )
-                )
-            else:
+            rows = [("", "success", "reward"), *evaluation_rows(result)]
+            lines = [
+                f"  {player:<15}{success:>8}{reward:>9}".rstrip()
+                for player, success, reward in rows
+            ]
+            self._say("\n".join([title, *lines]))
+            if self._console is not None:
                 self._console.print(_evaluation_table(title, result), highlight=False)
 
         for text in notes:
@@ -299,14 +296,12 @@ class LiveView:
     def warn(self, text: str) -> None:
         """A warning stays in the panel until three newer ones push it out."""
         self._change(warnings=(*self._state.warnings[-2:], text))
-        if self.plain:
-            self._print(f"WARNING {text}")
+        self._say(f"WARNING {text}")
 
     def note(self, text: str) -> None:
         """A line for the record, such as a checkpoint's path."""
-        if self._console is None:
-            self._print(text)
-        else:
+        self._say(text)
+        if self._console is not None:
             from rich.text import Text
 
             self._console.print(Text(text))
@@ -319,12 +314,17 @@ class LiveView:
     def _change(self, **fields: object) -> None:
         self._state = msgspec.structs.replace(self._state, **fields)
 
-    def _print(self, text: str) -> None:
+    def _say(self, text: str) -> None:
+        """For the record, and printed where nothing is drawn."""
+        self.record(text)
+        self._said_at = self._clock()
+        if not self.plain:
+            return
+
         try:
             print_line(self._stream, text)
         except (OSError, ValueError):  # its reader is gone, or its file is full
             self._stream = _unseen(self._stream)
-        self._printed_at = self._clock()
 
     def _time_left(
         self, step: int, total: int, metrics: Mapping[str, float | None]

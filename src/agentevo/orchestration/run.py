@@ -15,6 +15,7 @@ steps after it from their plans (resume.py), and goes on, having lost nothing.
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -29,6 +30,7 @@ from agentevo.heap import lasting_heap
 from agentevo.inference.transports import local_transport
 from agentevo.models.load import LoadedModel
 from agentevo.observability import LiveView, report_at_end
+from agentevo.observability.run_log import RunLog
 from agentevo.orchestration.checks import (
     check_recipe,
     check_unloaded,
@@ -154,7 +156,13 @@ async def run_training(
         keep_best=config.checkpoint.keep_best,
         alone=True,
     )
-    with view, stop_on_interrupt(view.note) as stop_signals, ExitStack() as stack:
+    with (
+        RunLog() as log,
+        view,
+        stop_on_interrupt(view.note) as stop_signals,
+        ExitStack() as stack,
+    ):
+        view.record = log.write
         ranks = _join(config, stack, stop_signals, view)
 
         def is_stopped() -> bool:
@@ -207,6 +215,7 @@ async def run_training(
                 ranks=ranks,
             )
             _begin_folder(config, command, make_final, conversations)
+            log.begin(folder, f"agentevo {command}, process {os.getpid()}")
             run.control = stack.enter_context(_open_control(folder, stop_signals, view))
             run.log.tracking = stack.enter_context(tracked(config, command, view, is_stopped))
             stack.enter_context(lasting_heap())

@@ -59,7 +59,7 @@ def rollout_metrics(
 
         for name in sorted({name for t in done for name in t.timings}):
             times = [t.timings[name] for t in done if name in t.timings]
-            metrics[name] = max(times) if name.endswith("/max") else fmean(times)
+            metrics[f"perf/{name}"] = max(times) if name.endswith("/max") else fmean(times)
 
         for name in sorted({name for t in done for name in t.reward_parts}):
             metrics[f"reward_parts/{name}/mean"] = fmean(
