@@ -252,6 +252,8 @@ def _read_folder(
     try:
         with no_progress_bars(), torch.random.fork_rng(devices=[]):
             model, info = reader.from_pretrained(folder, output_loading_info=True, **options)
+    except MemoryError:
+        raise
     except Exception as error:  # of a damaged config.json anything
         remedy = "save or fetch it again"
         if _looks_or_listens(folder):
