@@ -22,7 +22,10 @@ def end_soon(code: int) -> None:
     """Ends the process with this exit code if it has not ended by itself within ENDING_S."""
     timer = threading.Timer(ENDING_S, _leave, (code,))
     timer.daemon = True
-    timer.start()
+    try:
+        timer.start()
+    except (RuntimeError, MemoryError):  # no memory is left for a thread
+        _exit_now(code)
 
 
 def _leave(code: int) -> None:
@@ -43,6 +46,10 @@ def _leave(code: int) -> None:
             f"run has started still ran {ENDING_S:g} s later: it is ended with the process"
         )
 
+    _exit_now(code)
+
+
+def _exit_now(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()

@@ -58,6 +58,7 @@ from agentevo.cli import (
     ui,
 )
 from agentevo.cli.ending import end_soon
+from agentevo.cli.memory_limit import memory_problem
 from agentevo.credentials import without_passwords
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.extras import training_packages
@@ -150,8 +151,10 @@ def _run(words: list[str]) -> int:
         return _fail(str(error), 2)
     except AgentEvoError as error:
         return _fail(str(error), 1)
-    except OSError as error:
-        if error.errno not in _DISK_ERRORS:
+    except (MemoryError, OSError, ImportError, RuntimeError) as error:
+        if problem := memory_problem(error):
+            return _fail(problem, 1)
+        if not isinstance(error, OSError) or error.errno not in _DISK_ERRORS:
             raise
         where = error.filename or "a file"
         return _fail(f"{where} could not be written or read ({error.strerror})", 1)

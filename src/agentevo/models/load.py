@@ -289,6 +289,8 @@ def _read_folder(
     try:
         with no_progress_bars(), torch.random.fork_rng(devices=[]):
             model, info = reader.from_pretrained(folder, output_loading_info=True, **options)
+    except MemoryError:
+        raise
     except Exception as error:  # of a damaged config.json anything
         raise _unreadable(key, folder, kind, error) from error
 
