@@ -242,7 +242,7 @@ def test_a_chart_has_a_title_in_words_and_none_is_cut():
     )
     assert title_of("a/metric/of/yours") == "a/metric/of/yours"
 
-    model = "/home/somebody/models/an-organisation/a-rather-long-name-of-a-model-1.5B"
+    model = "/srv/models/an-organisation/a-rather-long-name-of-a-model-1.5B"
     title = _title({"environment": "frozen_lake", "model": model})
     assert title.replace("\n", " ") == "frozen_lake, a-rather-long-name-of-a-model-1.5B"
     assert max(map(len, title.split("\n"))) <= 36
