@@ -57,7 +57,7 @@ class WebHosts:
     def allows(self, url: str) -> bool:
         """Whether the rules name the URL's host; its addresses are not looked up."""
         try:
-            self._check_name(_parsed(url))
+            self._check_name(_parse_url(url))
         except ToolError:
             return False
         return True
@@ -68,10 +68,10 @@ class WebHosts:
         deadline = time.monotonic() + within_s
         with httpx.Client(verify=trusted_context(), trust_env=False, timeout=within_s) as client:
             for _ in range(MAX_REDIRECTS + 1):
-                parsed = _parsed(url)
+                parsed = _parse_url(url)
                 address = self._address_of(parsed)
                 try:
-                    with client.stream("GET", **_pinned(parsed, address)) as answer:
+                    with client.stream("GET", **_request_to(parsed, address)) as answer:
                         if answer.has_redirect_location:
                             url = str(parsed.join(answer.headers["location"]))
                             continue
@@ -143,7 +143,7 @@ def _matches(entry: tuple[str, int | None], host: str, port: int, usual: bool) -
     return pattern in ("*", host)
 
 
-def _parsed(text: str) -> httpx.URL:
+def _parse_url(text: str) -> httpx.URL:
     """Raises ToolError."""
     if len(text) > MAX_URL:
         raise ToolError(f"the URL has more than {MAX_URL} characters")
@@ -159,7 +159,7 @@ def _parsed(text: str) -> httpx.URL:
     return url.copy_with(fragment=None)
 
 
-def _pinned(url: httpx.URL, address: _Address) -> dict[str, Any]:
+def _request_to(url: httpx.URL, address: _Address) -> dict[str, Any]:
     """A request to the address, for the name."""
     return {
         "url": url.copy_with(host=str(address)),

@@ -73,7 +73,7 @@ def _loss(function: Callable[[LossInputs], Any], inputs: LossInputs) -> Terms:
         name: one.clone() for name, one in tensors.items() if isinstance(one, Tensor)
     }
     try:
-        returned = _computed(function, replace(inputs, **copies))
+        returned = _call_loss(function, replace(inputs, **copies))
         losses, measured = returned if isinstance(returned, tuple) else (returned, {})
         shape = inputs.logp.shape
         _check_tensor("the token losses", losses, (shape,), inputs.logp.device)
@@ -132,7 +132,7 @@ def _name(function: object) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _computed(function: Callable[[LossInputs], Any], inputs: LossInputs) -> Any:
+def _call_loss(function: Callable[[LossInputs], Any], inputs: LossInputs) -> Any:
     try:
         return function(inputs)
     except SystemExit as error:
@@ -198,17 +198,17 @@ def _trial_tables() -> dict[str, Tensor]:
         mask[row, :length] = True
         mask[row, list(untrained)] = False
 
-    def drawn(low: float, high: float) -> Tensor:
+    def draw(low: float, high: float) -> Tensor:
         return torch.rand(shape, generator=generator) * (high - low) + low
 
-    logp = drawn(-4.0, -0.1)
-    old = logp + drawn(-0.5, 0.5)
+    logp = draw(-4.0, -0.1)
+    old = logp + draw(-0.5, 0.5)
     return {
         "logp": logp,
         "old_logp": old,
-        "advantages": drawn(-1.5, 1.5),
+        "advantages": draw(-1.5, 1.5),
         "mask": mask,
-        "rollout_logp": old + drawn(-0.1, 0.1),
+        "rollout_logp": old + draw(-0.1, 0.1),
         "proximal_logp": old,
     }
 
