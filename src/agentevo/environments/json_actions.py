@@ -71,10 +71,10 @@ def describe_space(space: spaces.Space[Any]) -> str:
     low, high = _bounds(space)
     noun = "number" if low.dtype.kind == "f" else "whole number"
     several = "s" * (low.size != 1)
-    return f"{_describe_shape(low.shape)}{noun}{several}{_range(low, high)}"
+    return f"{_say_lists(low.shape)}{noun}{several}{_range(low, high)}"
 
 
-def _describe_shape(shape: tuple[int, ...]) -> str:
+def _say_lists(shape: tuple[int, ...]) -> str:
     if not shape:
         return "a "
     lists = "".join(f"{size} lists of " for size in shape[:-1])
@@ -136,7 +136,7 @@ def _read(value: Any, space: spaces.Space[Any], place: str) -> Any:
 
     if isinstance(space, spaces.Discrete):
         if not _is_whole(value) or not space.start <= value < space.start + space.n:
-            raise ActionError(f"{place} is {_shown(value)}: give {describe_space(space)}")
+            raise ActionError(f"{place} is {_show_value(value)}: give {describe_space(space)}")
         return space.dtype.type(value)
 
     return _read_numbers(value, space, place)
@@ -152,9 +152,9 @@ def _read_numbers(value: Any, space: spaces.Space[Any], place: str) -> np.ndarra
     items = _leaves(value)
     for number, (item, index) in enumerate(zip(items, np.ndindex(low.shape), strict=True), 1):
         where = place if low.size == 1 else f"number {number} of {place}"
-        kept = _kept(item, low.dtype)
+        kept = _convert_number(item, low.dtype)
         if kept is None or not float(low[index]) <= kept <= float(high[index]):
-            raise ActionError(f"{where} is {_shown(item)}: give {describe_space(space)}")
+            raise ActionError(f"{where} is {_show_value(item)}: give {describe_space(space)}")
         numbers[index] = kept
 
     return numbers
@@ -176,7 +176,7 @@ def _leaves(value: Any) -> list[Any]:
     return [leaf for item in value for leaf in _leaves(item)]
 
 
-def _kept(value: Any, dtype: np.dtype[Any]) -> float | None:
+def _convert_number(value: Any, dtype: np.dtype[Any]) -> float | None:
     """A number as a space of this dtype keeps it, so that 0.7 is within a limit of float32's 0.7;
     None for what is no such number."""
     if dtype.kind != "f":
@@ -196,7 +196,7 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
 
 
-def _shown(value: Any) -> str:
+def _show_value(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 40 else f"{text[:37]}..."
 

@@ -272,7 +272,7 @@ def _encode_trajectory(trajectory: Trajectory, split: Split, step: int) -> Encod
     _check_finite(numbers | timings)
     digest = _row_digest(facts, [turns, *more], split, step)
     row = facts | {
-        "metrics": _encode_metrics(_join_metrics(trajectory) | timings),
+        "metrics": _encode_metrics(_all_metrics(trajectory) | timings),
         "split": split,
         "step": int(step),
         "state": "ready" if trajectory.status == "completed" else "failed",
@@ -297,7 +297,7 @@ def _content(trajectory: Trajectory) -> tuple[Any, ...]:
             f"status {trajectory.status!r} is unknown: use one of {', '.join(_STATUSES)}"
         )
 
-    measured = _join_metrics(trajectory)
+    measured = _all_metrics(trajectory)
     _check_finite({"reward": trajectory.reward, **measured})
     turns = [_encode_turn(turn, position) for position, turn in enumerate(trajectory.turns)]
     facts: dict[str, object] = {
@@ -327,7 +327,7 @@ def _content(trajectory: Trajectory) -> tuple[Any, ...]:
     return (facts, turns, remote) if remote else (facts, turns)
 
 
-def _join_metrics(trajectory: Trajectory) -> dict[str, float]:
+def _all_metrics(trajectory: Trajectory) -> dict[str, float]:
     """Metrics and parts of the reward. Raises ValueError for a metric with a name of the others."""
     for name in trajectory.metrics:
         if name.startswith((REWARD_PARTS, TIMINGS)):
@@ -434,7 +434,7 @@ def decode_stored(row: Mapping[Any, Any], data: bytes | None) -> StoredTrajector
         files={} if data is None else unpack_files(data),
         texts={} if data is None else unpack_texts(data),
         reward=float(row["reward"]),
-        reward_parts=_strip_prefix(REWARD_PARTS, measured),
+        reward_parts=_with_prefix(REWARD_PARTS, measured),
         success=row["success"],
         status=row["status"],
         error=row["error"],
@@ -446,7 +446,7 @@ def decode_stored(row: Mapping[Any, Any], data: bytes | None) -> StoredTrajector
         },
         started_at=row["started_at"],
         duration_s=row["duration_s"],
-        timings=_strip_prefix(TIMINGS, measured),
+        timings=_with_prefix(TIMINGS, measured),
     )
     return StoredTrajectory(
         trajectory=trajectory,
@@ -462,7 +462,7 @@ def decode_stored(row: Mapping[Any, Any], data: bytes | None) -> StoredTrajector
     )
 
 
-def _strip_prefix(prefix: str, measured: Mapping[str, float]) -> dict[str, float]:
+def _with_prefix(prefix: str, measured: Mapping[str, float]) -> dict[str, float]:
     return {
         name.removeprefix(prefix): value
         for name, value in measured.items()

@@ -79,14 +79,14 @@ def _text_of(page: WebPage, *, links: bool) -> str:
         text = page.content.decode(errors="replace")
 
     if kind.endswith("json"):
-        return _indent(text)
+        return _indent_json(text)
     if kind in ("text/html", "application/xhtml+xml") or (not kind and "<html" in text.lower()):
         title, said = page_text(text, url=page.url, links=links)
         text = f"{title}\n\n{said}" if title else said
     return text.strip() or "The page has no text."
 
 
-def _indent(text: str) -> str:
+def _indent_json(text: str) -> str:
     try:
         return json.dumps(json.loads(text), indent=1, ensure_ascii=False)
     except (ValueError, RecursionError):

@@ -71,7 +71,7 @@ class WebHosts:
                 parsed = _parse_url(url)
                 address = self._address_of(parsed)
                 try:
-                    with client.stream("GET", **_pin(parsed, address)) as answer:
+                    with client.stream("GET", **_request_to(parsed, address)) as answer:
                         if answer.has_redirect_location:
                             url = str(parsed.join(answer.headers["location"]))
                             continue
@@ -159,7 +159,7 @@ def _parse_url(text: str) -> httpx.URL:
     return url.copy_with(fragment=None)
 
 
-def _pin(url: httpx.URL, address: _Address) -> dict[str, Any]:
+def _request_to(url: httpx.URL, address: _Address) -> dict[str, Any]:
     """A request to the address, for the name."""
     return {
         "url": url.copy_with(host=str(address)),

@@ -198,17 +198,17 @@ def _trial_tables() -> dict[str, Tensor]:
         mask[row, :length] = True
         mask[row, list(untrained)] = False
 
-    def drawn(low: float, high: float) -> Tensor:
+    def draw(low: float, high: float) -> Tensor:
         return torch.rand(shape, generator=generator) * (high - low) + low
 
-    logp = drawn(-4.0, -0.1)
-    old = logp + drawn(-0.5, 0.5)
+    logp = draw(-4.0, -0.1)
+    old = logp + draw(-0.5, 0.5)
     return {
         "logp": logp,
         "old_logp": old,
-        "advantages": drawn(-1.5, 1.5),
+        "advantages": draw(-1.5, 1.5),
         "mask": mask,
-        "rollout_logp": old + drawn(-0.1, 0.1),
+        "rollout_logp": old + draw(-0.1, 0.1),
         "proximal_logp": old,
     }
 
