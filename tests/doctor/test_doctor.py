@@ -7,21 +7,24 @@ import pytest
 
 from agentevo.agents.agent import agents
 from agentevo.config import RunConfig, build_config
-from agentevo.doctor.checks import Check
+from agentevo.doctor import checks
+from agentevo.doctor.checks import Check, judge_memory
 from agentevo.doctor.diagnostics import check_recipe
 from agentevo.doctor.installation import check_installation
+from agentevo.models.save import save_model
 from agentevo.types import Message
+
+TREE = {
+    "environment": {"type": "frozen_lake"},
+    "model": {"name": "tiny", "tiny": {"hidden_size": 32, "num_layers": 1, "num_heads": 2}},
+    "agent": {"format": "plain", "max_turns": 3},
+    "sampling": {"max_new_tokens": 4},
+    "trainer": {"group_size": 3, "groups_per_step": 2},
+}
 
 
 def recipe(*overrides: str) -> RunConfig:
-    tree = {
-        "environment": {"type": "frozen_lake"},
-        "model": {"name": "tiny", "tiny": {"hidden_size": 32, "num_layers": 1, "num_heads": 2}},
-        "agent": {"format": "plain", "max_turns": 3},
-        "sampling": {"max_new_tokens": 4},
-        "trainer": {"group_size": 3, "groups_per_step": 2},
-    }
-    return build_config(tree, overrides)
+    return build_config(TREE, overrides)
 
 
 def by_name(checks: list[Check]) -> dict[str, Check]:
@@ -33,6 +36,24 @@ def _folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     yield
     assert list(Path().iterdir()) == [], "the doctor leaves nothing behind"
+
+
+def test_a_model_from_a_folder_is_judged_as_one_that_is_made(
+    tiny_policy, tmp_path_factory, monkeypatch
+):
+    """With what adapters would save: their base stands on the device meta for that."""
+    made = tiny_policy(tokenizer="byte", num_layers=1, context_length=2048)
+    folder = save_model(made.model, made.tokenizer, tmp_path_factory.mktemp("model") / "saved")
+    measures: dict[str, float] = {}
+
+    def judge(needed: object, free: object, turned: dict[str, float]) -> Check:
+        measures.update(turned)
+        return judge_memory(needed, free, turned)
+
+    monkeypatch.setattr(checks, "judge_memory", judge)
+    tree = {**TREE, "model": {"name": str(folder)}}
+    assert by_name(check_recipe(build_config(tree, ())))["memory"].status == "good"
+    assert any(change.startswith("model.lora.rank=") for change in measures)
 
 
 def test_a_sound_recipe():

@@ -69,6 +69,10 @@ def group(loaded):
     return asyncio.run(play()), engine.requests
 
 
+CACHE_BYTES = 500 * 2 * 2 * 32 * 4.0
+"""Of keys and values of 500 tokens in two layers."""
+
+
 def change_turn(trajectory: Trajectory, index: int, **fields) -> Trajectory:
     turns = list(trajectory.turns)
     turns[index] = msgspec.structs.replace(turns[index], **fields)
@@ -169,26 +173,28 @@ def test_memory_follows_the_shape_of_the_model(loaded):
     config = build_config(
         {"model": {"name": "tiny"}, "trainer": {"micro_batch_tokens": 64}}, needs_environment=False
     )
-    parts = checks.memory_parts(loaded.model, config, step_tokens=1000, cached_tokens=500)
+    parts = checks.memory_parts(loaded.model, config, step_tokens=1000, cache_bytes=CACHE_BYTES)
     weights = sum(
         parameter.numel() * parameter.element_size() for parameter in loaded.model.parameters()
     )
     assert parts["optimizer"] == 2 * weights
-    assert parts["key-value cache"] == 500 * 2 * 2 * 32 * 4
+    assert parts["key-value cache"] == CACHE_BYTES
     assert "reference copy" not in parts
 
     more = checks.memory_parts(
         loaded.model,
         build_config({"algorithm": {"kl_coef": 0.1}}, needs_environment=False),
         step_tokens=1000,
-        cached_tokens=500,
+        cache_bytes=CACHE_BYTES,
     )
     assert more["reference copy"] == weights
     for name, kept in (("dpo", True), ("rft", False)):
         preferred = build_config({"algorithm": {"name": name}}, needs_environment=False)
         assert (
             "reference copy"
-            in checks.memory_parts(loaded.model, preferred, step_tokens=1000, cached_tokens=500)
+            in checks.memory_parts(
+                loaded.model, preferred, step_tokens=1000, cache_bytes=CACHE_BYTES
+            )
         ) == kept
 
     assert more["activations"] == pytest.approx(parts["activations"] * 1000 / 64)
@@ -198,7 +204,7 @@ def test_memory_follows_the_shape_of_the_model(loaded):
 def test_models_beside_the_policy_take_memory(loaded, small_config, tmp_path):
     def parts(*overrides: str) -> dict[str, float]:
         config = small_config(tmp_path, "algorithm.kl_coef=0", *overrides)
-        return checks.memory_parts(loaded.model, config, step_tokens=1000, cached_tokens=500)
+        return checks.memory_parts(loaded.model, config, step_tokens=1000, cache_bytes=CACHE_BYTES)
 
     plain = parts()
     whole = parts("algorithm.name=ppo")
@@ -218,7 +224,7 @@ def test_weights_that_the_engine_keeps_beside_the_trainer_s_take_memory(
 
     def parts(*overrides: str) -> dict[str, float]:
         config = small_config(tmp_path, *overrides)
-        return checks.memory_parts(loaded.model, config, step_tokens=1000, cached_tokens=500)
+        return checks.memory_parts(loaded.model, config, step_tokens=1000, cache_bytes=CACHE_BYTES)
 
     earlier = EarlierWeights(loaded.model)
     for version in range(5):
@@ -252,7 +258,8 @@ def test_every_knob_is_a_valid_change_that_never_takes_more(loaded, small_config
     def needed(one) -> float:
         is_same = one.model == config.model
         model = loaded.model if is_same else shape_policy(one, loaded.model.config)
-        return sum(checks.memory_parts(model, one, step_tokens=20000, cached_tokens=500).values())
+        parts = checks.memory_parts(model, one, step_tokens=20000, cache_bytes=CACHE_BYTES)
+        return sum(parts.values())
 
     found = list_measures(config, on_cpu=True)
     assert next(iter(found)) == "trainer.micro_batch_tokens=2048"

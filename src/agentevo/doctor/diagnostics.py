@@ -225,6 +225,7 @@ def _judge_sizes(parts: Components, spoken: list[Trajectory]) -> list[Check]:
     longest = min(worst, _context_length(parts))
     together = config.trainer.groups_per_step * config.trainer.group_size
     kv_tokens = int(parts.engine.stats().get("engine/kv_capacity_tokens", together * longest))
+    token_bytes = kv_bytes_per_token(parts.model)
     on_gpu = is_accelerator(parts.model.device)
     said = (
         sum(len(turn.completion_ids) for attempt in spoken for turn in attempt.turns)
@@ -238,7 +239,7 @@ def _judge_sizes(parts: Components, spoken: list[Trajectory]) -> list[Check]:
             model,
             turned,
             step_tokens=per_step,
-            cached_tokens=cached,
+            cache_bytes=float(cached * token_bytes),
             step_rows=min(said, per_step),
             device=parts.model.device,
         )
@@ -261,9 +262,7 @@ def _judge_sizes(parts: Components, spoken: list[Trajectory]) -> list[Check]:
             _context_length(parts),
             is_tiny=config.model.name == "tiny",
         ),
-        checks.judge_kv_cache(
-            together, longest, kv_tokens, kv_bytes_per_token(parts.model), config.engine.max_running
-        ),
+        checks.judge_kv_cache(together, longest, kv_tokens, token_bytes, config.engine.max_running),
         checks.judge_memory(needed, measure.free_bytes(parts.model.device), turned),
     ]
 

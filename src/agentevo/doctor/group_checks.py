@@ -31,7 +31,6 @@ from agentevo.errors import EngineError, ModelError
 from agentevo.inference.conversation import Conversation
 from agentevo.inference.drift import DriftPlace
 from agentevo.inference.engine import CANT_SCORE, Engine, ScoringEngine, TokenListener, TokenScores
-from agentevo.inference.kv_cache import kv_bytes_per_token
 from agentevo.inference.sampling import filter_logits
 from agentevo.inference.transports import local_transport
 from agentevo.models.attention import NAME
@@ -248,12 +247,12 @@ def memory_parts(
     config: RunConfig,
     *,
     step_tokens: int,
-    cached_tokens: int,
+    cache_bytes: float,
     step_rows: int | None = None,
     device: torch.device | None = None,
 ) -> dict[str, float]:
     """Bytes that training takes beside the weights, at its peak. `step_tokens`: distinct tokens
-    that a step trains on; `cached_tokens`: those whose keys and values the engine holds at once;
+    that a step trains on; `cache_bytes`: of the keys and values that the engine holds at once;
     `step_rows`: nodes of a step whose prediction is trained (by default all); `device`: where a
     model without weights would be."""
     device = model.device if device is None else device
@@ -268,7 +267,7 @@ def memory_parts(
         device.type == "cpu",
     )
     parts = training_bytes(model, load, config.memory)
-    cache = {"key-value cache": float(cached_tokens * kv_bytes_per_token(model))}
+    cache = {"key-value cache": cache_bytes}
     trained = trained_of(model)
     copy = float(
         trained.total * next(model.parameters()).element_size()
