@@ -80,7 +80,7 @@ def test_a_model_that_one_device_cannot_hold_is_sharded(shape_of_7b):
     assert 16 * sizes.numbers / 8 < states < 16 * sizes.numbers / 8 + 10 * GIB
     assert sharded.first["whole model"] == 2 * sizes.numbers
 
-    checks = judge_meshes(found, 8, 80 * GIB, "coins run.dir=x", 8192, config)
+    checks = judge_meshes(found, 8, 80 * GIB, "coins run.dir=x", 8192, ParallelSection())
     assert checks[-1].status == "good" and "trainer.parallel.shard=" in checks[-1].advice
     assert "torchrun --standalone --nproc-per-node=8 -m agentevo train coins" in checks[-1].advice
     assert all(str(one) != "one" for one in found if one.most <= 0.9 * 80 * GIB)

@@ -147,7 +147,12 @@ def test_two_nodes_do_one_run_and_end_together(tmp_path):
     run = tmp_path / "run"
     assert json.loads((run / "summary.json").read_text())["steps"] == 2
     names = sorted(path.name for path in (run / "logs").glob("*.log"))
-    assert [name.partition("-")[0] for name in names] == ["engine", "engine", "sampler"]
+    assert [name.partition("-")[0] for name in names] == [
+        "engine",
+        "engine",
+        "sampler",
+        "train.log",
+    ]
 
 
 @pytest.mark.slow

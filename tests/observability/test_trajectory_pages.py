@@ -4,6 +4,7 @@ import asyncio
 import base64
 import hashlib
 import re
+import sqlite3
 from collections.abc import Callable
 from html import unescape
 from pathlib import Path
@@ -137,3 +138,12 @@ def test_folders_with_other_things_and_wrong_steps_are_refused(
     assert main([*command[:-1], str(linked), "--overwrite"]) == 2
     assert "step_1 is a link" in capsys.readouterr().err
     assert files(tmp_path / "else") == []
+
+
+def test_a_row_that_can_not_be_read_leaves_no_pages(make: Make, capsys) -> None:
+    run = make([(attempt(f"s1-{n}"), "train", 1) for n in range(3)])
+    with sqlite3.connect(run / "store.sqlite") as rows:
+        rows.execute("UPDATE trajectories SET metrics = '{' WHERE id = 's1-2'")
+
+    assert main(["trajectories", "html", str(run)]) != 0
+    assert not (run / "trajectories_html").exists()

@@ -167,7 +167,7 @@ def test_sigterm_ends_a_run_as_cleanly_as_ctrl_c(tmp_path, small_config, quiet_v
 def test_a_trainer_whose_model_can_t_be_loaded_leaves_no_folder(
     tmp_path, small_config, monkeypatch
 ):
-    def torn(*_: Any) -> None:
+    def torn(*_: Any, **__: Any) -> None:
         raise ModelError("the weights are torn")
 
     config = small_config(tmp_path / "run", "rollout.samplers=0")

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -87,8 +88,10 @@ def test_what_a_server_has_left_behind_ends_with_it(is_killed, tmp_path):
     client = subprocess.Popen([sys.executable, "-c", program, *words], stdout=subprocess.PIPE)
     try:
         assert client.stdout is not None and client.stdout.readline() == b"open\n"
+        while is_killed and not (left.exists() and left.read_text()):
+            time.sleep(0.05)
         daemon = psutil.Process(int(left.read_text()))
-    except psutil.NoSuchProcess:
+    except (psutil.NoSuchProcess, FileNotFoundError, ValueError):  # it ended before it wrote
         daemon = None
         assert not is_killed
     finally:

@@ -16,6 +16,7 @@ import torch
 
 from agentevo.config.sandbox import SandboxSection
 from agentevo.cpu_threads import allowed_cpus, missing_threads
+from agentevo.device_names import CUDA
 from agentevo.devices import all_of, find, is_accelerator, memory, name_of
 from agentevo.doctor import checks
 from agentevo.doctor.checks import GIB, Check
@@ -123,7 +124,7 @@ def _gpus() -> list[Check]:
 def judge_engine(device: str) -> Check:
     """Which engine `agentevo train` takes on such a device where a recipe names none."""
     choice = choose_engine(device, installed_engines())
-    is_slow = device == "cuda" and choice.type == OWN
+    is_slow = device == CUDA and choice.type == OWN
     finding = f"engine.type={choice.type} where a recipe names none, {choice.why}"
     advice = "install vLLM, or go on with slow sampling" if is_slow else ""
     return Check("engine", "warning" if is_slow else "good", finding, advice)

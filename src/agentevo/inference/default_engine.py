@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from agentevo.config import RunConfig, sources
+from agentevo.device_names import CUDA
 
 OWN = "torch"
 FAST = ("vllm", "sglang")
@@ -29,7 +30,7 @@ class EngineChoice(NamedTuple):
 def choose_engine(device: str, installed: Collection[str], embedded_for: str = "") -> EngineChoice:
     """The engine of a run on a kind of device, with these packages installed. `embedded_for`: what
     in the recipe only the embedded engine does."""
-    if device != "cuda":
+    if device != CUDA:
         return EngineChoice(OWN, f"which is the one for {device}")
 
     if embedded_for:
@@ -99,7 +100,7 @@ def engine_override(
         type_ = began.get("type", OWN) if isinstance(began, Mapping) else OWN
         return [] if type_ == OWN else [f"engine.type={type_}"]
 
-    if first.model.device not in ("auto", "cuda"):
+    if first.model.device not in ("auto", CUDA):
         return []
 
     from agentevo.devices import find
@@ -107,6 +108,6 @@ def engine_override(
     device = find(first.model.device).type
     reason = next(filter(None, map(embedded_for, configs)), "")
     choice = choose_engine(device, installed_engines(), reason)
-    if device == "cuda":
+    if device == CUDA:
         note(f"engine: {choice.type}, {choice.why}")
     return [] if choice.type == OWN else [f"engine.type={choice.type}"]

@@ -115,7 +115,7 @@ KEYS: Mapping[str, Mapping[str, Any]] = {
         "desirable_weight undesirable_weight",
         reference_model=_check_model_name,
     ),
-    "checkpoint": _keys("every keep_last background"),
+    "checkpoint": _keys("every keep_last keep_best background"),
     "critic": _keys("trunk learning_rate clip coef pretrain_steps"),
     "engine": _keys(
         "kv_cache_gb kv_cache_tokens max_running prefill_tokens prefix_sharing batch_invariant "
@@ -148,7 +148,9 @@ KEYS: Mapping[str, Mapping[str, Any]] = {
 _ONE_PROCESS = "a server draws and trains in one process of its own"
 _NO_FILE = "a server takes no file of a client's choice"
 REFUSED: Mapping[str, str] = {
+    "algorithm.advantage_function": "a server runs no code of a client's",
     "algorithm.credit": "a server runs no code of a client's",
+    "algorithm.loss_function": "a server runs no code of a client's",
     "engine.options.start_timeout_s": "the server says how long an engine may take to start",
     "model.lora.adapter": _NO_FILE,
     "rollout.engine_secret": _ONE_PROCESS,

@@ -107,7 +107,23 @@ async def write_pages(
     advance: Callable[[], None],
 ) -> int:
     """Writes the pages, then the index, and takes away pages of an earlier call; returns how many
-    pages there are. `advance` is called after each."""
+    pages there are. `advance` is called after each. Where it fails, a folder without an index has
+    none of them."""
+    try:
+        return await _write_pages(store, chosen, out, run, decode, advance)
+    except BaseException:
+        _take_back(out)
+        raise
+
+
+async def _write_pages(
+    store: Store,
+    chosen: list[Chosen],
+    out: Path,
+    run: str,
+    decode: Decode | None,
+    advance: Callable[[], None],
+) -> int:
     written: set[Path] = set()
     for step, attempts in chosen:
         folder = out / f"step_{step}"
@@ -144,6 +160,15 @@ async def write_pages(
         _remove_older(out, written)
 
     return len(written)
+
+
+def _take_back(out: Path) -> None:
+    """The pages of a call that has failed, where no earlier one wrote an index."""
+    if not out.is_dir() or (out / INDEX).exists():
+        return
+    _remove_older(out, set())
+    if not any(out.iterdir()):
+        out.rmdir()
 
 
 def _remove_older(out: Path, written: set[Path]) -> None:
