@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from slow import soak
 
 from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS
 from agentevo.catalogue.presets import PRESETS
@@ -30,7 +31,7 @@ def test_every_preset_may_replace_every_other(tree, name):
     assert build_config(tree, [f"algorithm.name={name}"]).algorithm.name == name
 
 
-@pytest.mark.parametrize("recipe", ["coins", "frozen_lake", "sokoban"])
+@pytest.mark.parametrize("recipe", ["frozen_lake", *soak("coins", "sokoban")])
 @pytest.mark.parametrize("name", ALL)
 def test_every_preset_passes_the_dry_run_of_a_packaged_recipe(recipe, name, capsys):
     """README: "any of 34 algorithms, by name"."""
