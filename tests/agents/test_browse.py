@@ -157,6 +157,14 @@ def test_pages_are_summarised_at_once_and_one_that_fails_is_told(told):
     assert metrics["num_failed_summaries"] == 1 and len(turns) == 2
 
 
+def test_a_purpose_with_half_of_a_surrogate_pair_is_read_without_it(told):
+    with RemoteServer(gives(chat("Blue."))) as server:
+        result, metrics, _ = told(call(purpose="the \ud800 colour"), {"helper": server})
+        (asked,) = asked_of(server)
+    assert "the ? colour" in asked and "made for: the ? colour]" in result
+    assert metrics["num_summaries"] == 1
+
+
 def test_a_helper_reads_no_more_than_it_may_and_is_told(told):
     with RemoteServer(gives(chat("Blue."))) as server:
         flood = PAGE * 1000 + "\ud800"

@@ -16,6 +16,7 @@ from agentevo.environments.gymnasium_adapter import (
     as_text,
     picture_as_text,
 )
+from agentevo.environments.step_results import read_step
 from agentevo.errors import ConfigError
 
 LAKE = GymnasiumConfig(
@@ -239,6 +240,9 @@ def test_an_action_of_numbers_is_json_and_what_is_wrong_with_it_is_shown() -> No
         "Invalid action: the action is 2.5: give a list of 1 number within [-2, 2].\n" + before
     )
     assert (reward, info["valid"]) == (0.0, False)
+
+    shown = read_step(environment.step('"\\ud800"')).observation
+    assert shown.startswith("Invalid action: ") and shown.encode()
 
     shown, reward, _, _, info = environment.step("[-1.25]")
     assert shown.count(" ") == 2 and reward < 0 and info["valid"] and shown != before

@@ -40,3 +40,10 @@ def test_a_reset_gives_the_observation_with_or_without_an_info():
     assert read_reset(("o", {})) == "o"
     assert read_reset("o") == "o"
     assert read_reset((1, 2)) == (1, 2)
+
+
+def test_halves_of_surrogate_pairs_are_in_no_observation():
+    assert read_step(("a \ud800 é", 1.0, True, False, {}))[0] == "a ? é"
+    assert read_step(("\udfff", 1.0, True, {}))[0] == "?"
+    assert read_reset(("\ud800", {})) == read_reset("\ud800") == "?"
+    assert read_reset("\U0001f600") == "\U0001f600"

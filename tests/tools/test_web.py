@@ -7,14 +7,17 @@ import ipaddress
 import json
 import socket
 import threading
+import time
+import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from agentevo.errors import ConfigError, ToolError, ToolUnavailableError
-from agentevo.tools import web_hosts
+from agentevo.tools import web_hosts, web_search
 from agentevo.tools.fetch import Fetch
 from agentevo.tools.page_text import page_text
 from agentevo.tools.web_hosts import WebHosts, is_public
@@ -103,8 +106,11 @@ def test_other_texts_are_read_as_they_are(site):
     fetch = reader(site)
     latin = site.gives("/latin", "Zürich".encode("latin-1"), "text/plain; charset=latin-1")
     assert fetch.fetch(latin) == "Zürich"
-    odd = site.gives("/odd", "a", "text/plain; charset=klingon")
-    assert fetch.fetch(odd) == "a"
+    wide = site.gives("/wide", "Zürich".encode("utf-16"), "text/plain; charset=UTF-16")
+    assert fetch.fetch(wide) == "Zürich"
+    for charset in ("klingon", "undefined", "idna", "punycode", "hex", "unicode_escape"):
+        odd = site.gives(f"/{charset}", "ü-\\u00e4", f"text/plain; charset={charset}")
+        assert fetch.fetch(odd) == "ü-\\u00e4"
     assert fetch.fetch(site.gives("/json", '{"a":1}', "application/json")) == '{\n "a": 1\n}'
     assert fetch.fetch(site.gives("/none", " ", "text/plain")) == "The page has no text."
     packed = site.gives("/gz", gzip.compress(b"hi"), "text/plain", Content_Encoding="gzip")
@@ -119,12 +125,24 @@ def test_what_is_no_text_too_large_or_an_error_is_refused(site):
         (site.gives("/big", "a" * 1001), "has more than 1,000 bytes"),
         (site.gives("/bomb", bomb, "text/plain", Content_Encoding="gzip"), "more than 1,000"),
         (site.gives("/br", b"x", Content_Encoding="br"), "the encoding br, which was not asked"),
-        (site.gives("/bad", b"no gzip" * 9, Content_Encoding="gzip"), "/bad: "),
+        (site.gives("/bad", b"no gzip" * 9, Content_Encoding="gzip"), "/bad can't be un"),
         (site.fails("/500", 500), "answers 500 Internal Server Error"),
         (site.base + "/404", "answers 404"),
     ):
         with pytest.raises(ToolError, match=words):
             fetch.fetch(url)
+
+
+def test_what_unpacks_to_too_much_is_unpacked_no_further(site):
+    url = site.gives("/bomb", gzip.compress(bytes(30_000_000)), Content_Encoding="gzip")
+    tracemalloc.start()
+    try:
+        with pytest.raises(ToolError, match="has more than 1,000 bytes"):
+            reader(site, max_bytes=1000).fetch(url)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 10_000_000
 
 
 def test_redirects_are_checked_as_the_first_url_is(site):
@@ -192,7 +210,9 @@ def resolves(monkeypatch, *addresses: str) -> list[str]:
     [
         ["127.0.0.1"], ["10.0.0.7"], ["192.168.1.1"], ["169.254.169.254"], ["100.64.0.1"],
         ["0.0.0.0"], ["::1"], ["fd00::1"], ["fe80::1"], ["::ffff:127.0.0.1"], ["64:ff9b::7f00:1"],
-        ["2002:7f00:1::"], ["224.0.0.1"], ["93.184.216.34", "127.0.0.1"],
+        ["2002:7f00:1::"], ["224.0.0.1"], ["fec0::1"], ["64:ff9b:1::a00:1"], ["::127.0.0.1"],
+        ["::ffff:0:127.0.0.1"], ["3fff::1"], ["5f00::1"], ["2001:db8::1"],
+        ["93.184.216.34", "127.0.0.1"],
     ],
     ids=str,
 )  # fmt: skip
@@ -229,6 +249,15 @@ def test_what_names_no_host_is_refused(entry):
         WebHosts([entry])
 
 
+def test_a_host_is_denied_at_every_port_unless_the_entry_has_one():
+    hosts = WebHosts(["*", "*:8080"], deny=["secret.example", "*.corp.example", "other.example:80"])
+    for url in ("http://secret.example", "http://a.corp.example", "https://A.corp.example."):
+        assert not hosts.allows(url)
+        assert not hosts.allows(f"{url}:8080")
+    assert not hosts.allows("http://other.example/")
+    assert hosts.allows("http://other.example:8080/")
+
+
 def test_a_reader_without_hosts_is_refused():
     with pytest.raises(ConfigError, match="allow names no host"):
         Fetch(allow=[])
@@ -241,6 +270,113 @@ def test_html_that_is_cut_or_odd_is_read_as_far_as_it_goes():
     assert page_text('<a href="javascript:x()">x</a>', links=True)[1] == "x"
     assert page_text('<a href="//[">x</a>', links=True)[1] == "x"
     assert page_text("x <style>y")[1] == "x"
+    assert page_text("1 < 2 <!-- <p> --> <!doctype x></> &lt;b&gt; &#39;<br/>y")[1] == (
+        "1 < 2 <b> '\ny"
+    )
+    assert page_text("&#" + "9" * 5000 + ";")[1].startswith("&#999")
+    assert page_text("<p class=a\"b title='>'>x<script/>y")[1] == "xy"
+
+
+@pytest.mark.parametrize(
+    "href", ["href=/x", "HREF = '/x'", 'title="href=no" href="&#47;x" href=no', "href=http://h/x"]
+)
+def test_the_address_of_a_link_is_that_of_its_first_href(href):
+    assert page_text(f"<a {href}>a</a>", url="http://h/", links=True)[1] == "[a](http://h/x)"
+
+
+@pytest.mark.parametrize(
+    "unit", ["<a ", "<x =", "<a x=", "<a b='", "</a ", "<!--", "<script>", "<a href=x>", "<", "&#"]
+)
+def test_a_page_is_read_once_whatever_is_in_it(unit):
+    page_text((unit * 200_000)[:200_000], url="http://h/", links=True)  # or a minute goes by
+
+
+def test_the_text_of_a_page_is_not_much_longer_than_the_page(site):
+    deep = "[" * 900 + "1," * 9_000 + "1" + "]" * 900
+    fetch = reader(site, max_bytes=20_000, part_chars=100_000)
+    assert fetch.fetch(site.gives("/deep", deep, "application/json")) == deep
+
+    links = "<a href=x>" * 2000
+    target = "/" + "y" * 1000 + "/"
+    with pytest.raises(ToolError, match="has links of more than 20,000 characters"):
+        reader(site, max_bytes=20_000, links=True).fetch(site.gives(target, links))
+
+
+def test_pages_are_kept_by_what_they_take(site, monkeypatch):
+    monkeypatch.setattr("agentevo.tools.fetch.KEPT_BYTES", 3000)
+    fetch = reader(site)
+    urls = [site.gives(f"/{number}", "a" * 1200, "text/plain") for number in range(3)]
+    for url in (*urls, urls[2], urls[1], urls[0]):
+        fetch.fetch(url)
+    assert [path for path, _, _ in site.asked] == ["/0", "/1", "/2", "/0"]
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n"
+SLOW: dict[str, tuple[bytes, bytes, bytes]] = {
+    "headers": (b"HTTP/1.1 200 OK\r\nX: ", b"a", b"\r\nContent-Length: 2\r\n\r\n{}"),
+    "body": (HEAD + b"\r\n", b" ", b"{}"),
+    "name in gzip": (
+        HEAD + b"Content-Encoding: gzip\r\n\r\n\x1f\x8b\x08\x08\0\0\0\0\0\xff",
+        b"A" * 10,
+        b"\0" + gzip.compress(b"{}")[10:],
+    ),
+}
+"""What a server says at first, now and then, and after all."""
+
+
+@pytest.fixture
+def slow_server() -> Iterator[Callable[[tuple[bytes, bytes, bytes]], int]]:
+    """Starts a server that takes three seconds, a piece each 50 ms; gives its port."""
+    with ExitStack() as stack:
+
+        def start(said: tuple[bytes, bytes, bytes]) -> int:
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+            def answer() -> None:
+                with suppress(OSError):
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.recv(65536)
+                        connection.sendall(said[0])
+                        for _ in range(60):
+                            connection.sendall(said[1])
+                            time.sleep(0.05)
+                        connection.sendall(said[2])
+
+            thread = threading.Thread(target=answer, daemon=True)
+            thread.start()
+            stack.callback(thread.join)
+            return int(listener.getsockname()[1])
+
+        yield start
+
+
+@pytest.mark.parametrize("said", SLOW.values(), ids=SLOW)
+def test_a_server_that_drips_is_late(said, slow_server, monkeypatch):
+    port = slow_server(said)
+    fetch = Fetch(allow=[f"127.0.0.1:{port}"], allow_private=True, timeout_s=0.4)
+    with pytest.raises(ToolError, match=r"was not read within 0\.4 s"):
+        fetch.fetch(f"http://127.0.0.1:{port}/")
+
+    monkeypatch.setattr(web_search, "TIMEOUT_S", 0.4)
+    url = f"http://127.0.0.1:{slow_server(said)}/"
+    with pytest.raises(ToolUnavailableError, match=r"has not answered within 0\.4 s") as refusal:
+        WebSearch("searxng", url=url).web_search("x")
+    assert refusal.value.was_sent
+
+
+def test_redirects_and_names_count_against_the_time(site, monkeypatch):
+    def answer() -> tuple[int, dict[str, str], bytes]:
+        time.sleep(0.3)
+        return 302, {"Location": "/again"}, b""
+
+    site.answers["/again"] = answer
+    with pytest.raises(ToolError, match=r"/again was not read within 0\.8 s"):
+        reader(site, timeout_s=0.8).fetch(site.base + "/again")
+
+    monkeypatch.setattr(web_hosts.socket, "getaddrinfo", lambda *given, **more: time.sleep(2))
+    with pytest.raises(ToolError, match="localhost can't be found: it did not return within"):
+        Fetch(allow=["*"], timeout_s=0.1).fetch("http://localhost/")
 
 
 RESULTS = [
@@ -292,7 +428,12 @@ def test_a_search_that_gives_nothing_or_nonsense(site):
     for body, words in (("[1]", "Nothing"), ("{}", "Nothing"), ('{"results": []}', "Nothing")):
         tool = WebSearch("searxng", url=site.gives("/s", body, "application/json"))
         assert tool.web_search("x") == "Nothing was found." and words
-    for body, words in (('{"results": {}}', "no list at 'results'"), ("<html>", "nonsense")):
+    for body, words in (
+        ('{"results": {}}', "no list at 'results'"),
+        ("<html>", "nonsense"),
+        ("[" * 100_000, "nonsense"),
+        ('{"results":' + "[" * 100_000 + "]" * 100_000 + "}", "nonsense"),
+    ):
         with pytest.raises(ToolError, match=words):
             WebSearch("searxng", url=site.gives("/s", body)).web_search("x")
     with pytest.raises(ToolUnavailableError, match="answers 403: see api_key"):

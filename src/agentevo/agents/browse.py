@@ -21,7 +21,7 @@ from typing import Any
 from agentevo.agents.policy import Policy
 from agentevo.config.browse import BrowseSection
 from agentevo.console import to_stderr
-from agentevo.errors import AgentEvoError
+from agentevo.errors import AgentEvoError, storable
 from agentevo.event_loop import gather_all, in_thread
 from agentevo.tools.tool import Condensed, ToolSpec
 from agentevo.types import Message, ToolCall
@@ -154,7 +154,7 @@ class Reader:
         for key in PURPOSE_KEYS:
             given = arguments.get(key) if isinstance(arguments, dict) else None
             if isinstance(given, str) and given.strip():
-                return given.strip()[:LONGEST_PURPOSE]
+                return storable(given.strip()[:LONGEST_PURPOSE])
 
         known = self._browse.section.default_purpose
         return next((known[name] for name in (call.name, *spec.names) if name in known), PURPOSE)

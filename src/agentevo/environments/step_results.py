@@ -3,6 +3,9 @@ and (observation, reward, terminated, truncated, info).
 
 The old API of gym, whose reset gives the observation alone and whose step gives (observation,
 reward, done, info), is read as well: an end that `info["TimeLimit.truncated"]` marks is a limit.
+
+A text may repeat what a model wrote, such as half of a surrogate pair, which no tokenizer takes: it
+becomes a question mark.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ def read_step(result: object) -> StepResult:
         )
 
     if len(result) == 5:
-        return StepResult(*result)
+        return StepResult(_whole(result[0]), *result[1:])
 
     if len(result) != 4:
         raise EnvironmentFailure(
@@ -43,11 +46,17 @@ def read_step(result: object) -> StepResult:
 
     observation, reward, done, info = result
     limited = done and isinstance(info, dict) and bool(info.get(TRUNCATED, False))
-    return StepResult(observation, reward, False if limited else done, limited, info)
+    return StepResult(_whole(observation), reward, False if limited else done, limited, info)
 
 
 def read_reset(result: object) -> Any:
     """The observation."""
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
-        return result[0]
-    return result
+        return _whole(result[0])
+    return _whole(result)
+
+
+def _whole(observation: Any) -> Any:
+    if not isinstance(observation, str) or observation.isascii():
+        return observation
+    return observation.encode("utf-8", "replace").decode()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import sys
+import threading
 from collections.abc import Sequence
 
 from agentevo.config.tools import tool
@@ -12,6 +15,13 @@ from agentevo.tools.web_hosts import WebHosts, WebPage
 
 KEPT_PAGES = 8
 """Pages that an attempt holds, so that reading on asks nobody."""
+KEPT_BYTES = 16_000_000
+"""What they take in memory, at most, where there is more than one."""
+PYTHON_CHARSETS = frozenset(
+    {"idna", "mbcs", "oem", "palmos", "punycode", "raw_unicode_escape", "undefined"}
+    | {"unicode_escape"}
+)
+"""Names of Python's own, which are no charsets of the web; some take time without bounds."""
 _TEXTS = ("application/json", "application/xml", "application/xhtml+xml")
 
 
@@ -43,6 +53,7 @@ class Fetch:
         self._timeout_s = timeout_s
         self._part_chars = part_chars
         self._links = links
+        self._lock = threading.Lock()
         self._read: dict[str, str] = {}
 
     def fetch(self, url: str, part: int = 1) -> str:
@@ -52,13 +63,12 @@ class Fetch:
             url: Its address, such as https://en.wikipedia.org/wiki/Perth.
             part: Which part of a long page, from 1 on.
         """
-        if url not in self._read:
-            if len(self._read) >= KEPT_PAGES:
-                del self._read[next(iter(self._read))]
+        text = self._read.get(url)
+        if text is None:
             page = self._hosts.read(url, max_bytes=self._max_bytes, within_s=self._timeout_s)
-            self._read[url] = _text_of(page, links=self._links)
+            text = _text_of(page, links=self._links, max_chars=self._max_bytes)
+            self._keep(url, text)
 
-        text = self._read[url]
         parts = max(-(-len(text) // self._part_chars), 1)
         if not 1 <= part <= parts:
             raise ToolError(f"{url} has the parts 1 to {parts}, and no part {part}")
@@ -66,28 +76,53 @@ class Fetch:
         shown = text[(part - 1) * self._part_chars : part * self._part_chars]
         return shown if parts == 1 else f"{shown}\n[part {part} of {parts}]"
 
+    def _keep(self, url: str, text: str) -> None:
+        with self._lock:
+            self._read[url] = text
+            while len(self._read) > 1 and (
+                len(self._read) > KEPT_PAGES
+                or sum(map(sys.getsizeof, self._read.values())) > KEPT_BYTES
+            ):
+                del self._read[next(iter(self._read))]
 
-def _text_of(page: WebPage, *, links: bool) -> str:
+
+def _text_of(page: WebPage, *, links: bool, max_chars: int) -> str:
     """Raises ToolError for what is no text."""
     kind = page.media_type
     if kind and not kind.startswith("text/") and kind not in _TEXTS and not kind.endswith("+json"):
         raise ToolError(f"{page.url} is {kind}, and texts alone are read")
 
-    try:
-        text = page.content.decode(page.charset or "utf-8", errors="replace")
-    except LookupError:
-        text = page.content.decode(errors="replace")
-
+    text = _decode(page)
     if kind.endswith("json"):
-        return _indent_json(text)
+        return _indent_json(text, max_chars)
     if kind in ("text/html", "application/xhtml+xml") or (not kind and "<html" in text.lower()):
-        title, said = page_text(text, url=page.url, links=links)
+        title, said = page_text(text, url=page.url, links=links, max_chars=max_chars)
         text = f"{title}\n\n{said}" if title else said
     return text.strip() or "The page has no text."
 
 
-def _indent_json(text: str) -> str:
+def _decode(page: WebPage) -> str:
+    """The content in the page's charset, or in UTF-8 where that is none of texts."""
     try:
-        return json.dumps(json.loads(text), indent=1, ensure_ascii=False)
+        codec = codecs.lookup(page.charset or "utf-8")
+        if codec.name.replace("-", "_") not in PYTHON_CHARSETS:
+            return page.content.decode(codec.name, errors="replace")
+    except (LookupError, ValueError):
+        pass
+    return page.content.decode(errors="replace")
+
+
+def _indent_json(text: str, max_chars: int) -> str:
+    """A line for each value, or the text itself where that is longer than `max_chars`: each line
+    begins with as many spaces as it is deep."""
+    pieces = []
+    num_chars = 0
+    try:
+        for piece in json.JSONEncoder(indent=1, ensure_ascii=False).iterencode(json.loads(text)):
+            pieces.append(piece)
+            num_chars += len(piece)
+            if num_chars > max_chars:
+                return text
     except (ValueError, RecursionError):
         return text
+    return "".join(pieces)

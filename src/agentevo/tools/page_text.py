@@ -1,10 +1,17 @@
-"""The text of an HTML page: its title and what a reader sees, a line for each block."""
+"""The text of an HTML page: its title and what a reader sees, a line for each block.
+
+The page is cut into texts and tags as browsers do it, each character read once: html.parser reads
+the rest of a page again for each tag that does not end, hours for a page made so.
+"""
 
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
+from contextlib import suppress
+from html import unescape
 from urllib.parse import urljoin
+
+from agentevo.errors import ToolError
 
 UNSEEN = frozenset({"script", "style", "noscript", "template", "svg", "iframe", "select", "button"})
 INLINE = frozenset(
@@ -12,32 +19,76 @@ INLINE = frozenset(
     | {"span", "strong", "sub", "sup", "time", "u", "var", "wbr"}
 )
 """Elements that begin no line."""
+RAW = ("script", "style")
+"""Elements in which a tag is no tag, but their own end."""
 _SPACE = re.compile(r"[ \t\r\f\v\n\u00a0]+")
+# No token that fails has read far, and a token without its end goes to that of the page.
+_TOKEN = re.compile(
+    r"""
+    (?P<text> [^<]++ | <(?![a-zA-Z!?/]) )
+    | <(?P<end>/?)(?P<tag>[a-zA-Z][^\s/>]*+)
+      (?P<attributes>(?: [^=/>]++ | /(?!>) | =\s*+(?: "[^"]*+"? | '[^']*+'? | [^\s>]*+ ) )*+)
+      (?P<empty>/?)>?
+    | <!--(?: -?> | .*?(?: --!?> | \Z ) )
+    | <[!?/][^>]*+>?
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_ATTRIBUTE = re.compile(
+    r"""([^\s=/>]++)(?:\s*+=\s*+(?:"([^"]*+)"?|'([^']*+)'?|([^\s>]*+)))?+""", re.DOTALL
+)
+_ENDS = {name: re.compile(rf"</{name}(?=[\s/>])|\Z", re.IGNORECASE) for name in RAW}
 
 
-def page_text(html: str, *, url: str = "", links: bool = False) -> tuple[str, str]:
-    """(title, text). With `links` a link is `[its text](its URL)`; `url` is the page's."""
-    reader = _Reader(url, links)
-    reader.feed(html)
-    reader.close()
+def page_text(
+    html: str, *, url: str = "", links: bool = False, max_chars: int = 10_000_000
+) -> tuple[str, str]:
+    """(title, text). With `links` a link is `[its text](its URL)`; `url` is the page's. Raises
+    ToolError for links that make it longer than `max_chars`."""
+    reader = _Reader(url, links, max_chars)
+    reader.read(html)
     lines = (_SPACE.sub(" ", line).strip() for line in "".join(reader.pieces).split("\n"))
-    return _SPACE.sub(" ", reader.title).strip(), "\n".join(line for line in lines if line)
+    title = _SPACE.sub(" ", "".join(reader.title)).strip()
+    return title, "\n".join(line for line in lines if line)
 
 
-class _Reader(HTMLParser):
-    def __init__(self, url: str, links: bool) -> None:
-        super().__init__(convert_charrefs=True)
-        self.title = ""
+class _Reader:
+    def __init__(self, url: str, links: bool, max_chars: int) -> None:
+        self.title: list[str] = []
         self.pieces: list[str] = []
         self._url = url
         self._links = links
+        self._max_chars = max_chars
+        self._num_link_chars = 0
         self._unseen: str | None = None
         """The element that hides what is in it, and how deep it is in others of its name."""
         self._depth = 0
         self._in_title = False
         self._target: str | None = None
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def read(self, html: str) -> None:
+        """Reads the whole page."""
+        at = 0
+        while token := _TOKEN.match(html, at):
+            at = token.end()
+            if token["text"]:
+                self._read_text(token["text"])
+            if not token["tag"]:
+                continue
+
+            tag = token["tag"].lower()
+            if token["end"]:
+                self._end(tag)
+            elif token["empty"]:
+                self._read_empty(tag)
+            else:
+                self._begin(tag, token["attributes"])
+                if tag in RAW:
+                    at = _ENDS[tag].search(html, at).start()  # type: ignore[union-attr]
+
+        self._end_link()
+
+    def _begin(self, tag: str, attributes: str) -> None:
         if self._unseen is not None:
             self._depth += tag == self._unseen
             return
@@ -49,18 +100,18 @@ class _Reader(HTMLParser):
         self._in_title = tag == "title" and not self.title
         if tag == "a":
             self._end_link()
-            self._begin_link(dict(attrs).get("href"))
+            self._begin_link(attributes)
         elif tag in ("td", "th"):
             self.pieces.append(" ")
         elif tag not in INLINE:
             self._end_link()
             self.pieces.append("\n")
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def _read_empty(self, tag: str) -> None:
         if self._unseen is None and tag not in INLINE and tag not in UNSEEN:
             self.pieces.append("\n")
 
-    def handle_endtag(self, tag: str) -> None:
+    def _end(self, tag: str) -> None:
         if self._unseen is not None:
             self._depth -= tag == self._unseen
             if self._depth == 0:
@@ -74,22 +125,33 @@ class _Reader(HTMLParser):
         elif tag not in INLINE and tag not in ("td", "th"):
             self.pieces.append("\n")
 
-    def handle_data(self, data: str) -> None:
+    def _read_text(self, text: str) -> None:
         if self._unseen is not None:
             return
+        with suppress(ValueError):  # a number of more digits than Python reads
+            text = unescape(text)
         if self._in_title:
-            self.title += data
+            self.title.append(text)
         else:
-            self.pieces.append(data.replace("\n", " "))
+            self.pieces.append(text.replace("\n", " "))
 
-    def _begin_link(self, href: str | None) -> None:
-        if not self._links or not href:
+    def _begin_link(self, attributes: str) -> None:
+        if not self._links:
             return
+        matches = _ATTRIBUTE.finditer(attributes)
+        href = next((one for one in matches if one[1].lower() == "href"), None)
+        address = "" if href is None else href[2] or href[3] or href[4] or ""
         try:
-            target = urljoin(self._url, href.strip())
+            address = unescape(address).strip()
+            target = urljoin(self._url, address) if address else ""
         except ValueError:
             return
         if target.startswith(("http://", "https://")):
+            self._num_link_chars += len(target)
+            if self._num_link_chars > self._max_chars:
+                raise ToolError(
+                    f"{self._url} has links of more than {self._max_chars:,} characters"
+                )
             self._target = target
             self.pieces.append("[")
 

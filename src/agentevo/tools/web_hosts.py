@@ -1,33 +1,37 @@
 """Which hosts a tool may read from, and a read that keeps to it.
 
 A host is allowed where an entry of `allow` names it and none of `deny`: `en.wikipedia.org`,
-`*.python.org` (any host below it), `*` (any), each with `:PORT` where it is not 80 or 443. Its
-addresses must be public, unless `allow_private`. They are looked up once: the connection goes to
-the address that was checked, and the certificate is that of the name. Each redirect is checked as
-the first URL is. No proxy is used, since that would look the name up again.
+`*.python.org` (any host below it), `*` (any). An entry with `:PORT` names that port alone; one
+without allows 80 and 443, and denies every port. A host's addresses must be public, unless
+`allow_private`. They are looked up once: the connection goes to the address that was checked, and
+the certificate is that of the name. Each redirect is checked as the first URL is. No proxy is used,
+since that would look the name up again.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import socket
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
+from agentevo.daemon_threads import call_in_thread
 from agentevo.errors import ConfigError, ToolError
 from agentevo.http_clients import trusted_context
+from agentevo.tools.timed_requests import ENCODING, TimedRequests, read_content, timed_requests
 
 MAX_REDIRECTS = 5
 MAX_URL = 2000
 """Characters of a URL."""
 USUAL_PORTS = {"http": 80, "https": 443}
-ENCODINGS = ("", "identity", "gzip", "deflate")
-"""Of an answer, whose pieces unpack to a bounded size."""
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
+"""All that IANA has given out of IPv6 for hosts of the internet."""
+_DOCUMENTATION = ipaddress.IPv6Network("3fff::/20")
+"""Of RFC 9637, which Python 3.11 does not know."""
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -65,19 +69,28 @@ class WebHosts:
     def read(self, url: str, *, max_bytes: int, within_s: float) -> WebPage:
         """The content behind a URL, cut off nowhere. Raises ToolError for what is refused, too
         large, late, an error of the server, or not reached: whoever calls has chosen the host."""
-        deadline = time.monotonic() + within_s
-        with httpx.Client(verify=trusted_context(), trust_env=False, timeout=within_s) as client:
-            for _ in range(MAX_REDIRECTS + 1):
-                parsed = _parse_url(url)
-                address = self._address_of(parsed)
-                try:
-                    with client.stream("GET", **_request_to(parsed, address)) as answer:
-                        if answer.has_redirect_location:
-                            url = str(parsed.join(answer.headers["location"]))
-                            continue
-                        return _page(answer, parsed, max_bytes, deadline, within_s)
-                except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
-                    raise ToolError(f"{parsed}: {error}") from error
+        try:
+            with (
+                httpx.Client(verify=trusted_context(), trust_env=False) as client,
+                timed_requests(within_s) as requests,
+            ):
+                return self._follow(url, client, requests, max_bytes)
+        except TimeoutError as error:
+            raise ToolError(f"{url} was not read within {within_s:g} s") from error
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+            raise ToolError(f"{url}: {error}") from error
+
+    def _follow(
+        self, url: str, client: httpx.Client, requests: TimedRequests, max_bytes: int
+    ) -> WebPage:
+        """The page behind a URL and its redirects."""
+        for _ in range(MAX_REDIRECTS + 1):
+            parsed = _parse_url(url)
+            address = self._address_of(parsed, requests.left_s())
+            with requests.stream(client, "GET", **_request_to(parsed, address)) as answer:
+                if not answer.has_redirect_location:
+                    return _page(answer, parsed, max_bytes)
+                url = str(parsed.join(answer.headers["location"]))
 
         raise ToolError(f"{url}: more than {MAX_REDIRECTS} redirects")
 
@@ -85,18 +98,26 @@ class WebHosts:
         host = url.host.rstrip(".").lower()
         port = url.port or USUAL_PORTS[url.scheme]
         usual = port == USUAL_PORTS[url.scheme]
-        if any(_matches(entry, host, port, usual) for entry in self._deny) or not any(
-            _matches(entry, host, port, usual) for entry in self._allow
+        is_denied = any(
+            wanted in (None, port) and _matches(pattern, host) for pattern, wanted in self._deny
+        )
+        if is_denied or not any(
+            (usual if wanted is None else wanted == port) and _matches(pattern, host)
+            for pattern, wanted in self._allow
         ):
             at = host if usual else f"{host}:{port}"
             raise ToolError(f"{at} is no host that may be read")
 
-    def _address_of(self, url: httpx.URL) -> _Address:
+    def _address_of(self, url: httpx.URL, within_s: float) -> _Address:
         """The address to connect to, checked."""
         self._check_name(url)
         port = url.port or USUAL_PORTS[url.scheme]
         try:
-            infos = socket.getaddrinfo(url.host, port, type=socket.SOCK_STREAM)
+            infos = call_in_thread(
+                lambda: socket.getaddrinfo(url.host, port, type=socket.SOCK_STREAM),
+                "name lookup",
+                within_s,
+            )
         except (OSError, UnicodeError) as error:
             raise ToolError(f"{url.host} can't be found: {error}") from error
 
@@ -117,6 +138,8 @@ def is_public(address: _Address) -> bool:
             held = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if held is not None:
             return is_public(held)
+        if address not in _GLOBAL_UNICAST or address in _DOCUMENTATION:
+            return False
     return address.is_global and not address.is_multicast
 
 
@@ -134,10 +157,7 @@ def _entry(key: str, text: str) -> tuple[str, int | None]:
     return host.rstrip("."), int(port) if port else None
 
 
-def _matches(entry: tuple[str, int | None], host: str, port: int, usual: bool) -> bool:
-    pattern, wanted = entry
-    if not (usual if wanted is None else port == wanted):
-        return False
+def _matches(pattern: str, host: str) -> bool:
     if pattern.startswith("*."):
         return host.endswith(pattern[1:])
     return pattern in ("*", host)
@@ -167,29 +187,16 @@ def _request_to(url: httpx.URL, address: _Address) -> dict[str, Any]:
             "Host": url.netloc.decode(),
             "User-Agent": "agentevo",
             "Accept": "text/html,text/plain,application/json,*/*;q=0.1",
-            "Accept-Encoding": "gzip, deflate",
+            "Accept-Encoding": ENCODING,
         },
         "extensions": {"sni_hostname": url.raw_host.decode()},
     }
 
 
-def _page(
-    answer: httpx.Response, url: httpx.URL, max_bytes: int, deadline: float, within_s: float
-) -> WebPage:
+def _page(answer: httpx.Response, url: httpx.URL, max_bytes: int) -> WebPage:
     if answer.is_error:
         raise ToolError(f"{url} answers {answer.status_code} {answer.reason_phrase}".rstrip())
 
-    encoding = answer.headers.get("content-encoding", "").strip().lower()
-    if encoding not in ENCODINGS:
-        raise ToolError(f"{url} answers in the encoding {encoding}, which was not asked for")
-
-    content = bytearray()
-    for piece in answer.iter_bytes():
-        content += piece
-        if len(content) > max_bytes:
-            raise ToolError(f"{url} has more than {max_bytes:,} bytes")
-        if time.monotonic() > deadline:
-            raise ToolError(f"{url} was not read within {within_s:g} s")
-
+    content = read_content(answer, str(url), max_bytes)
     media_type = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
-    return WebPage(str(url), media_type, answer.charset_encoding, bytes(content))
+    return WebPage(str(url), media_type, answer.charset_encoding, content)

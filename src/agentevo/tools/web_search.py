@@ -7,6 +7,7 @@ Serper's and Tavily's search.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from agentevo.config.tools import tool
 from agentevo.credentials import key_of
 from agentevo.errors import ConfigError, ToolError, ToolUnavailableError
 from agentevo.http_clients import trusted_context
+from agentevo.tools.timed_requests import ENCODING, read_content, timed_requests
 from agentevo.tools.web_hosts import WebHosts
 
 TIMEOUT_S = 30.0
@@ -144,7 +146,7 @@ class WebSearch:
         if api.count is not None:
             asked[api.count] = self._top_k
 
-        headers = {"Accept": "application/json"}
+        headers = {"Accept": "application/json", "Accept-Encoding": ENCODING}
         if api.key_header is not None and self._key is not None:
             bearer = "Bearer " if api.key_header.lower() == "authorization" else ""
             headers[api.key_header] = f"{bearer}{self._key}"
@@ -152,27 +154,28 @@ class WebSearch:
         how: dict[str, Any] = {"params": asked} if api.method == "GET" else {"json": asked}
         try:
             with (
-                httpx.Client(verify=trusted_context(), timeout=TIMEOUT_S) as client,
-                client.stream(api.method, api.url, headers=headers, **how) as answer,
+                httpx.Client(verify=trusted_context()) as client,
+                timed_requests(TIMEOUT_S) as requests,
+                requests.stream(client, api.method, api.url, headers=headers, **how) as answer,
             ):
-                content = bytearray()
-                for piece in answer.iter_bytes():
-                    content += piece
-                    if len(content) > MAX_ANSWER:
-                        raise ToolError(f"the search API's answer has more than {MAX_ANSWER} bytes")
                 if answer.status_code in (401, 403):
                     raise ToolUnavailableError(
                         f"the search API {api.url} answers {answer.status_code}: see api_key"
                     )
                 if not answer.is_success:
                     raise ToolError(f"the search API answers {answer.status_code}")
-                return httpx.Response(200, content=bytes(content)).json()
+                content = read_content(answer, "the search API", MAX_ANSWER)
+            return json.loads(content)
+        except TimeoutError as error:
+            raise ToolUnavailableError(
+                f"the search API {api.url} has not answered within {TIMEOUT_S:g} s", was_sent=True
+            ) from error
         except httpx.TransportError as error:
             sent = not isinstance(error, httpx.ConnectError)
             raise ToolUnavailableError(
                 f"the search API {api.url}: {error}", was_sent=sent
             ) from error
-        except (httpx.HTTPError, ValueError) as error:
+        except (httpx.HTTPError, ValueError, RecursionError) as error:
             raise ToolError(f"the search API answers nonsense: {error}") from error
 
 
