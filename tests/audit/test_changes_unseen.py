@@ -98,12 +98,30 @@ def test_no_task_that_was_played_is_rewritten_or_deleted_with_its_digest_unseen(
 def test_what_nothing_holds_is_listed(run: Path, capsys: Any) -> None:
     (run / "report.html").write_text("")
     (run / "plots").mkdir()
+    (run / "token_numbers" / "step_000099.bin").write_text("")
+    (run / "texts").mkdir(exist_ok=True)
+    (run / "texts" / "0123.txt").write_text("")
     assert main(["audit", str(run)]) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if "not vouched for" in line]
     assert [" ".join(line.split()) for line in told] == [
         "not vouched for tasks that no record holds: 1",
         "not vouched for times, leases and the calls of attempts",
-        "not vouched for the files plots/, report.html",
+        "not vouched for the files plots/, report.html, checkpoints/index.json, "
+        "token_numbers/step_000099.bin, texts/0123.txt",
+    ]
+
+
+def test_rows_of_the_log_after_the_last_step_are_listed_or_refused(run: Path) -> None:
+    last = audited(run).steps
+    log = run / "metrics.jsonl"
+    lines = log.read_text()
+    log.write_text(lines + json.dumps({"step": last + 1}) + "\n")
+    report = audited(run)
+    assert report.ok and f"metrics.jsonl after step {last}" in report.unproven_files
+
+    log.write_text(lines + json.dumps({"step": last + 2}) + "\n")
+    assert violations(run) == [
+        f"metrics.jsonl has rows up to step {last + 2}, which was not committed"
     ]
 
 

@@ -216,6 +216,7 @@ def test_a_metrics_file_changed_by_hand_is_refused_and_lost_rows_are_told_of(
         [*lines[:first], *lines[first + 1 :]],
         [*lines[: second + 1], lines[second], *lines[second + 1 :]],
         edited(first)[: first + 1],
+        [*lines, json.dumps({"step": 4}) + "\n"],
     ):
         file.write_text("".join(changed_lines))
         with pytest.raises(CheckpointError, match=r"metrics.jsonl is not what was logged"):

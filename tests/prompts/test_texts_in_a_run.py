@@ -52,4 +52,8 @@ def test_a_run_keeps_the_texts_of_its_attempts_and_the_audit_sees_a_changed_one(
     assert any("was changed" in one.what for one in run.audit().violations)
 
     kept.unlink()
-    assert run.audit().texts_gone == [used["system"]]
+    audit = run.audit()
+    assert audit.texts_gone == [used["system"]]
+    assert ("not vouched for", f"texts that the folder does not hold: {used['system']}") in (
+        audit.lines()
+    )

@@ -80,6 +80,34 @@ def test_nobody_uses_a_model_that_is_not_as_it_was_saved(saved, file, tmp_path):
     assert not (tmp_path / "exported").exists()
 
 
+@pytest.mark.parametrize(
+    "name", ["adapter_config.json", "extra/a.jinja", "pytorch_model.bin", "link"]
+)
+def test_nobody_uses_a_file_that_was_put_beside_those_that_were_saved(name, saved, tmp_path):
+    checkpoints, _ = saved
+    path = checkpoints.path(2)
+    (path / "README.md").write_text("A model.")
+    (path / ".note").write_text("")
+    section = ModelSection(name=str(path), device="cpu")
+    load_model(section)
+    checkpoints.verify(path)
+
+    (path / name).parent.mkdir(exist_ok=True)
+    if name == "link":
+        (path / name).symlink_to(tmp_path)
+    else:
+        (path / name).write_text("{}")
+
+    for use in (
+        lambda: load_model(section),
+        lambda: checkpoints.verify(path),
+        lambda: checkpoints.newest_whole(),
+        lambda: export_model(path, tmp_path / "exported"),
+    ):
+        with pytest.raises(CheckpointError, match=rf"{name} is no file of the checkpoint"):
+            use()
+
+
 def test_nor_an_adapter(tiny_policy, tmp_path):
     base = tiny_policy()
     policy = add_adapter(copy.deepcopy(base.model), LoraSection(rank=2), seed=0)

@@ -72,9 +72,9 @@ async def audit(store: Store, folder: Path) -> Audit:
     check_files(head, records, folder, report)
     check_checkpoints(head, records, folder, report)
     check_numbers(records, folder, report)
-    list_unproven(head, folder, report)
     await check_rest(store, records, report, queued_group_size(folder))
     check_texts(folder, report)
+    list_unproven(head, records, folder, report)
 
     return report
 

@@ -151,6 +151,8 @@ class Audit(msgspec.Struct, kw_only=True):
         rows.append("times, leases and the calls of attempts")
         if self.unproven_files:
             rows.append(f"the files {', '.join(self.unproven_files)}")
+        if self.texts_gone:
+            rows.append(f"texts that the folder does not hold: {', '.join(self.texts_gone)}")
         return rows
 
 

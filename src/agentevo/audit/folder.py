@@ -14,7 +14,7 @@ from agentevo.rollout.given_tasks import RECORD as TASKS_FILE
 from agentevo.runs.chain import HEAD, KEY, LOG, NUMBERS, Head, file_digest
 from agentevo.runs.lock import LOCK
 from agentevo.store.records import StepRecord
-from agentevo.training.checkpoint import Checkpoints
+from agentevo.training.checkpoint import INDEX, Checkpoints
 from agentevo.training.token_numbers import FOLDER as NUMBERS_FOLDER
 from agentevo.training.token_numbers import name_of
 
@@ -70,6 +70,14 @@ def check_files(
         what = f"metrics.jsonl is not what was logged, at the latest from step {wrong[0]} on"
         report.violations.append(Violation(what, step=wrong[0]))
 
+    last = records[-1].step if records else 0
+    later = sorted(step for step in digests if step > last)
+    if later and later[-1] > last + 1:  # the row of a step is logged before its commit
+        what = f"metrics.jsonl has rows up to step {later[-1]}, which was not committed"
+        report.violations.append(Violation(what))
+    elif later:
+        report.unproven_files.append(f"metrics.jsonl after step {last}")
+
 
 def check_numbers(records: Sequence[StepRecord], folder: Path, report: Audit) -> None:
     """The files of token numbers, by the steps' records; deleted ones are fine."""
@@ -84,12 +92,31 @@ def check_numbers(records: Sequence[StepRecord], folder: Path, report: Audit) ->
             report.violations.append(Violation(what, step=record.step))
 
 
-def list_unproven(head: Head | None, folder: Path, report: Audit) -> None:
-    """What else the folder holds."""
+def list_unproven(
+    head: Head | None, records: Sequence[StepRecord], folder: Path, report: Audit
+) -> None:
+    """What else the folder holds, and the folders that are looked at in part."""
     proven = PROVEN_FILES | ({} if head is None else head.files).keys()
     for path in sorted(folder.iterdir()):
         if path.name not in proven and not path.name.startswith("store.sqlite"):
             report.unproven_files.append(f"{path.name}/" if path.is_dir() else path.name)
+
+    last = records[-1].step if records else 0
+    checkpoints = Checkpoints(folder / "checkpoints", 1)
+    saved = checkpoints.folders()
+    looked_at = {checkpoints.path(step) for step in saved if step <= last}
+    looked_at |= {folder / name_of(record.step) for record in records}
+    looked_at |= {
+        folder / TEXTS_FOLDER / f"{digest}.txt"
+        for digests in report.texts.values()
+        for digest in digests
+    }
+    for name in ("checkpoints", NUMBERS_FOLDER, TEXTS_FOLDER):
+        others = {*(folder / name).glob("*")} - looked_at
+        if name == "checkpoints" and saved:
+            others.add(checkpoints.folder / INDEX)  # also where it was deleted
+        for path in sorted(others):
+            report.unproven_files.append(f"{name}/{path.name}{'/' if path.is_dir() else ''}")
 
 
 def check_checkpoints(

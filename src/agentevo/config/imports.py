@@ -14,26 +14,31 @@ import hashlib
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from agentevo.config import sources
+from agentevo.config.interpolation import InterpolationError, resolved
 from agentevo.errors import ConfigError, shown
 
 KEY = "import"
 TRUST = "AGENTEVO_TRUST_RUNS"
 """The environment variable that says, by `1`, that code in the folders of runs is trusted."""
-_OF_RUNS = ("store.sqlite", "metrics.jsonl", "checkpoints")
-"""What lies beside a run's config.yaml, and beside no recipe."""
+OF_A_RUN = "config.yaml"
+"""A file of this name is a run's configuration, whatever lies beside it: who hands a run on can
+delete every other sign of it."""
 OF_YOUR_OWN = (
     "; one of your own needs import=[./my_file.py], or in Python to be registered or passed first"
 )
 """What a refusal of an unknown agent, environment or reward says at its end."""
+MAX_NAME = 250
+"""Characters of a file's name without its ending, as file systems have it."""
 SHOWN_FRAMES = 3
 """How many of the innermost places of the user's code are shown when it raises."""
 _PACKAGE = Path(__file__).parents[1]
@@ -67,36 +72,119 @@ def import_all(
 
 def check_code_of_run(folder: Path, tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> None:
     """Raises ConfigError where the configuration of a run, which lies in `folder`, asks for code
-    that came with the folder. Runs name code by its path on the machine where they were made; so
-    whoever hands a run on does not run anything at whoever looks at it."""
-    if os.environ.get(TRUST) == "1" or any(
-        sources.split_override(text)[0] == KEY for text in overrides
-    ):
+    that came with the folder, under `import` or as another value that becomes an import. Runs name
+    code by its path on the machine where they were made; so whoever hands a run on does not run
+    anything at whoever looks at it. What an override names is not checked."""
+    if os.environ.get(TRUST) == "1":
         return
 
-    written = tree.get(KEY) or []
-    for entry in [written] if isinstance(written, str) else written:
-        if isinstance(entry, str) and _comes_with(entry, folder.resolve()):
+    named = [sources.split_override(text)[0] for text in overrides]
+    try:
+        plain = resolved(tree)
+    except InterpolationError as error:
+        raise ConfigError(f"{folder / OF_A_RUN}: {error}") from error
+
+    for key, entry in (*_imports_in(tree), *_modules_in(plain)):
+        if any(key == name or key.startswith(f"{name}.") for name in named):
+            continue
+        if _comes_with(entry, folder.resolve()):
             raise ConfigError(
-                f"{folder / 'config.yaml'}: {KEY}: {shown(entry)} is code that lies in the run's "
+                f"{folder / OF_A_RUN}: {key}: {shown(entry)} is code that lies in the run's "
                 "folder, or wherever this command is called: it is not run unasked. Read it; then "
-                f"name it yourself, '{KEY}=[PATH]', or set {TRUST}=1"
+                f"name it yourself, '{key}={'[PATH]' if key == KEY else 'VALUE'}', or set "
+                f"{TRUST}=1 (a recipe of your own has another name than {OF_A_RUN})"
             )
 
 
-def _comes_with(entry: str, folder: Path) -> bool:
-    """Whether an entry is a path without a fixed place, or leads into the folder."""
-    is_path = entry.endswith(".py") or "/" in entry or entry in (".", "..")
-    if is_path and not os.path.isabs(entry):
-        return True
+def _imports_in(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(key, entry) of what the recipe's `import` names."""
+    written = tree.get(KEY) or []
+    for entry in written if isinstance(written, list) else [written]:
+        if isinstance(entry, str):
+            yield KEY, entry
 
-    place = Path(entry) if is_path else _source(Path(f"{entry}.py")) or _source(Path(entry))
-    return place is not None and place.resolve().is_relative_to(folder)
+
+def _modules_in(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(key, module or file) of the other values that become imports: `MODULE:NAME`, as gymnasium
+    takes it, at any place; the id and the args of an environment of verifiers; verl's files of
+    tools, which name classes."""
+    leaves = list(_leaves("", tree))
+    texts = {text for _, text in leaves}
+    for key, text in leaves:
+        is_id = key.endswith("id")
+        module, colon, _ = text.partition(":")
+        if colon and _may_be_module(module) and (is_id or not re.search(r"\s", text)):
+            yield key, module.removesuffix(".py")
+
+        if "verl_tools" in texts and key.endswith(".file"):
+            yield key, text if os.path.isabs(text) else f"./{text}"
+
+        if "verifiers" in texts and (is_id or ".args." in key):
+            name = text.rsplit("/", 1)[-1].partition("@")[0].replace("-", "_")
+            if _may_be_module(name):
+                yield from ((key, name), (key, name.lower()))
+
+
+def _may_be_module(text: str) -> bool:
+    """Whether Python may find a file by that name, which need be no identifier."""
+    return all(0 < len(part) < MAX_NAME and "/" not in part for part in text.split("."))
+
+
+def _leaves(key: str, value: object) -> Iterator[tuple[str, str]]:
+    """(dotted key, text) of every text within."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _leaves(f"{key}.{name}" if key else str(name), item)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _leaves(f"{key}.{index}", item)
+
+
+def _is_module_name(text: str) -> bool:
+    return all(part.isidentifier() for part in text.split("."))
+
+
+def _comes_with(entry: str, folder: Path) -> bool:
+    """Whether an entry is a path without a fixed place, or leads into the folder, or is a module
+    that lies there or in the current folder and that nobody has imported yet."""
+    if _is_path(entry):
+        return not os.path.isabs(entry) or Path(entry).resolve().is_relative_to(folder)
+
+    here = Path.cwd().resolve()
+    bases = (folder, here) if len(entry) < MAX_NAME else ()
+    if any(_source(base / f"{entry}.py") or _source(base / entry) for base in bases):
+        return True
+    if entry in sys.modules:
+        return False
+
+    top = entry.partition(".")[0]
+    is_imported = getattr(sys.modules.get(top), "__file__", None) is not None
+    for place in _places(top):
+        inner = place.relative_to(here).parts if place.is_relative_to(here) else ()
+        is_found_here = inner != () and inner[0].partition(".")[0] == top
+        if (is_found_here and not is_imported) or place.is_relative_to(folder):
+            return True
+
+    return False
+
+
+def _places(module: str) -> list[Path]:
+    """The file of a module and the folders of its parts."""
+    spec = _spec(module)
+    if spec is None:
+        return []
+    return [
+        Path(place).resolve()
+        for place in (spec.origin, *(spec.submodule_search_locations or ()))
+        if place is not None and os.path.isabs(place)
+    ]
 
 
 def check_recipe_of_run(path: Path, tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> None:
     """The same of a recipe that is the config.yaml of a run."""
-    if path.name == "config.yaml" and any((path.parent / name).exists() for name in _OF_RUNS):
+    if path.name == OF_A_RUN:
         check_code_of_run(path.parent, tree, overrides)
 
 
@@ -111,14 +199,14 @@ def import_for(recipe: str) -> None:
 
 def _import(entry: str, folder: Path) -> str:
     """Executes one entry, unless that has been done, and returns it with an absolute path."""
-    if entry.endswith(".py") or "/" in entry or entry in (".", ".."):
+    if _is_path(entry):
         path = _source(folder / Path(entry).expanduser())
         if path is None:
             raise ConfigError(
                 f"{entry} is no Python file and no package's folder (looked in {folder}): give "
                 "the path of a file that ends in .py"
             )
-    elif not all(part.isidentifier() for part in entry.split(".")):
+    elif not _is_module_name(entry):
         raise ConfigError(f"{entry!r} is no module's name: a file is written ./{entry}")
     else:
         path = _source(folder / f"{entry}.py") or _source(folder / entry)
@@ -134,6 +222,10 @@ def _import(entry: str, folder: Path) -> str:
 
     _import_file(path)
     return str(path.parent if path.name == "__init__.py" else path)
+
+
+def _is_path(entry: str) -> bool:
+    return entry.endswith(".py") or "/" in entry or entry in (".", "..")
 
 
 def _source(path: Path) -> Path | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import stat
 import time
 from collections.abc import Mapping
@@ -30,6 +31,8 @@ from agentevo.files import sync_to_disk
 NAME = "checkpoint.json"
 OF_TRAINING = frozenset({"trainer.pt", "state.json", NAME})
 """Files of a checkpoint that say nothing about the model, beside those of folders within."""
+UNREAD = frozenset({"README.md"})
+"""Files that may be added to a checkpoint, beside hidden ones: no loader reads them."""
 SEEN_S = 90.0
 """How long a file that another machine wrote may take to be seen here, as network file systems
 remember folders."""
@@ -121,8 +124,9 @@ def read(folder: Path) -> Manifest:
 
 def verify(folder: Path) -> Manifest:
     """Reads every file again. Raises TornError, naming the first file that is missing or of another
-    checksum, CheckpointError for one that can't be read now."""
+    checksum, CheckpointError for one that can't be read now, or that was put there later."""
     manifest = read(folder)
+    _refuse_others(folder, manifest)
     _verify(folder, manifest.files, "is torn: resume from an older one")
     return manifest
 
@@ -132,7 +136,10 @@ def verify_model(folder: Path) -> None:
     manifest, and nothing to compare with. Raises as `verify`."""
     if not (folder / NAME).exists():
         return
-    files = read(folder).files
+
+    manifest = read(folder)
+    _refuse_others(folder, manifest)
+    files = manifest.files
     of_model = {n: files[n] for n in files if n not in OF_TRAINING and "/" not in n}
     _verify(
         folder,
@@ -140,6 +147,22 @@ def verify_model(folder: Path) -> None:
         "is torn, or was changed: use an older one; where the change is meant, use a copy of the "
         f"folder without {NAME}",
     )
+
+
+def _refuse_others(folder: Path, manifest: Manifest) -> None:
+    """Raises CheckpointError for a file that the manifest does not name: whoever loads the model
+    may read it, as an adapter, a template, or other weights."""
+    for place, folders, names in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
+        for path in (Path(place, name) for name in sorted([*names, *links])):
+            inner = path.relative_to(folder)
+            is_hidden = any(part.startswith(".") for part in inner.parts)
+            if not is_hidden and inner.as_posix() not in {*manifest.files, NAME, *UNREAD}:
+                raise CheckpointError(
+                    f"{path} is no file of the checkpoint, which was saved without it: whoever "
+                    "loads the model may read it. Move it elsewhere and try again; where it is "
+                    f"meant, use a copy of the folder without {NAME}"
+                )
 
 
 def _verify(folder: Path, files: Mapping[str, str], problem: str) -> None:

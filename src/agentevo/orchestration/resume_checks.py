@@ -101,6 +101,13 @@ class ResumeChecks:
 
         path = self._folder / "metrics.jsonl"
         digests = digests_by_step(path)
+        newest = max(digests, default=0)
+        if newest > last.step + 1:  # the row of a step is logged before its commit
+            raise CheckpointError(
+                f"{path} is not what was logged: it has rows up to step {newest}, and the store "
+                f"ends at step {last.step}; {REMEDY}"
+            )
+
         if digests.get(last.step) == last.record[LOG]:
             return
 

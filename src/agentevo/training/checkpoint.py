@@ -44,6 +44,8 @@ from agentevo.training.parallel import on_first
 from agentevo.training.state_parts import FOLDER, PartsError, join_state, split_state
 
 T = TypeVar("T")
+INDEX = "index.json"
+"""Of the folder of all checkpoints."""
 _NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -330,10 +332,10 @@ class Checkpoints:
         )
         index = json.dumps({"steps": self.steps(), "best": best})
         try:
-            write_atomic(self.folder / "index.json", index)
+            write_atomic(self.folder / INDEX, index)
         except OSError as error:
             raise CheckpointError(
-                f"{self.folder / 'index.json'} could not be written ({error}): make room there "
+                f"{self.folder / INDEX} could not be written ({error}): make room there "
                 "and resume; the checkpoints are as they were"
             ) from error
 
