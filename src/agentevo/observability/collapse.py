@@ -289,9 +289,10 @@ class CollapseMonitor:
             return None
         return (
             f"No attempt has succeeded for {self._state.failing_steps} steps, and attempts at the "
-            f"same task earned the same, so there is nothing to reinforce. Make the task easier {self.remedies.tasks}, "
-            f"{self.remedies.teach}, try more per task (trainer.group_size), and read a "
-            "few attempts with `agentevo trajectories show`: the answer's format may be what fails."
+            "same task earned the same, so there is nothing to reinforce. Make the task easier "
+            f"{self.remedies.tasks}, {self.remedies.teach}, try more per task "
+            "(trainer.group_size), and read a few attempts with `agentevo trajectories show`: the "
+            "answer's format may be what fails."
         )
 
     def _gradient_spike(self, metrics: Mapping[str, float | None]) -> str | None:
