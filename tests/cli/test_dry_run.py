@@ -199,3 +199,14 @@ def test_a_dry_run_of_a_store_makes_none(agentevo, tmp_path):
     words = ["train", "small.yaml", f"store.url=sqlite:///{tmp_path}/new/store.sqlite"]
     assert agentevo(*words, "--dry-run")[0] == 0
     assert not (tmp_path / "new").exists()
+
+
+def test_a_dry_run_gives_the_account_of_the_rows_that_a_run_would_give(agentevo):
+    broken = '{"query": "2 + 2?", "answer": "4"}\n{"query": \n{"query": "3 + 3?", "anwser": "6"}\n'
+    Path("rows.jsonl").write_text(broken)
+    code, _, err = agentevo("train", "rows.yaml", "evaluation.tasks=1", "--dry-run")
+    assert code == 0, err
+    assert "tasks.train: 2 of 3 rows are used" in err
+    assert "tasks.train: 1 left out, not JSON: " in err
+    assert "rows.jsonl:2" in err
+    assert "tasks.train: 1 of 2 rows have no answer, where the others have one: " in err

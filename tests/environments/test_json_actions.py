@@ -65,6 +65,7 @@ def test_the_form_of_an_action_is_said_with_its_bounds(space, words):
     assert sorted(describe_space(space)) == sorted(words)  # Dict sorts its keys
 
 
+SPEED = spaces.Box(-1, 1, ())
 GOOD = {"kind": 1, "at": [0, 255], "keys": "ab", "more": [[0, 1], [1, 2]]}
 
 
@@ -83,6 +84,17 @@ GOOD = {"kind": 1, "at": [0, 255], "keys": "ab", "more": [[0, 1], [1, 2]]}
         (MOVE, "[0, 0.8]", "number 2 of the action is 0.8"),
         (FREE, "[[1, 2], [3]]", "entry 2 of the action has 1 entries"),
         (FREE, "[[1, 2], [3, 1e39]]", "number 4 of the action is 1e+39"),
+        (FREE, "[[[], []], [[], []]]", "entry 1 of entry 1 of the action is a list"),
+        (FREE, "[[1, 2], [3, [4]]]", "entry 2 of entry 2 of the action is a list"),
+        (MOVE, "[[], []]", "entry 1 of the action is a list"),
+        (SPEED, "[0.1, 0.2]", "the action is a list: give a number within [-1, 1]"),
+        (SPEED, "[]", "the action is a list"),
+        (SPEED, f"[{'0,' * 500_000}0]", "the action is a list"),
+        (SPEED, '"\\ud800"', 'the action is "?"'),
+        (TORQUE, "[[1], [2]]", "the action has 2 entries"),
+        (TORQUE, "[[1]]", "entry 1 of the action is a list"),
+        (spaces.MultiBinary(3), "[[], [], []]", "entry 1 of the action is a list"),
+        (spaces.MultiDiscrete([2, 3]), "[[0], 1]", "entry 1 of the action is a list"),
         (PIXELS, "[0.5, 1]", "number 1 of the action is 0.5"),
         (PIXELS, "[1, 256]", "number 2 of the action is 256"),
         (PIXELS, f"[1, {10**30}]", "number 2 of the action is 1000"),

@@ -13,13 +13,17 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import yaml
 
 from agentevo.cli.main import main
 from agentevo.config import build_config
+from agentevo.config.recipe import to_yaml
+from agentevo.errors import ConfigError
 from agentevo.evaluation import chat as chat_module
 from agentevo.evaluation.chat import ChatModel
 from agentevo.evaluation.contestants import Contestant
 from agentevo.inference.conversation import Conversation
+from agentevo.runs.folder import run_config
 from agentevo.types import Message
 
 RECIPE = (
@@ -30,6 +34,32 @@ RECIPE = (
     "evaluation: {tasks: 1, samples: 0}\ncheckpoint: {every: 1}\n"
     "tracking: {report: false, tensorboard: false}\n"
 )
+
+
+@pytest.fixture
+def judged_elsewhere(tmp_path) -> Path:
+    """The folder of a run whose reward was a function of the program that made it."""
+    config = build_config({"model": "tiny", "environment": "coins"}, needs_environment=False)
+    tree = yaml.safe_load(to_yaml(config)) | {"rewards": [{"name": "of_a_program"}]}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(tree))
+    return tmp_path / "run"
+
+
+def test_what_asks_a_run_for_its_model_needs_none_of_its_rewards(judged_elsewhere, capsys):
+    for words in (
+        ["chat", str(judged_elsewhere)],
+        ["serve", "--openai", str(judged_elsewhere)],
+        ["serve", "--openai", f"{judged_elsewhere}@last"],
+        ["merge", str(judged_elsewhere), str(judged_elsewhere / "merged")],
+    ):
+        assert main(words) == 2
+        problem = capsys.readouterr().err
+        assert "of_a_program" not in problem
+        assert "checkpoint" in problem
+
+    with pytest.raises(ConfigError, match="got 'of_a_program'"):
+        run_config(judged_elsewhere)
 
 
 @pytest.fixture(scope="module")

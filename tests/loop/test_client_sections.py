@@ -12,12 +12,14 @@ from pydantic import BaseModel
 
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import NamedAgentSection
-from agentevo.errors import ConfigError, EngineUnavailableError
+from agentevo.errors import BadRequestError, ConfigError, EngineUnavailableError
 from agentevo.inference.vllm_options import VllmOptions
 from agentevo.loop import client_sections, service
 from agentevo.loop.client_sections import KEYS, REFUSED, check_sections, only_from_the_hub
+from agentevo.loop.encoding import encode
 from agentevo.loop.local import loop_config
 from agentevo.loop.service import LoopService
+from agentevo.loop.wire import failure_of
 
 
 def sections_within(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -69,6 +71,9 @@ def test_every_key_is_allowed_or_refused() -> None:
         ({"model": {"config_overrides": {"_attn_implementation": "a/b"}}}, "_attn_implementation"),
         ({"model": {"lora": {"rank": 4, "targets": "(a+)+$"}}}, "model.lora.targets"),
         ({"model": {"lora": {"rank_pattern": {"(a+)+$": 2}}}}, "model.lora.rank_pattern"),
+        ({"model": {"lora": {"rank": 4, "targets": 5}}}, "model.lora.targets: 5: give names"),
+        ({"model": {"lora": {"exclude": True}}}, "model.lora.exclude: True: give names"),
+        ({"model": {"lora": {"targets": ["\ud800"]}}}, "model.lora.targets"),
         ({"model": {"chat_template": "{{ 1 }}" + " " * 2**20}}, "model.chat_template"),
         ({"agents": {"a": {"model": "/etc"}}}, "agents.a.model.name"),
         ({"agents": {"a": {"model": {"lora": {"adapter": "x"}}}}}, "agents.a.model.lora.adapter"),
@@ -82,6 +87,14 @@ def test_no_key_of_a_client_names_a_file_an_address_or_code(section, key) -> Non
     with pytest.raises(ConfigError) as refused:
         check_sections(section)
     assert key in str(refused.value)
+
+
+def test_an_answer_of_a_failure_can_be_sent_whatever_its_text() -> None:
+    status, failure = failure_of(ConfigError("model.chat_template: \ud800 of a template"))
+    assert status == 400
+    assert b"? of a template" in encode(failure)
+    with pytest.raises(BadRequestError, match="can't be sent"):
+        encode({"text": "\ud800"})
 
 
 def test_usual_sections_pass() -> None:

@@ -114,6 +114,33 @@ def test_what_a_filter_of_the_recipe_leaves_out_is_nobodys_fault(reason: str) ->
     assert not [one for one in run({range(30, 31): left_out}) if one.code == "rollouts_lost"]
 
 
+def test_attempts_without_success_whose_rewards_differ_are_something_to_reinforce() -> None:
+    parts = {"critic/score/mean": 0.3, "train/success": 0.0}
+    for ratio in (0.0, 0.5, 0.9):
+        steps = {range(1, 61): parts | {"group/zero_std_ratio": ratio}}
+        assert "all_failing" not in {one.code for one in run(steps)}
+
+    equal = run({range(1, 61): parts | {"group/zero_std_ratio": 1.0}})
+    message = next(one.message for one in equal if one.code == "all_failing")
+    assert "attempts at the same task earned the same, so there is nothing to reinforce" in message
+
+
+@pytest.mark.parametrize(
+    ("kinds", "words"),
+    [
+        (["scorer_KeyError"], "a reward function is at fault"),
+        (["scorer_KeyError", "scorer_timeout"], "a reward function is at fault"),
+        (["KeyError"], "the environment, the agent or the engine is at fault"),
+        (["KeyError", "scorer_KeyError"], "the agent, a reward function or the engine is at fault"),
+        ([], "the environment, the agent or the engine is at fault"),
+    ],
+)
+def test_lost_attempts_are_laid_at_the_door_of_who_lost_them(kinds, words) -> None:
+    lost = {"rollout/dropped/failed": 12.0} | {f"rollout/failed/{kind}": 6.0 for kind in kinds}
+    (warning,) = (one for one in run({range(30, 31): lost}) if one.code == "rollouts_lost")
+    assert words in warning.message
+
+
 @pytest.mark.parametrize("code", SCENARIOS)
 def test_each_sign_is_seen_alone_and_in_time(code: str) -> None:
     found = run(SCENARIOS[code])

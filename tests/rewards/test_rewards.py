@@ -445,6 +445,21 @@ def test_whatever_a_scorer_raises_can_be_stored(own_rewards, error):
     failed.error.encode()
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("error", [SystemExit("oops"), KeyboardInterrupt()])
+def test_a_reward_that_ends_the_process_is_called_a_reward(own_rewards, error, is_async):
+    def raises(completion):
+        raise error
+
+    async def raises_later(completion):
+        raise error
+
+    reward("raises")(raises_later if is_async else raises)
+    (failed,) = scored([RewardConfig(name="raises")], [said("4")], task())
+    assert failed.error.startswith("the reward 'raises' failed: ")
+    assert failed.error.endswith("a reward can't end the process that it plays in")
+
+
 def test_a_weighted_sum_that_is_too_large_fails_its_attempt(own_rewards):
     @reward("large")
     def large(completion):

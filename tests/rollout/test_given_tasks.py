@@ -211,3 +211,20 @@ def test_what_can_not_be_played_together_is_refused(tmp_path, sections, expected
 def test_an_agent_of_your_own_needs_something_to_play():
     with pytest.raises(ConfigError, match=r"tasks.train: missing; agent.type=single_turn needs"):
         build_config({"agent": {"type": "single_turn"}})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("anwser", "4"), ("answer", None), ("answer", [])], ids=str
+)
+def test_rows_without_an_answer_among_others_are_named(key, value, tmp_path):
+    source = lines(tmp_path / "a.jsonl", *rows(3), {"question": "2 + 2?", key: value})
+    (report,) = read_tasks(TasksSection(train=[source])).reports
+    assert report.lines()[1:] == [
+        f"tasks.train: 1 of 4 rows have no answer, where the others have one: {source}:4"
+    ]
+
+
+def test_rows_that_all_lack_an_answer_are_not_remarked_upon(tmp_path):
+    source = lines(tmp_path / "a.jsonl", {"question": "1?"}, {"question": "2?"})
+    (report,) = read_tasks(TasksSection(train=[source])).reports
+    assert len(report.lines()) == 1

@@ -195,7 +195,7 @@ def test_a_reward_of_ones_own_asks_the_policy(play, own_rewards):
 @pytest.mark.parametrize(
     ("does", "said"),
     [
-        (lambda: sys.exit(0), r"the reward 'asks' failed: SystemExit\(0\): a scorer can't end"),
+        (lambda: sys.exit(0), r"the reward 'asks' failed: SystemExit\(0\): a reward can't end"),
         (lambda: [][1], "the reward 'asks' failed: IndexError"),
         (None, "the reward 'asks' failed: no score within"),
     ],

@@ -12,7 +12,8 @@ import agentevo
 from agentevo.algorithms.advantage_inputs import AdvantageTables
 from agentevo.algorithms.estimators import bind_advantage
 from agentevo.config import AlgorithmSection, TrainerSection, build_config
-from agentevo.errors import ConfigError, TrainingError
+from agentevo.errors import ConfigError, OverreachError, TrainingError
+from agentevo.signals import Interrupt
 from agentevo.training import algorithm_functions as module
 from agentevo.training.algorithm_functions import bound_advantage, try_out
 from agentevo.training.trainer import Trainer
@@ -117,6 +118,10 @@ def raises(inputs):
     raise KeyError("colour")
 
 
+def interrupts(inputs):
+    raise KeyboardInterrupt
+
+
 def spoils(inputs):
     inputs.mask.fill_(True)
     inputs.old_logp.zero_()
@@ -146,6 +151,8 @@ def spoils(inputs):
         (lambda inputs: (inputs.logp, {"mine": inputs.logp[0]}), r"'mine' have the shape \[6\]"),
         (lambda inputs: (inputs.logp, [1]), "the metrics are list"),
         (lambda inputs: exit(3), "a loss function can't end the process"),
+        (interrupts, "a loss function can't end the process"),
+        (lambda inputs: -inputs.advantage * inputs.logp, "inputs has logp, .*advantages, "),
     ],
 )
 def test_a_loss_that_can_not_be_trained_with_is_refused_before_the_run(loss, words, monkeypatch):
@@ -163,6 +170,7 @@ def test_a_loss_that_can_not_be_trained_with_is_refused_before_the_run(loss, wor
         (lambda inputs: inputs.score / 0, "an advantage is not finite"),
         (lambda inputs: inputs.trajectory[:3], r"the advantages are torch\.int64"),
         (lambda inputs: exit(3), "an advantage function can't end the process"),
+        (lambda inputs: inputs.scores, "inputs has .*score"),
     ],
 )
 def test_an_advantage_that_can_not_be_trained_with_is_refused_before_the_run(
@@ -188,6 +196,26 @@ def test_one_that_hangs_is_left_behind(monkeypatch):
     with pytest.raises(TrainingError, match=r"did not return within 0\.2 s"):
         advantages_by("hangs")
     go.set()
+
+
+def test_a_loss_that_interrupts_in_a_step_is_an_error_of_the_step():
+    with pytest.raises(OverreachError, match="a loss function can't end the process"):
+        module._call_loss(interrupts, None)
+
+    def ctrl_c(inputs):
+        raise Interrupt
+
+    with pytest.raises(Interrupt):
+        module._call_loss(ctrl_c, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1.0, 1e30])
+def test_an_advantage_may_have_any_dtype_of_floats(dtype, size, monkeypatch):
+    if size <= torch.finfo(dtype).max:
+        values = lambda inputs: torch.full_like(inputs.score, size, dtype=dtype)  # noqa: E731
+        monkeypatch.setitem(module.ADVANTAGES.registry._items, "sized", values)
+        try_out(AlgorithmSection(advantage_function="sized"))
 
 
 def test_what_a_loss_does_to_its_inputs_is_seen_nowhere(step, monkeypatch):

@@ -64,8 +64,9 @@ class Pace:
 class EnvironmentThread:
     """See the module. `pace` is that of all environments of its kind."""
 
-    def __init__(self, pace: Pace) -> None:
-        """Raises EnvironmentFailure if too many environments hang already."""
+    def __init__(self, pace: Pace, who: str = "an environment") -> None:
+        """`who` calls, in the words of an error. Raises EnvironmentFailure if too many
+        environments hang already."""
         if len(_hung) >= MAX_HUNG:
             raise EnvironmentFailure(
                 f"{len(_hung)} environments of this process hang and keep their threads: give "
@@ -73,6 +74,7 @@ class EnvironmentThread:
             )
 
         self._pace = pace
+        self._who = who
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._pending: Future[Any] | None = None
         self.last_call_s = 0.0
@@ -176,17 +178,17 @@ class EnvironmentThread:
                     self.last_call_s = time.monotonic() - started
                     self._pace.took(self.last_call_s)
             except BaseException as error:  # noqa: BLE001 (handed to whoever waits)
-                answer.set_exception(_as_failure(error))
+                answer.set_exception(_as_failure(error, self._who))
             else:
                 answer.set_result(result)
 
         _hung.discard(self)
 
 
-def _as_failure(error: BaseException) -> Exception:
+def _as_failure(error: BaseException, who: str) -> Exception:
     """The exception as one that a coroutine may raise and that fails nothing but its attempt."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
-    failure = OverreachError(error, "an environment")
+    failure = OverreachError(error, who)
     failure.__cause__ = error
     return failure

@@ -126,4 +126,5 @@ def bind_advantage(
 
 def _fitting(values: Tensor, like: Tensor) -> Tensor:
     limit = torch.finfo(like.dtype).max
-    return values.clamp(-limit, limit).to(like.dtype)
+    wide = values.to(torch.promote_types(values.dtype, like.dtype))  # which holds the limit
+    return wide.clamp(-limit, limit).to(like.dtype)

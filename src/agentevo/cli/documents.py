@@ -53,10 +53,10 @@ def open_writer(
         return None
 
     from agentevo.remote_models.model import RemoteModel
-    from agentevo.runs.folder import check_run_folder, run_config
+    from agentevo.runs.folder import UNSCORED, check_run_folder, run_config
     from agentevo.task_making.writer_model import writer_section
 
-    known = {} if after is None else run_config(check_run_folder(after)).remote_models
+    known = {} if after is None else run_config(check_run_folder(after), UNSCORED).remote_models
     try:
         return RemoteModel("writer", writer_section(word, name=name, key=key, known=known))
     except ConfigError as error:

@@ -169,8 +169,9 @@ def _serve_trained(
 ) -> None:
     from agentevo.config import load_config
     from agentevo.evaluation.contestants import checkpoint_of, run_of
-    from agentevo.runs.folder import run_config
+    from agentevo.runs.folder import UNSCORED, run_config
 
+    overrides = [*UNSCORED, *overrides]
     path: Path | None = None
     if target.endswith((".yaml", ".yml")):
         trained = load_config(target, overrides, needs_environment=False)

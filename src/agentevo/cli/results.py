@@ -133,12 +133,12 @@ def merge(
     ] = "",
 ) -> None:
     """Make one plain Hugging Face model of an adapter (model.lora) and its base."""
-    from agentevo.runs.folder import is_run_folder, run_config
+    from agentevo.runs.folder import UNSCORED, is_run_folder, run_config
 
     if is_run_folder(source):
         from agentevo.api.run import Run
 
-        source = Run(run_config(source)).checkpoint
+        source = Run(run_config(source, UNSCORED)).checkpoint
 
     from agentevo.models.merge import merge_adapter
 

@@ -75,6 +75,8 @@ class RowReport:
     shortened: int = 0
     """Rows used without their oldest turns, because with them they are too long."""
     bad: list[BadRow] = field(default_factory=list)
+    unanswered: list[str] = field(default_factory=list)
+    """Where the rows are that are used and have no answer."""
 
     def add(self, where: str, error: RowError) -> None:
         """Counts a bad row (which must be among `rows` as well)."""
@@ -95,6 +97,14 @@ class RowReport:
             f"{self.kind}: {self.used} of {self.rows} rows are used"
             + (f", {self.shortened} shortened" if self.shortened else "")
         ]
+        count = len(self.unanswered)
+        if 0 < count < self.used:  # where no row has one, the recipe judges without
+            more = f", and {count - SHOWN} more" if count > SHOWN else ""
+            lines.append(
+                f"{self.kind}: {count} of {self.used} rows have no answer, where the others have "
+                f"one: {', '.join(self.unanswered[:SHOWN])}{more}"
+            )
+
         for reason, count in self.counts().items():
             rows = [row for row in self.bad if row.reason == reason]
             more = f", and {count - SHOWN} more" if count > SHOWN else ""

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from agentevo.errors import storable
 from agentevo.parsing import ParseError, parse_json
 
 MAX_BOUNDS = 8
@@ -162,6 +163,8 @@ def _read_numbers(value: Any, space: spaces.Space[Any], place: str) -> np.ndarra
 
 def _check_shape(value: Any, shape: tuple[int, ...], space: spaces.Space[Any], place: str) -> None:
     if not shape:
+        if isinstance(value, list):
+            raise ActionError(f"{place} is a list: give {describe_space(space)}")
         return
     if not isinstance(value, list) or len(value) != shape[0]:
         size = f"has {len(value)} entries" if isinstance(value, list) else "is no list"
@@ -197,7 +200,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _show_value(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
+    text = storable(json.dumps(value, ensure_ascii=False))
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 

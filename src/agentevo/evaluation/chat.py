@@ -28,7 +28,7 @@ from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.evaluation.contestants import MAX_NEW_TOKENS, Contestant, find_contestants
 from agentevo.evaluation.play import local_parts, run_folder
 from agentevo.event_loop import run_coroutine
-from agentevo.runs.folder import is_run_folder
+from agentevo.runs.folder import UNSCORED, is_run_folder
 from agentevo.types import Message, SamplingOverrides
 
 LABEL = "chat"
@@ -96,7 +96,7 @@ def find_model(target: str, step: int | None, overrides: Sequence[str]) -> Conte
             f"--step {step}: {target} is not the folder of a run: give one, or leave --step out"
         )
 
-    (contestant,) = find_contestants(target, (), (*OWN_ENGINE, *overrides), ("--chat",))
+    (contestant,) = find_contestants(target, (), (*UNSCORED, *OWN_ENGINE, *overrides), ("--chat",))
     if contestant.remote is not None:
         raise servers
 

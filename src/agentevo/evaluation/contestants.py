@@ -27,7 +27,7 @@ from agentevo.errors import ConfigError, UnknownNameError
 from agentevo.models.resolve import HUB, HUB_NAME, TINY, resolve
 from agentevo.registry import nearest
 from agentevo.remote_models.served import check_served, served_models
-from agentevo.runs.folder import is_run_folder, run_config
+from agentevo.runs.folder import UNSCORED, is_run_folder, run_config
 
 MAX_NEW_TOKENS = 512
 """Longest reply of a model that is given without a recipe, where nothing says otherwise."""
@@ -139,7 +139,7 @@ def _other(word: str, base: RunConfig) -> Contestant:
 
     run, step = run_of(word)
     if run is not None:
-        own = run_config(run)
+        own = run_config(run, UNSCORED)
         config = base.model_copy(update={"model": own.model})
         return Contestant(word, config, checkpoint_of(run, own, step))
 

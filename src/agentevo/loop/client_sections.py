@@ -61,6 +61,8 @@ def _check_template(place: str, template: Any) -> None:
 
 def _check_layers(place: str, names: Any) -> None:
     """Of lists, and of mappings by name: PEFT takes names for regular expressions."""
+    if names is not None and not isinstance(names, str | list | tuple | Mapping):
+        raise ConfigError(f"{place}: {shown(names)}: give names of layers, such as [q_proj]")
     for name in [names] if isinstance(names, str) else names or ():
         if not isinstance(name, str) or not _LAYER_NAME.fullmatch(name):
             raise ConfigError(

@@ -26,7 +26,7 @@ def encode(record: Any) -> bytes:
     it that JSON has no form for."""
     try:
         return _ENCODER.encode(record)
-    except (TypeError, NotImplementedError, RecursionError) as error:
+    except (TypeError, NotImplementedError, RecursionError, UnicodeEncodeError) as error:
         raise BadRequestError(f"this can't be sent: {error}") from error
 
 

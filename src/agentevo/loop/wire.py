@@ -84,7 +84,7 @@ def failure_of(error: BaseException) -> tuple[int, Failure]:
         return 500, Failure(type="EngineError", message=errors.described(error))
     status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
     kind = next((k.__name__ for k in type(error).__mro__ if k.__name__ in _OURS), "AgentEvoError")
-    return status, Failure(type=kind, message=str(error))
+    return status, Failure(type=kind, message=errors.storable(str(error)))
 
 
 def raised(failure: Failure) -> AgentEvoError:

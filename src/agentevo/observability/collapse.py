@@ -13,7 +13,7 @@ the uninterrupted one would. Missing metrics switch off only the signs that need
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -35,6 +35,8 @@ LOST = ("failed", "cancelled", "deadline", "no-tokens", "no-baseline")
 leaves out."""
 FAILED = "rollout/failed/"
 """Prefix of the counts of failed attempts by their kind."""
+OF_A_REWARD = "scorer_"
+"""Prefix of the kinds of attempts that a reward could not judge."""
 SMOOTHED = (SCORE, SUCCESS, SPREAD, ZERO_SPREAD, GRAD_NORM, ENTROPY, LENGTH, CLIPPED)
 
 
@@ -193,7 +195,7 @@ class CollapseMonitor:
 
             past.add(value, limits.smoothing)
 
-        state.failing_steps = state.failing_steps + 1 if _finite(metrics, SUCCESS) == 0.0 else 0
+        state.failing_steps = state.failing_steps + 1 if _teaches_nothing(metrics) else 0
         score = self._mean(SCORE)
         if score is not None:
             state.first_score = score if state.first_score is None else state.first_score
@@ -275,8 +277,8 @@ class CollapseMonitor:
         late = any(kind.endswith("timeout") for kind in kinds)
 
         return (
-            f"{sum(lost.values()):.0f} of {total:.0f} trajectories were dropped ({reasons}): the "
-            "environment, the agent or the engine is at fault rather than the policy. "
+            f"{sum(lost.values()):.0f} of {total:.0f} trajectories were dropped ({reasons}): "
+            f"{_at_fault(kinds)} is at fault rather than the policy. "
             + (f"Those that failed: {', '.join(kinds.values())}. " if kinds else "")
             + "`agentevo trajectories show` gives each one's error"
             + ("; raise agent.timeout_s for those that ran out of time." if late else ".")
@@ -286,10 +288,11 @@ class CollapseMonitor:
         if self._state.failing_steps < self.limits.warmup_steps:
             return None
         return (
-            f"No attempt has succeeded for {self._state.failing_steps} steps, so there is "
-            f"nothing to reinforce. Make the task easier {self.remedies.tasks}, "
-            f"{self.remedies.teach}, try more per task (trainer.group_size), and read a "
-            "few attempts with `agentevo trajectories show`: the answer's format may be what fails."
+            f"No attempt has succeeded for {self._state.failing_steps} steps, and attempts at the "
+            "same task earned the same, so there is nothing to reinforce. Make the task easier "
+            f"{self.remedies.tasks}, {self.remedies.teach}, try more per task "
+            "(trainer.group_size), and read a few attempts with `agentevo trajectories show`: the "
+            "answer's format may be what fails."
         )
 
     def _gradient_spike(self, metrics: Mapping[str, float | None]) -> str | None:
@@ -410,6 +413,20 @@ class CollapseMonitor:
 
 def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
+
+
+def _teaches_nothing(metrics: Mapping[str, float | None]) -> bool:
+    """Whether no attempt of a step succeeded, and none earned more than others at its task."""
+    equal = _finite(metrics, ZERO_SPREAD)
+    return _finite(metrics, SUCCESS) == 0.0 and (equal is None or equal == 1.0)
+
+
+def _at_fault(kinds: Iterable[str]) -> str:
+    """Who lost attempts, by the kinds of their failures (rollout/failures.py)."""
+    by_reward = [kind.startswith(OF_A_REWARD) for kind in kinds]
+    if by_reward and all(by_reward):
+        return "a reward function"
+    return f"the environment, the agent{', a reward function' * any(by_reward)} or the engine"
 
 
 def _finite(metrics: Mapping[str, float | None], key: str) -> float | None:

@@ -51,7 +51,7 @@ from agentevo.orchestration.submissions import Submissions
 from agentevo.orchestration.tracking import only_trainer_here, tracked
 from agentevo.orchestration.training_run import Command, TrainingRun
 from agentevo.paths import short
-from agentevo.rollout.given_tasks import begin_with
+from agentevo.rollout.given_tasks import begin_with, read_tasks
 from agentevo.runs.chain import SUMMARY, is_given_up
 from agentevo.runs.control import RunControl
 from agentevo.runs.creation import check_place, kind_of, new_folder, write_config
@@ -115,8 +115,8 @@ def check_dry(
     config: RunConfig, command: Literal["train", "sft"] = "train", *, resume: bool = False
 ) -> list[str]:
     """Refuses what `train` would refuse before it samples, without the weights of a saved model.
-    Downloads and writes nothing; returns a line for every model that a run would download first.
-    Raises ConfigError and ModelError."""
+    Downloads and writes nothing; returns a line for every model that a run would download first,
+    and the account of the rows of tasks. Raises ConfigError and ModelError."""
     check_recipe(config, command, resume=resume, may_fetch=False)
     if follows():
         return []
@@ -128,7 +128,11 @@ def check_dry(
         if command == "sft" and loaded is not None:
             read_sft_data(config, loaded, LiveView(config.run.name), lambda: False)
 
-    return models_to_fetch(config)
+    lines = models_to_fetch(config)
+    if command == "train" and config.tasks.given:
+        reports = read_tasks(config.tasks, config.agent).reports
+        lines += [line for report in reports for line in report.lines()]
+    return lines
 
 
 Confirm = Callable[[], Awaitable[Callable[[], None]]]

@@ -35,6 +35,7 @@ def right_answers(task: Task) -> list[Any]:
     """Raises ValueError for a task without any."""
     if task.answer is None or task.answer == []:
         raise ValueError(
-            f"the task {task.id!r} has no answer to compare with: give its row one (tasks.fields)"
+            f"the task {task.id!r} has no answer to compare with: give its row one "
+            f"(tasks.fields); its query begins {(task.query or '')[:60]!r}"
         )
     return references(task.answer)

@@ -120,6 +120,8 @@ def _read(
 
         taken[task.id] = row.where
         tasks.append(task)
+        if task.answer in (None, []):
+            report.unanswered.append(row.where)
 
     return tasks
 

@@ -62,6 +62,8 @@ OWN_REWARD = "own_reward"
 EVALUATIONS = ("greedy", "sampled", "eval")
 """How the labels of groups end that belong to evaluations."""
 _GROUP = re.compile(r"/(?P<label>[^/@]+)@(?P<step>\d{1,9})(?::[^/@]*)?\Z")
+REWARD = "a reward"
+"""Who raised, in the words of an error."""
 LETTING_GO_S = 5.0
 """How long a scorer that was late may take to end."""
 
@@ -259,7 +261,7 @@ class NamedReward:
 
     async def _call(self, call: Callable[[], Any]) -> Any:
         """A plain function on a thread of its own, so that one that hangs holds nobody up."""
-        thread = EnvironmentThread(self._pace)
+        thread = EnvironmentThread(self._pace, REWARD)
         try:
             returned = await thread.call(call)
         finally:
@@ -309,7 +311,7 @@ async def _guarded(work: Callable[[], Any]) -> Any:
     except Interrupt:
         raise
     except (SystemExit, KeyboardInterrupt) as error:
-        raise OverreachError(error, "a scorer") from error
+        raise OverreachError(error, REWARD) from error
 
 
 class Scoring:

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+UNSCORED = ("rewards=[]",)
+"""Overrides for whoever asks a run for its model and scores nothing: the rewards may have been
+functions of the program that made the run, which no other process has."""
+
 SWEEP_FILE = "sweep.yaml"
 MADE_BY = "# agentevo "
 """Begins the first line of a run's config.yaml."""

@@ -17,7 +17,7 @@ from agentevo.errors import ModelError
 from agentevo.models import checkpoint_manifest as manifest
 from agentevo.models.resolve import HUB_NAME, run_checkpoint, split_run, without_hub_bars
 from agentevo.parsing import read_json_object
-from agentevo.runs.folder import run_config
+from agentevo.runs.folder import UNSCORED, run_config
 from agentevo.runs.model_card import hub_name, model_card, run_of
 
 CARD = "README.md"
@@ -122,7 +122,7 @@ def files_to_push(folder: Path, repo: str) -> dict[str, Path | bytes]:
 
     if run is not None and ADAPTER in files:  # the base, as others can find it
         settings = read_json_object(folder / ADAPTER)
-        base = hub_name(run_config(run).model.name)
+        base = hub_name(run_config(run, UNSCORED).model.name)
         settings[BASE] = base or Path(str(settings.get(BASE) or "")).name
         files[ADAPTER] = json.dumps(settings, indent=2).encode()
 

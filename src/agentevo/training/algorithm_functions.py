@@ -29,6 +29,7 @@ from agentevo.config.algorithm_functions import ADVANTAGES, POLICY_LOSSES
 from agentevo.console import to_stderr
 from agentevo.daemon_threads import call_in_thread
 from agentevo.errors import ConfigError, OverreachError, TrainingError, described
+from agentevo.signals import Interrupt
 from agentevo.tracebacks import traceback_of
 
 LONGEST_S = 600.0
@@ -135,7 +136,9 @@ def _name(function: object) -> str:
 def _call_loss(function: Callable[[LossInputs], Any], inputs: LossInputs) -> Any:
     try:
         return function(inputs)
-    except SystemExit as error:
+    except Interrupt:
+        raise
+    except (SystemExit, KeyboardInterrupt) as error:
         raise OverreachError(error, "a loss function") from error
 
 
@@ -143,6 +146,8 @@ def _refusal(what: str, error: Exception, remedy: str) -> TrainingError:
     """The error of a step; where it was raised is told on stderr."""
     if shown := traceback_of(error):
         to_stderr(f"{what}:\n{shown}")
+    if isinstance(error, AttributeError) and isinstance(error.obj, LossInputs | Inputs):
+        remedy = f"inputs has {', '.join(one.name for one in fields(error.obj))}"
     return TrainingError(f"{what}: {described(error)}: {remedy} (the weights were not changed)")
 
 
