@@ -46,6 +46,7 @@ def test_it_says_what_the_run_does_and_how_it_ended(tmp_path: Path) -> None:
     [
         (ConfigError("the disk is full: make room"), "failed", "the disk is full: make room"),
         (ValueError("two\nlines"), "failed", "ValueError: two lines"),
+        (ConfigError("half \ud800 of a pair"), "failed", "half ? of a pair"),
         (KeyboardInterrupt(), "stopped", ""),
         (SystemExit(143), "stopped", ""),
     ],

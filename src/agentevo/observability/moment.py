@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from agentevo.console import format_duration
-from agentevo.errors import AgentEvoError, described
+from agentevo.errors import AgentEvoError, described, storable
 
 Ended = Literal["", "finished", "stopped", "failed"]
 
@@ -114,7 +114,8 @@ def _goes_on(resume: str) -> str:
 
 def failure(error: BaseException) -> str:
     """The sentence of an error, for `reason`."""
-    text = " ".join((str(error) if isinstance(error, AgentEvoError) else described(error)).split())
+    said = storable(str(error)) if isinstance(error, AgentEvoError) else described(error)
+    text = " ".join(said.split())
     return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}..."
 
 
