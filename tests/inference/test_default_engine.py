@@ -55,7 +55,7 @@ def test_a_run_on_a_gpu_says_which_engine_and_why(monkeypatch, tmp_path):
     monkeypatch.setattr(devices, "is_there", lambda kind: kind == "cuda")
     monkeypatch.setattr(default_engine, "find_spec", lambda name: name == "vllm" or None)
     assert override() == ["engine.type=vllm"]
-    assert said[0].startswith("engine: vllm, the fastest on a GPU of what is installed")
+    assert said[0].startswith("engine: vllm, made for GPUs, and installed")
     assert override("engine.type=torch") == override("model.device=cpu") == [] and len(said) == 1
 
     algorithm = load_config("coins", [*MODEL, "engine.type=vllm"]).algorithm

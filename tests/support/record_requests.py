@@ -154,7 +154,7 @@ def without_machine(exchanges: list[dict[str, Any]]) -> list[dict[str, Any]]:
     with every UUID as its number."""
     text = json.dumps(exchanges, ensure_ascii=False)
     for pattern, replacement in {
-        r"/tmp/tmp\w+": "/home/agent",
+        r"/tmp/tmp\w+": "work",
         re.escape(platform.release()): "6.1",
         r"\b[0-9a-f]{64}\b": "0" * 64,
     }.items():

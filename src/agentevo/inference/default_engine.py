@@ -16,8 +16,8 @@ from agentevo.config import RunConfig, sources
 from agentevo.device_names import CUDA
 
 OWN = "torch"
-FAST = ("vllm", "sglang")
-"""Faster ones on a GPU, the first of them first."""
+FOR_GPUS = ("vllm", "sglang")
+"""Engines that are made for GPUs; the first that is installed is taken."""
 
 
 class EngineChoice(NamedTuple):
@@ -36,17 +36,17 @@ def choose_engine(device: str, installed: Collection[str], embedded_for: str = "
     if embedded_for:
         return EngineChoice(OWN, f"which {embedded_for} needs")
 
-    for name in FAST:
+    for name in FOR_GPUS:
         if name in installed:
             return EngineChoice(
                 name,
-                "the fastest on a GPU of what is installed (with weights of its own in the GPU's "
+                "made for GPUs, and installed (with weights of its own in the GPU's "
                 f"memory); engine.type={OWN} chooses the embedded one",
             )
 
     return EngineChoice(
         OWN,
-        "as neither vllm nor sglang is installed; on a GPU vLLM is many times as fast: pip install "
+        "which is slow on a GPU; neither vllm nor sglang is installed: pip install "
         "'agentevo[vllm]'",
     )
 
@@ -80,8 +80,8 @@ def embedded_for(config: RunConfig) -> str:
 
 
 def installed_engines() -> list[str]:
-    """The packages of FAST that can be imported here."""
-    return [name for name in FAST if find_spec(name) is not None]
+    """The packages of FOR_GPUS that can be imported here."""
+    return [name for name in FOR_GPUS if find_spec(name) is not None]
 
 
 def engine_override(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -109,66 +110,58 @@ async def write_pages(
     """Writes the pages, then the index, and takes away pages of an earlier call; returns how many
     pages there are. `advance` is called after each. Where it fails, a folder without an index has
     none of them."""
+    with _all_or_none(out):
+        written: set[Path] = set()
+        for step, attempts in chosen:
+            folder = out / f"step_{step}"
+            with must_write(folder, ROOM):
+                folder.mkdir(parents=True, exist_ok=True)
+
+            names = [name for _, name in attempts]
+            for place, (summary, name) in enumerate(attempts):
+                calls = [
+                    call async for call in store.calls(trajectory_id=summary.id, limit=MAX_CALLS)
+                ]
+                shown = still_attempt(await store.trajectory(summary.id), calls, decode)
+                page = render_still(
+                    "trajectory.html",
+                    a=shown,
+                    of=summary,
+                    run=run,
+                    step=step,
+                    before=names[place - 1] if place else None,
+                    after=names[place + 1] if place + 1 < len(names) else None,
+                )
+                with must_write(folder / name, ROOM):
+                    write_atomic(folder / name, page)
+
+                written.add(folder / name)
+                advance()
+
+        index = render_still(
+            "trajectories.html",
+            run=run,
+            num=len(written),
+            steps=[(one.step, one.attempts) for one in chosen],
+        )
+        with must_write(out / INDEX, ROOM):
+            write_atomic(out / INDEX, index)
+            _remove_older(out, written)
+
+        return len(written)
+
+
+@contextmanager
+def _all_or_none(out: Path) -> Iterator[None]:
+    """Takes the pages away again where the block fails and no index leads to them."""
     try:
-        return await _write_pages(store, chosen, out, run, decode, advance)
+        yield
     except BaseException:
-        _take_back(out)
+        if out.is_dir() and not (out / INDEX).exists():
+            _remove_older(out, set())
+            if not any(out.iterdir()):
+                out.rmdir()
         raise
-
-
-async def _write_pages(
-    store: Store,
-    chosen: list[Chosen],
-    out: Path,
-    run: str,
-    decode: Decode | None,
-    advance: Callable[[], None],
-) -> int:
-    written: set[Path] = set()
-    for step, attempts in chosen:
-        folder = out / f"step_{step}"
-        with must_write(folder, ROOM):
-            folder.mkdir(parents=True, exist_ok=True)
-
-        names = [name for _, name in attempts]
-        for place, (summary, name) in enumerate(attempts):
-            calls = [call async for call in store.calls(trajectory_id=summary.id, limit=MAX_CALLS)]
-            shown = still_attempt(await store.trajectory(summary.id), calls, decode)
-            page = render_still(
-                "trajectory.html",
-                a=shown,
-                of=summary,
-                run=run,
-                step=step,
-                before=names[place - 1] if place else None,
-                after=names[place + 1] if place + 1 < len(names) else None,
-            )
-            with must_write(folder / name, ROOM):
-                write_atomic(folder / name, page)
-
-            written.add(folder / name)
-            advance()
-
-    index = render_still(
-        "trajectories.html",
-        run=run,
-        num=len(written),
-        steps=[(one.step, one.attempts) for one in chosen],
-    )
-    with must_write(out / INDEX, ROOM):
-        write_atomic(out / INDEX, index)
-        _remove_older(out, written)
-
-    return len(written)
-
-
-def _take_back(out: Path) -> None:
-    """The pages of a call that has failed, where no earlier one wrote an index."""
-    if not out.is_dir() or (out / INDEX).exists():
-        return
-    _remove_older(out, set())
-    if not any(out.iterdir()):
-        out.rmdir()
 
 
 def _remove_older(out: Path, written: set[Path]) -> None:
