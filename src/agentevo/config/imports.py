@@ -33,6 +33,8 @@ TRUST = "AGENTEVO_TRUST_RUNS"
 OF_A_RUN = "config.yaml"
 """A file of this name is a run's configuration, whatever lies beside it: who hands a run on can
 delete every other sign of it."""
+STORE_KEYS = ("store", "store.url")
+"""The keys of a URL whose scheme names a registered store, never a module to import."""
 OF_YOUR_OWN = (
     "; one of your own needs import=[./my_file.py], or in Python to be registered or passed first"
 )
@@ -112,6 +114,9 @@ def _modules_in(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     texts = {text for _, text in leaves}
     for key, text in leaves:
         is_id = key.endswith("id")
+        if key in STORE_KEYS:
+            continue
+
         module, colon, _ = text.partition(":")
         if colon and _may_be_module(module) and (is_id or not re.search(r"\s", text)):
             yield key, module.removesuffix(".py")
