@@ -5,18 +5,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from byte_policy import byte_policy
+from chat_templates import HERMES, tokenizer_with
 from slow import slow
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig
 
 from agentevo.api.run import Run, sft, train
 from agentevo.config import ModelSection, RunConfig, build_config
 from agentevo.errors import CheckpointError, ConfigError
+from agentevo.models.chat import ChatFormat
 from agentevo.models.resolve import resolve
 from agentevo.observability import read_metrics
-from agentevo.orchestration.conversations import best_attempts
+from agentevo.orchestration.conversations import best_attempts, load_sft_data
+from agentevo.orchestration.preference_data import given_pairs
 from agentevo.types import Trajectory, Turn
 
 SFT = (
@@ -139,6 +143,48 @@ def test_sft_then_rl_then_evaluation(tmp_path, small_config, quiet_view):
         first.eval(samples=0)["val-core/frozen_lake/success/greedy"]
     )
     assert "val-core/frozen_lake/success/greedy" in Run(second.config).eval(samples=0)
+
+
+LONG_ANSWER = "a" * 140_000
+"""In tokens of bytes."""
+TAKES_MILLIONS = 3_000_000
+"""Tokens of a model's context."""
+
+
+def test_a_row_is_bounded_where_the_model_takes_millions_of_tokens(tmp_path, quiet_view):
+    """Nobody has said how long rows may be: one of two million tokens would be trained for days."""
+    rows = [conversation("say it", LONG_ANSWER), conversation("say it", "a")]
+    config = files_config(tmp_path, rows, "data.eval_share=0")
+
+    def read(*overrides):
+        config = files_config(tmp_path, rows, "data.eval_share=0", *overrides)
+        view = quiet_view()
+        return load_sft_data(config, tokenizer_with(HERMES), None, TAKES_MILLIONS, view)
+
+    (problem,) = read().reports[0].bad
+    assert problem.where == f"{config.data.train[0]}:1" and problem.reason == "too_long"
+    assert "140" in problem.detail and "the limit is 131072 (data.max_tokens)" in problem.detail
+    assert len(read("data.max_tokens=200000").train) == 2
+
+
+@pytest.mark.parametrize("key", ["chosen", "rejected"])
+def test_an_answer_of_a_pair_is_bounded_alike(tmp_path, key):
+    pair = {"prompt": [{"role": "user", "content": "q"}], "chosen": "b", "rejected": "c"}
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps(pair | {key: LONG_ANSWER}))
+    tree = FILES | {"environment": {"type": "coins"}, "algorithm": {"name": "dpo"}}
+    del tree["sft"]
+
+    def read(*overrides):
+        config = build_config(tree, [f"data.pairs={path}", *overrides])
+        model = SimpleNamespace(config=LlamaConfig(max_position_embeddings=TAKES_MILLIONS))
+        chat = ChatFormat(tokenizer_with(HERMES))
+        return given_pairs(SimpleNamespace(config=config, chat=chat, model=model))
+
+    words = rf"pairs\.jsonl:1: prompt and {key} have 140\d+ tokens, .* 131072 \(data\.max_tokens"
+    with pytest.raises(ConfigError, match=words):
+        read()
+    assert len(read("data.max_tokens=200000")) == 1
 
 
 @pytest.mark.slow

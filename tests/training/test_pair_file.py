@@ -209,7 +209,7 @@ def test_a_text_that_the_tokenizer_lacks_is_named_by_its_line(written, chat):
     ("length", "said"), [(600, r"\d+ tokens, and"), (2_000_000, r"\d+ characters, far more than")]
 )
 @pytest.mark.parametrize("key", ["prompt", "chosen", "rejected"])
-def test_a_line_that_is_longer_than_the_model_s_context_is_named(written, chat, key, length, said):
+def test_a_line_that_is_longer_than_the_limit_is_named(written, chat, key, length, said):
     long = "left " * length
     path = written(
         PAIR, PAIR | {key: [{"role": "user", "content": long}] if key == "prompt" else long}

@@ -39,7 +39,8 @@ class ConversationKeys(pydantic.BaseModel):
     train_on: Literal["all", "last"] = "all"
     """Which of the assistant's messages are trained in the conversations of `train`."""
     max_tokens: int | None = Field(default=None, ge=8)
-    """Longest conversation, in tokens. Default: the model's context."""
+    """Longest conversation, in tokens, and longest answer of `pairs` with its prompt. Default: the
+    model's context, but 131,072 at most."""
     too_long: Literal["drop", "shorten"] = "drop"
     """A longer one is left out, or trained on without its oldest turns. Either is reported."""
     demonstrations: int = Field(default=0, ge=0)

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 UNLIMITED = 1 << 30
 """Tokens that a model takes whose config knows no limit."""
+LONGEST_ROW = 131_072
+"""Tokens of the longest row of a file that is trained on where the recipe sets no limit: what a
+model takes may be far more than a machine can train."""
 
 
 def context_length(config: PretrainedConfig) -> int:
@@ -34,6 +37,12 @@ def context_length(config: PretrainedConfig) -> int:
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
     return min([UNLIMITED if limit is None else int(limit), *_borders(text)])
+
+
+def row_limit(context: int, max_tokens: int | None) -> int:
+    """The most tokens of a row that is trained on, with a model of this context, where the recipe's
+    limit (data.max_tokens) is `max_tokens`."""
+    return min(context, max_tokens or LONGEST_ROW)
 
 
 def length_advice(config: PretrainedConfig) -> str:

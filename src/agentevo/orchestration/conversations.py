@@ -21,7 +21,7 @@ from agentevo.data import RowError, RowReport, check_source, read_conversations
 from agentevo.errors import ConfigError
 from agentevo.models.chat import ChatFormat
 from agentevo.models.load import LoadedModel
-from agentevo.models.positions import context_length
+from agentevo.models.positions import context_length, row_limit
 from agentevo.observability import LiveView
 from agentevo.orchestration.cold_start import solver_samples
 from agentevo.orchestration.collect import Collected
@@ -240,7 +240,7 @@ def load_sft_data(
     StopAskedError where `stop()` says so meanwhile. `chat` is needed for demonstrations."""
     section = config.data
     conversations = SFTData()
-    limit = min(section.max_tokens or context_length, context_length)
+    limit = row_limit(context_length, section.max_tokens)
     if section.train:
         conversations.train |= _from_files(
             config, section.train, "train", tokenizer, limit, conversations.reports, view, stop

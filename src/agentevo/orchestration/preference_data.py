@@ -13,7 +13,7 @@ from agentevo.agents.environment_agent import demonstrate
 from agentevo.catalogue.preference_presets import PreferenceAlgorithm
 from agentevo.config import RunConfig
 from agentevo.errors import ConfigError, EnvironmentFailure
-from agentevo.models.positions import context_length
+from agentevo.models.positions import context_length, row_limit
 from agentevo.orchestration.components import Components
 from agentevo.orchestration.players import check_solver, solo_environment
 from agentevo.rollout.tasks import seed_of_task
@@ -97,7 +97,7 @@ def _given_groups(parts: Components, algorithm: PreferenceAlgorithm) -> list[lis
             read_pair_file(data.pairs, algorithm.loss),
             parts.chat,
             algorithm.loss,
-            context_length(parts.model.config),
+            row_limit(context_length(parts.model.config), data.max_tokens),
         )
 
     if data.pairs_from is None:

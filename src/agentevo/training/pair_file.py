@@ -180,28 +180,28 @@ def _messages(given: dict[str, Any], key: str, where: str) -> list[Message]:
 
 
 def pairs_of_lines(
-    lines: Sequence[PairLine], chat: ChatFormat, loss: str, context_length: int
+    lines: Sequence[PairLine], chat: ChatFormat, loss: str, max_tokens: int
 ) -> list[list[Pair]]:
     """The pairs of each line; with a loss of single answers both answers of a line stand alone, and
     with rft only the chosen one counts.
 
     Raises ConfigError for a text that the tokenizer or the chat template can't encode, or that has
-    more than `context_length` tokens.
+    more than `max_tokens` tokens.
     """
 
     def encode(line: PairLine, answer: Sequence[Message], which: str) -> Answer:
         name = f"{line.where} {which}"
         characters = num_characters([*line.prompt, *answer])
-        size = f"{characters} characters, far more than {context_length} tokens"
-        if characters <= CHARACTERS_PER_TOKEN * max(context_length, LONG_TEXT):
+        size = f"{characters} characters, far more than {max_tokens} tokens"
+        if characters <= CHARACTERS_PER_TOKEN * max(max_tokens, LONG_TEXT):
             sample = answer_sample(line.prompt, answer, chat, line.where, name)
             size = f"{len(sample.ids)} tokens"
-            if len(sample.ids) <= context_length:
+            if len(sample.ids) <= max_tokens:
                 return Answer(name, (sample,))
 
         raise ConfigError(
-            f"{line.where}: prompt and {which} have {size}, and the model's context is "
-            f"{context_length}: shorten them, or remove the line"
+            f"{line.where}: prompt and {which} have {size}, and the limit is {max_tokens} "
+            "(data.max_tokens, within the model's context): shorten them, or remove the line"
         )
 
     groups: list[list[Pair]] = []
