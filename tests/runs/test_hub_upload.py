@@ -49,7 +49,11 @@ class Hub:
         self.private: dict[str, bool] = {}
         self.num_commits = 0
         self.refuses: dict[str, int] = {}
-        """Path's beginning -> status."""
+        """Path's beginning -> status; 0 breaks the connection off, -1 never answers."""
+        self.batch_error = ""
+        """What LFS says of each file in place of a place for it."""
+        self.released = threading.Event()
+        """Ends the requests that are never answered."""
         self._objects: dict[str, bytes] = {}
         hub = self
 
@@ -66,6 +70,11 @@ class Hub:
             def _answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("content-length") or 0))
                 status, answer, code = hub.answer(self.command, self.path, body, self.headers)
+                if status <= 0:
+                    hub.released.wait(-300.0 * status)
+                    self.close_connection = True
+                    return
+
                 content = json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("content-length", str(len(content)))
@@ -107,6 +116,8 @@ class Hub:
         repo = "/".join(path.split("/")[3:5])
         if repo not in self.repos:
             return 404, {"error": "Repository not found"}, "RepoNotFound"
+        if "/xet-write-token/" in path:
+            return 404, {"error": "Not found"}, ""
         if "/preupload/" in path:
             return 200, {"files": [_mode(file) for file in asked["files"]]}, ""
         if "/commit/" in path:
@@ -124,6 +135,8 @@ class Hub:
         return {"url": f"{self.url}/{name}", "name": name, "id": name}
 
     def _upload(self, asked: dict[str, Any]) -> dict[str, Any]:
+        if self.batch_error:
+            return {**asked, "error": {"code": 422, "message": self.batch_error}}
         href = f"{self.url}/lfs/{asked['oid']}"
         return {**asked, "actions": {"upload": {"href": href}}}
 
@@ -153,9 +166,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     served = Hub()
     monkeypatch.setenv("HF_ENDPOINT", served.url)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     yield served
+    served.released.set()
     served.server.shutdown()
     served.server.server_close()
 
@@ -266,17 +279,49 @@ def test_another_model_s_folder_keeps_its_card(tmp_path):
         ({"/lfs/": 403}, "the token may not write to me/lake"),
         ({"/api/repos/create": 403}, "the token may not write to me/lake"),
         ({"/api/repos/create": 401}, "the token is not valid"),
+        ({"/lfs/": 413}, "a file is larger than it takes"),
+        ({"/lfs/": 507}, "it has no room left"),
+        ({"/me/lake.git/info/lfs": 404}, "it has no place for these files"),
+        ({"/lfs/": 0}, "broke the connection off"),
+        ({"/lfs/": -1}, "stood still for 0.2 s"),
+        ({"/api/repos/create": -1}, "stood still for 0.2 s"),
     ],
 )
 def test_what_the_hub_refuses_leaves_nothing_half_uploaded(
     hub, run, refuses, words, capsys, monkeypatch
 ):
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # its client tries again
+    if -1 in refuses.values():
+        monkeypatch.setattr("agentevo.runs.hub_upload.STALL_S", 0.2)
     hub.refuses = refuses
     assert main(["models", "push", str(run), "me/lake"]) == 2
     told = capsys.readouterr().err
     assert words in told and "nothing was uploaded" in told and TOKEN not in told
     assert not any(hub.repos.values()) and hub.num_commits == 0
+
+
+def test_what_is_said_of_a_file_within_an_answer_is_passed_on(hub, run):
+    hub.batch_error = "over the quota of me"
+    with pytest.raises(ModelError, match=r"refused me/lake .*over the quota of me"):
+        push_to_hub(run, "me/lake")
+
+
+@pytest.mark.parametrize("gives_token", [False, True])
+def test_files_go_by_xet_where_the_hub_speaks_it(hub, run, monkeypatch, gives_token):
+    sent = []
+    monkeypatch.setattr(
+        "huggingface_hub._commit_api._upload_xet_files",
+        lambda additions, **options: sent.extend(file.path_in_repo for file in additions),
+    )
+    if gives_token:
+        answer = hub._answer_of_repo
+        token = (200, {"casUrl": hub.url, "exp": 2**40, "accessToken": "t"}, "")
+        hub._answer_of_repo = lambda path, *more: (
+            token if "/xet-write-token/" in path else answer(path, *more)
+        )
+        hub._commit = lambda repo, lines: None
+    push_to_hub(run, "me/lake")
+    assert sent == (["model.safetensors"] if gives_token else [])
 
 
 def test_nothing_is_sent_without_a_token_a_model_or_a_name(hub, run, monkeypatch):

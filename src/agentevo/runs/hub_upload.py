@@ -3,15 +3,18 @@
 One commit has all of it: weights, tokenizer, configuration and a model card (model_card.py), so
 readers of the repository see all or nothing. What training needs (the optimizer, the run's state)
 stays here. The checkpoint's digests are compared first. The token is HF_TOKEN or the one of the
-hub's own login; it goes to the hub and nowhere else. HF_ENDPOINT names another hub.
+hub's own login; it goes to the hub and nowhere else. HF_ENDPOINT names another hub. Large files go
+by Xet where the hub speaks it, and else by LFS. Whatever stands still for STALL_S ends.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
 
 from agentevo.errors import ModelError
 from agentevo.models import checkpoint_manifest as manifest
@@ -20,12 +23,27 @@ from agentevo.parsing import read_json_object
 from agentevo.runs.folder import UNSCORED, run_config
 from agentevo.runs.model_card import hub_name, model_card, run_of
 
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
 CARD = "README.md"
 ADAPTER = "adapter_config.json"
 BASE = "base_model_name_or_path"
 """Key of an adapter's configuration."""
 OF_MODELS = (".safetensors", ".bin", ".index.json")
 """How weights end that a loader would prefer to new ones of another name."""
+STALL_S = 120.0
+"""Longest time without a byte from or to the hub; its client tries a few times again."""
+_REMEDIES = {
+    401: "the token is not valid: set HF_TOKEN to one that may write, or log in again with "
+    "`hf auth login`",
+    403: "the token may not write to {repo}: take one that may, or another name",
+    404: "it has no place for these files: see that HF_ENDPOINT is a hub that takes large files",
+    413: "a file is larger than it takes: save smaller files, or raise the hub's limit",
+    501: "it has no place for these files: see that HF_ENDPOINT is a hub that takes large files",
+    507: "it has no room left: delete something there, or use another account",
+}
+"""Status -> what to do."""
 
 
 def push_to_hub(
@@ -60,34 +78,37 @@ def push_to_hub(
     files = files_to_push(folder, repo)
     hub = huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token)
     made = ""
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(without_hub_bars())
+        stack.enter_context(_limited_stalls())
         try:
-            there = {file.rfilename for file in hub.model_info(repo).siblings or ()}
-            visibility = "which is there"
-        except RepositoryNotFoundError:
-            hub.create_repo(repo, private=private)
-            there = set[str]()
-            visibility = "private" if private else "public"
-            made = f"; the repository {repo} was made for it and is empty"
+            try:
+                there = {file.rfilename for file in hub.model_info(repo).siblings or ()}
+                visibility = "which is there"
+            except RepositoryNotFoundError:
+                hub.create_repo(repo, private=private)
+                there = set[str]()
+                visibility = "private" if private else "public"
+                made = f"; the repository {repo} was made for it and is empty"
 
-        stale = sorted(name for name in there - {*files} if _is_of_model(name))
-        size_mb = sum(map(_size, files.values())) / 1e6
-        note(
-            f"uploading {len(files)} files of {folder}, {size_mb:,.1f} MB, to {repo}, {visibility}"
-            + (f"; files of the model there are deleted: {', '.join(stale)}" if stale else "")
-        )
-        added = [
-            huggingface_hub.CommitOperationAdd(name, str(file) if isinstance(file, Path) else file)
-            for name, file in files.items()
-        ]
-        with without_hub_bars():
+            stale = sorted(name for name in there - {*files} if _is_of_model(name))
+            size_mb = sum(map(_size, files.values())) / 1e6
+            note(
+                f"uploading {len(files)} files of {folder}, {size_mb:,.1f} MB, to {repo}, "
+                f"{visibility}"
+                + (f"; files of the model there are deleted: {', '.join(stale)}" if stale else "")
+            )
+            opened = files if _speaks_xet(hub, repo) else _open_files(files, stack)
             commit = hub.create_commit(
                 repo,
-                [*added, *map(huggingface_hub.CommitOperationDelete, stale)],
+                [
+                    *(huggingface_hub.CommitOperationAdd(*item) for item in opened.items()),
+                    *map(huggingface_hub.CommitOperationDelete, stale),
+                ],
                 commit_message=f"Upload {folder.name} with AgentEvo",
             )
-    except Exception as error:  # the hub's client passes on what each of its parts raises
-        raise ModelError(f"{_failure(repo, error, hub.endpoint)}{made}") from error
+        except Exception as error:  # the hub's client passes on what each of its parts raises
+            raise ModelError(f"{_failure(repo, error, hub.endpoint)}{made}") from error
 
     return str(commit.commit_url)
 
@@ -133,20 +154,67 @@ def _is_of_model(name: str) -> bool:
     return "/" not in name and (name.endswith(OF_MODELS) or name in ("config.json", ADAPTER))
 
 
+def _open_files(files: Mapping[str, Path | bytes], stack: ExitStack) -> dict[str, bytes | BinaryIO]:
+    """The files as the hub's client never sends them by Xet: open ones, until the stack ends."""
+    return {
+        name: file if isinstance(file, bytes) else stack.enter_context(file.open("rb"))
+        for name, file in files.items()
+    }
+
+
 def _size(file: Path | bytes) -> int:
     return len(file) if isinstance(file, bytes) else file.stat().st_size
 
 
+@contextmanager
+def _limited_stalls() -> Iterator[None]:
+    """Within, the hub's client waits at most STALL_S for a byte; otherwise it waits for ever."""
+    from huggingface_hub.utils import get_session
+
+    session = get_session()
+    before = session.timeout
+    session.timeout = STALL_S
+    try:
+        yield
+    finally:
+        session.timeout = before
+
+
+def _speaks_xet(hub: HfApi, repo: str) -> bool:
+    """Whether the hub gives the token with which its client uploads by Xet. Without that token the
+    client does not turn to LFS, but fails after minutes."""
+    from huggingface_hub.utils import build_hf_headers, get_session
+
+    url = f"{hub.endpoint}/api/models/{repo}/xet-write-token/main"
+    answer = get_session().get(url, headers=build_hf_headers(token=hub.token))
+    try:
+        body = answer.json()
+    except ValueError:
+        return False
+    return answer.status_code == 200 and isinstance(body, dict) and "casUrl" in body
+
+
 def _failure(repo: str, error: Exception, endpoint: str) -> str:
     """What the hub did not do, why, and what to do."""
-    responses = (getattr(one, "response", None) for one in (error, error.__cause__))
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        causes.append(cause)
+        cause = cause.__cause__
+
+    responses = (getattr(cause, "response", None) for cause in causes)
     status = next((answer.status_code for answer in responses if answer is not None), 0)
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-    remedy = {
-        401: "the token is not valid: set HF_TOKEN to one that may write, or log in again with "
-        "`hf auth login`",
-        403: f"the token may not write to {repo}: take one that may, or another name",
-    }.get(status, "check the network and try again")
-    if not status:
-        return f"the hub ({endpoint}) can't be reached ({reason}): {remedy}; nothing was uploaded"
-    return f"the hub refused {repo} ({reason}): {remedy}; nothing was uploaded"
+    reason = " ".join(str(causes[-1]).split())[:300] or type(causes[-1]).__name__
+    kinds = {kind.__name__ for cause in causes for kind in type(cause).__mro__}
+
+    again = "check the network and try again; nothing was uploaded"
+    if status or "ValueError" in kinds:  # some refusals are in the body of an answer
+        remedy = _REMEDIES.get(status, "see what the hub says of it, and try again")
+        return (
+            f"the hub refused {repo} ({reason}): {remedy.format(repo=repo)}; nothing was uploaded"
+        )
+    if "TimeoutException" in kinds:
+        return f"the upload to the hub ({endpoint}) stood still for {STALL_S:g} s: {again}"
+    if kinds & {"RemoteProtocolError", "ReadError", "WriteError"}:
+        return f"the hub ({endpoint}) broke the connection off ({reason}): {again}"
+    return f"the hub ({endpoint}) can't be reached ({reason}): {again}"
