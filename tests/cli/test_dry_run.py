@@ -1,6 +1,7 @@
 """`--dry-run` refuses what the run would refuse before it samples, and downloads and writes
 nothing."""
 
+import json
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from agentevo.environments.coins import CoinsConfig, CoinsEnvironment
 from agentevo.environments.environment import environments
-from agentevo.models import resolve
+from agentevo.models import checkpoint_manifest, resolve
 
 
 class UnsolvedConfig(CoinsConfig):
@@ -166,6 +167,61 @@ def test_a_dry_run_reads_a_saved_model_but_its_weights(agentevo, tmp_path, saved
     (saved_tiny / "tokenizer.json").write_text("{")
     code, _, err = agentevo(*words)
     assert code == 2 and "the tokenizer in" in err
+
+
+def damage(path: Path, how: str) -> None:
+    content = bytearray(path.read_bytes())
+    if how == "a bit":
+        content[-9] ^= 4
+    path.write_bytes(content[:-100] if how == "cut off" else content)
+    if how == "no shard":
+        path.rename(path.with_name("model-00001-of-00002.safetensors"))
+        shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+        index = {"metadata": {}, "weight_map": shards}
+        path.with_name("model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("is_checkpoint", [False, True])
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("cut off", "model.safetensors"),
+        ("a bit", "model.safetensors has the sha256"),
+        ("no shard", "model-00002-of-00002.safetensors can't be read (it is missing)"),
+    ],
+)
+def test_a_dry_run_refuses_damaged_weights_as_the_run_does(
+    agentevo, saved_tiny, is_checkpoint, how, said
+):
+    if how == "no shard":
+        damage(saved_tiny / "model.safetensors", how)
+    if is_checkpoint:
+        checkpoint_manifest.seal(saved_tiny, 3, None)
+    if how != "no shard":
+        damage(saved_tiny / "model.safetensors", how)
+
+    words = ["train", "plain.yaml", f"model.name={saved_tiny}"]
+    code, _, err = agentevo(*words, "--dry-run")
+    if how == "a bit" and not is_checkpoint:
+        assert code == 0  # nothing says what was saved
+        return
+
+    assert code == 2 and said in err, err
+    assert agentevo(*words)[::2] == (code, err)
+
+
+def test_a_dry_run_says_where_it_did_not_compare_large_weights(agentevo, monkeypatch, saved_tiny):
+    checkpoint_manifest.seal(saved_tiny, 3, None)
+    size = (saved_tiny / "model.safetensors").stat().st_size
+    monkeypatch.setattr("agentevo.models.weight_files.QUICK_BYTES", size)
+    words = ["train", "plain.yaml", f"model.name={saved_tiny}", "--dry-run"]
+    damage(saved_tiny / "model.safetensors", "a bit")
+    code, _, err = agentevo(*words)
+    assert code == 0 and "its weights were not compared with their digests" in err, err
+
+    (saved_tiny / "config.json").write_text("{}")
+    code, _, err = agentevo(*words)
+    assert code == 2 and "config.json has the sha256" in err, err
 
 
 @pytest.fixture

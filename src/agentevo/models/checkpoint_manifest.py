@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import stat
 import time
@@ -131,22 +132,30 @@ def verify(folder: Path) -> Manifest:
     return manifest
 
 
-def verify_model(folder: Path) -> None:
+def verify_model(folder: Path, *, most_bytes: float = math.inf) -> bool:
     """Reads the files of the model again, where `folder` is a checkpoint; another model's has no
-    manifest, and nothing to compare with. Raises as `verify`."""
+    manifest, and nothing to compare with. Returns whether all were compared: where they have more
+    than `most_bytes` together, large ones are left out. Raises as `verify`."""
     if not (folder / NAME).exists():
-        return
+        return True
 
     manifest = read(folder)
     _refuse_others(folder, manifest)
     files = manifest.files
     of_model = {n: files[n] for n in files if n not in OF_TRAINING and "/" not in n}
+    sizes = {name: (folder / name).stat().st_size for name in of_model if (folder / name).is_file()}
+    is_small = sum(sizes.values()) <= most_bytes
+    if not is_small:
+        share = most_bytes / len(sizes)
+        of_model = {n: digest for n, digest in of_model.items() if sizes.get(n, 0) <= share}
+
     _verify(
         folder,
         of_model,
         "is torn, or was changed: use an older one; where the change is meant, use a copy of the "
         f"folder without {NAME}",
     )
+    return is_small
 
 
 def _refuse_others(folder: Path, manifest: Manifest) -> None:

@@ -40,6 +40,7 @@ from agentevo.models.resolve import fetch
 from agentevo.models.save import no_progress_bars
 from agentevo.models.tiny import make_tiny
 from agentevo.models.token_rows import limit_to_tokens
+from agentevo.models.weight_files import check_weight_files
 from agentevo.parsing import read_json_object
 
 if TYPE_CHECKING:
@@ -286,6 +287,7 @@ def _read_folder(
     """The model that `reader` makes of a folder, and its tokenizer. Raises ModelError if it is not
     `kind` or lacks weights, TornError for a checkpoint that is not as it was saved."""
     verify_model(folder)
+    check_weight_files(key, folder)
     try:
         with no_progress_bars(), torch.random.fork_rng(devices=[]):
             model, info = reader.from_pretrained(folder, output_loading_info=True, **options)

@@ -18,6 +18,7 @@ from agentevo.models.adapters import check_lora
 from agentevo.models.chat import ChatFormat
 from agentevo.models.load import LoadedModel, check_overrides, load_hollow
 from agentevo.models.resolve import TINY, locate, resolve, saved_folder
+from agentevo.models.weight_files import check_saved_model
 from agentevo.orchestration.components import AgentFunction, check_memory, load_policy
 from agentevo.orchestration.conversations import check_sft_data
 from agentevo.orchestration.device_plan import plan_of
@@ -117,6 +118,23 @@ def models_to_fetch(config: RunConfig) -> list[str]:
         for name in dict.fromkeys([*names, *_models_beside(config)])
         if saved_folder(name) is None
     ]
+
+
+def check_weights(config: RunConfig) -> list[str]:
+    """Refuses damaged files of the models that are on this machine, which a run loads; no weight is
+    read into memory. Returns a line for each whose digests were too much to compare. Raises
+    ModelError and TornError."""
+    names = [section.name for section in _policies(config) if section.name != TINY]
+    folders = {name: saved_folder(name) for name in (*names, *_models_beside(config))}
+    adapters = (section.lora.adapter for section in _policies(config))
+    folders |= {str(folder): folder for folder in adapters if folder is not None}
+
+    lines = (
+        check_saved_model(f"model {name!r}", folder)
+        for name, folder in folders.items()
+        if folder is not None
+    )
+    return [line for line in lines if line]
 
 
 def _policies(config: RunConfig) -> list[ModelSection]:

@@ -34,6 +34,7 @@ from agentevo.observability.run_log import RunLog
 from agentevo.orchestration.checks import (
     check_recipe,
     check_unloaded,
+    check_weights,
     load_checked,
     models_to_fetch,
     serves_elsewhere,
@@ -116,19 +117,21 @@ def check_dry(
 ) -> list[str]:
     """Refuses what `train` would refuse before it samples, without the weights of a saved model.
     Downloads and writes nothing; returns a line for every model that a run would download first,
-    and the account of the rows of tasks. Raises ConfigError and ModelError."""
+    or whose weights were not compared with their digests, and the account of the rows of tasks.
+    Raises ConfigError, ModelError and TornError."""
     check_recipe(config, command, resume=resume, may_fetch=False)
     if follows():
         return []
 
     goes_on = resume and not is_given_up(config.run_dir)
     check_place(config, command, resume=goes_on, may_create=False)
+    lines = models_to_fetch(config)
     if not goes_on:
+        lines += check_weights(config)
         loaded = check_unloaded(config)
         if command == "sft" and loaded is not None:
             read_sft_data(config, loaded, LiveView(config.run.name), lambda: False)
 
-    lines = models_to_fetch(config)
     if command == "train" and config.tasks.given:
         reports = read_tasks(config.tasks, config.agent).reports
         lines += [line for report in reports for line in report.lines()]
