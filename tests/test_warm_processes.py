@@ -53,6 +53,18 @@ def test_both_ways_tell_a_program_the_same(tmp_path):
     assert tell(env={**os.environ, "PYTHONUNBUFFERED": "1"})
 
 
+def test_a_program_of_the_command_line(how):
+    program = Path(PROGRAM).read_text() + "\nimport agentevo\n"
+    command = [sys.executable, "-c", program, "facts"]
+    assert warm_processes._is_ours(command)
+    assert not warm_processes._is_ours([*command[:2], "print('agentevo')"])
+
+    told = json.loads(subprocess.check_output(command, text=True, timeout=PATIENCE_S))
+    assert told["argv"] == ["-c", "facts"]
+    assert (told["path"][0], told["name"]) == ("", "__main__")
+    assert told["parent"] == os.getpid()
+
+
 def test_a_session_of_its_own(how):
     told = facts(start_new_session=True)
     assert told["session"] == told["group"] != os.getsid(0)

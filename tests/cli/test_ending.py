@@ -22,6 +22,7 @@ NAMED = {"a process": "the process", "what is done at exit": "something"}
 
 
 @pytest.mark.slow
+@pytest.mark.cold_start
 @pytest.mark.parametrize("left", LEFT)
 def test_the_process_ends_soon_and_says_what_it_left(left):
     program = (

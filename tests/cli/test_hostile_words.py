@@ -25,7 +25,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from hostile_words import SMALL, Hostile, furnish
-from slow import soak
+from slow import slow, soak
 
 from agentevo.cli.main import main
 from agentevo.config import build_config
@@ -234,10 +234,10 @@ def test_some_hostile_command_lines(finished_run, tmp_path):
 
 
 @pytest.mark.usefixtures("stopped_at_work")
-@pytest.mark.parametrize("part", [pytest.param(0, marks=pytest.mark.slow), *soak(1, 2, 3)])
+@pytest.mark.parametrize("part", [*slow(0), *soak(*range(1, 8))])
 def test_a_thousand_hostile_command_lines(finished_run, tmp_path, part):
     seeds = asked_for([8 * number + place for number in range(250) for place in range(4)])
-    run_cases(seeds[part::4], finished_run, tmp_path)
+    run_cases(seeds[part::8], finished_run, tmp_path)
 
 
 @pytest.mark.slow

@@ -39,6 +39,7 @@ def cpu_s(words: list[str]) -> float:
     ],
     ids=" ".join,
 )
+@pytest.mark.cold_start
 def test_start_takes_under_half_a_second(words):
     """In seconds of processor time, the best of some, which what else the machine does only ever
     adds to; by turns with the yardstick, so that the same machine runs both."""
@@ -60,6 +61,7 @@ def test_start_takes_under_half_a_second(words):
         *slow("import agentevo", "import agentevo.cli.main", "import agentevo.config"),
     ],
 )
+@pytest.mark.cold_start
 def test_nothing_heavy_is_imported(code):
     check = f"import sys\n{code}\nprint([name for name in {HEAVY!r} if name in sys.modules])"
     loaded = subprocess.run(

@@ -72,6 +72,7 @@ def test_a_recipe_of_search_plays_prepared_questions(name, tmp_path, monkeypatch
 
 
 @pytest.mark.slow
+@pytest.mark.cold_start
 def test_the_wheel_carries_every_recipe_inside_the_package(tmp_path):
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)

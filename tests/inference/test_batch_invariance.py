@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from slow import slow
+from slow import slow, soak
 
 from agentevo.config import EngineSection
 from agentevo.errors import EngineError
@@ -19,8 +19,8 @@ from agentevo.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(not linear.available(), reason="another library multiplies here")
 
-ARCHITECTURES = ["llama", *slow("gemma2", "qwen2", "qwen3", "mistral", "gemma3", "phi3")]
-WIDE = ["llama-wide", "qwen3-wide", "mistral-wide", "phi3-wide"]
+ARCHITECTURES = ["llama", "gemma2", "qwen2", "qwen3", "phi3", *soak("mistral", "gemma3")]
+WIDE = ["llama-wide", *soak("qwen3-wide", "mistral-wide", "phi3-wide")]
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

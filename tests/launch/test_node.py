@@ -22,6 +22,8 @@ from agentevo.runs.identity import ensure_run_folder
 SMALL = [
     "model.name=tiny", "rollout.staleness=1", "rollout.policy=mask", "trainer.steps=2",
     "evaluation.tasks=4", "cold_start.episodes=0",
+    "trainer.groups_per_step=2", "trainer.group_size=4",
+    "tracking.tensorboard=false", "tracking.report=false",
 ]  # fmt: skip
 
 

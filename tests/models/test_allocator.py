@@ -32,6 +32,7 @@ print(before - resident_mib())
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
 @pytest.mark.parametrize(("way", "low", "high"), [("given back", 100, 140), ("kept", -20, 40)])
+@pytest.mark.cold_start
 def test_blocks_of_some_mebibytes(way, low, high):
     done = subprocess.run(
         [sys.executable, "-c", LATER, way], capture_output=True, text=True, timeout=300

@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from slow import soak
 
 from agentevo.config import (
     LoraSection,
@@ -69,7 +70,7 @@ def forwards(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("name", ["gemma2", *soak("qwen3")])
 def test_gradients_are_those_of_the_layers_themselves(name, checkpointing, random_model):
     model = compile_layers(plain(random_model, name))
     model = keep_activations(model, MemorySection(checkpointing=checkpointing))

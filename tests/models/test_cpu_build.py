@@ -32,10 +32,11 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def counting_compiler(tmp_path, monkeypatch) -> Path:
-    """A compiler that notes each call in the file that this returns."""
+    """A compiler that notes each call in the file that this returns. It optimizes nothing, so it
+    takes a fifth of the time."""
     calls = tmp_path / "calls"
     script = tmp_path / "compiler"
-    script.write_text(f'#!/bin/sh\necho >> "{calls}"\nexec cc "$@"\n')
+    script.write_text(f'#!/bin/sh\necho >> "{calls}"\nexec cc "$@" -O0\n')
     script.chmod(0o755)
     monkeypatch.setenv("CC", str(script))
     calls.touch()
@@ -155,7 +156,7 @@ def test_a_full_disk_is_not_the_compilers_fault(folder, tmp_path, monkeypatch):
     assert "another disk" in error.value.remedy
 
 
-def test_what_killed_builds_left_is_removed(folder):
+def test_what_killed_builds_left_is_removed(folder, counting_compiler):
     folder.mkdir(mode=0o700)
     old = folder / "old.partial"
     recent = folder / "recent.partial"
@@ -191,17 +192,18 @@ def test_a_compiler_that_hangs_is_ended(folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_processes_that_build_at_once(folder):
+def test_processes_that_build_at_once(folder, counting_compiler):
     program = "from agentevo.models.cpu_kernels import why_not; print(why_not()[0])"
     running = [
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=os.environ)
-        for _ in range(3)
+        for _ in range(2)
     ]
     for process in running:
         out, _ = process.communicate(timeout=300)
         assert process.returncode == 0 and out == b"\n"
 
-    assert not [file for file in folder.iterdir() if file.suffix != ".so"]
+    assert num_calls(counting_compiler) > 1
+    assert {file.suffix for file in folder.iterdir()} == {".so"}
 
 
 def test_the_sources_are_in_the_package():

@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 
 import pytest
-from slow import slow
+from slow import slow, soak
 from transformers import LlamaConfig, LlamaForTokenClassification
 
 from agentevo.api.run import train
@@ -94,9 +94,9 @@ def test_value_pretraining_comes_first(tmp_path, small_config, quiet_view):
     "overrides",
     [
         ["algorithm.name=ppo", "critic.pretrain_steps=1", "critic.learning_rate=1e-3"],
-        *slow(
+        ["algorithm.name=prime", "process_reward.learning_rate=1e-3"],
+        *soak(
             ["algorithm.name=ppo", "critic.trunk=shared"],
-            ["algorithm.name=prime", "process_reward.learning_rate=1e-3"],
             [
                 "algorithm.name=remax",
                 "algorithm.kl_coef=0.1",

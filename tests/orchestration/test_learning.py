@@ -1,5 +1,5 @@
-"""The point of it all: from reward alone the policy gets better. One run of a shipped recipe, cut
-to its first steps."""
+"""The point of it all: from reward alone the policy gets better. One run of a shipped recipe on a
+smaller lake."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ def test_success_rises(tmp_path, quiet_view):
     """FrozenLake after a cold start that teaches little more than the form of an answer. It learns
     the same on a busy machine, and no episode has a time limit there."""
     overrides = [
-        "trainer.steps=10",
+        "environment.size=3",
+        "environment.max_actions=6",
+        "agent.max_turns=6",
+        "trainer.steps=12",
+        "trainer.groups_per_step=24",
+        "trainer.learning_rate=5e-4",
         "evaluation.every=0",
         "evaluation.tasks=64",
         "evaluation.samples=0",
@@ -32,9 +37,9 @@ def test_success_rises(tmp_path, quiet_view):
     ]
     run = train(load_config("frozen_lake", overrides), view=quiet_view())
     found = run.summary["eval"]
-    assert found["before"] < 0.3, "the cold start does not give the task away"
-    assert found["after"] > found["before"] + 0.2
-    assert found["after"] > found["random"] + 0.1
+    assert found["before"] < found["random"], "the cold start does not give the task away"
+    assert found["after"] > found["before"] + 0.3
+    assert found["after"] > found["random"] + 0.2
 
     rewards = [
         row["critic/score/mean"]

@@ -8,7 +8,7 @@ import random
 from collections import Counter
 
 import pytest
-from slow import slow
+from slow import soak
 
 from agentevo.agents.environment_agent import demonstrate
 from agentevo.api.run import train
@@ -73,7 +73,7 @@ def sampled(tmp_path_factory, small_config, quiet_view):
     return folder
 
 
-@pytest.mark.parametrize("name", ["rft", *slow("dpo", "kto", "spin")])
+@pytest.mark.parametrize("name", ["rft", "dpo", *soak("kto", "spin")])
 def test_it_learns_from_sampled_groups(name, tmp_path, quiet_view):
     run = train(
         build_config(COINS, [f"algorithm.name={name}", f"run.dir={tmp_path / 'run'}"]),
@@ -113,7 +113,7 @@ def test_every_attempt_is_trained_on_once_or_has_a_reason(sampled):
         }
 
 
-@pytest.mark.parametrize("name", ["dpo", *slow("spin", "kto")])
+@pytest.mark.parametrize("name", ["spin", *soak("dpo", "kto")])
 def test_a_clean_stop_and_a_resume(
     name, tmp_path, small_config, quiet_view, outcome_of, assert_same
 ):
@@ -164,7 +164,7 @@ def pair_file(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("name", ["kto", *slow("dpo")])
+@pytest.mark.parametrize("name", ["kto", *soak("dpo")])
 def test_it_learns_from_a_file_without_sampling(
     name, tmp_path, pair_file, quiet_view, outcome_of, assert_same
 ):

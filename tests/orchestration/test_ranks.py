@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from slow import soak
 
 from agentevo.config import load_config
 from agentevo.errors import ConfigError
@@ -27,6 +28,8 @@ SMALL = [
     "cold_start.episodes=0",
     "evaluation.tasks=4",
     "evaluation.samples=0",
+    "tracking.tensorboard=false",
+    "tracking.report=false",
     "trainer.groups_per_step=2",
     "trainer.group_size=4",
     "trainer.steps=2",
@@ -89,14 +92,12 @@ class Single:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "sizes",
-    [["shard=2"], ["tensor=2"], ["context=2"], ["pipeline=2"]],
-    ids=" ".join,
+    "size",
+    ["shard=2", "context=2", "pipeline=2", *soak("tensor=2")],
 )
-def test_a_shared_run_is_one_processs_and_goes_on_in_one(sizes, single, tmp_path):
+def test_a_shared_run_is_one_processs_and_goes_on_in_one(size, single, tmp_path):
     """Two processes train two steps, one process a third."""
-    keys = [f"trainer.parallel.{size}" for size in sizes]
-    code, said = launched(tmp_path / "run", 2, *keys)
+    code, said = launched(tmp_path / "run", 2, f"trainer.parallel.{size}")
     assert code == 0, said
 
     code, said = launched(tmp_path / "run", 1, "trainer.steps=3", "--resume")
@@ -107,7 +108,7 @@ def test_a_shared_run_is_one_processs_and_goes_on_in_one(sizes, single, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *soak("float32")])
 def test_processes_with_fewer_passes_keep_pace(tmp_path, dtype):
     """Three attempts on two processes, each a pass of its own, with a cold start before and a
     critic beside them."""

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from byte_policy import byte_policy
 from chat_templates import HERMES, tokenizer_with
-from slow import slow
+from slow import soak
 from transformers import AutoTokenizer, LlamaConfig
 
 from agentevo.api.run import Run, sft, train
@@ -88,7 +88,7 @@ def test_the_solver_is_imitated(tmp_path, small_config, quiet_view):
     assert run.eval()["val-core/frozen_lake/n"] == 3
 
 
-@pytest.mark.parametrize("step", [3, *slow(2, 5)])
+@pytest.mark.parametrize("step", [3, *soak(2, 5)])
 def test_an_interrupted_run_goes_on_bit_for_bit(
     tmp_path, small_config, quiet_view, outcome_of, assert_same, step
 ):

@@ -21,6 +21,7 @@ RECIPE = [
     f"trainer.steps={STEPS}", "evaluation.tasks=4", "evaluation.every=0", "cold_start.episodes=0",
     "trainer.groups_per_step=4", "rollout.lease_s=5", "engine.timeout_s=20",
     "rollout.engine_secret=${env:ENGINE_SECRET}",
+    "tracking.tensorboard=false", "tracking.report=false",
 ]  # fmt: skip
 
 

@@ -2,9 +2,10 @@
 in place of 4.
 
 `install()` replaces the one function by which `subprocess`, and so asyncio, starts programs. A
-command starts warm if it is this interpreter with `-m MODULE` of AgentEvo or torchrun, or with a
-script of this repository. Everything else, and whatever a fork can't imitate, starts as always. A
-program that was started warm starts its own children warm.
+command starts warm if it is this interpreter with `-m MODULE` of AgentEvo or torchrun, with a
+script of this repository, or with `-c` and a program of which a line imports AgentEvo. Everything
+else, and whatever a fork can't imitate, starts as always. A program that was started warm starts
+its own children warm.
 
     caller ──request, descriptors──► warm parent ──fork──► middle ──fork──► program
        ▲                                                                       │
@@ -27,6 +28,7 @@ import importlib
 import io
 import json
 import os
+import re
 import resource
 import runpy
 import signal
@@ -37,6 +39,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from operator import attrgetter
@@ -56,6 +59,7 @@ PRELOADED = (
     "agentevo.store.postgresql",
     "agentevo.observability.plots",
     "matplotlib.backends.backend_agg",
+    "peft",
     "tensorboard",
     "torch.utils.tensorboard",
     "transformers.models.llama.modeling_llama",
@@ -82,6 +86,8 @@ READ_AT_IMPORT = (
 )
 """Prefixes of variables that libc or an imported package has read already. A program starts cold if
 its environment differs there."""
+IMPORT_OF_OURS = re.compile(r"^(from|import) agentevo\b", re.MULTILINE)
+"""A line of a program that is given by `-c`."""
 IMITATED = ("PYTHONPATH", "PYTHONUNBUFFERED")
 INTERPRETER = sys.executable  # a test may name another one there
 SUPPORT = Path(__file__).resolve().parent
@@ -218,6 +224,8 @@ def _is_ours(words: list[str]) -> bool:
         return False
     if program[0] == "-m":
         return program[1] == "torch.distributed.run" or program[1].split(".")[0] == "agentevo"
+    if program[0] == "-c":
+        return IMPORT_OF_OURS.search(program[1]) is not None
     return program[0].endswith(".py") and Path(program[0]).resolve().is_relative_to(ROOT)
 
 
@@ -362,15 +370,21 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     program = request["words"]
-    first = os.getcwd() if program[0] == "-m" else str(Path(program[0]).resolve().parent)
     named = _entries(os.environ.get("PYTHONPATH", ""))
-    sys.path[:] = [first, *named, *_State.search_path]
+    sys.path[:] = [_first_on_path(program[0]), *named, *_State.search_path]
     importlib.invalidate_caches()
 
     tempfile.tempdir = None
     time.tzset()
     sys.modules["numpy"].random.seed()
     _open_streams(request["unbuffered"])
+
+
+def _first_on_path(program: str) -> str:
+    """Where Python looks for modules first: `-m`, `-c` or the path of a script."""
+    if program == "-c":
+        return ""
+    return os.getcwd() if program == "-m" else str(Path(program).resolve().parent)
 
 
 def _entries(path: str) -> list[str]:
@@ -429,6 +443,11 @@ def _run(words: list[str]) -> NoReturn:
         if words[0] == "-m":
             sys.argv = words[1:]
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        elif words[0] == "-c":
+            sys.argv = ["-c", *words[2:]]
+            main = types.ModuleType("__main__")
+            sys.modules["__main__"] = main
+            exec(compile(words[1], "<string>", "exec"), main.__dict__)
         else:
             sys.argv = list(words)
             runpy.run_path(words[0], run_name="__main__")

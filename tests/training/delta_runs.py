@@ -43,16 +43,16 @@ Case = tuple[str, dict[str, int], int]
 unequal."""
 CASES: dict[str, list[Case]] = {
     "2 processes": [
-        ("llama", {"shard": 2}, 40),
+        ("llama", {"shard": 2}, 21),
         ("qwen3 tied", {"tensor": 2}, 12),
         ("llama+lora", {"shard": 2}, 12),
         ("moe+deep", {"pipeline": 2}, 12),
     ],
     "4 processes": [
         ("llama", {"shard": 2, "tensor": 2}, 12),
-        ("moe", {"tensor": 2, "expert": 2}, 12),
     ],
     "4 processes, more": [
+        ("moe", {"tensor": 2, "expert": 2}, 12),
         ("gemma2", {"shard": 4}, 40),
         ("qwen3 tied", {"shard": 2}, 12),
         ("llama+deep", {"pipeline": 4}, 12),

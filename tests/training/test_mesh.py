@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
@@ -16,28 +17,28 @@ import mesh_runs as runs
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """What one process comes to, in the file that the others read."""
+@functools.cache
+def alone(single):
+    """What one process comes to."""
     cases = [case for of_count in runs.CASES.values() for case in of_count]
-    file = tmp_path_factory.mktemp("alone") / "alone"
-    torch.save({runs.single(case): runs.trained(case, None) for case in cases}, file)
-    return file
+    return runs.trained(next(case for case in cases if runs.single(case) == single), None)
 
 
 @pytest.fixture(
     scope="module",
     params=[*runs.CASES_OF_CI, *soak(*runs.CASES_OF_SOAK)],
 )
-def found(request, alone, tmp_path_factory):
+def found(request, tmp_path_factory):
     """Of each process: case -> how far it is from one process, what a shared reward model's rewards
     are apart, and the memory of a stage of a pipeline."""
     folder = tmp_path_factory.mktemp("mesh")
     name = request.param
+    expected = folder / "alone"
+    torch.save({single: alone(single) for single in map(runs.single, runs.CASES[name])}, expected)
     outs = [folder / f"{process}.pt" for process in range(runs.num_processes(name))]
     run_processes(
         runs.__file__,
-        [(name, process, folder / "meeting", alone, out) for process, out in enumerate(outs)],
+        [(name, process, folder / "meeting", expected, out) for process, out in enumerate(outs)],
         within_s=900,
     )
 

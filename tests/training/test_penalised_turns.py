@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections import Counter
 from functools import cache
 
 import msgspec
@@ -109,17 +108,17 @@ def samples_of():
 
 
 def changed(logits, penalties, before, drawn):
-    """The formulas of agentevo/penalties.py, token by token."""
-    counts = Counter(drawn)
-    seen = {*before, *drawn}
-    new = []
-    for token, z in enumerate(logits):
-        if penalties.repetition != 1 and token in seen:
-            z = z / penalties.repetition if z > 0 else z * penalties.repetition
-        z = z - penalties.frequency * counts[token] - penalties.presence * (counts[token] > 0)
-        new.append(z + dict(penalties.logit_bias).get(token, 0.0))
+    """The formulas of agentevo/penalties.py."""
+    counts = torch.bincount(torch.tensor(drawn, dtype=torch.long), minlength=len(logits))
+    seen = torch.zeros(len(logits), dtype=torch.bool)
+    seen[[*before, *drawn]] = True
+    bias = torch.zeros(len(logits))
+    for token, added in penalties.logit_bias:
+        bias[token] = added
 
-    return torch.stack(new)
+    repeated = torch.where(logits > 0, logits / penalties.repetition, logits * penalties.repetition)
+    repeated = torch.where(seen, repeated, logits)
+    return repeated - penalties.frequency * counts - penalties.presence * (counts > 0) + bias
 
 
 def by_hand(model):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from slow import soak
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -58,7 +59,7 @@ def spawned(folder: Path, count: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, *soak(4)])
 def test_tensor_context_and_expert_parallel_equal_one_process(count, tmp_path):
     for of_process in spawned(tmp_path, count):
         for name, found in of_process.items():

@@ -51,6 +51,8 @@ RECIPE = (
     "trainer.warmup_steps=0",
     "evaluation.tasks=2",
     "evaluation.every=0",
+    "tracking.tensorboard=false",
+    "tracking.report=false",
     "run.threads=1",
 )
 

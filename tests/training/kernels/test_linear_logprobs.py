@@ -364,6 +364,7 @@ print(resident("VmHWM") - before)
 
 
 @pytest.mark.slow
+@pytest.mark.cold_start
 def test_peak_memory_is_far_below_the_logits():
     """160 MB of logits, by an update that may keep 8 MB."""
     if sys.platform != "linux":
