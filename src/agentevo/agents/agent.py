@@ -30,7 +30,7 @@ from agentevo.config.agents import agents, is_async, takes_policy
 from agentevo.console import to_stderr
 from agentevo.daemon_threads import run_in_thread
 from agentevo.environments import TextEnvironment
-from agentevo.errors import AgentEvoError, ConfigError, NoCallError, described, shown
+from agentevo.errors import ConfigError, NoCallError, described, shown
 from agentevo.event_loop import NoticesBlocks
 from agentevo.rewards.returned import (
     LARGEST_METRIC,
@@ -42,6 +42,7 @@ from agentevo.rewards.returned import (
 from agentevo.signals import Interrupt
 from agentevo.tracebacks import traceback_of
 from agentevo.types import REWARD_PARTS, TIMINGS, Outcome, Task
+from agentevo.user_code import construct
 
 AgentFunction: TypeAlias = Callable[..., Any]
 """`run(task, policy)`, or `run(task)` which calls the policy by a client of its own; async or
@@ -361,14 +362,8 @@ def make_player(section: AgentSection, options: Sequence[Any] | None = None) -> 
     user's class raised."""
     registered = agents.get(section.type)
     options = (section,) if options is None else options
-    try:
+
+    def make() -> Any:
         return registered(*options) if _takes(registered, options) else registered()
-    except ConfigError:
-        raise
-    except AgentEvoError as error:
-        raise ConfigError(f"agent.type: {section.type}: {error}") from error
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"agent.type: {section.type}: {registered.__name__} can't be made of its options: "
-            f"{described(error)}"
-        ) from error
+
+    return construct(make, f"agent.type: {section.type}", registered.__name__)
