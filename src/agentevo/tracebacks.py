@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import sysconfig
 import threading
@@ -9,6 +10,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType
+from typing import Any
 
 import agentevo
 from agentevo.errors import AgentEvoError, ToolUnavailableError, described, storable
@@ -24,6 +26,10 @@ _INSTALLED = (
     *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
 )
 """How the files of Python and of installed packages begin."""
+_RELAYS = tuple(
+    str(Path(sysconfig.get_path("stdlib"), package)) for package in ("asyncio", "concurrent")
+)
+"""Packages through which an error of another thread comes."""
 
 
 def traceback_of(error: BaseException | None) -> str:
@@ -55,6 +61,13 @@ def describe_failure(error: BaseException) -> str:
     """`Kind: message` of what a user's code raised, and below it where."""
     trace = traceback_of(error)
     return f"{described(error)}\n{trace}" if trace else described(error)
+
+
+def describe_function(function: Any) -> str:
+    """A user's function by its name, and where a reader finds it."""
+    name = str(getattr(function, "__qualname__", type(function).__name__))
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return name if code is None else f"{name} ({code.co_filename}, line {code.co_firstlineno})"
 
 
 def format_places(error: BaseException) -> str:
@@ -89,8 +102,8 @@ def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 def _one_traceback(error: BaseException, *, is_cause: bool) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith(_OURS)]
-    own = _own_frames(error)
+    theirs = [frame for frame in frames if not frame.filename.startswith((_OURS, *_RELAYS))]
+    own = [frame for frame in theirs if not frame.filename.startswith(_INSTALLED)]
     if own and theirs[-1] is not own[-1] and frames[-1] is theirs[-1]:
         own.append(theirs[-1])
 

@@ -40,7 +40,7 @@ from agentevo.rewards.returned import (
     plain_numbers,
 )
 from agentevo.signals import Interrupt
-from agentevo.tracebacks import traceback_of
+from agentevo.tracebacks import describe_function, traceback_of
 from agentevo.types import REWARD_PARTS, TIMINGS, Outcome, Task
 from agentevo.user_code import construct
 
@@ -82,7 +82,7 @@ class FunctionAgent:
         self._is_async = is_async(function)
         self._function = function
         self._notices = NoticesBlocks(
-            f"the agent {_place_of(function)}",
+            f"the agent {describe_function(function)}",
             "await an async client, call what blocks by `await asyncio.to_thread(...)`, or write "
             "`def` in the place of `async def`: each attempt then has a thread of its own",
         )
@@ -97,7 +97,7 @@ class FunctionAgent:
             await policy.settle()
             if not policy.was_asked:
                 raise NoCallError(
-                    f"{_place_of(self._function)} made no call to the policy, which is at "
+                    f"{describe_function(self._function)} made no call to the policy, which is at "
                     f"{policy.base_url}: make its client inside of the function, with no base URL "
                     "or with that of the environment variable, or take a second parameter and give "
                     "the client base_url=policy.base_url and api_key=policy.api_key"
@@ -124,7 +124,7 @@ class FunctionAgent:
             outcome = outcome_of(returned, policy.rewarded)
             return outcome if policy.has_replied else _by_index(outcome, policy.received)
         except (TypeError, ValueError) as error:
-            error.add_note(f"It was returned by {_place_of(self._function)}.")
+            error.add_note(f"It was returned by {describe_function(self._function)}.")
             raise
 
     async def close(self) -> None:
@@ -150,13 +150,6 @@ class FunctionAgent:
         arguments = [BlockingPolicy(one) for one in policy]
         returned = await run_in_thread(partial(self._function, task, *arguments), "agent")
         return await returned if inspect.isawaitable(returned) else returned
-
-
-def _place_of(function: AgentFunction) -> str:
-    """The function's name, and where a reader finds it."""
-    name = str(getattr(function, "__qualname__", type(function).__name__))
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return name if code is None else f"{name} ({code.co_filename}, line {code.co_firstlineno})"
 
 
 def outcome_of(returned: Any, agents: Sequence[str] = ()) -> Outcome:

@@ -178,7 +178,11 @@ class ChatModel:
             print(without_controls(piece), end="", flush=True)
 
         work = asyncio.run_coroutine_threadsafe(self._answer(history, show), self._loop.result())
-        with collect_signals(signal.SIGINT, on_first=lambda _: work.cancel()):
+
+        def stop(number: int) -> None:
+            work.cancel()
+
+        with collect_signals(signal.SIGINT, on_first=stop):
             try:
                 answer: Message | None = work.result()
             except CancelledError:
