@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from agentevo.errors import AgentEvoError, OverreachError
+from agentevo.tracebacks import format_stack
 
 T = TypeVar("T")
 
@@ -68,8 +69,15 @@ class OwnThread:
             self._leave_unless_done(answer)
 
         if waiting:
-            raise TimeoutError(f"it did not return within {within_s:g} s")
+            late = TimeoutError(f"it did not return within {within_s:g} s")
+            if places := self.format_stack():
+                late.add_note(f"It stands at:\n{places}")
+            raise late
         return answer.result()
+
+    def format_stack(self) -> str:
+        """Where in a user's code the thread stands, see format_stack."""
+        return format_stack(self._thread.ident or 0)
 
     def has_ended(self, within_s: float) -> bool:
         """Whether the thread has ended, waiting so long at most."""

@@ -65,6 +65,10 @@ class ConfigError(AgentEvoError):
     created."""
 
 
+class LoadingTimeoutError(ConfigError):
+    """A user's module or constructor has not ended within its deadline."""
+
+
 class UnknownNameError(ConfigError):
     """A name (environment, algorithm, model, recipe) that no registry knows."""
 

@@ -15,7 +15,9 @@ from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
-from agentevo.errors import ConfigError, UnknownNameError
+from agentevo.errors import ConfigError, LoadingTimeoutError, UnknownNameError
+from agentevo.tracebacks import describe_failure
+from agentevo.user_code import load_in_time
 
 
 def nearest(name: str, known: list[str]) -> str | None:
@@ -95,12 +97,14 @@ class Registry(Generic[T]):
 
     def _load(self, point: EntryPoint) -> T:
         try:
-            item: T = point.load()
-        except Exception as error:
+            item: T = load_in_time(point.load, f"{self.kind}: the import of {point.value}")
+        except (LoadingTimeoutError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # also SystemExit, and whatever else the package raises
             where = f" of the package {point.dist.name}" if point.dist is not None else ""
             raise ConfigError(
                 f"{self.kind}: {point.name!r}{where} ({point.value}) can't be imported: "
-                f"{type(error).__name__}: {error}"
+                f"{describe_failure(error)}"
             ) from error
 
         return item

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 import sysconfig
+import threading
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
+from types import CodeType
+from typing import Any
 
 import agentevo
-from agentevo.errors import AgentEvoError, ToolUnavailableError, storable
+from agentevo.errors import AgentEvoError, ToolUnavailableError, described, storable
 
 MAX_FRAMES = 20
+LONGEST_PLACE = 1000
+"""Characters of a place, on average."""
 MAX_CAUSES = 4
 """Exceptions that a traceback shows, each raised because of the next."""
 _OURS = str(Path(agentevo.__file__).parent)
@@ -18,6 +26,10 @@ _INSTALLED = (
     *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
 )
 """How the files of Python and of installed packages begin."""
+_RELAYS = tuple(
+    str(Path(sysconfig.get_path("stdlib"), package)) for package in ("asyncio", "concurrent")
+)
+"""Packages through which an error of another thread comes."""
 
 
 def traceback_of(error: BaseException | None) -> str:
@@ -45,6 +57,43 @@ def traceback_of(error: BaseException | None) -> str:
     return "\n\nIt came of:\n\n".join(filter(None, parts))
 
 
+def describe_failure(error: BaseException) -> str:
+    """`Kind: message` of what a user's code raised, and below it where."""
+    trace = traceback_of(error)
+    return f"{described(error)}\n{trace}" if trace else described(error)
+
+
+def describe_function(function: Any) -> str:
+    """A user's function by its name, and where a reader finds it."""
+    name = str(getattr(function, "__qualname__", type(function).__name__))
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return name if code is None else f"{name} ({code.co_filename}, line {code.co_firstlineno})"
+
+
+def format_places(error: BaseException) -> str:
+    """Where in a user's code it was raised, the innermost place last."""
+    return _format_frames(traceback.extract_tb(error.__traceback__))
+
+
+def format_stack(thread_id: int, below: CodeType = threading.Thread.run.__code__) -> str:
+    """Where in a user's code a running thread stands, the innermost place last; only what the
+    function with the code `below` has called. Empty where that is AgentEvo's alone."""
+    frame = sys._current_frames().get(thread_id)
+    frames = []
+    while frame is not None and frame.f_code is not below:
+        frames.append((frame, frame.f_lineno))
+        frame = frame.f_back
+    return _format_frames(traceback.StackSummary.extract(iter(frames[::-1])))
+
+
+def _format_frames(frames: Sequence[traceback.FrameSummary]) -> str:
+    """A user's own places, or, of installed packages alone, those that are not AgentEvo's."""
+    theirs = [frame for frame in frames if not frame.filename.startswith(_OURS)]
+    own = [frame for frame in theirs if not frame.filename.startswith(_INSTALLED)]
+    lines = traceback.format_list((own or theirs)[-MAX_FRAMES:])
+    return storable("".join(lines), LONGEST_PLACE * len(lines)).rstrip()
+
+
 def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Those of a user's own code."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -53,8 +102,8 @@ def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 def _one_traceback(error: BaseException, *, is_cause: bool) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith(_OURS)]
-    own = _own_frames(error)
+    theirs = [frame for frame in frames if not frame.filename.startswith((_OURS, *_RELAYS))]
+    own = [frame for frame in theirs if not frame.filename.startswith(_INSTALLED)]
     if own and theirs[-1] is not own[-1] and frames[-1] is theirs[-1]:
         own.append(theirs[-1])
 

@@ -61,7 +61,9 @@ def test_one_that_hangs_is_replaced_a_few_times(monkeypatch):
 
     with solo(make, within_s=0.5) as one:
         for _ in range(MAX_HUNG):
-            with pytest.raises(EnvironmentFailure, match=r"hangs: no answer in 0\.5 s"):
+            with pytest.raises(
+                EnvironmentFailure, match=r"hangs: no answer in agent\.timeout_s=0\.5 s"
+            ):
                 one.call(lambda environment: go.wait(300))
         with pytest.raises(EnvironmentFailure, match="has hung 3 times"):
             one.call(lambda environment: 3)

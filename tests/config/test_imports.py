@@ -128,6 +128,18 @@ class Mine(CoinsEnvironment):
         ("x = 1\ny = nothing\n", ["mine.py", "line 2", "y = nothing", "NameError: name 'nothing'"]),
         ("def f(:\n", ["mine.py", "line 1", "SyntaxError"]),
         ("import sys\nsys.exit(3)\n", ["line 2", "SystemExit: 3"]),
+        (
+            "class Far(BaseException): pass\nraise Far('it is over')\n",
+            ["line 2", "Far: it is over"],
+        ),
+        (
+            "import asyncio\nraise asyncio.CancelledError\n",
+            ["line 2", "CancelledError"],
+        ),
+        (
+            "import json\n\ndef read():\n    json.loads('{')\n\nread()\n",
+            ["line 6, in <module>", "line 4, in read", "JSONDecodeError: "],
+        ),
         ("import not_there_at_all\n", ["line 1", "No module named 'not_there_at_all'"]),
         (
             "import agentevo\n@agentevo.agent('x')\ndef run(): return 1\n",

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import io
 import os
+import pty
+import select
 import signal
+import subprocess
 import sys
+import termios
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -159,6 +164,114 @@ def test_ctrl_c_at_the_prompt_ends_nothing_and_ctrl_d_the_chat(scripted, monkeyp
     assert scripted == [["One"]]
     told = capsys.readouterr()
     assert "(Ctrl-D ends the chat)" in told.out and "Ctrl-C ends an answer" in told.err
+
+
+SCRIPTED = """if True:
+    import asyncio, os, sys, time
+    from agentevo.cli.main import main
+    from agentevo.config import build_config
+    from agentevo.evaluation import chat
+    from agentevo.evaluation.contestants import Contestant
+    from agentevo.types import Message
+
+    class Scripted(chat.ChatModel):
+        async def _open(self):
+            self._loop.set_result(asyncio.get_running_loop())
+            await self._ended.wait()
+
+        async def _answer(self, history, show):
+            show(f"to {len(history)}")
+            await asyncio.sleep(1000 if history[-1].text == "long" else 0)
+            return Message("assistant", "an answer")
+
+    config = build_config({"environment": {"type": "coins"}, "model": {"name": "tiny"}})
+    chat.ChatModel = Scripted
+    chat.find_model = lambda *_: Contestant("run@last", config)
+    sys.exit(main(["chat", "run"]))
+"""
+
+
+class Terminal:
+    """A program on a terminal of its own, which sends it a signal for Ctrl-C."""
+
+    def __init__(self, program: str) -> None:
+        self._main, theirs = pty.openpty()
+
+        def take_terminal() -> None:
+            fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            preexec_fn=take_terminal,
+        )
+        os.close(theirs)
+        self._shown = b""
+
+    def type(self, text: bytes) -> None:
+        os.write(self._main, text)
+
+    def wait_for(self, text: bytes) -> None:
+        """Until the text is shown, behind what was waited for before."""
+        while text not in self._shown:
+            ready, _, _ = select.select([self._main], [], [], 300)
+            assert ready, self._shown
+            self._shown += os.read(self._main, 4096)
+        self._shown = self._shown.partition(text)[2]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._main)
+
+
+@pytest.mark.slow
+def test_on_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_chat():
+    terminal = Terminal(SCRIPTED)
+    try:
+        terminal.wait_for(b"> ")
+        terminal.type(b"long\n")
+        terminal.wait_for(b"to 1")
+        terminal.type(b"\x03")
+        terminal.wait_for(b"[ended]\r\n> ")
+
+        terminal.type(b"half a line\x03")
+        terminal.wait_for(b"(Ctrl-D ends the chat)\r\n> ")
+        terminal.type(b"\x03")
+        terminal.wait_for(b"(Ctrl-D ends the chat)\r\n> ")
+
+        terminal.type(b"short\n")
+        terminal.wait_for(b"to 3\r\n> ")
+        terminal.type(b"\x04")
+        assert terminal.process.wait(300) == 0
+    finally:
+        terminal.close()
+
+
+def test_ctrl_c_once_more_than_needed_ends_nothing(scripted, monkeypatch, capsys):
+    said = print
+
+    def press_again(*words: object, **options: Any) -> None:
+        said(*words, **options)
+        if words == (" [ended]",):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    typed = iter(["One", "Two", EOFError])
+
+    def type_line(prompt: str) -> str:
+        line = next(typed)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.print", press_again)
+    monkeypatch.setattr("builtins.input", type_line)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    assert main(["chat", "run"]) == 0
+    assert scripted == [["One"], ["One", "first", "Two"]]
 
 
 def test_ctrl_c_while_the_model_is_loaded_promises_no_checkpoint(monkeypatch, capsys):

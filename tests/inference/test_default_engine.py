@@ -3,9 +3,16 @@
 import pytest
 
 from agentevo import devices
+from agentevo.cli import processes
 from agentevo.config import load_config
+from agentevo.errors import ConfigError
 from agentevo.inference import default_engine
-from agentevo.inference.default_engine import choose_engine, embedded_for, engine_override
+from agentevo.inference.default_engine import (
+    choose_engine,
+    embedded_for,
+    engine_override,
+    load_with_engine,
+)
 
 MODEL = ["model.name=org/name"]
 
@@ -66,3 +73,48 @@ def test_a_run_on_a_gpu_says_which_engine_and_why(monkeypatch, tmp_path):
 
     (tmp_path / "config.yaml").write_text("engine: {type: vllm}\n")
     assert override(resume=True) == ["engine.type=vllm"] and len(said) == 2
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine with a CUDA GPU and vLLM."""
+    monkeypatch.setattr(devices, "is_there", lambda kind: kind == "cuda")
+    has = {"vllm", "torch"}
+    monkeypatch.setattr(default_engine, "find_spec", lambda name: name in has or None)
+    return has
+
+
+def test_processes_of_one_run_take_the_engine_that_the_first_has_recorded(gpu, tmp_path):
+    said: list[str] = []
+    words = [*MODEL, f"run.dir={tmp_path}", "rollout.staleness=1", "rollout.policy=mask"]
+
+    def engine(*more, apart=True):
+        def load(chosen):
+            return load_config("coins", [*words, *more, *chosen])
+
+        return load_with_engine(load, note=said.append, apart=apart).engine.type
+
+    assert engine() == "vllm" and said[0].startswith("engine: vllm, made for GPUs")
+    assert engine(apart=False) == "torch" and "rollout.sharing=turns needs" in said[1]
+    assert engine("engine.type=torch") == engine("model.device=cpu") == "torch"
+    assert engine("rollout.weights.url=s3://bucket/run") == "torch" and len(said) == 2
+
+    gpu.discard("torch")
+    assert engine() == "torch"
+    gpu.add("torch")
+
+    (tmp_path / "config.yaml").write_text("engine: {type: torch}\n")
+    assert engine() == "torch"
+    (tmp_path / "config.yaml").write_text("engine: {type: sglang}\n")
+    assert engine() == "sglang" and len(said) == 2
+
+
+@pytest.mark.parametrize("command", ["learn", "sample", "gateway", "serve"])
+def test_commands_that_are_started_apart_choose_alike(command, gpu, monkeypatch, tmp_path):
+    def begin(config, **options):
+        raise ConfigError(f"begins with {config.engine.type}")
+
+    function = {"gateway": "run_gateway"}.get(command, command)
+    monkeypatch.setattr(f"agentevo.processes.{command}.{function}", begin)
+    with pytest.raises(ConfigError, match="begins with vllm"):
+        getattr(processes, command)("coins", [*MODEL, f"run.dir={tmp_path}"])

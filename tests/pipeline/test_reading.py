@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from agentevo import devices
 from agentevo.config import sources
 from agentevo.errors import ConfigError
+from agentevo.inference import default_engine
 from agentevo.pipeline import Pipeline, build_pipeline
 from agentevo.pipeline.references import Reference, ReferenceProblem, parsed, replaced
+from agentevo.pipeline.standing import Standing
 from agentevo.pipeline.when import condition
 
 LAKE: dict[str, Any] = {
@@ -244,3 +247,26 @@ def test_conditions_compare_one_number():
     for wrong in ("1 < 2", "${stages.rl.gain} > nan", "${a} > 1 and 2", "${a} = 1"):
         with pytest.raises(ValueError, match="no condition"):
             condition(wrong)
+
+
+def test_a_stage_takes_the_engine_of_its_command_and_is_the_same_on_every_machine(
+    tmp_path, monkeypatch
+):
+    stage = {"config": {"model": {"name": "org/name"}}}
+    tree = {"dir": str(tmp_path / "p"), "recipe": "coins", "held_out": None, "stages": {"a": stage}}
+    pipeline = build_pipeline(tree)
+
+    def first() -> tuple[str, dict[str, str], list[str]]:
+        standing = Standing(pipeline, tmp_path / "p", 0)
+        decided = standing.next()
+        assert decided is not None and decided.job.config is not None
+        return decided.job.config.engine.type, decided.setting, standing.notes
+
+    here, setting, notes = first()
+    assert (here, notes) == ("torch", [])
+
+    monkeypatch.setattr(devices, "is_there", lambda kind: kind == "cuda")
+    monkeypatch.setattr(default_engine, "find_spec", lambda name: name == "sglang" or None)
+    there, same, notes = first()
+    assert there == "sglang" and same == setting
+    assert len(notes) == 1 and notes[0].startswith("engine: sglang, made for GPUs")

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from agentevo.agents.agent import FunctionAgent
 from agentevo.agents.texts import Texts
-from agentevo.errors import CommandFailedError, StoreError, ToolUnavailableError, described
+from agentevo.daemon_threads import run_in_thread
+from agentevo.errors import (
+    CommandFailedError,
+    OverreachError,
+    StoreError,
+    ToolUnavailableError,
+    described,
+)
 from agentevo.rollout.failures import (
     MAX_KINDS,
     NO_REWARD,
@@ -85,7 +93,7 @@ def raised(function) -> BaseException:
     async def agent(task, policy):
         function()
 
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises((RuntimeError, KeyError)) as caught:
         asyncio.run(FunctionAgent(agent).run(Task(id="t"), NoPolicy()))
     return caught.value
 
@@ -113,6 +121,28 @@ def test_a_traceback_shows_the_users_own_places_and_then_what_it_came_of():
     assert set(files[:-1]) == {__file__} and "agentevo/agents" not in text
     assert files[-1].endswith("json/decoder.py"), "where it was raised"
     assert "in parses" in second and second.rstrip().endswith("(char 1)")
+
+
+def test_each_place_is_shown_once_and_the_users_is_last():
+    def looks() -> object:
+        return {}["colour"]
+
+    text = traceback_of(raised(looks))
+    assert text.count("in looks") == 1 and text.count("Traceback") == 1
+    assert text.splitlines()[-1] == "KeyError: 'colour'"
+
+
+def test_what_ends_a_thread_shows_one_traceback_of_the_users_own():
+    def ends() -> None:
+        sys.exit(3)
+
+    with pytest.raises(OverreachError) as caught:
+        asyncio.run(run_in_thread(ends, "reward"))
+    error = caught.value
+    below_this_test = error.__traceback__.tb_next
+    text = traceback_of(error.with_traceback(below_this_test))
+    assert text.count("Traceback") == text.count("in ends") == 1
+    assert "concurrent" not in text and text.endswith("SystemExit: 3")
 
 
 def test_what_the_error_says_itself_has_no_traceback():

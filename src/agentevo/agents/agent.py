@@ -30,7 +30,7 @@ from agentevo.config.agents import agents, is_async, takes_policy
 from agentevo.console import to_stderr
 from agentevo.daemon_threads import run_in_thread
 from agentevo.environments import TextEnvironment
-from agentevo.errors import AgentEvoError, ConfigError, NoCallError, described, shown
+from agentevo.errors import ConfigError, NoCallError, described, shown
 from agentevo.event_loop import NoticesBlocks
 from agentevo.rewards.returned import (
     LARGEST_METRIC,
@@ -40,8 +40,9 @@ from agentevo.rewards.returned import (
     plain_numbers,
 )
 from agentevo.signals import Interrupt
-from agentevo.tracebacks import traceback_of
+from agentevo.tracebacks import describe_function, traceback_of
 from agentevo.types import REWARD_PARTS, TIMINGS, Outcome, Task
+from agentevo.user_code import construct
 
 AgentFunction: TypeAlias = Callable[..., Any]
 """`run(task, policy)`, or `run(task)` which calls the policy by a client of its own; async or
@@ -81,7 +82,7 @@ class FunctionAgent:
         self._is_async = is_async(function)
         self._function = function
         self._notices = NoticesBlocks(
-            f"the agent {_place_of(function)}",
+            f"the agent {describe_function(function)}",
             "await an async client, call what blocks by `await asyncio.to_thread(...)`, or write "
             "`def` in the place of `async def`: each attempt then has a thread of its own",
         )
@@ -96,7 +97,7 @@ class FunctionAgent:
             await policy.settle()
             if not policy.was_asked:
                 raise NoCallError(
-                    f"{_place_of(self._function)} made no call to the policy, which is at "
+                    f"{describe_function(self._function)} made no call to the policy, which is at "
                     f"{policy.base_url}: make its client inside of the function, with no base URL "
                     "or with that of the environment variable, or take a second parameter and give "
                     "the client base_url=policy.base_url and api_key=policy.api_key"
@@ -123,7 +124,7 @@ class FunctionAgent:
             outcome = outcome_of(returned, policy.rewarded)
             return outcome if policy.has_replied else _by_index(outcome, policy.received)
         except (TypeError, ValueError) as error:
-            error.add_note(f"It was returned by {_place_of(self._function)}.")
+            error.add_note(f"It was returned by {describe_function(self._function)}.")
             raise
 
     async def close(self) -> None:
@@ -149,13 +150,6 @@ class FunctionAgent:
         arguments = [BlockingPolicy(one) for one in policy]
         returned = await run_in_thread(partial(self._function, task, *arguments), "agent")
         return await returned if inspect.isawaitable(returned) else returned
-
-
-def _place_of(function: AgentFunction) -> str:
-    """The function's name, and where a reader finds it."""
-    name = str(getattr(function, "__qualname__", type(function).__name__))
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return name if code is None else f"{name} ({code.co_filename}, line {code.co_firstlineno})"
 
 
 def outcome_of(returned: Any, agents: Sequence[str] = ()) -> Outcome:
@@ -361,14 +355,8 @@ def make_player(section: AgentSection, options: Sequence[Any] | None = None) -> 
     user's class raised."""
     registered = agents.get(section.type)
     options = (section,) if options is None else options
-    try:
+
+    def make() -> Any:
         return registered(*options) if _takes(registered, options) else registered()
-    except ConfigError:
-        raise
-    except AgentEvoError as error:
-        raise ConfigError(f"agent.type: {section.type}: {error}") from error
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"agent.type: {section.type}: {registered.__name__} can't be made of its options: "
-            f"{described(error)}"
-        ) from error
+
+    return construct(make, f"agent.type: {section.type}", registered.__name__)

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from agentevo.errors import EnvironmentFailure, OverreachError, described
 from agentevo.store.call_log import record_call
+from agentevo.tracebacks import format_stack
 
 T = TypeVar("T")
 
@@ -79,7 +80,8 @@ class EnvironmentThread:
         self._pending: Future[Any] | None = None
         self.last_call_s = 0.0
         """How long the last call that came back took, in seconds."""
-        threading.Thread(target=self._work, name="environment", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name="environment", daemon=True)
+        self._thread.start()
 
     @property
     def is_busy(self) -> bool:
@@ -102,9 +104,12 @@ class EnvironmentThread:
         try:
             error = answer.exception(timeout=within_s)
         except TimeoutError:
-            raise EnvironmentFailure(
-                f"the environment hangs: no answer in {within_s:g} s"
-            ) from None
+            late = EnvironmentFailure(
+                f"the environment hangs: no answer in agent.timeout_s={within_s:g} s"
+            )
+            if places := format_stack(self._thread.ident or 0):
+                late.add_note(f"It stands at:\n{places}")
+            raise late from None
 
         if error is not None:
             raise error

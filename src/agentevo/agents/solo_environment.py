@@ -12,6 +12,7 @@ from typing import Self, TypeVar
 from agentevo.agents.environment_thread import EnvironmentThread, Pace
 from agentevo.environments import TextEnvironment
 from agentevo.errors import ConfigError, EnvironmentFailure, described
+from agentevo.tracebacks import describe_failure
 
 T = TypeVar("T")
 
@@ -44,7 +45,9 @@ class SoloEnvironment:
             raise
         except Exception as error:
             self._thread.end_now(partial(_close_all, self._made))
-            raise ConfigError(f"environment: it can't be made: {described(error)}") from error
+            raise ConfigError(
+                f"environment: it can't be made: {describe_failure(error)}"
+            ) from error
 
     @property
     def name(self) -> str:

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from agentevo.cli.arguments import DryRun, Overrides, Port, Recipe
 from agentevo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentevo.config import RunConfig
 
 Tls = Annotated[
     bool | None,
@@ -29,6 +32,17 @@ Parent = Annotated[
 ]
 
 
+def _load_part(recipe: str, overrides: list[str] | None) -> RunConfig:
+    """The configuration of a run of several processes, which all have the same engine."""
+    from agentevo.config import load_config
+    from agentevo.console import to_stderr
+    from agentevo.inference.default_engine import load_with_engine
+
+    return load_with_engine(
+        lambda more: load_config(recipe, [*(overrides or []), *more]), note=to_stderr, apart=True
+    )
+
+
 def learn(
     recipe: Recipe,
     overrides: Overrides = None,
@@ -43,13 +57,13 @@ def learn(
 ) -> None:
     """The trainer alone: trains on what `agentevo sample` and `agentevo serve` of the same recipe
     make, wherever it was stopped."""
-    from agentevo.config import load_config, to_yaml
+    from agentevo.config import to_yaml
     from agentevo.console import to_stderr
     from agentevo.observability import LiveView
     from agentevo.processes.learn import check_dry_learn
     from agentevo.processes.learn import learn as run_learner
 
-    config = load_config(recipe, overrides or [])
+    config = _load_part(recipe, overrides)
     if dry_run:
         for line in check_dry_learn(config):
             to_stderr(line)
@@ -70,9 +84,7 @@ def sample(
 ) -> None:
     """A sampler alone: plays the tasks that `agentevo learn` of the same recipe trains on, with the
     engines of `agentevo serve`."""
-    from agentevo.config import load_config
-
-    config = load_config(recipe, overrides or [])
+    config = _load_part(recipe, overrides)
     from agentevo.processes.sample import sample as run_sampler
 
     run_sampler(config, name=name or None, engines=engine or (), parent=parent or None)
@@ -91,9 +103,7 @@ def gateway(
 ) -> None:
     """A door to the engines of `agentevo serve` of the same recipe, for agents that are started
     elsewhere: they open sessions, reward and end them, and `agentevo learn` trains on them."""
-    from agentevo.config import load_config
-
-    config = load_config(recipe, overrides or [])
+    config = _load_part(recipe, overrides)
     from agentevo.processes.gateway import run_gateway
 
     run_gateway(config, host=host, port=port, tls=tls, engines=engine or ())
@@ -150,9 +160,7 @@ def serve(
             "--openai to serve a checkpoint"
         )
 
-    from agentevo.config import load_config
-
-    config = load_config(target, overrides or [])
+    config = _load_part(target, overrides)
     from agentevo.processes.serve import serve as run_engine
 
     run_engine(config, host=host, port=port, tls=tls, name=name or None, parent=parent or None)
@@ -168,13 +176,19 @@ def _serve_trained(
     name: str,
 ) -> None:
     from agentevo.config import load_config
+    from agentevo.console import to_stderr
     from agentevo.evaluation.contestants import checkpoint_of, run_of
+    from agentevo.inference.default_engine import load_with_engine
     from agentevo.runs.folder import UNSCORED, run_config
 
     overrides = [*UNSCORED, *overrides]
     path: Path | None = None
     if target.endswith((".yaml", ".yml")):
-        trained = load_config(target, overrides, needs_environment=False)
+        trained = load_with_engine(
+            lambda more: load_config(target, [*overrides, *more], needs_environment=False),
+            note=to_stderr,
+            apart=True,
+        )
         if checkpoint:
             path = checkpoint_of(trained.run_dir, trained, checkpoint)
     else:

@@ -25,7 +25,9 @@ from typing import Any
 
 from agentevo.config import sources
 from agentevo.config.interpolation import InterpolationError, resolved
-from agentevo.errors import ConfigError, shown
+from agentevo.errors import ConfigError, LoadingTimeoutError, described, shown
+from agentevo.tracebacks import traceback_of
+from agentevo.user_code import load_in_time
 
 KEY = "import"
 TRUST = "AGENTEVO_TRUST_RUNS"
@@ -41,9 +43,6 @@ OF_YOUR_OWN = (
 """What a refusal of an unknown agent, environment or reward says at its end."""
 MAX_NAME = 250
 """Characters of a file's name without its ending, as file systems have it."""
-SHOWN_FRAMES = 3
-"""How many of the innermost places of the user's code are shown when it raises."""
-_PACKAGE = Path(__file__).parents[1]
 
 
 def import_all(
@@ -287,22 +286,15 @@ def _executed(entry: str, work: Callable[[], object]) -> None:
     """Does the work. What the user's code raises becomes a ConfigError that shows where it was
     raised."""
     try:
-        work()
-    except (Exception, SystemExit) as error:
+        load_in_time(work, f"the import of {entry}")
+    except (LoadingTimeoutError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # also SystemExit, and whatever else a user's code raises
         raise ConfigError(f"{entry} can't be imported:\n{_shown(error)}") from error
 
 
 def _shown(error: BaseException) -> str:
-    """The end of the traceback, without the import machinery and AgentEvo's own places."""
+    """Its traceback; of a file that is no Python, the place in that file."""
     if isinstance(error, SyntaxError):
         return "".join(traceback.format_exception_only(error)).rstrip()
-
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith("<frozen importlib")
-        and frame.filename != importlib.__file__
-        and not Path(frame.filename).is_relative_to(_PACKAGE)
-    ]
-    places = traceback.format_list(frames[-SHOWN_FRAMES:])
-    return "".join([*places, *traceback.format_exception_only(error)]).rstrip()
+    return traceback_of(error) or described(error)

@@ -387,8 +387,8 @@ class EngineSection(Section):
 
     type: str = "torch"
     """Which engine: `torch`, the embedded one, `vllm`, `sglang`, or one that another package
-    registers (`agentevo list engines`, docs/engines.md). On a CUDA GPU `agentevo train` takes vllm
-    or sglang where it is installed and nothing here is said, and says so."""
+    registers (`agentevo list engines`, docs/engines.md). On a CUDA GPU a run takes vllm or sglang
+    where it is installed and nothing here is said, and says so."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """What that engine is told besides; `torch` takes none (docs/engines.md)."""
     kv_cache_gb: float = Field(default=4.0, gt=0)

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from agentevo.config import LoraSection, RunConfig
 from agentevo.models.adapters import add_adapter, peft, read_adapter_config
 from agentevo.models.attention import prepare
 from agentevo.models.config_overrides import model_config
+from agentevo.models.load import make_hollow
 from agentevo.models.resolve import fetch_config
 from agentevo.orchestration.components import load_policy
 
@@ -37,14 +38,11 @@ def shape_policy(config: RunConfig, shape: PretrainedConfig) -> PreTrainedModel:
     """The policy of a recipe whose model has this configuration. Raises MissingExtraError as
     `unloaded_policy`."""
     lora = config.model.lora
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            shape, dtype=getattr(torch, config.model.dtype)
-        )
-        model = model.eval()
-        if not lora.enabled:
-            return prepare(model)
+    model = make_hollow(config.model, shape)
+    if not lora.enabled:
+        return prepare(model)
 
+    with torch.device("meta"):
         packed = [] if lora.quantize == "none" else _packed_layers(model)
         adapted = _adapt(model.requires_grad_(False), lora)
         for layer in packed:

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -29,6 +30,7 @@ from agentevo.evaluation.contestants import MAX_NEW_TOKENS, Contestant, find_con
 from agentevo.evaluation.play import local_parts, run_folder
 from agentevo.event_loop import run_coroutine
 from agentevo.runs.folder import UNSCORED, is_run_folder
+from agentevo.signals import collect_signals
 from agentevo.types import Message, SamplingOverrides
 
 LABEL = "chat"
@@ -66,18 +68,20 @@ def chat(
             note("Ctrl-C ends an answer, Ctrl-D the chat")
 
         history = [Message("system", system)] if system else []
-        for line in _typed_lines() if is_terminal else _piped_lines():
-            question = Message("user", line)
-            try:
-                answer = model.answer([*history, question])
-            except AgentEvoError as error:
-                if not is_terminal:
-                    raise
-                note(f"error: {error}")
-                continue
+        # Between a prompt and an answer, Ctrl-C pressed once more than needed ends nothing.
+        with collect_signals(*([signal.SIGINT] if is_terminal else [])):
+            for line in _typed_lines() if is_terminal else _piped_lines():
+                question = Message("user", line)
+                try:
+                    answer = model.answer([*history, question])
+                except AgentEvoError as error:
+                    if not is_terminal:
+                        raise
+                    note(f"error: {error}")
+                    continue
 
-            if answer is not None:
-                history += [question, answer]
+                if answer is not None:
+                    history += [question, answer]
 
 
 def find_model(target: str, step: int | None, overrides: Sequence[str]) -> Contestant:
@@ -174,15 +178,19 @@ class ChatModel:
             print(without_controls(piece), end="", flush=True)
 
         work = asyncio.run_coroutine_threadsafe(self._answer(history, show), self._loop.result())
-        try:
-            answer: Message | None = work.result()
-        except KeyboardInterrupt:
+
+        def stop(number: int) -> None:
             work.cancel()
-            said = "".join(pieces)
-            answer = Message("assistant", said) if said else None
-            print(" [ended]", end="")
-        finally:
-            print(flush=True)
+
+        with collect_signals(signal.SIGINT, on_first=stop):
+            try:
+                answer: Message | None = work.result()
+            except CancelledError:
+                said = "".join(pieces)
+                answer = Message("assistant", said) if said else None
+                print(" [ended]", end="")
+            finally:
+                print(flush=True)
 
         return answer
 
@@ -228,7 +236,7 @@ def _typed_lines() -> Iterator[str]:
 
     while True:
         try:
-            line = input(PROMPT)
+            line = _type_line()
         except EOFError:
             print()
             return
@@ -238,6 +246,15 @@ def _typed_lines() -> Iterator[str]:
 
         if line.strip():
             yield line
+
+
+def _type_line() -> str:
+    """Raises KeyboardInterrupt at Ctrl-C, EOFError at Ctrl-D."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return input(PROMPT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _piped_lines() -> Iterator[str]:

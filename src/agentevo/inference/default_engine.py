@@ -2,8 +2,9 @@
 installed, since each step of the embedded engine is hundreds of small kernels there; elsewhere the
 embedded one.
 
-The choice is made once, by `agentevo train` and `agentevo.train`, and stands in the run's
-config.yaml: processes that are started apart would each see another machine.
+The choice is made once, by whatever begins the run, and stands in the run's config.yaml: whoever
+comes later takes it from there, whatever its own machine has. Processes that are started apart and
+share no folder would each see another machine, so there the recipe has to name an engine.
 """
 
 from __future__ import annotations
@@ -51,12 +52,13 @@ def choose_engine(device: str, installed: Collection[str], embedded_for: str = "
     )
 
 
-def embedded_for(config: RunConfig) -> str:
-    """What in a recipe only the embedded engine does, by its key; empty where nothing is."""
+def embedded_for(config: RunConfig, *, apart: bool = False) -> str:
+    """What in a recipe only the embedded engine does, by its key; empty where nothing is. `apart`:
+    engines are processes of their own, also if the recipe starts none."""
     engine = config.engine
     rollout = config.rollout
     lora = config.model.lora
-    apart = rollout.samplers > 0
+    apart = apart or rollout.samplers > 0
     asked = {
         "model.name=tiny": config.model.name == "tiny",
         "engine.batch_invariant": engine.batch_invariant,
@@ -84,12 +86,30 @@ def installed_engines() -> list[str]:
     return [name for name in FOR_GPUS if find_spec(name) is not None]
 
 
+def load_with_engine(
+    load: Callable[[list[str]], RunConfig], *, note: Callable[[str], None], apart: bool
+) -> RunConfig:
+    """The configuration that `load` reads with further overrides, with the engine of its run where
+    that has begun, else with the one of `engine_override`."""
+    config = load([])
+    if apart and (config.rollout.weights.url is not None or find_spec("torch") is None):
+        return config  # another machine's engine is not known here
+
+    override = engine_override([config], resume=True, note=note, apart=apart)
+    return load(override) if override else config
+
+
 def engine_override(
-    configs: Sequence[RunConfig], *, resume: bool, note: Callable[[str], None]
+    configs: Sequence[RunConfig],
+    *,
+    resume: bool,
+    note: Callable[[str], None],
+    apart: bool = False,
 ) -> list[str]:
     """The override that names the engine where no recipe of these runs does, empty for the embedded
     one. A resumed run has the engine that it began with; of a new one on a GPU `note` hears which
-    engine it is, and why. Raises ModelError for a device that is not there."""
+    engine it is, and why. `apart` as in `embedded_for`. Raises ModelError for a device that is not
+    there."""
     if any("type" in config.engine.model_fields_set for config in configs):
         return []
 
@@ -106,7 +126,8 @@ def engine_override(
     from agentevo.devices import find
 
     device = find(first.model.device).type
-    reason = next(filter(None, map(embedded_for, configs)), "")
+    reasons = (embedded_for(config, apart=apart) for config in configs)
+    reason = next(filter(None, reasons), "")
     choice = choose_engine(device, installed_engines(), reason)
     if device == CUDA:
         note(f"engine: {choice.type}, {choice.why}")

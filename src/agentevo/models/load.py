@@ -208,12 +208,18 @@ def hollow_model(section: ModelSection, folder: Path) -> PreTrainedModel:
     `meta`: its config.json is read and no weight. Raises ModelError."""
     shape = _config(section.name, folder, section.config_overrides)
     try:
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                shape, dtype=getattr(torch, section.dtype)
-            )
+        return make_hollow(section, shape)
     except Exception as error:  # of a damaged config.json anything
         raise _unreadable(f"model {section.name!r}", folder, _CAUSAL, error) from error
+
+
+def make_hollow(section: ModelSection, shape: PretrainedConfig) -> PreTrainedModel:
+    """The model of a configuration, in the section's type and without adapters, on the device
+    `meta`. Raises whatever the model's class does."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            shape, dtype=getattr(torch, section.dtype)
+        )
     return model.eval()
 
 

@@ -75,6 +75,8 @@ class StageKind:
     """Whether it has a recipe: `recipe`, `config` and `model` mean something to it."""
     needs_environment: ClassVar[bool] = True
     """Whether that recipe must have an environment or tasks."""
+    chooses_engine: ClassVar[bool] = False
+    """Whether its program takes an engine by the machine where the recipe names none."""
     makes_folder: ClassVar[bool] = False
     """Whether its program makes the folder, as the commands that train do."""
     makes: ClassVar[tuple[str, ...]] = ()

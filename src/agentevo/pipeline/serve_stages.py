@@ -34,6 +34,7 @@ class ServeStage(StageKind):
     about: ClassVar[str] = "a model for later stages by its URL, as `agentevo serve --openai`"
     Options: ClassVar[type[Section]] = ServeOptions
     needs_environment: ClassVar[bool] = False
+    chooses_engine: ClassVar[bool] = True
     serves: ClassVar[bool] = True
     says: ClassVar[Mapping[str, str]] = {
         "url": "http://127.0.0.1:1/v1",

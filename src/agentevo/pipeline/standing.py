@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from agentevo.config import RunConfig, sources, to_yaml
+from agentevo.config.sweep import nested
 from agentevo.errors import ConfigError
 from agentevo.files import must_write, write_atomic
+from agentevo.inference.default_engine import installed_engines, load_with_engine
 from agentevo.pipeline.held_out import add_gains, why_rounds_end
 from agentevo.pipeline.kinds import Job
 from agentevo.pipeline.leaks import Leaks
@@ -93,6 +95,7 @@ class Standing:
         """Ids of stages whose servers have ended and are needed again."""
         self.notes: list[str] = []
         """What people should be told."""
+        self._said: set[str] = set()
         self.failures: list[str] = []
         """What could not even begin, and why."""
         self._again: set[str] = self._from(self.choice.start)
@@ -327,7 +330,7 @@ class Standing:
         if one.kind.reads_recipe:
             begun, home = self.recipes.tree(one, model if one.measures is None else None)
             tree = replaced(self._with_made_texts(begun, one, digests, inputs), meaning)
-            config = self.recipes.read(one, tree, home, folder)
+            config = self._read_recipe(one, tree, home, folder)
             one.kind.check(config, options, model)
 
         recipe = self.dir / "recipes" / f"{one.id}.yaml" if config is not None else None
@@ -347,6 +350,25 @@ class Standing:
             setting[f"input.{used.stage}.{used.key}"] = used.sha256
 
         return job, setting
+
+    def _read_recipe(
+        self, one: Instance, tree: Mapping[str, Any], home: Path, folder: Path
+    ) -> RunConfig:
+        """The recipe as the stage's program would read it. The engine that a stage takes by the
+        machine is none of what it is made of."""
+        if not (one.kind.chooses_engine and installed_engines()):
+            return self.recipes.read(one, tree, home, folder)
+
+        def load(overrides: list[str]) -> RunConfig:
+            engine = dict(sources.split_override(text) for text in overrides)
+            return self.recipes.read(one, sources.overlay(tree, nested(engine)), home, folder)
+
+        return load_with_engine(load, note=self._note_once, apart=False)
+
+    def _note_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self.notes.append(line)
 
     def _options(self, one: Instance) -> Mapping[str, Any]:
         if one.measures is None:

@@ -74,6 +74,7 @@ def _summary(folder: Path) -> dict[str, Any] | None:
 
 class TrainStage(RunStage):
     about: ClassVar[str] = "reinforcement or preference learning, as `agentevo train`"
+    chooses_engine: ClassVar[bool] = True
     trains_on: ClassVar[TrainsOn] = "tasks"
     measured: ClassVar[bool] = True
 
@@ -102,6 +103,7 @@ class SftStage(RunStage):
 
 class SampleStage(RunStage):
     about: ClassVar[str] = "attempts at training tasks, scored and kept, without any update"
+    chooses_engine: ClassVar[bool] = True
     trains_on: ClassVar[TrainsOn] = "tasks"
 
     def __init__(self) -> None:

@@ -22,12 +22,13 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import pydantic
 
-from agentevo.errors import AgentEvoError, ConfigError, described, shown
+from agentevo.errors import ConfigError, shown
 from agentevo.registry import Registry
 from agentevo.rewards.answers import find_answer, place_of
 from agentevo.rewards.baselines import Baselines
 from agentevo.rewards.returned import named_parts, plain_bool, plain_number, plain_numbers
 from agentevo.types import Task, Trajectory
+from agentevo.user_code import construct
 
 R = TypeVar("R")
 PARAMETERS = (
@@ -287,17 +288,7 @@ def make_reward(config: RewardConfig) -> Any:
         return item
 
     make: Any = item
-    try:
-        return make(config)
-    except ConfigError:
-        raise
-    except AgentEvoError as error:
-        raise ConfigError(f"rewards: {config.name}: {error}") from error
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"rewards: {config.name}: {item.__name__} can't be made of its options: "
-            f"{described(error)}"
-        ) from error
+    return construct(lambda: make(config), f"rewards: {config.name}", item.__name__)
 
 
 def call_function(

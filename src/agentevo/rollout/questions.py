@@ -25,9 +25,10 @@ from agentevo.config.tasks import TaskFields
 from agentevo.daemon_threads import call_in_thread, run_in_thread
 from agentevo.data import RowError
 from agentevo.data.conversation import check_text
-from agentevo.errors import ConfigError, UnknownNameError, described, shown, storable
+from agentevo.errors import ConfigError, UnknownNameError, shown, storable
 from agentevo.rewards.reward import rewards
 from agentevo.rollout.given_tasks import task_of
+from agentevo.tracebacks import describe_failure
 from agentevo.types import QUERY_MESSAGES, Outcome, Task
 
 QUESTION = "question.json"
@@ -83,7 +84,7 @@ def make_family(section: SelfPlay, timeout_s: float) -> QuestionFamily:
     except Exception as error:
         raise ConfigError(
             f"tasks.self_play: the family {section.family!r} can't be made with the options "
-            f"{shown(section.options)}: {described(error)}"
+            f"{shown(section.options)}: {describe_failure(error)}"
         ) from error
 
     return family

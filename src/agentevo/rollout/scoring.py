@@ -47,7 +47,7 @@ from agentevo.sandbox import Sandboxes
 from agentevo.signals import Interrupt
 from agentevo.store.call_log import AttemptCalls
 from agentevo.tools.state_checks import STATE_CHECKS
-from agentevo.tracebacks import traceback_of
+from agentevo.tracebacks import describe_function, traceback_of
 from agentevo.types import Task, Trajectory
 
 Calls = Mapping[str, AttemptCalls]
@@ -216,11 +216,19 @@ class NamedReward:
 
         async def judge() -> Score:
             if hasattr(self._item, "score"):
-                found = await call_scorer(
+                function = self._item.score
+                returned = await call_scorer(
                     self._item, own, task, self._models, policy, self._sandboxes
                 )
-                return score_of(found)
-            return score_of(await self._call(call_function(self._item, own, task, self._models)))
+            else:
+                function = self._item
+                returned = await self._call(call_function(function, own, task, self._models))
+
+            try:
+                return score_of(returned)
+            except (TypeError, ValueError) as error:
+                error.add_note(f"It was returned by {describe_function(function)}.")
+                raise
 
         return await self._within_limit(work, self.config.timeout_s)
 

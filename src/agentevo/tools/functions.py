@@ -107,7 +107,7 @@ class FunctionTools:
             except TimeoutError:
                 raise ToolUnavailableError(
                     f"the tool {self.name!r}: {self._item.__name__} was not made within "
-                    f"{self._limit_s:g} s"
+                    f"{self._limit_s:g} s (its timeout_s). It stands at:\n{thread.format_stack()}"
                 ) from None
 
             yield _Object(made[0], self._signatures, thread)

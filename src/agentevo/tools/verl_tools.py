@@ -18,11 +18,13 @@ from typing import Any
 
 from agentevo.config.verl_tools import VerlToolsSection
 from agentevo.console import to_stderr
-from agentevo.errors import ConfigError, described
+from agentevo.errors import ConfigError, LoadingTimeoutError, described
 from agentevo.parsing import ParseError, parse_yaml, read_text
 from agentevo.rewards.returned import plain_number
 from agentevo.tools.tool import ToolResult, ToolSession, ToolSpec, object_schema
+from agentevo.tracebacks import describe_failure
 from agentevo.types import Task
+from agentevo.user_code import load_in_time
 
 RELEASE_S = 10.0
 _CLASS = re.compile(r"(?:\w+\.)+\w+")
@@ -149,13 +151,19 @@ def _made(where: str, row: Any) -> tuple[ToolSpec, Any]:
         )
 
     module, _, name = path.rpartition(".")
-    try:
+
+    def make() -> Any:
         made = getattr(importlib.import_module(module), name)
-        tool = made(config=dict(row.get("config") or {}), tool_schema=_as_verl_has_it(schema))
-    except Exception as error:
+        return made(config=dict(row.get("config") or {}), tool_schema=_as_verl_has_it(schema))
+
+    try:
+        tool = load_in_time(make, f"{where}: the constructor of {path}")
+    except (LoadingTimeoutError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # also SystemExit, and whatever else a user's code raises
         raise ConfigError(
-            f"{where}: {path} can't be made: {described(error)}: list its file under the recipe's "
-            "`import`, or install its package"
+            f"{where}: {path} can't be made (list its file under the recipe's `import`, or install "
+            f"its package): {describe_failure(error)}"
         ) from error
 
     if not callable(getattr(tool, "create", None)) or not callable(getattr(tool, "execute", None)):
