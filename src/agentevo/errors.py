@@ -7,6 +7,8 @@ how to fix it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 LONGEST = 4000
 """Characters of a message that are kept."""
 SHOWN = 200
@@ -63,6 +65,14 @@ class OverreachError(AgentEvoError):
 class ConfigError(AgentEvoError):
     """The configuration can't be used; the command line exits with code 2 and nothing was
     created."""
+
+
+class SeveralProblemsError(ConfigError):
+    """Independent checks have refused a configuration: their messages, in order."""
+
+    def __init__(self, problems: Sequence[ConfigError]) -> None:
+        super().__init__("\n".join(dict.fromkeys(map(str, problems))))
+        self.problems = tuple(problems)
 
 
 class UnknownNameError(ConfigError):
