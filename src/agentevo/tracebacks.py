@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import traceback
 from pathlib import Path
@@ -10,6 +11,7 @@ import agentevo
 from agentevo.errors import AgentEvoError, ToolUnavailableError, storable
 
 MAX_FRAMES = 20
+CAUSED_BY = "\n\nIt came of:\n\n"
 MAX_CAUSES = 4
 """Exceptions that a traceback shows, each raised because of the next."""
 _OURS = str(Path(agentevo.__file__).parent)
@@ -42,7 +44,15 @@ def traceback_of(error: BaseException | None) -> str:
     if not parts[0] and not any("\n" in part for part in parts):
         return ""
 
-    return "\n\nIt came of:\n\n".join(filter(None, parts))
+    return CAUSED_BY.join(filter(None, parts))
+
+
+def name_place(text: str) -> str:
+    """The innermost place of a user's code in what `traceback_of` gave, as `FILE, line N, in NAME`;
+    empty where it names none."""
+    lines = re.findall(r'^ *File "(.+)", (line \d+, in .+)$', text.partition(CAUSED_BY)[0], re.M)
+    own = [f"{file}, {place}" for file, place in lines if not file.startswith((_OURS, *_INSTALLED))]
+    return own[-1] if own else ""
 
 
 def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
@@ -55,7 +65,7 @@ def _one_traceback(error: BaseException, *, is_cause: bool) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith(_OURS)]
     own = _own_frames(error)
-    if own and theirs[-1] is not own[-1] and frames[-1] is theirs[-1]:
+    if own and theirs[-1] != own[-1] and frames[-1] is theirs[-1]:
         own.append(theirs[-1])
 
     is_said = isinstance(error, AgentEvoError) or hasattr(error, "__notes__") or is_cause

@@ -92,12 +92,20 @@ def test_a_model_that_one_device_cannot_hold_is_sharded(shape_of_7b):
 def test_the_recipes_own_mesh_is_judged_first_and_the_command_replaces_it(shape_of_7b):
     def checks(world, **sizes):
         config = recipe(shape_of_7b, *(f"trainer.parallel.{k}={n}" for k, n in sizes.items()))
-        return check_meshes(config, world, 80.0, "coins model.name=x")
+        keys = " ".join(f"trainer.parallel.{key}={size}" for key, size in sizes.items())
+        return check_meshes(config, world, 80.0, f"coins model.name=x {keys}")
 
     first, *_, last = checks(8, pipeline=2)
     assert first.name == "the recipe's mesh" and first.finding.startswith("pipeline=2 x replicas=4")
     assert first.status == "wrong", "half of the weights, moments and gradients are too much"
     assert last.advice.endswith("trainer.parallel.pipeline=1"), "what it asks for holds no more"
+    assert re.fullmatch(
+        r"the cheapest is \S.*; \d+ of \d+ meshes fit 8 devices of 80.0 GiB with "
+        r"micro-batches of [\d,]+ tokens( \(the first 6 of them are above\))?",
+        last.finding,
+    )
+
+    assert last.advice.count("trainer.parallel.pipeline=") == 1, "nothing is said twice"
 
     missing, *_ = checks(8, pipeline=3)
     assert missing.status == "wrong" and "(pipeline=3) is none" in missing.finding

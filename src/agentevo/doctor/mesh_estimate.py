@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -438,16 +439,15 @@ def judge_meshes(
             finding += f"; on the first one {on_first / GIB:.2f} (and {more})"
         checks.append(Check("mesh", "good" if good else "wrong", finding))
 
-    left = len(listed) - len(listed[:SHOWN])
-    also = f", and {left} more" if left else ""
-
-    about = f"{devices} devices of {memory / GIB:.1f} GiB, micro-batches of {tokens:,} tokens"
+    about = f"{devices} devices of {memory / GIB:.1f} GiB with micro-batches of {tokens:,} tokens"
+    above = f" (the first {SHOWN} of them are above)" if len(listed) > SHOWN else ""
     if not good:
         advice = _advise(listed[0].needs(memory), ROOM * memory, turned)
-        return [*checks, Check("meshes", "wrong", f"none fits {about}", advice)]
+        finding = f"none of {len(found)} meshes fits {about}{above}"
+        return [*checks, Check("meshes", "wrong", finding, advice)]
 
     advice = "start it with: " + _ready(good[0], devices, program, command, asked)
-    finding = f"{len(good)} of {len(found)} fit {about}{also}; the cheapest is {good[0]}"
+    finding = f"the cheapest is {good[0]}; {len(good)} of {len(found)} meshes fit {about}{above}"
     return [*checks, Check("meshes", "good", finding, advice)]
 
 
@@ -480,7 +480,10 @@ def _own_mesh(own: Fit | None, asked: ParallelSection, devices: int, memory: flo
 
 
 def _ready(one: Fit, devices: int, program: str, command: str, asked: ParallelSection) -> str:
-    words = " ".join([command, *one.keys(asked)])
+    keys = one.keys(asked)
+    replaced = {key.partition("=")[0] for key in keys}
+    kept = [word for word in shlex.split(command) if word.partition("=")[0] not in replaced]
+    words = shlex.join([*kept, *keys])
     if devices == 1:
         return f"agentevo {program} {words}"
     if devices <= OF_A_NODE or devices % OF_A_NODE:
