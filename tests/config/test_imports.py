@@ -218,7 +218,7 @@ def test_a_file_is_looked_for_beside_the_recipe_then_in_the_current_folder(
         ):
             assert config.imports == (str(expected),)
 
-    with pytest.raises(ConfigError, match="did you mean .*code/mine.py"):
+    with pytest.raises(ConfigError, match=r"did you mean .*code/mine\.py"):
         load_config(str(path), ["import=[./mnie.py]"])
 
 

@@ -241,6 +241,33 @@ def test_adapters_need_no_weights_of_their_base(bits, bytes_of_a_weight, few_lay
     assert copy == 4 * sizes.trained.total, "the base is its own reference's"
 
 
+@pytest.mark.parametrize(
+    ("memory", "is_named"), [(60.0, False), (30.0, True), (12.0, True), (1.0, False)]
+)
+def test_measures_that_are_enough_together_are_named_where_none_is_alone(
+    few_layers, memory, is_named
+):
+    def needed(*overrides):
+        words = [f"model.name={few_layers}", "model.dtype=bfloat16", "cold_start.episodes=0"]
+        config = build_config({"environment": {"type": "coins"}}, [*words, *overrides])
+        if not overrides:
+            return check_meshes(config, 1, memory, "coins")[-1].advice
+        return min(one.needs(memory * GIB) for one in fits(config, sizes_of(config), 1))
+
+    advice = needed()
+    named = re.match(r"set ([^;]+), with which it needs ([\d.]+) GiB and fits; ", advice)
+    if not is_named:
+        assert named is None, "one measure is enough, or three are not"
+        return
+
+    changes, amount = named.groups()
+    words = changes.split()
+    assert len({word.split("=")[0] for word in words}) == len(words) == 2
+    assert needed(*words) == pytest.approx(float(amount) * GIB, abs=0.01 * GIB)
+    assert needed(*words) <= 0.9 * memory * GIB
+    assert all(needed(word) > 0.9 * memory * GIB for word in words), "none alone"
+
+
 def test_a_saved_adapter_brings_its_own_rank(few_layers, tmp_path):
     saved = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(saved))

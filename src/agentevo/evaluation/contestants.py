@@ -240,9 +240,9 @@ def check_word(word: str) -> None:
         hint = hint or (f"did you mean {guess!r}? " if guess else "")
         raise UnknownNameError(
             f"no recipe, run or model is called {word!r}: {hint}give a recipe "
-            f"({', '.join(recipes)}, or the path of a .yaml file), the folder of a run or of a model, a known model "
-            f"({', '.join(models)}), one of the hub (ORG/NAME), a name of remote_models, or a "
-            "server as URL#MODEL"
+            f"({', '.join(recipes)}, or the path of a .yaml file), the folder of a run or of "
+            f"a model, a known model ({', '.join(models)}), one of the hub (ORG/NAME), a name of "
+            "remote_models, or a server as URL#MODEL"
         ) from None
 
 
