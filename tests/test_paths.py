@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from agentevo.errors import ConfigError
-from agentevo.paths import check_new_folder, name_problem
+from agentevo.paths import check_new_folder, name_problem, spelling_hint
 
 
 @pytest.mark.parametrize(
@@ -42,6 +45,8 @@ def test_a_text_that_can_be_no_path(path, expected):
         ("x" * 300, "a name of 300 bytes"),
         ("a\0b", "NUL"),
         ("locked/a", "nothing may be written into"),
+        ("/proc/x/y", "/proc takes no file"),
+        ("/sys/x", "can't be made: "),
     ],
 )
 def test_where_no_folder_can_be_made(tmp_path, monkeypatch, path, expected):
@@ -71,3 +76,45 @@ def test_where_one_can(tmp_path, monkeypatch, path):
     Path("there").mkdir()
     check_new_folder(Path(path), "run.dir")
     assert os.listdir() == ["there"]
+
+
+@pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_a_disk_that_takes_no_file_is_refused_and_nothing_stays(tmp_path, monkeypatch, reason):
+    class FullFile(io.BytesIO):
+        def write(self, content):
+            raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir: FullFile())
+    with pytest.raises(ConfigError, match=f"takes no file .{os.strerror(reason)}"):
+        check_new_folder(tmp_path / "run", "run.dir")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("job/helt_out.jsonl", "job/held_out.jsonl"),
+        ("jb/held_out.jsonl", "job/held_out.jsonl"),
+        ("jb/hled_out.jsonl", "job/held_out.jsonl"),
+        ("job/held_out.json", "job/held_out.jsonl"),
+        ("job/first_jb", "job/first_job.yaml"),
+        ("./rnus/lapto", "runs/laptop"),
+        ("RUNS/laptop", "runs/laptop"),
+        ("job/nothing.jsonl", None),
+        ("job/held_out.jsonl", None),
+        ("job/.hidde", None),
+        ("nowhere/at/all", None),
+        ("x" * 300, None),
+        ("a\0b", None),
+        ("\ud800", None),
+    ],
+)
+def test_a_misspelt_path_leads_to_what_is_there(tmp_path, monkeypatch, path, expected):
+    monkeypatch.chdir(tmp_path)
+    for file in ("job/held_out.jsonl", "job/first_job.yaml", "job/.hidden", "runs/laptop/log"):
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).touch()
+
+    hint = spelling_hint(Path(path))
+    assert hint == (f"did you mean {expected!r}? " if expected else "")
+    assert spelling_hint(Path(path), lambda place: False) == ""

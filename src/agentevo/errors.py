@@ -7,6 +7,8 @@ how to fix it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 LONGEST = 4000
 """Characters of a message that are kept."""
 SHOWN = 200
@@ -67,6 +69,14 @@ class ConfigError(AgentEvoError):
 
 class LoadingTimeoutError(ConfigError):
     """A user's module or constructor has not ended within its deadline."""
+
+
+class SeveralProblemsError(ConfigError):
+    """Independent checks have refused a configuration: their messages, in order."""
+
+    def __init__(self, problems: Sequence[ConfigError]) -> None:
+        super().__init__("\n".join(dict.fromkeys(map(str, problems))))
+        self.problems = tuple(problems)
 
 
 class UnknownNameError(ConfigError):

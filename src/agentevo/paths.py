@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
+from collections.abc import Callable
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from agentevo.errors import ConfigError
+from agentevo.registry import nearest
 
 MAX_NAME = 255
 """Bytes in the name of a file or folder, on every file system in use."""
@@ -16,6 +20,10 @@ MAX_PATH = 4000
 """Bytes in a whole path; Linux takes 4096."""
 LONGEST_OWN = 80
 """Bytes for the names of what a run has in its folder."""
+TRIAL_BYTES = 2**20
+"""What a run writes at least."""
+MOST_NEIGHBOURS = 2000
+"""Names of one folder that a misspelt one is compared with."""
 
 
 def name_problem(path: str) -> str:
@@ -49,7 +57,7 @@ def short(path: Path) -> str:
 
 def check_new_folder(folder: Path, key: str) -> None:
     """Raises ConfigError where a folder can't be made or written into; `key` is what gives another.
-    Nothing is created."""
+    A file without a name tries the place, and is gone when this returns or the process dies."""
     problem = name_problem(f"{folder.absolute()}/{'x' * LONGEST_OWN}") or _place_problem(folder)
     if problem:
         raise ConfigError(f"{_shown(folder)} {problem}: give another {key}")
@@ -78,7 +86,45 @@ def _place_problem(folder: Path) -> str:
     if not os.access(place, os.W_OK | os.X_OK):
         return f"can't be made: nothing may be written into {_shown(place)}"
 
+    try:
+        with tempfile.TemporaryFile(dir=place) as trial:
+            trial.write(bytes(TRIAL_BYTES))
+    except OSError as error:
+        return f"can't be made: {_shown(place)} takes no file ({error.strerror or error})"
+
     return ""
+
+
+def spelling_hint(path: Path, accepts: Callable[[Path], bool] = Path.exists) -> str:
+    """`did you mean 'runs/lake'? ` for a path that is not there, where one that is there is written
+    nearly so, in any of its parts, and is accepted; else empty. The ending of a file counts
+    apart."""
+    try:
+        corrected = Path(path.anchor)
+        for part in path.parts[len(corrected.parts) :]:
+            present = corrected / part
+            corrected = present if present.exists() else corrected / _nearest_name(corrected, part)
+        is_useful = corrected != path and accepts(corrected)
+    except (OSError, ValueError, LookupError):
+        return ""
+
+    return f"did you mean {str(corrected)!r}? " if is_useful else ""
+
+
+def _nearest_name(folder: Path, name: str) -> str:
+    """What lies in the folder under nearly that name. Raises LookupError where nothing does."""
+    wanted = Path(name)
+    names = [entry.name for entry in islice(os.scandir(folder), MOST_NEIGHBOURS)]
+    visible = [Path(entry) for entry in names if not entry.startswith(".")]
+    of_its_kind = [entry for entry in visible if entry.suffix == wanted.suffix]
+    of_others = [entry for entry in visible if not wanted.suffix or entry.stem == wanted.stem]
+    for entries in (of_its_kind, of_others):
+        by_stem = {entry.stem: entry.name for entry in sorted(entries)}
+        guess = nearest(wanted.stem, list(by_stem))
+        if guess is not None:
+            return by_stem[guess]
+
+    raise LookupError(name)
 
 
 def _shown(path: Path) -> str:

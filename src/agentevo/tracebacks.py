@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import sysconfig
 import threading
@@ -18,6 +19,7 @@ from agentevo.errors import AgentEvoError, ToolUnavailableError, described, stor
 MAX_FRAMES = 20
 LONGEST_PLACE = 1000
 """Characters of a place, on average."""
+CAUSED_BY = "\n\nIt came of:\n\n"
 MAX_CAUSES = 4
 """Exceptions that a traceback shows, each raised because of the next."""
 _OURS = str(Path(agentevo.__file__).parent)
@@ -54,7 +56,15 @@ def traceback_of(error: BaseException | None) -> str:
     if not parts[0] and not any("\n" in part for part in parts):
         return ""
 
-    return "\n\nIt came of:\n\n".join(filter(None, parts))
+    return CAUSED_BY.join(filter(None, parts))
+
+
+def name_place(text: str) -> str:
+    """The innermost place of a user's code in what `traceback_of` gave, as `FILE, line N, in NAME`;
+    empty where it names none."""
+    lines = re.findall(r'^ *File "(.+)", (line \d+, in .+)$', text.partition(CAUSED_BY)[0], re.M)
+    own = [f"{file}, {place}" for file, place in lines if not file.startswith((_OURS, *_INSTALLED))]
+    return own[-1] if own else ""
 
 
 def describe_failure(error: BaseException) -> str:

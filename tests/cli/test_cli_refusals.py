@@ -213,7 +213,7 @@ trainer: {groups_per_step: 4, group_size: 4}
 def test_a_folder_that_nobody_can_make_is_refused_without_a_traceback(agentevo):
     code, _, err = agentevo("train", "small.yaml", "run.dir=/proc/x/y")
     assert code == 2
-    assert "run.dir=/proc/x/y can't be made" in err and "Traceback" not in err
+    assert "/proc/x/y can't be made" in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize("words", [["train", "--dry-run"], ["doctor"]], ids=" ".join)

@@ -9,6 +9,7 @@ from typing import Literal
 
 import pytest
 
+from agentevo.data import rows
 from agentevo.environments.coins import CoinsConfig, CoinsEnvironment
 from agentevo.environments.environment import environments
 from agentevo.models import checkpoint_manifest, resolve
@@ -266,3 +267,97 @@ def test_a_dry_run_gives_the_account_of_the_rows_that_a_run_would_give(agentevo)
     assert "tasks.train: 1 left out, not JSON: " in err
     assert "rows.jsonl:2" in err
     assert "tasks.train: 1 of 2 rows have no answer, where the others have one: " in err
+
+
+def test_all_that_is_refused_is_listed_at_once_a_line_each(agentevo, folder, monkeypatch):
+    monkeypatch.setattr(resolve, "cached", lambda *_: pytest.fail("downloaded for a refused run"))
+    words = [
+        "rows.yaml",
+        "tasks.train=[nothing.jsonl]",
+        "engine.type=vlm",
+        "model.name=smollm2-135m-instruct",
+        "reward_model.name=./nothing",
+        "trainer.optimizer_from=./nothing",
+        "memory.offload_optimizer=true",
+    ]
+    expected = [
+        "tasks.train: nothing.jsonl does not exist",
+        "no engine is called 'vlm'",
+        "trainer.optimizer_from",
+        "memory.offload_optimizer",
+        "model './nothing': there is no such folder",
+    ]
+    before = sorted(folder.rglob("*"))
+    code, out, err = agentevo("train", *words, "--dry-run")
+    assert code == 2 and not out and sorted(folder.rglob("*")) == before
+    lines = err.splitlines()
+    assert len(lines) == len(expected), err
+    for line, part in zip(lines, expected, strict=True):
+        assert line.startswith("error: ") and part in line
+
+    code, _, err = agentevo("train", *words)
+    assert code == 2 and err.splitlines() == lines[:-1], "before it looks at models"
+
+
+@pytest.mark.parametrize("command", ["train", "learn"])
+def test_a_dry_run_reads_each_file_of_tasks_once(command, agentevo, saved_tiny, monkeypatch):
+    read = []
+    monkeypatch.setattr(
+        "agentevo.rollout.given_tasks.read_rows",
+        lambda source: read.append(source) or rows.read_rows(source),
+    )
+    held_out = Path("held_out.jsonl")
+    held_out.write_text('{"query": "3 + 4?", "answer": "7"}\n')
+    words = ["rows.yaml", f"tasks.eval=[{held_out}]", f"model.name={saved_tiny}", "--dry-run"]
+    code, _, err = agentevo(command, *words)
+    assert code == 0 and "tasks.eval: 1 of 1 rows are used" in err, err
+    assert [Path(source).name for source in read] == ["rows.jsonl", "held_out.jsonl"]
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "learn"])
+@pytest.mark.parametrize("place", ["/proc/x/y", "/dev/null/x", "/sys/x", "rows.yaml/x"])
+def test_a_dry_run_refuses_a_place_where_no_run_can_be(command, place, agentevo, folder):
+    data = ["data.train=[chats.jsonl]"] if command == "sft" else []
+    Path("chats.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    before = sorted(folder.rglob("*"))
+    code, out, err = agentevo(command, "plain.yaml", *data, f"run.dir={place}", "--dry-run")
+    assert (code, out) == (2, "") and "give another run.dir" in err and "Traceback" not in err
+    assert sorted(folder.rglob("*")) == before
+
+
+REFUSES_SYSTEM = (
+    "{%- for m in messages if m.role == 'system' -%}{{- raise_exception('no system role') -}}"
+    "{%- endfor -%}"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["plain.yaml", "agent.system_prompt=Be brief."], "set agent.system_prompt=null"),
+        (
+            ["rows.yaml", "agent.system_prompt=Be brief."],
+            "set agent.system_prompt=null and agent.instruction",
+        ),
+        (["rows.yaml", "agent.type=code_agent"], "choose another model or agent"),
+        (["rows.yaml"], ""),
+    ],
+)
+def test_a_system_message_that_the_template_refuses_is_refused_with_advice_that_fits(
+    words, remedy, agentevo, monkeypatch
+):
+    Path("rows.jsonl").write_text(
+        "".join(f'{{"query": "{n}?", "answer": "4"}}\n' for n in range(9))
+    )
+    monkeypatch.setattr("agentevo.orchestration.checks.load_policy", _load_without_system)
+    code, _, err = agentevo("train", *words, "--dry-run")
+    assert code == (2 if remedy else 0), err
+    assert err.rstrip().endswith(remedy) and ("no system role" in err) == bool(remedy), err
+
+
+def _load_without_system(config, checkpoint=None, **options):
+    from agentevo.orchestration.components import load_policy
+
+    loaded = load_policy(config, checkpoint, **options)
+    loaded.tokenizer.chat_template = REFUSES_SYSTEM + loaded.tokenizer.chat_template
+    return loaded

@@ -213,3 +213,35 @@ def test_the_current_folder_is_left_as_it_was(user_files):
     user_files("mine.py", "")
     load_config(recipe(user_files, **{"import": ["./mine.py"]}))
     assert os.getcwd() == before
+
+
+def test_a_file_is_looked_for_beside_the_recipe_then_in_the_current_folder(
+    user_files, tmp_path, monkeypatch
+):
+    beside = user_files("mine.py", "PLACE = 'beside'\n")
+    here = user_files("other.py", "PLACE = 'here'\n", folder="here")
+    user_files("mine.py", "PLACE = 'here'\n", folder="here")
+    monkeypatch.chdir(tmp_path / "here")
+    path = recipe(user_files)
+    for entry, expected in (("./mine.py", beside), ("mine", beside), ("./other.py", here)):
+        for config in (
+            load_config(str(path), [f"import=[{entry}]"]),
+            load_config(str(recipe(user_files, **{"import": [entry]}))),
+        ):
+            assert config.imports == (str(expected),)
+
+    with pytest.raises(ConfigError, match=r"did you mean .*code/mine\.py"):
+        load_config(str(path), ["import=[./mnie.py]"])
+
+
+def test_what_an_override_names_is_never_looked_for_in_the_folder_of_a_run(
+    user_files, tmp_path, monkeypatch
+):
+    user_files("mine.py", "raise SystemExit('code of a stranger')\n", folder="run")
+    here = user_files("mine.py", "PLACE = 'here'\n", folder="here")
+    monkeypatch.chdir(tmp_path / "here")
+    path = user_files("config.yaml", "environment: {type: coins}\n", folder="run")
+    assert load_config(str(path), ["import=[./mine.py]"]).imports == (str(here),)
+    here.unlink()
+    with pytest.raises(ConfigError, match="is no Python file"):
+        load_config(str(path), ["import=[./mine.py]"])

@@ -8,6 +8,7 @@ import pytest
 from agentevo.agents.agent import agents
 from agentevo.config import RunConfig, build_config
 from agentevo.doctor import checks
+from agentevo.doctor import group_checks as measure
 from agentevo.doctor.checks import Check, judge_memory
 from agentevo.doctor.diagnostics import check_recipe
 from agentevo.doctor.installation import check_installation
@@ -46,13 +47,17 @@ def test_a_model_from_a_folder_is_judged_as_one_that_is_made(
     folder = save_model(made.model, made.tokenizer, tmp_path_factory.mktemp("model") / "saved")
     measures: dict[str, float] = {}
 
-    def judge(needed: object, free: object, turned: dict[str, float]) -> Check:
+    def judge(needed: object, free: object, turned: dict[str, float], together: object) -> Check:
         measures.update(turned)
-        return judge_memory(needed, free, turned)
+        return judge_memory(needed, free, turned, together)
 
     monkeypatch.setattr(checks, "judge_memory", judge)
     tree = {**TREE, "model": {"name": str(folder)}}
     assert by_name(check_recipe(build_config(tree, ())))["memory"].status == "good"
+    assert not measures, "none is needed"
+
+    monkeypatch.setattr(measure, "free_bytes", lambda device: 2.0**20)
+    assert by_name(check_recipe(build_config(tree, ())))["memory"].status == "wrong"
     assert any(change.startswith("model.lora.rank=") for change in measures)
 
 

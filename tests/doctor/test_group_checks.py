@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from functools import partial
 
 import msgspec
 import pytest
@@ -11,7 +12,7 @@ from agentevo.agents import Policy
 from agentevo.config import ModelSection, TinyModel, build_config
 from agentevo.doctor import group_checks as checks
 from agentevo.doctor.memory_estimate import packed_bytes
-from agentevo.doctor.memory_measures import list_measures
+from agentevo.doctor.memory_measures import find_combination, list_measures
 from agentevo.doctor.unloaded_policy import shape_policy
 from agentevo.inference.conversation import Conversation
 from agentevo.inference.earlier import EarlierWeights
@@ -279,3 +280,31 @@ def test_every_knob_is_a_valid_change_that_never_takes_more(loaded, small_config
         "memory.offload_optimizer=true",
         "memory.offload_activations=true",
     }
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"),
+    [
+        (75, "trainer.micro_batch_tokens=2048 memory.checkpointing=selective"),
+        (66, "trainer.micro_batch_tokens=2048 memory.checkpointing=full"),
+        (60, "trainer.micro_batch_tokens=1024 memory.checkpointing=full"),
+        (56, "trainer.micro_batch_tokens=2048 model.lora.rank=16"),
+        (8, "trainer.micro_batch_tokens=2048 memory.checkpointing=full model.lora.rank=16"),
+        (-50, None),
+    ],
+)
+def test_the_cheapest_measures_that_are_enough_together(room, expected):
+    config = build_config(
+        {"environment": {"type": "coins"}},
+        ["model.name=org/name", "trainer.micro_batch_tokens=4096"],
+    )
+
+    def needs(changed) -> float:
+        saved = {4096: 0, 2048: 5, 1024: 10}[changed.trainer.micro_batch_tokens]
+        saved += {"none": 0, "selective": 20, "full": 30}[changed.memory.checkpointing]
+        saved += 15 * (changed.memory.optimizer == "adamw_8bit")
+        return 100 - saved - 60 * changed.model.lora.enabled
+
+    found = find_combination(config, partial(list_measures, on_cpu=True), needs, room)
+    assert (found and found[0]) == expected
+    assert found is None or found[1] <= room

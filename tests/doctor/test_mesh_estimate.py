@@ -92,12 +92,20 @@ def test_a_model_that_one_device_cannot_hold_is_sharded(shape_of_7b):
 def test_the_recipes_own_mesh_is_judged_first_and_the_command_replaces_it(shape_of_7b):
     def checks(world, **sizes):
         config = recipe(shape_of_7b, *(f"trainer.parallel.{k}={n}" for k, n in sizes.items()))
-        return check_meshes(config, world, 80.0, "coins model.name=x")
+        keys = " ".join(f"trainer.parallel.{key}={size}" for key, size in sizes.items())
+        return check_meshes(config, world, 80.0, f"coins model.name=x {keys}")
 
     first, *_, last = checks(8, pipeline=2)
     assert first.name == "the recipe's mesh" and first.finding.startswith("pipeline=2 x replicas=4")
     assert first.status == "wrong", "half of the weights, moments and gradients are too much"
     assert last.advice.endswith("trainer.parallel.pipeline=1"), "what it asks for holds no more"
+    assert re.fullmatch(
+        r"the cheapest is \S.*; \d+ of \d+ meshes fit 8 devices of 80.0 GiB with "
+        r"micro-batches of [\d,]+ tokens( \(the first 6 of them are above\))?",
+        last.finding,
+    )
+
+    assert last.advice.count("trainer.parallel.pipeline=") == 1, "nothing is said twice"
 
     missing, *_ = checks(8, pipeline=3)
     assert missing.status == "wrong" and "(pipeline=3) is none" in missing.finding
@@ -231,6 +239,33 @@ def test_adapters_need_no_weights_of_their_base(bits, bytes_of_a_weight, few_lay
     copied = recipe(few_layers, "model.lora.rank=16", "algorithm.kl_coef=0.1")
     copy = fit(copied, sizes, ParallelSection(), 1).parts["reference copy"]
     assert copy == 4 * sizes.trained.total, "the base is its own reference's"
+
+
+@pytest.mark.parametrize(
+    ("memory", "is_named"), [(60.0, False), (30.0, True), (12.0, True), (1.0, False)]
+)
+def test_measures_that_are_enough_together_are_named_where_none_is_alone(
+    few_layers, memory, is_named
+):
+    def needed(*overrides):
+        words = [f"model.name={few_layers}", "model.dtype=bfloat16", "cold_start.episodes=0"]
+        config = build_config({"environment": {"type": "coins"}}, [*words, *overrides])
+        if not overrides:
+            return check_meshes(config, 1, memory, "coins")[-1].advice
+        return min(one.needs(memory * GIB) for one in fits(config, sizes_of(config), 1))
+
+    advice = needed()
+    named = re.match(r"set ([^;]+), with which it needs ([\d.]+) GiB and fits; ", advice)
+    if not is_named:
+        assert named is None, "one measure is enough, or three are not"
+        return
+
+    changes, amount = named.groups()
+    words = changes.split()
+    assert len({word.split("=")[0] for word in words}) == len(words) == 2
+    assert needed(*words) == pytest.approx(float(amount) * GIB, abs=0.01 * GIB)
+    assert needed(*words) <= 0.9 * memory * GIB
+    assert all(needed(word) > 0.9 * memory * GIB for word in words), "none alone"
 
 
 def test_a_saved_adapter_brings_its_own_rank(few_layers, tmp_path):

@@ -286,7 +286,7 @@ def test_ctrl_c_while_the_model_is_loaded_promises_no_checkpoint(monkeypatch, ca
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["nothing-like-it"], "nothing that could be measured is called"),
+        (["nothing-like-it"], "no recipe, run or model is called"),
         (["http://127.0.0.1:9/v1#m"], "takes a run or a model that is computed here"),
         (["smollm2-135m-instruct", "--step", "3"], "is not the folder of a run"),
     ],

@@ -223,7 +223,7 @@ def test_a_template_bad_at_system_messages_works_without_them(template: str) -> 
         chat.tokenizer.decode(chat.first_prompt([Message("user", "q")]))
         == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
     )
-    with pytest.raises(ModelError, match=r"agent\.system_prompt"):
+    with pytest.raises(ModelError, match="put its text into the first user message"):
         chat.first_prompt([Message("system", "be good"), Message("user", "q")])
 
 

@@ -28,7 +28,7 @@ from agentevo.rollout.failures import (
     failure_words,
 )
 from agentevo.rollout.unstorable import written
-from agentevo.tracebacks import traceback_of
+from agentevo.tracebacks import name_place, traceback_of
 from agentevo.types import Task, Trajectory
 
 LATE = "the episode took longer than agent.timeout_s=300 s"
@@ -205,3 +205,22 @@ def test_what_no_store_can_hold_fails_alone():
 
     with pytest.raises(StoreError, match="the id is taken"):
         asyncio.run(written([attempt("a")], refuse))
+
+
+def test_a_place_is_shown_once_and_named_without_its_traceback():
+    def wrong() -> None:
+        raise ValueError("bad")
+
+    def parses() -> None:
+        json.loads("{")
+
+    for function in (wrong, parses):
+        with pytest.raises(ValueError, match=r"bad|property name") as caught:
+            function()
+        text = traceback_of(caught.value)
+        lines = [line for line in text.splitlines() if line.startswith("  File ")]
+        assert len(lines) == len(set(lines)), text
+        place = name_place(text)
+        assert place.startswith(f"{__file__}, line ") and place.endswith(f"in {function.__name__}")
+
+    assert name_place("") == name_place("Traceback of theirs") == ""

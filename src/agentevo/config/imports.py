@@ -1,10 +1,11 @@
 """The recipe's key `import`: modules and files of the user, executed before names are resolved, so
 that what they register (environments, agents, rewards) can be named in the recipe.
 
-An entry is a Python file (`./my_agent.py`), a package's folder, or the name of a module, which is
-looked for beside the recipe before Python is asked. Relative paths start at the recipe's folder,
-those of an override at the current one, and become absolute here: a run's config.yaml finds the
-code again, whichever process reads it. A file's folder goes to the end of `sys.path`, so that it
+An entry is a Python file (`./my_agent.py`), a package's folder, or the name of a module. It is
+looked for beside the recipe, then in the current folder, as files of tasks are, and a module at
+last where Python looks. In a run's folder nothing is looked for: what an override names is code of
+whoever calls. Paths become absolute here: a run's config.yaml finds the code again, whichever
+process reads it. A file's folder goes to the end of `sys.path`, so that it
 may import its neighbours. Nothing is executed twice in one process.
 """
 
@@ -26,6 +27,7 @@ from typing import Any
 from agentevo.config import sources
 from agentevo.config.interpolation import InterpolationError, resolved
 from agentevo.errors import ConfigError, LoadingTimeoutError, described, shown
+from agentevo.paths import spelling_hint
 from agentevo.tracebacks import traceback_of
 from agentevo.user_code import load_in_time
 
@@ -62,9 +64,11 @@ def import_all(
             "[./my_agent.py]"
         )
 
-    base = Path.cwd() if own else folder
+    is_run = (folder / OF_A_RUN).is_file()
+    places = [*([] if own and is_run else [folder]), Path.cwd()]
+    folders = list(dict.fromkeys(place.resolve() for place in places))
     try:
-        return tuple(_import(entry, base.resolve()) for entry in entries)
+        return tuple(_import(entry, folders) for entry in entries)
     except ConfigError as error:
         lines = str(error).splitlines()
         lines[0] = f"{place}: {KEY}: {lines[0]}"
@@ -201,23 +205,29 @@ def import_for(recipe: str) -> None:
     import_all(tree, (), where=str(path), folder=path.parent)
 
 
-def _import(entry: str, folder: Path) -> str:
+def _import(entry: str, folders: Sequence[Path]) -> str:
     """Executes one entry, unless that has been done, and returns it with an absolute path."""
+    looked_in = " and ".join(map(str, folders))
     if _is_path(entry):
-        path = _source(folder / Path(entry).expanduser())
+        paths = [folder / Path(entry).expanduser() for folder in folders]
+        path = next(filter(None, map(_source, paths)), None)
         if path is None:
+            hint = next(filter(None, (spelling_hint(place, _is_source) for place in paths)), "")
             raise ConfigError(
-                f"{entry} is no Python file and no package's folder (looked in {folder}): give "
-                "the path of a file that ends in .py"
+                f"{entry} is no Python file and no package's folder (looked in {looked_in}): "
+                f"{hint}give the path of a file that ends in .py"
             )
     elif not _is_module_name(entry):
         raise ConfigError(f"{entry!r} is no module's name: a file is written ./{entry}")
     else:
-        path = _source(folder / f"{entry}.py") or _source(folder / entry)
+        names = (f"{entry}.py", entry)
+        paths = [folder / name for folder in folders for name in names]
+        path = next(filter(None, map(_source, paths)), None)
         if path is None and _spec(entry) is None:
+            hint = next(filter(None, (spelling_hint(place, _is_source) for place in paths)), "")
             raise ConfigError(
-                f"no module is called {entry!r}, and there is no {entry}.py in {folder}: install "
-                "its package, or give the path of a file, such as ./my_agent.py"
+                f"no module is called {entry!r}, and there is no {entry}.py in {looked_in}: "
+                f"{hint}install its package, or give the path of a file, such as ./my_agent.py"
             )
 
         if path is None:
@@ -237,6 +247,10 @@ def _source(path: Path) -> Path | None:
     if path.is_dir():
         path = path / "__init__.py"
     return path.resolve() if path.suffix == ".py" and path.is_file() else None
+
+
+def _is_source(path: Path) -> bool:
+    return _source(path) is not None
 
 
 def _spec(name: str) -> ModuleSpec | None:

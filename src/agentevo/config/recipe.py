@@ -89,8 +89,9 @@ class RunConfig(Section):
     model_config = pydantic.ConfigDict(serialize_by_alias=True)
 
     imports: tuple[str, ...] = Field(default=(), alias="import")
-    """Your own modules and Python files, such as [./my_agent.py], read from the recipe's folder.
-    What they register (agents, environments, rewards) can then be named in the recipe."""
+    """Your own modules and Python files, such as [./my_agent.py], looked for beside the
+    recipe, then in the current folder. What they register (agents, environments, rewards) can then
+    be named in the recipe."""
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     environment: SerializeAsAny[EnvironmentConfig] | None = None

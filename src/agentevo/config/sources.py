@@ -21,7 +21,7 @@ from agentevo.config.interpolation import InterpolationError, Resolver, is_inter
 from agentevo.credentials import without_passwords
 from agentevo.errors import ConfigError, UnknownNameError, shown
 from agentevo.parsing import MAX_DEPTH, MAX_KEY, ParseError, parse_yaml, read_text
-from agentevo.paths import name_problem
+from agentevo.paths import name_problem, spelling_hint
 from agentevo.registry import nearest
 
 SHORT_FORMS: dict[tuple[str, ...], str | None] = {
@@ -73,7 +73,10 @@ def find_recipe(recipe: str) -> Path:
     if path.suffix in {".yaml", ".yml"}:
         if os.path.isfile(path):
             return path
-        raise ConfigError(f"recipe {recipe}: no such file (packaged recipes: {known})")
+        raise ConfigError(
+            f"recipe {recipe}: no such file: {spelling_hint(path, os.path.isfile)}packaged "
+            f"recipes: {known}"
+        )
 
     packaged = packaged_recipes().get(recipe)
     if packaged is not None:
@@ -87,11 +90,18 @@ def find_recipe(recipe: str) -> Path:
         )
 
     guess = nearest(recipe, recipe_names())
-    hint = f"did you mean {guess!r}? " if guess else ""
+    hint = spelling_hint(path, _has_recipe)
+    if guess and not (hint and "/" in recipe):
+        hint = f"did you mean {guess!r}? "
     raise UnknownNameError(
         f"no recipe is called {recipe!r}: {hint}packaged recipes: {known}; or give the path of a "
         ".yaml file"
     )
+
+
+def _has_recipe(path: Path) -> bool:
+    """Whether it is the file of a recipe, or a folder with one, as that of a run."""
+    return path.suffix in {".yaml", ".yml"} or any(path.glob("*.yaml"))
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from agentevo.data.row_report import RowError
 from agentevo.errors import ConfigError
 from agentevo.extras import load_extra
 from agentevo.parsing import ParseError, check_depth, check_file, parse_json
+from agentevo.paths import spelling_hint
 from agentevo.progress import bar
 
 _DECODER = json.JSONDecoder()
@@ -70,8 +71,8 @@ def check_source(source: str, key: str) -> None:
 
     if not path.exists() and (_kind(path) is not None or not _HUB_NAME.fullmatch(source)):
         raise ConfigError(
-            f"{key}: {source} does not exist: give a file, a folder, or a dataset of the hub "
-            "written ORG/NAME or ORG/NAME:SPLIT"
+            f"{key}: {source} does not exist: {spelling_hint(path)}give a file, a folder, or a "
+            "dataset of the hub written ORG/NAME or ORG/NAME:SPLIT"
         )
 
     if not path.exists() or _is_saved_dataset(path):

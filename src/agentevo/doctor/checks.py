@@ -14,11 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from agentevo.doctor.memory_measures import kind_of
 from agentevo.observability.remedies import Remedies
 
 LOGPROB_TOLERANCE: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 0.2}
 """Largest allowed |engine - trainer| for one token, in nats, by the dtype of the computation."""
 GIB = 1024**3
+MEMORY_ROOM = 0.8
+"""The share of free memory that may be planned with, where the run has begun."""
 
 
 @dataclass(frozen=True)
@@ -283,37 +286,48 @@ def _gib(size: float) -> float:
 
 
 def judge_memory(
-    parts: Mapping[str, float], available: float, turned: Mapping[str, float] | None = None
+    parts: Mapping[str, float],
+    available: float,
+    turned: Mapping[str, float] | None = None,
+    together: tuple[str, float] | None = None,
 ) -> Check:
     """`parts`: name -> bytes that training will still take. `available`: bytes that are free now.
-    `turned`: 'key=value' -> bytes that it would take with it, the cheapest change first."""
+    `turned`: 'key=value' -> bytes that it would take with it, the cheapest change first.
+    `together`: likewise of several changes, where none is enough alone."""
     needed = sum(parts.values())
     listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
     finding = (
         f"needs about {needed / GIB:.2f} GiB more ({listed}), {available / GIB:.2f} GiB are free"
     )
-    if needed <= 0.8 * available:
+    if needed <= MEMORY_ROOM * available:
         return Check("memory", "good", finding)
 
     return Check(
         "memory",
         "wrong" if needed > available else "warning",
         finding,
-        _memory_advice(needed, available, turned or {}),
+        _memory_advice(needed, available, turned or {}, together),
     )
 
 
-def _memory_advice(needed: float, available: float, turned: Mapping[str, float]) -> str:
-    """The first change that is enough; else those that save most, one for each key."""
-    for change, left in turned.items():
-        if left <= 0.8 * available:
+def _memory_advice(
+    needed: float,
+    available: float,
+    turned: Mapping[str, float],
+    together: tuple[str, float] | None,
+) -> str:
+    """The first change that is enough, or those that are so together; else those that save most,
+    one for each key."""
+    choices = [*turned.items(), *([together] if together else [])]
+    for change, left in choices:
+        if left <= MEMORY_ROOM * available:
             return f"set {change}, which saves {(needed - left) / GIB:.2f} GiB"
 
     measures = [
         f"{change} saves {saved / GIB:.2f} GiB" for saved, change in rank_measures(needed, turned)
     ]
     last = "take a smaller model, or close other programs"
-    return f"one change is not enough: {', '.join(measures)}; {last}" if measures else last
+    return f"no change is enough: {', '.join(measures)}; {last}" if measures else last
 
 
 def rank_measures(needed: float, turned: Mapping[str, float]) -> list[tuple[float, str]]:
@@ -321,7 +335,7 @@ def rank_measures(needed: float, turned: Mapping[str, float]) -> list[tuple[floa
     if it is more than a fiftieth. `turned`: as of `judge_memory`."""
     best: dict[str, tuple[float, str]] = {}
     for change, left in turned.items():
-        kind = " ".join(word.partition("=")[0] for word in change.split())
+        kind = kind_of(change)
         best[kind] = max(best.get(kind, (0.0, "")), (needed - left, change))
 
     return sorted((saving for saving in best.values() if saving[0] > 0.02 * needed), reverse=True)

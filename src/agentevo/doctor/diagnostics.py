@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from agentevo.doctor import checks
 from agentevo.doctor import group_checks as measure
 from agentevo.doctor.checks import Check
 from agentevo.doctor.memory_estimate import total, weight_bytes
-from agentevo.doctor.memory_measures import list_measures
+from agentevo.doctor.memory_measures import list_measures, remember_by_model, weigh_measures
 from agentevo.doctor.services import check_services, is_refused
 from agentevo.doctor.store_check import check_store_server
 from agentevo.doctor.unloaded_policy import shape_policy
@@ -248,13 +249,15 @@ def _judge_sizes(parts: Components, spoken: list[Trajectory]) -> list[Check]:
         """With what its weights take more than those that are loaded."""
         if turned.model == config.model:
             return total(needs(turned, parts.model))
-        other = shape_policy(turned, causal_model(parts.model).config)
+        other = shape_other(turned)
         return total(needs(turned, other)) + weight_bytes(other) - weight_bytes(parts.model)
 
-    turned = {
-        change: needs_in_all(other) for change, other in list_measures(config, not on_gpu).items()
-    }
+    shape = causal_model(parts.model).config
+    shape_other = remember_by_model(lambda changed: shape_policy(changed, shape))
     needed = needs(config, parts.model)
+    free = measure.free_bytes(parts.model.device)
+    list_for = partial(list_measures, on_cpu=not on_gpu)
+    turned, combined = weigh_measures(config, list_for, needs_in_all, checks.MEMORY_ROOM * free)
     return [
         checks.judge_context(
             max(map(len, paths)),
@@ -263,7 +266,7 @@ def _judge_sizes(parts: Components, spoken: list[Trajectory]) -> list[Check]:
             is_tiny=config.model.name == "tiny",
         ),
         checks.judge_kv_cache(together, longest, kv_tokens, token_bytes, config.engine.max_running),
-        checks.judge_memory(needed, measure.free_bytes(parts.model.device), turned),
+        checks.judge_memory(needed, free, turned, combined),
     ]
 
 

@@ -1,15 +1,35 @@
-"""Changes of a recipe that save memory. What each saves is computed by whoever knows the model
-(`diagnostics`, `mesh_estimate`)."""
+"""Changes of a recipe that save memory, one by one and together. What each saves is computed by
+whoever knows the model (`diagnostics`, `mesh_estimate`)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
-from typing import Literal
+from typing import Literal, TypeVar
 
 from agentevo.config import RunConfig
 
 RANK = 16
 """Of the adapters that are proposed."""
+MOST_TOGETHER = 3
+"""Measures that are proposed together."""
+
+Measures = Mapping[str, RunConfig]
+"""As `list_measures` gives them."""
+T = TypeVar("T")
+
+
+def remember_by_model(make: Callable[[RunConfig], T]) -> Callable[[RunConfig], T]:
+    """`make`, which reads nothing of a recipe but its model, called once for each."""
+    made: dict[str, T] = {}
+
+    def make_once(config: RunConfig) -> T:
+        key = config.model.model_dump_json()
+        if key not in made:
+            made[key] = make(config)
+        return made[key]
+
+    return make_once
 
 
 def list_measures(
@@ -60,6 +80,69 @@ def list_measures(
             changed["rollout.policy=mask"] = _change(config, "rollout", policy="mask")
 
     return changed | _list_adapters(config)
+
+
+def kind_of(change: str) -> str:
+    """The keys of a change, whatever their values."""
+    return " ".join(word.partition("=")[0] for word in change.split())
+
+
+def weigh_measures(
+    config: RunConfig,
+    list_for: Callable[[RunConfig], Measures],
+    needs: Callable[[RunConfig], float],
+    room: float,
+) -> tuple[dict[str, float], tuple[str, float] | None]:
+    """The bytes that a recipe needs with each measure, by itself, and `find_combination` where none
+    of them is enough; nothing of a recipe that needs no measure."""
+    if needs(config) <= room:
+        return {}, None
+
+    turned = {change: needs(changed) for change, changed in list_for(config).items()}
+    is_enough = any(needed <= room for needed in turned.values())
+    return turned, None if is_enough else find_combination(config, list_for, needs, room)
+
+
+def find_combination(
+    config: RunConfig,
+    list_for: Callable[[RunConfig], Measures],
+    needs: Callable[[RunConfig], float],
+    room: float,
+) -> tuple[str, float] | None:
+    """The cheapest two or three measures that together need no more than `room` bytes, and what
+    they need; None where none do. What several cost is the sum of the places of their kinds in the
+    list, as the cheapest stand first there. `list_for`: the measures that a recipe has not taken
+    yet."""
+    kinds = list(dict.fromkeys(map(kind_of, list_for(config))))
+    cost = {kind: place for place, kind in enumerate(kinds, start=1)}
+
+    several = [
+        (sum(cost[kind_of(change)] for change in changes), " ".join(changes), changed)
+        for changes, changed in _combine(config, list_for, cost)
+        if len(changes) > 1
+    ]
+    for _, change, changed in sorted(several, key=lambda entry: entry[0]):
+        needed = needs(changed)
+        if needed <= room:
+            return change, needed
+
+    return None
+
+
+def _combine(
+    config: RunConfig,
+    list_for: Callable[[RunConfig], Measures],
+    cost: Mapping[str, int],
+    taken: tuple[str, ...] = (),
+) -> Iterator[tuple[tuple[str, ...], RunConfig]]:
+    """Every choice of changes of different kinds, in the order of the kinds, with the recipe that
+    has them: each is one that the recipe with those before it can still take."""
+    last = cost[kind_of(taken[-1])] if taken else 0
+    for change, changed in list_for(config).items():
+        if cost.get(kind_of(change), 0) > last:
+            yield (*taken, change), changed
+            if len(taken) + 1 < MOST_TOGETHER:
+                yield from _combine(changed, list_for, cost, (*taken, change))
 
 
 def _list_adapters(config: RunConfig) -> dict[str, RunConfig]:

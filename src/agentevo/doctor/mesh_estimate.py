@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 from torch import nn
@@ -40,7 +42,7 @@ from agentevo.doctor.memory_estimate import (
     total,
     trained_of,
 )
-from agentevo.doctor.memory_measures import list_measures
+from agentevo.doctor.memory_measures import list_measures, remember_by_model, weigh_measures
 from agentevo.doctor.unloaded_policy import unloaded_policy
 from agentevo.errors import ConfigError, ModelError, TrainingError
 from agentevo.inference.vllm_options import read_options
@@ -411,12 +413,15 @@ def judge_meshes(
     tokens: int,
     asked: ParallelSection,
     turned: Mapping[str, float] = MappingProxyType({}),
+    *,
     program: str = "train",
+    together: tuple[str, float] | None = None,
 ) -> list[Check]:
     """`memory`: bytes of each device. `command`: recipe and overrides as they were given, for
     `agentevo train` or another `program`. `tokens`:
     of the largest micro-batch. `asked`: the recipe's own mesh, which is judged before the others
-    where it is one. `turned`: a measure -> the least that any mesh then needs."""
+    where it is one. `turned`: a measure -> the least that any mesh then needs. `together`: likewise
+    of several measures, where none is enough alone."""
     good = [one for one in found if one.fits_in(memory)]
     listed = good or sorted(found, key=lambda one: one.needs(memory))
 
@@ -438,22 +443,32 @@ def judge_meshes(
             finding += f"; on the first one {on_first / GIB:.2f} (and {more})"
         checks.append(Check("mesh", "good" if good else "wrong", finding))
 
-    left = len(listed) - len(listed[:SHOWN])
-    also = f", and {left} more" if left else ""
-
-    about = f"{devices} devices of {memory / GIB:.1f} GiB, micro-batches of {tokens:,} tokens"
+    about = f"{devices} devices of {memory / GIB:.1f} GiB with micro-batches of {tokens:,} tokens"
+    above = f" (the first {SHOWN} of them are above)" if len(listed) > SHOWN else ""
     if not good:
-        advice = _advise(listed[0].needs(memory), ROOM * memory, turned)
-        return [*checks, Check("meshes", "wrong", f"none fits {about}", advice)]
+        advice = _advise(listed[0].needs(memory), ROOM * memory, turned, together)
+        finding = f"none of {len(found)} meshes fits {about}{above}"
+        return [*checks, Check("meshes", "wrong", finding, advice)]
 
     advice = "start it with: " + _ready(good[0], devices, program, command, asked)
-    finding = f"{len(good)} of {len(found)} fit {about}{also}; the cheapest is {good[0]}"
+    finding = f"the cheapest is {good[0]}; {len(good)} of {len(found)} meshes fit {about}{above}"
     return [*checks, Check("meshes", "good", finding, advice)]
 
 
-def _advise(least: float, room: float, turned: Mapping[str, float]) -> str:
-    """Each measure by itself, with what it saves of the `least` that a mesh needs."""
-    measures = [
+def _advise(
+    least: float,
+    room: float,
+    turned: Mapping[str, float],
+    together: tuple[str, float] | None,
+) -> str:
+    """What is enough together, then each measure by itself, with what it saves of the `least` that
+    a mesh needs."""
+    measures = []
+    if together is not None:
+        changes, needed = together
+        measures.append(f"set {changes}, with which it needs {needed / GIB:.2f} GiB and fits")
+
+    measures += [
         f"{change} saves {saved / GIB:.2f} GiB" + " and fits" * (least - saved <= room)
         for saved, change in rank_measures(least, turned)
     ]
@@ -480,7 +495,10 @@ def _own_mesh(own: Fit | None, asked: ParallelSection, devices: int, memory: flo
 
 
 def _ready(one: Fit, devices: int, program: str, command: str, asked: ParallelSection) -> str:
-    words = " ".join([command, *one.keys(asked)])
+    keys = one.keys(asked)
+    replaced = {key.partition("=")[0] for key in keys}
+    kept = [word for word in shlex.split(command) if word.partition("=")[0] not in replaced]
+    words = shlex.join([*kept, *keys])
     if devices == 1:
         return f"agentevo {program} {words}"
     if devices <= OF_A_NODE or devices % OF_A_NODE:
@@ -511,24 +529,45 @@ def check_meshes(
     sizes = sizes_of(config)
     tokens = longest_pass(config, sizes)
     found = fits(config, sizes, devices)
-    turned = {}
+    on_cpu = config.model.device == "cpu" or (device_memory is None and not is_accelerator(here))
+    turned, together = _weigh_measures(config, sizes, found, memory, on_cpu)
     if not any(one.fits_in(memory) for one in found):
-        on_cpu = config.model.device == "cpu" or (
-            device_memory is None and not is_accelerator(here)
-        )
-        turned = _weigh_measures(config, sizes, found, memory, on_cpu)
+        turned |= _more_devices(config, sizes, devices, memory)
 
     asked = config.trainer.parallel
     program = "sft" if config.data.taught else "train"
-    return judge_meshes(found, devices, memory, command, tokens, asked, turned, program)
+    return judge_meshes(
+        found, devices, memory, command, tokens, asked, turned, program=program, together=together
+    )
 
 
 def _weigh_measures(
     config: RunConfig, sizes: Sizes, found: list[Fit], memory: float, on_cpu: bool
-) -> dict[str, float]:
-    """A measure that is not taken yet -> the least that any mesh of the devices then needs."""
+) -> tuple[dict[str, float], tuple[str, float] | None]:
+    """`weigh_measures` with the least that any mesh of the devices needs."""
     devices = found[0].world
     meshes = [one.parallel for one in found]
+    sizes_of_other = remember_by_model(sizes_of)
+
+    def least(changed: RunConfig) -> float:
+        if changed.model == config.model:
+            fitting = [
+                fit(changed, sizes, parallel, devices)
+                for parallel in meshes
+                if not parallel_contradictions(_in_mesh(changed, parallel))
+            ]
+        else:
+            fitting = fits(changed, sizes_of_other(changed), devices)
+
+        return min((one.needs(memory) for one in fitting), default=math.inf)
+
+    list_for = partial(_list_with_samplers, on_cpu=on_cpu)
+    turned, together = weigh_measures(config, list_for, least, ROOM * memory)
+    return {change: needed for change, needed in turned.items() if needed < math.inf}, together
+
+
+def _list_with_samplers(config: RunConfig, on_cpu: bool) -> dict[str, RunConfig]:
+    """`list_measures`, and engines with devices of their own."""
     measures = list_measures(config, on_cpu, "sft" if config.data.taught else "trainer")
     if not config.rollout.samplers and not config.data.taught:
         apart = {"samplers": 1, "staleness": max(1, config.rollout.staleness)}
@@ -536,21 +575,7 @@ def _weigh_measures(
         rollout = config.rollout.model_copy(update=apart)
         measures[keys] = config.model_copy(update={"rollout": rollout})
 
-    turned = {}
-    for change, other in measures.items():
-        if other.model == config.model:
-            fitting = [
-                fit(other, sizes, parallel, devices)
-                for parallel in meshes
-                if not parallel_contradictions(_in_mesh(other, parallel))
-            ]
-        else:
-            fitting = fits(other, sizes_of(other), devices)
-
-        if fitting:
-            turned[change] = min(one.needs(memory) for one in fitting)
-
-    return turned | _more_devices(config, sizes, devices, memory)
+    return measures
 
 
 def _more_devices(config: RunConfig, sizes: Sizes, devices: int, memory: float) -> dict[str, float]:

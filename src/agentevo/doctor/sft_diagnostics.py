@@ -3,6 +3,8 @@ would, and judges rows and memory."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from transformers import PreTrainedModel
 
 from agentevo.config import RunConfig, SFTSection
@@ -10,7 +12,7 @@ from agentevo.doctor import checks
 from agentevo.doctor import group_checks as measure
 from agentevo.doctor.checks import Check
 from agentevo.doctor.memory_estimate import Load, total, training_bytes, weight_bytes
-from agentevo.doctor.memory_measures import list_measures
+from agentevo.doctor.memory_measures import list_measures, remember_by_model, weigh_measures
 from agentevo.doctor.unloaded_policy import shape_policy
 from agentevo.models.chat import ChatFormat
 from agentevo.models.load import LoadedModel
@@ -73,14 +75,16 @@ def _judge_memory(config: RunConfig, loaded: LoadedModel, data: SFTData) -> Chec
         """With what its weights take more than those that are loaded."""
         if turned.model == config.model:
             return total(needs(turned, loaded.model))
-        other = shape_policy(turned, causal_model(loaded.model).config)
+        other = shape_other(turned)
         return total(needs(turned, other)) + weight_bytes(other) - weight_bytes(loaded.model)
 
-    turned = {
-        change: needs_in_all(other)
-        for change, other in list_measures(config, device.type == "cpu", "sft").items()
-    }
-    return checks.judge_memory(needs(config, loaded.model), measure.free_bytes(device), turned)
+    shape = causal_model(loaded.model).config
+    shape_other = remember_by_model(lambda changed: shape_policy(changed, shape))
+    needed = needs(config, loaded.model)
+    free = measure.free_bytes(device)
+    list_for = partial(list_measures, on_cpu=device.type == "cpu", section="sft")
+    turned, together = weigh_measures(config, list_for, needs_in_all, checks.MEMORY_ROOM * free)
+    return checks.judge_memory(needed, free, turned, together)
 
 
 def _load(batch: list[Sample], section: SFTSection, *, on_cpu: bool) -> Load:

@@ -25,6 +25,7 @@ from agentevo.config.remote_models import RemoteModelSection
 from agentevo.config.sections import ModelSection
 from agentevo.errors import ConfigError, UnknownNameError
 from agentevo.models.resolve import HUB, HUB_NAME, TINY, resolve
+from agentevo.paths import spelling_hint
 from agentevo.registry import nearest
 from agentevo.remote_models.served import check_served, served_models
 from agentevo.runs.folder import UNSCORED, is_run_folder, run_config
@@ -221,6 +222,10 @@ def is_model(word: str) -> bool:
     return is_folder or word in (*known_models.names(), TINY) or bool(is_hub)
 
 
+def _is_run_or_model(path: Path) -> bool:
+    return is_run_folder(path) or is_model(str(path))
+
+
 def check_word(word: str) -> None:
     """Raises ConfigError for what is no recipe either."""
     from agentevo.models.known import known_models
@@ -231,12 +236,13 @@ def check_word(word: str) -> None:
         recipes = sources.recipe_names()
         models = [*known_models.names(), TINY]
         guess = nearest(word, [*recipes, *models])
+        hint = spelling_hint(Path(word).expanduser(), _is_run_or_model)
+        hint = hint or (f"did you mean {guess!r}? " if guess else "")
         raise UnknownNameError(
-            f"nothing that could be measured is called {word!r}: "
-            f"{f'did you mean {guess!r}? ' if guess else ''}give a recipe ({', '.join(recipes)}, "
-            "or the path of a .yaml file), the folder of a run or of a model, a known model "
-            f"({', '.join(models)}), one of the hub (ORG/NAME), a name of remote_models, or a "
-            "server as URL#MODEL"
+            f"no recipe, run or model is called {word!r}: {hint}give a recipe "
+            f"({', '.join(recipes)}, or the path of a .yaml file), the folder of a run or of "
+            f"a model, a known model ({', '.join(models)}), one of the hub (ORG/NAME), a name of "
+            "remote_models, or a server as URL#MODEL"
         ) from None
 
 

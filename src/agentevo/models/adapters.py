@@ -12,6 +12,7 @@ format.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,12 +36,15 @@ if TYPE_CHECKING:
 CONFIG_FILE = "adapter_config.json"
 ADAPTER = "default"
 """Name of a model's first adapter, as PEFT calls it."""
+_WARNS_OF_KERNELS = "bitsandbytes.backends.cpu.ops"
 FRESH_INITS = (True, False, "gaussian", "orthogonal")
 """PEFT's init_lora_weights that leave the base as it is."""
 
 
 def peft() -> ModuleType:
-    """The package. Raises MissingExtraError."""
+    """The package. Raises MissingExtraError. PEFT imports bitsandbytes, which warns on some CPUs
+    that it lacks a kernel for packed weights; no training here packs them (models/load.py)."""
+    logging.getLogger(_WARNS_OF_KERNELS).setLevel(logging.ERROR)
     return load_extra("peft", "lora", "model.lora")
 
 

@@ -105,7 +105,8 @@ class ChatFormat:
         self.opening = self._check_history([_USER])
         """What the generation prompt says beyond the header of a finished message: "" or the
         beginning of a thought, such as "<think>\\n"."""
-        self._system_problem = self._probe_system()
+        self.system_problem = self._probe_system()
+        """Why conversations with a system message can't be continued, or None."""
 
     @cached_property
     def longest_token(self) -> int:
@@ -215,7 +216,7 @@ class ChatFormat:
 
         problem = self._tools_problem(tools) if tools != NO_TOOLS else None
         if problem is None and any(message.role == "system" for message in messages):
-            problem = self._system_problem
+            problem = self.system_problem
         if problem is not None:
             raise ModelError(problem)
         return self._encode(self._template.render(messages, prompt=True, tools=tools))
@@ -380,8 +381,8 @@ class ChatFormat:
             self._check_history([Message("system", _SYSTEM), _USER])
         except ModelError as error:
             return (
-                f"with a system message: {error}; put the text into the first user message "
-                "instead (agent.system_prompt=null)"
+                f"with a system message: {error}; leave it out, or put its text into the first "
+                "user message"
             )
 
         return None

@@ -22,7 +22,7 @@ from agentevo.models.cache import Progress, cache_folder, cached, is_complete
 from agentevo.models.known import KnownModel, known_models
 from agentevo.models.modelscope import MODELSCOPE
 from agentevo.parsing import read_json_object
-from agentevo.paths import name_problem
+from agentevo.paths import name_problem, spelling_hint
 from agentevo.registry import nearest
 
 TINY = "tiny"
@@ -93,13 +93,15 @@ def locate(name: str) -> Path | str | KnownModel:
 
     if _PATH.match(name) or name.count("/") > 1 or ("/" in name and os.path.isdir(folder.parent)):
         raise ModelError(
-            f"model {name!r}: there is no such folder (looked for {folder.absolute()}): correct "
-            "the path; a hub model is written org/name"
+            f"model {name!r}: there is no such folder (looked for {folder.absolute()}): "
+            f"{spelling_hint(folder, os.path.isdir)}correct the path; a hub model is written "
+            "org/name"
         )
 
     names = [*known_models.names(), TINY]
     guess = nearest(name[:100].lower(), names)
-    hint = f"did you mean {guess!r}? " if guess else ""
+    hint = spelling_hint(folder, _holds_model)
+    hint = hint or (f"did you mean {guess!r}? " if guess else "")
     raise UnknownNameError(
         f"model {name!r} is no local folder and no known model: {hint}known models: "
         f"{', '.join(names)}; a hub model is written org/name"
@@ -154,6 +156,10 @@ def _folder_of(name: str) -> Path:
         return Path(name).expanduser()
     except RuntimeError as error:  # ~somebody, who has no home
         raise ModelError(f"model {name!r}: {error}: write the whole path") from error
+
+
+def _holds_model(folder: Path) -> bool:
+    return os.path.isfile(folder / "config.json")
 
 
 def _no_folder(name: str, path: Path) -> str:

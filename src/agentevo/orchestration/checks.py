@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from agentevo.config import ModelSection, RunConfig
+from agentevo.config.agents import AgentSection, CodeAgentSection
 from agentevo.config.algorithm_functions import check_names
 from agentevo.config.parallel import world_size
 from agentevo.errors import ConfigError, TrainingError, UnusableCheckpointError
@@ -23,14 +24,17 @@ from agentevo.orchestration.components import AgentFunction, check_memory, load_
 from agentevo.orchestration.conversations import check_sft_data
 from agentevo.orchestration.device_plan import plan_of
 from agentevo.orchestration.players import (
+    check_environment,
     check_play,
     check_solver,
     find_agent,
-    solo_environment,
 )
 from agentevo.orchestration.preference_data import check_preference
 from agentevo.orchestration.profiling import check_profile
+from agentevo.orchestration.refusals import Refusals
 from agentevo.orchestration.tracking import check_tracking
+from agentevo.paths import spelling_hint
+from agentevo.rollout.given_tasks import GivenTasks
 from agentevo.tracing import check_tracing
 from agentevo.training.algorithm_functions import try_out
 from agentevo.training.checkpoint import Checkpoints
@@ -46,15 +50,21 @@ def check_recipe(
     tasks: Sequence[Task] | None = None,
     resume: bool = False,
     may_fetch: bool = True,
-) -> None:
+) -> GivenTasks | None:
     """All that a run of `agentevo train` or `sft` refuses of its recipe before it looks at its
-    folder. Raises ConfigError or ModelError. `may_fetch`: as `check_parts` has it."""
-    check_agent(config, agent, tasks)
-    check_tracing(config)
+    folder, in one ConfigError. Returns and fetches what `check_parts` does."""
+    refusals = Refusals()
+    refusals.collect(check_agent, config, agent, tasks)
+    refusals.collect(check_tracing, config)
+
+    given = None
     if command == "sft":
-        check_sft_parts(config, resume, may_fetch=may_fetch)
+        refusals.collect(check_sft_parts, config, resume, may_fetch=may_fetch)
     else:
-        check_parts(config, tasks, resume, may_fetch=may_fetch)
+        given = refusals.collect(check_parts, config, tasks, resume, may_fetch=may_fetch)
+
+    refusals.raise_all()
+    return given
 
 
 def check_parts(
@@ -64,40 +74,62 @@ def check_parts(
     *,
     apart: bool = False,
     may_fetch: bool = True,
-) -> None:
-    """Raises ConfigError or ModelError for what would otherwise fail while a training run's parts
-    are built: an unknown engine or transport, a missing package or option of engine, environment or
-    child processes, too few tasks, a model that can't be had. `apart`: samplers and engines are
-    other processes, whoever starts them. `may_fetch`: a known model is downloaded here; else
-    nothing is, and a model that is not on this machine is looked at by its name alone."""
+) -> GivenTasks | None:
+    """Raises ConfigError, with all of it, for what would otherwise fail while a training run's
+    parts are built: an unknown engine or transport, a missing package or option of engine,
+    environment or child processes, too few tasks, a model that can't be had. Returns the tasks that
+    the recipe's files or its agent gave. `apart`: samplers and engines are other processes, whoever
+    starts them. `may_fetch`: a known model is downloaded here, if nothing else is refused; without
+    it none is, and a model that is not on this machine is looked at by its name alone."""
+    refusals = Refusals()
     if config.rollout.samplers:
-        importlib.import_module("agentevo.inference.server")  # raises MissingExtraError
-        plan_of(config)
-        RunSecret(config.run_dir / "engines", config.rollout.engine_secret).check()
+        refusals.collect(_check_samplers, config)
 
-    check_processes(config)
-    check_tracking(config)
-    check_play(config, tasks)
-    check_engine(config.engine)
-    apart = apart or config.rollout.samplers > 0
-    check_transport(config, apart=apart)
-    check_preference(config)
+    refusals.collect(check_processes, config)
+    refusals.collect(check_tracking, config)
+    given = refusals.collect(check_play, config, tasks)
+    refusals.collect(_check_serving, config, apart=apart or config.rollout.samplers > 0)
+    refusals.collect(check_preference, config)
     if config.cold_start.episodes and not resume:
-        check_solver(config, "cold_start.episodes asks: set cold_start.episodes=0", may_fail=True)
+        asks = "cold_start.episodes asks: set cold_start.episodes=0"
+        refusals.collect(check_solver, config, asks, may_fail=True)
     if config.trainer.optimizer_from is not None and not resume:
-        _check_optimizer(config.trainer.optimizer_from)
+        refusals.collect(_check_optimizer, config.trainer.optimizer_from)
 
+    refusals.collect(_check_algorithm, config)
+    refusals.collect(check_memory, config)
+    refusals.collect(check_profile, config)
+    _check_models(config, resume, may_fetch, refusals)
+    return given
+
+
+def _check_models(config: RunConfig, resume: bool, may_fetch: bool, refusals: Refusals) -> None:
+    """Raises ConfigError for these and all `refusals`, before anything is downloaded."""
+    if may_fetch:
+        refusals.raise_all()
+
+    for section in () if resume else _policies(config):
+        refusals.collect(_check_model, section, may_fetch)
+    for name in _models_beside(config):
+        refusals.collect(resolve if may_fetch else locate, name)
+
+    refusals.raise_all()
+
+
+def _check_samplers(config: RunConfig) -> None:
+    importlib.import_module("agentevo.inference.server")  # raises MissingExtraError
+    plan_of(config)
+    RunSecret(config.run_dir / "engines", config.rollout.engine_secret).check()
+
+
+def _check_serving(config: RunConfig, *, apart: bool) -> None:
+    check_engine(config.engine)
+    check_transport(config, apart=apart)
+
+
+def _check_algorithm(config: RunConfig) -> None:
     check_names(config.algorithm)
     try_out(config.algorithm)
-
-    check_memory(config)
-    check_profile(config)
-    if not resume:
-        for section in _policies(config):
-            _check_model(section, may_fetch)
-
-    for name in _models_beside(config):
-        (resolve if may_fetch else locate)(name)
 
 
 def _check_optimizer(folder: Path) -> None:
@@ -110,14 +142,18 @@ def _check_optimizer(folder: Path) -> None:
         ) from error
 
 
-def models_to_fetch(config: RunConfig) -> list[str]:
-    """A line for every model that a run downloads before it loads it. Raises ModelError."""
+def remarks_before(config: RunConfig, given: GivenTasks | None) -> list[str]:
+    """A line for every model that a run downloads before it loads it, and the account of the rows
+    of tasks. Raises ModelError."""
     names = [section.name for section in _policies(config) if section.name != TINY]
-    return [
-        f"the model {name} is not on this machine: a run downloads it first"
+    lines = [
+        f"the model {name} is not on this machine: "
+        f"{spelling_hint(Path(name))}a run downloads it first"
         for name in dict.fromkeys([*names, *_models_beside(config)])
         if saved_folder(name) is None
     ]
+    reports = () if given is None else given.reports
+    return lines + [line for report in reports for line in report.lines()]
 
 
 def check_weights(config: RunConfig) -> list[str]:
@@ -185,6 +221,8 @@ def load_checked(
     processes can't share as trainer.parallel says."""
     loaded = load_policy(config, checkpoint, for_part=for_part)
     _check_spread(config, loaded)
+    if _system_remedy(config.agent):
+        _check_template(config, loaded)
     return loaded
 
 
@@ -201,8 +239,28 @@ def check_unloaded(config: RunConfig) -> LoadedModel | None:
         loaded = load_hollow(config.model, folder)
         _check_spread(config, loaded)
 
-    ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None))
+    _check_template(config, loaded)
     return loaded
+
+
+def _check_template(config: RunConfig, loaded: LoadedModel) -> None:
+    """Raises ModelError for a chat template that no episode can go on in, and ConfigError for one
+    that takes no system message where the recipe's agent has one."""
+    chat = ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None))
+    remedy = _system_remedy(config.agent)
+    if remedy and chat.system_problem is not None:
+        raise ConfigError(f"model {loaded.name!r}: {chat.system_problem}: {remedy}")
+
+
+def _system_remedy(agent: AgentSection) -> str:
+    """How to do without the system message of the recipe's agent; empty where it has none."""
+    if isinstance(agent, CodeAgentSection):
+        return f"agent.type={agent.type} always has one, so choose another model or agent"
+    if getattr(agent, "system_prompt", None) is None:
+        return ""
+    return "set agent.system_prompt=null" + (
+        " and agent.instruction" if hasattr(agent, "instruction") else ""
+    )
 
 
 def _check_spread(config: RunConfig, loaded: LoadedModel) -> None:
@@ -231,15 +289,15 @@ def check_agent(
 
 def check_sft_parts(config: RunConfig, resume: bool, *, may_fetch: bool = True) -> None:
     """As `check_parts`, for `agentevo sft`, whose environment is optional."""
-    check_processes(config)
-    check_tracking(config)
-    check_sft_data(config)
-    check_memory(config)
-    check_profile(config)
+    refusals = Refusals()
+    for check in (check_processes, check_tracking, check_sft_data, check_memory, check_profile):
+        refusals.collect(check, config)
 
     if config.environment is not None:
-        with solo_environment(config):
-            pass
-
+        refusals.collect(check_environment, config)
+    if may_fetch:
+        refusals.raise_all()
     if not resume:
-        _check_model(config.model, may_fetch)
+        refusals.collect(_check_model, config.model, may_fetch)
+
+    refusals.raise_all()

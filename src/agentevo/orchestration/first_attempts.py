@@ -16,11 +16,13 @@ from agentevo.orchestration.evaluation import Evaluated
 from agentevo.paths import short
 from agentevo.rollout.failures import failure_words
 from agentevo.runs.chain import HeadFile
+from agentevo.tracebacks import name_place
 from agentevo.types import Trajectory
 
 
 def check_evaluation(parts: Components, evaluated: Evaluated) -> None:
-    """Raises AttemptsFailedError, with the first traceback, if no attempt has ended in order."""
+    """Raises AttemptsFailedError, with where the first was raised, if no attempt has ended in
+    order."""
     failed = _failed(parts, "the evaluation", evaluated.errors, evaluated.num_attempts)
     if failed:
         raise AttemptsFailedError(failed)
@@ -43,12 +45,15 @@ def check_first_step(
 
 
 def _failed(parts: Components, what: str, errors: list[str | None], num_attempts: int) -> str:
-    """Says what failed, with its traceback; empty where something did not."""
+    """Says what failed, and where the first was raised, whose traceback has been shown already;
+    empty where something did not."""
     if not num_attempts or len(errors) < num_attempts:
         return ""
-    lines = [f"{what}: {failure_words(errors, num_attempts)}"]
-    lines += [parts.sampler.failures.trace_of(errors[0])]
-    return "\n".join(line for line in lines if line)
+    failed = f"{what}: {failure_words(errors, num_attempts)}"
+    trace = parts.sampler.failures.trace_of(errors[0])
+    place = name_place(trace)
+    where = f"raised in {place}: its traceback stands above" if place else trace
+    return "\n".join(filter(None, (failed, where)))
 
 
 def _give_up(parts: Components, failed: str, command: str, head: HeadFile) -> None:

@@ -17,8 +17,10 @@ from agentevo.console import to_stderr
 from agentevo.environments import TextEnvironment, make, mean_baselines
 from agentevo.environments.step_results import read_reset
 from agentevo.errors import ConfigError, EnvironmentFailure
+from agentevo.orchestration.refusals import Refusals
 from agentevo.remote_models.model import check_keys
 from agentevo.rewards.answers import references
+from agentevo.rollout.given_tasks import GivenTasks
 from agentevo.rollout.questions import SelfPlayAgent, make_family
 from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.task_source import TaskSource
@@ -51,19 +53,35 @@ def check_named(config: RunConfig) -> None:
     check_names(config.algorithm)
 
 
-def check_play(config: RunConfig, tasks: Sequence[Task] | None) -> None:
+def check_environment(config: RunConfig) -> None:
+    """Raises ConfigError for an environment that can't be made."""
+    with solo_environment(config):
+        pass
+
+
+def check_play(config: RunConfig, tasks: Sequence[Task] | None) -> GivenTasks | None:
     """Raises ConfigError, before anything is created, for what can't be played or judged: a missing
     package or wrong option of the environment, an agent that can't be made, files that can't be
-    read, too few tasks, unknown rewards, or none."""
+    read, too few tasks, unknown rewards, or none. Returns the tasks that the recipe's files or its
+    agent gave."""
+    refusals = Refusals()
     if config.environment is not None and tasks is None:
-        with solo_environment(config):
-            pass
+        refusals.collect(check_environment, config)
 
+    refusals.collect(check_keys, config.remote_models)
+    source = refusals.collect(TaskSource, config, tasks)
+    scoring = refusals.collect(Scoring, config.rewards, models=config.remote_models)
+    if source is not None and scoring is not None:
+        refusals.collect(_check_scoring, config, scoring, source.given())
+    elif config.agent.type != "function":
+        refusals.collect(find_agent, config, None)
+
+    refusals.raise_all()
+    return None if source is None else source.read
+
+
+def _check_scoring(config: RunConfig, scoring: Scoring, given: Sequence[Task]) -> None:
     agent = None if config.agent.type == "function" else find_agent(config, None)
-    check_keys(config.remote_models)
-
-    scoring = Scoring(config.rewards, models=config.remote_models)
-    given = TaskSource(config, tasks).given()
     check_agent_names(given, config.agent.type)
     needs_scorer = agent is not None and (agent.needs_scorer or any(map(asks_once, given)))
     scoring.check(given, needed=needs_scorer)

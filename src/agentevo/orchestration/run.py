@@ -36,7 +36,7 @@ from agentevo.orchestration.checks import (
     check_unloaded,
     check_weights,
     load_checked,
-    models_to_fetch,
+    remarks_before,
     serves_elsewhere,
 )
 from agentevo.orchestration.components import (
@@ -46,13 +46,14 @@ from agentevo.orchestration.components import (
 from agentevo.orchestration.conversations import SFTData, read_sft_data
 from agentevo.orchestration.progress import summary_of
 from agentevo.orchestration.ranks import Ranks, follow, joined
+from agentevo.orchestration.refusals import Refusals
 from agentevo.orchestration.resume import ResumePoint, find_resume_point
 from agentevo.orchestration.rollout_sources import Supervisor
 from agentevo.orchestration.submissions import Submissions
 from agentevo.orchestration.tracking import only_trainer_here, tracked
 from agentevo.orchestration.training_run import Command, TrainingRun
 from agentevo.paths import short
-from agentevo.rollout.given_tasks import begin_with, read_tasks
+from agentevo.rollout.given_tasks import begin_with
 from agentevo.runs.chain import SUMMARY, is_given_up
 from agentevo.runs.control import RunControl
 from agentevo.runs.creation import check_place, kind_of, new_folder, write_config
@@ -115,27 +116,28 @@ def train(
 def check_dry(
     config: RunConfig, command: Literal["train", "sft"] = "train", *, resume: bool = False
 ) -> list[str]:
-    """Refuses what `train` would refuse before it samples, without the weights of a saved model.
-    Downloads and writes nothing; returns a line for every model that a run would download first,
-    or whose weights were not compared with their digests, and the account of the rows of tasks.
-    Raises ConfigError, ModelError and TornError."""
-    check_recipe(config, command, resume=resume, may_fetch=False)
+    """Refuses what `train` would refuse before it samples, all of it in one ConfigError, without
+    the weights of a saved model. Downloads and writes nothing; returns what `remarks_before`
+    says, and a line for each model whose weights were too much to compare with their digests.
+    Raises ModelError and TornError, too."""
+    refusals = Refusals()
+    given = refusals.collect(check_recipe, config, command, resume=resume, may_fetch=False)
     if follows():
+        refusals.raise_all()
         return []
 
     goes_on = resume and not is_given_up(config.run_dir)
-    check_place(config, command, resume=goes_on, may_create=False)
-    lines = models_to_fetch(config)
+    lines: list[str] = []
+    refusals.collect(check_place, config, command, resume=goes_on, may_create=False)
     if not goes_on:
-        lines += check_weights(config)
-        loaded = check_unloaded(config)
+        lines = refusals.collect(check_weights, config) or []
+        loaded = refusals.collect(check_unloaded, config)
         if command == "sft" and loaded is not None:
-            read_sft_data(config, loaded, LiveView(config.run.name), lambda: False)
+            view = LiveView(config.run.name)
+            refusals.collect(read_sft_data, config, loaded, view, lambda: False)
 
-    if command == "train" and config.tasks.given:
-        reports = read_tasks(config.tasks, config.agent).reports
-        lines += [line for report in reports for line in report.lines()]
-    return lines
+    refusals.raise_all()
+    return remarks_before(config, given) + lines
 
 
 Confirm = Callable[[], Awaitable[Callable[[], None]]]

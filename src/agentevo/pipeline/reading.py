@@ -22,7 +22,7 @@ from agentevo.config import RunConfig, sources
 from agentevo.config.entry_problems import entry_problem
 from agentevo.errors import AgentEvoError, ConfigError, UnknownNameError
 from agentevo.parsing import ParseError, parse_yaml
-from agentevo.paths import name_problem
+from agentevo.paths import name_problem, spelling_hint
 from agentevo.pipeline.leaks import LeakError, Leaks
 from agentevo.pipeline.plan import Instance, Plan, make_plan
 from agentevo.pipeline.recipes import Recipes
@@ -73,7 +73,9 @@ def find_pipeline(word: str) -> Path:
         if os.path.isfile(word):
             return Path(word)
         names = ", ".join(known)
-        raise ConfigError(f"pipeline {word}: no such file (packaged pipelines: {names})")
+        raise ConfigError(
+            f"pipeline {word}: no such file: {spelling_hint(Path(word))}packaged pipelines: {names}"
+        )
 
     if word in known:
         return known[word]

@@ -16,19 +16,22 @@ from agentevo.orchestration.checks import (
     check_parts,
     check_unloaded,
     load_checked,
-    models_to_fetch,
+    remarks_before,
     serves_elsewhere,
 )
 from agentevo.orchestration.ranks import follow
+from agentevo.orchestration.refusals import Refusals
 from agentevo.orchestration.run import run_training
+from agentevo.paths import check_new_folder
+from agentevo.rollout.given_tasks import GivenTasks
 from agentevo.runs.identity import confirm_run, ensure_run_folder
 from agentevo.runs.resume_rules import check_resume
 from agentevo.tracing import check_tracing
 
 
-def check_learn(config: RunConfig, *, may_fetch: bool = True) -> None:
+def check_learn(config: RunConfig, *, may_fetch: bool = True) -> GivenTasks | None:
     """Raises ConfigError for what `learn` would refuse of a recipe before it loads its model and
-    looks at its folder. `may_fetch`: as `check_parts` has it."""
+    looks at its folder. Returns and fetches what `check_parts` does."""
     if config.run.overwrite:
         raise ConfigError(
             "run.overwrite deletes the run's folder, which its other processes use: leave it "
@@ -41,17 +44,26 @@ def check_learn(config: RunConfig, *, may_fetch: bool = True) -> None:
             "train"
         )
 
-    RunSecret(config.run_dir / "engines", config.rollout.engine_secret).check()
-    check_one_policy(config)
-    check_tracing(config)
-    check_parts(config, None, resume=False, apart=True, may_fetch=may_fetch)
+    secret = RunSecret(config.run_dir / "engines", config.rollout.engine_secret)
+    refusals = Refusals()
+    refusals.collect(secret.check)
+    refusals.collect(check_one_policy, config)
+    refusals.collect(check_tracing, config)
+    given = refusals.collect(
+        check_parts, config, None, resume=False, apart=True, may_fetch=may_fetch
+    )
+    refusals.raise_all()
+    return given
 
 
 def check_dry_learn(config: RunConfig) -> list[str]:
     """As `orchestration.run.check_dry`, of `learn`."""
-    check_learn(config, may_fetch=False)
-    check_unloaded(config)
-    return models_to_fetch(config)
+    refusals = Refusals()
+    given = refusals.collect(check_learn, config, may_fetch=False)
+    refusals.collect(check_new_folder, config.run_dir, "run.dir")
+    refusals.collect(check_unloaded, config)
+    refusals.raise_all()
+    return remarks_before(config, given)
 
 
 def learn(config: RunConfig, *, resume: bool = False, view: LiveView | None = None) -> None:
