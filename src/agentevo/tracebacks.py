@@ -68,8 +68,12 @@ def name_place(text: str) -> str:
 
 
 def describe_failure(error: BaseException) -> str:
-    """`Kind: message` of what a user's code raised, and below it where."""
-    trace = traceback_of(error)
+    """`Kind: message` of what a user's code raised, and below it where; without places where Python
+    refused the arguments, so that none of that code has run."""
+    frames = traceback.extract_tb(error.__traceback__)
+    has_run = any(not frame.filename.startswith((_OURS, *_RELAYS)) for frame in frames)
+    is_refused_call = isinstance(error, TypeError) and not has_run
+    trace = "" if is_refused_call else traceback_of(error)
     return f"{described(error)}\n{trace}" if trace else described(error)
 
 
