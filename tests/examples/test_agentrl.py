@@ -1,4 +1,4 @@
-"""AgentRL's script, agent_config.yml and tasks train, with a manager and models on loopback."""
+"""The recipe that stands for AgentRL's script trains, with a manager and models on loopback."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ SMALL = (
 
 
 @pytest.mark.slow
-def test_the_example_trains(tmp_path, monkeypatch, capsys):
+def test_the_example_trains(tmp_path, monkeypatch):
     shutil.copytree(EXAMPLE, tmp_path / "agentrl")
     monkeypatch.chdir(tmp_path / "agentrl")
-    for name in ("READER", "READER_2", "JUDGE"):
-        monkeypatch.setenv(f"{name}_API_KEY", f"key-of-{name}")
+    for name in ("READER_API_KEY", "READER_2_API_KEY", "JUDGE_API_KEY", "STORE_PASSWORD"):
+        monkeypatch.setenv(name, f"key-of-{name}")
 
     numbers = itertools.count()
 
@@ -45,11 +45,8 @@ def test_the_example_trains(tmp_path, monkeypatch, capsys):
         gives(chat(f"<score>{next(numbers) % 2}</score>"))(request, handler)
 
     with Manager() as manager, RemoteServer(judges) as models:
-        script = Path("minirl.sh").read_text().replace("http://127.0.0.1:8014", manager.url)
-        Path("minirl.sh").write_text(script)
-        assert main(["config", "from-agentrl", "minirl.sh"]) == 0
-
-        text = re.sub(r"http\S+:3888\d", models.url, capsys.readouterr().out)
+        recipe = Path("recipe.yaml").read_text().replace("http://127.0.0.1:8014", manager.url)
+        text = re.sub(r"http\S+:3888\d", models.url, recipe)
         # The tiny policy can't write <answer>: whatever it says is judged.
         Path("recipe.yaml").write_text(text.replace("place: answer", "place: whole"))
         rows = [row for row in Path("tasks.jsonl").read_text().splitlines() if "schema" not in row]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -118,43 +117,6 @@ def show_config(
     config = load_config(recipe, overrides or [])
     warn_of_kept_keys(recipe, overrides or [])
     print(changed_to_yaml(config) if changed else to_yaml(config), end="")
-
-
-@config_commands.command("from-agentrl")
-def from_agentrl(
-    script: Annotated[
-        Path,
-        typer.Argument(
-            metavar="SCRIPT", help="The script that starts AgentRL, such as minirl_example.sh."
-        ),
-    ],
-    run_name: Annotated[
-        str, typer.Option("--run-name", metavar="NAME", help="What the script is given as $1.")
-    ] = "run",
-    agent_config: Annotated[
-        Path | None,
-        typer.Option(
-            "--agent-config",
-            metavar="FILE",
-            help="agent_config.yml. Default: the one that the script names, from its folder.",
-        ),
-    ] = None,
-) -> None:
-    """Print an AgentRL script with its agent_config.yml as a recipe; what has no counterpart, and
-    what is left to do, is said on stderr. Nothing is printed where something is wrong."""
-    import yaml
-
-    from agentevo.config import build_config
-    from agentevo.config.agentrl import read_script, recipe_of
-    from agentevo.parsing import read_text
-
-    flags = read_script(read_text(script), run_name)
-    tree, remarks = recipe_of(flags, script.parent, agent_config)
-    build_config(tree, where=str(script), folder=script.parent)
-    print(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), end="")
-
-    for remark in remarks:
-        print(f"note: {remark}", file=sys.stderr)
 
 
 @config_commands.command("explain")

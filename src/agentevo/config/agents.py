@@ -15,13 +15,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from agentevo.config.browse import BrowseSection
 from agentevo.config.context import ContextSection
-from agentevo.config.sandbox import CODE_ONLY, SandboxSection
+from agentevo.config.sandbox import SandboxSection
 from agentevo.config.section import Section
 from agentevo.config.texts import check_texts
 from agentevo.config.tool_entries import ToolEntry
@@ -191,18 +191,9 @@ class CodeAgentSection(AgentSection):
     """What the policy reads of a block's output, in characters: head and tail."""
     keep_files_kib: int = Field(default=1024, ge=0, le=8192)
     """What is kept with the trajectory of the files that the code has made or changed, in KiB; what
-    does not fit is left out. 0 keeps none, and so do sandboxes that give no files."""
+    does not fit is left out. 0 keeps none."""
     code_penalty: float = Field(default=0.0, ge=0)
     """Subtracted from the reward of a turn whose code failed or was not closed."""
-
-    @model_validator(mode="after")
-    def _check_code_only(self) -> Self:
-        if self.sandbox.type in CODE_ONLY and self.tools:
-            raise ValueError(
-                f"tools: a sandbox of type {self.sandbox.type} runs code, which can't call "
-                "functions of this machine: leave them out, or take type: remote"
-            )
-        return self
 
 
 agents: Registry[Any] = Registry("agents")

@@ -13,12 +13,6 @@ from agentevo.config.section import Section
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 HERE = ("auto", "bubblewrap", "landlock", "none")
-CODE_ONLY = ("agentdock", "openenv")
-"""Servers of other projects, which run code with limits of their own, and do nothing else."""
-ELSEWHERE = ("remote", *CODE_ONLY)
-_OF_CODE_ONLY = frozenset(
-    ("type", "url", "api_key", "timeout_s", "start_timeout_s", "output_kib", "max_sandboxes")
-) | {"wait_timeout_s"}
 OWN_VARIABLES = ("HOME", "LD_PRELOAD", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR")
 
 
@@ -26,9 +20,9 @@ class SandboxSection(Section):
     """Where code of a model runs, and what it may use."""
 
     type: str = "auto"
-    """`bubblewrap`, `landlock`, `remote` (on another machine), `openenv` or `agentdock` (servers of
-    these projects), `none` (no protection: for code that you wrote), the name of a registered
-    sandbox, or `auto`: the first of bubblewrap and landlock that works here."""
+    """`bubblewrap`, `landlock`, `remote` (on another machine), `none` (no protection: for code that
+    you wrote), the name of a registered sandbox, or `auto`: the first of bubblewrap and landlock
+    that works here."""
     url: str | None = Field(default=None, pattern=r"^https?://[^/\s]+(/\S*)?$")
     """Where the server of sandboxes is that are not on this machine, such as
     https://boxes.example.org:8700."""
@@ -86,21 +80,13 @@ class SandboxSection(Section):
                 "give type: remote"
             )
 
-        if self.type in ELSEWHERE and not self.url:
-            raise ValueError(f"type {self.type} needs the url of its server")
+        if self.type == "remote" and not self.url:
+            raise ValueError("type remote needs the url of its server")
 
         if self.type == "remote" and self.cpus is not None:
             raise ValueError(
                 "cpus is chosen by the server: start it with cpus=..., or leave it out"
             )
-
-        if self.type in CODE_ONLY:
-            for name, field in type(self).model_fields.items():
-                is_default = getattr(self, name) == field.get_default(call_default_factory=True)
-                if name not in _OF_CODE_ONLY and not is_default:
-                    raise ValueError(
-                        f"{name} can't be chosen for a server of {self.type}: leave it out"
-                    )
 
         return self
 

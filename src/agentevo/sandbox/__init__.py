@@ -2,10 +2,8 @@
 network, host files, host variables or a way out."""
 
 from agentevo.sandbox import (  # noqa: F401 (they register themselves)
-    agentdock,
     bubblewrap,
     landlock,
-    openenv,
     remote,
     unconfined,
 )

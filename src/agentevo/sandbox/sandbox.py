@@ -25,8 +25,7 @@ class Failure(msgspec.Struct, frozen=True):
 
     type: str
     """The exception's type; or the limit that ended it: `Timeout`, `OutOfMemory`, `DiskFull`,
-    `TooManyProcesses`, `InterpreterDied`, `ProtocolViolation`, `SandboxDied`; `ServerLost` for that
-    of another project, of whose sandbox nothing is known then."""
+    `TooManyProcesses`, `InterpreterDied`, `ProtocolViolation`, `SandboxDied`."""
     message: str
     traceback: str = ""
     """Lines of the user's code only."""
