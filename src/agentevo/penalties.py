@@ -139,7 +139,7 @@ class TokenPenalties(NamedTuple):
     """[T] int32: where the completion that the token belongs to begins."""
 
     @classmethod
-    def joined(cls, parts: Sequence[tuple[int, Penalties | None]]) -> TokenPenalties | None:
+    def join(cls, parts: Sequence[tuple[int, Penalties | None]]) -> TokenPenalties | None:
         """Those of a text from those of its stretches, each with its length."""
         table = [penalties for _, penalties in parts if penalties is not None]
         if not table:

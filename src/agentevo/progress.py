@@ -145,7 +145,7 @@ class Bar:
     def elapsed(self) -> float:
         return time.monotonic() - self._began
 
-    def counted(self) -> str:
+    def count_text(self) -> str:
         """`12,000 of 50,000 rows (24%)`; of what has no number nothing."""
         if self.total is None:
             return f"{_amount(self.done, self.unit)}" if self.done else ""
@@ -158,7 +158,7 @@ class Bar:
         """The number, the rate, and the time left, or else the time taken."""
         pace = self.pace()
         left = self.left(pace)
-        found = [self.counted(), f"{_amount(pace, self.unit, rate=True)}/s" if pace else ""]
+        found = [self.count_text(), f"{_amount(pace, self.unit, rate=True)}/s" if pace else ""]
         found.append(
             f"{format_duration(self.elapsed)} so far"
             if left is None

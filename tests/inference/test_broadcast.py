@@ -18,7 +18,7 @@ from agentevo.errors import WeightsLostError, WeightsNotSentError
 from agentevo.inference import broadcast_group, broadcast_sender
 from agentevo.inference.broadcast_files import Answer, Incoming
 from agentevo.inference.broadcast_sender import BroadcastSender
-from agentevo.inference.broadcast_source import received
+from agentevo.inference.broadcast_source import receive_place
 from agentevo.models.parameters import trained_weights
 
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def test_round_after_round_each_engine_has_the_newest(folder, sender, notes):
         source = source_of(folder)
         found = (-1, {})
         while found[0] < last:
-            latest = source.announced()
+            latest = source.latest_version()
             if latest is not None and latest.version > found[0]:
                 found = taken(source)
         return found
@@ -93,10 +93,10 @@ def test_every_place_of_an_engine_is_a_member(folder, sender, notes):
     def incoming():
         while True:
             with suppress(WeightsNotSentError):
-                return source.incoming(source.announced(), ["cpu", "cpu"])
+                return source.incoming(source.latest_version(), ["cpu", "cpu"])
 
     def place(number, given):
-        return 1, received(given, number, CPU)
+        return 1, receive_place(given, number, CPU)
 
     with ThreadPoolExecutor(4) as threads:
         alone = threads.submit(taken, source_of(folder))
@@ -237,7 +237,7 @@ def test_an_engine_that_asks_and_never_joins_keeps_nobody_from_the_weights(
         source = source_of(folder)
         while not ended.is_set():
             with suppress(WeightsNotSentError):
-                source.incoming(source.announced(), ["cpu"])
+                source.incoming(source.latest_version(), ["cpu"])
 
     last = 4
     has = [-1]
@@ -247,7 +247,7 @@ def test_an_engine_that_asks_and_never_joins_keeps_nobody_from_the_weights(
         found = (-1, {})
         while found[0] < last:
             with suppress(WeightsLostError):
-                latest = source.announced()
+                latest = source.latest_version()
                 found = taken(source) if latest.version > found[0] else found
             has[0] = found[0]
 
@@ -326,7 +326,7 @@ def test_who_comes_to_a_round_that_is_over_goes_at_once(folder, sender):
     sha256 = sender._latest.sha256
     given = Incoming(str(folder), Answer("a" * 32, sha256, "gloo", first_rank=1, world=2))
     with pytest.raises(WeightsLostError, match="the round was over"):
-        received(given, 0, CPU)
+        receive_place(given, 0, CPU)
 
 
 def test_a_newer_version_is_asked_for_in_place_of_the_one_before(folder, sender, monkeypatch):

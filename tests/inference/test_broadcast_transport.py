@@ -104,7 +104,7 @@ def test_an_engine_follows_and_refuses_once(tmp_path, small_config):
         async def look(version):
             publishing = asyncio.ensure_future(sender.publish(version))
             async with asyncio.timeout(300):
-                while source.announced() is None or source.announced().version < version:
+                while source.latest_version() is None or source.latest_version().version < version:
                     await asyncio.sleep(0.01)
                 looking = asyncio.ensure_future(follower.look())
                 while not looking.done():

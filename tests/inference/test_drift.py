@@ -374,7 +374,7 @@ def test_an_answer_that_nobody_received_is_not_recorded() -> None:
     conversation.discard(lost.index)
     client.go_on()
     client.go_on()
-    turns = conversation.recorded({0: 1.0, 1: 5.0, 2: 2.0})
+    turns = conversation.turns_to_record({0: 1.0, 1: 5.0, 2: 2.0})
     assert [(turn.index, turn.parent, turn.reward) for turn in turns] == [
         (0, None, 1.0), (1, 0, 2.0), (2, 1, 0.0),
     ]  # fmt: skip
@@ -456,7 +456,7 @@ def test_an_answer_that_somebody_goes_on_from_was_received() -> None:
     conversation = client.conversation
     conversation.discard(client.go_on().index)
     client.go_on()
-    assert len(conversation.recorded({})) == 2
+    assert len(conversation.turns_to_record({})) == 2
     assert "num_undelivered" not in conversation.metrics()
 
 

@@ -443,7 +443,7 @@ def test_tokens_wait_as_one_list_and_never_change_their_order(events):
             put[request] += ids
             outbox.put_tokens(request, ids, [-token / 2 for token in ids])
         elif event == "answer":
-            outbox.put(messages.failed(1000 + number, EngineError("no")))
+            outbox.put(messages.failure_of(1000 + number, EngineError("no")))
         elif event == "drop":
             outbox.drop_tokens(request)
             assert put.get(request, [])[: len(got.get(request, []))] == got.get(request, [])

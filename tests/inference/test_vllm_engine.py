@@ -206,7 +206,7 @@ def test_each_of_several_workers_receives(tmp_path, monkeypatch):
         sending = Sending(two, tmp_path / "weights", 2, two.new)
         assert await sending.look()
 
-        specs = sending.source.specs(sending.source.announced())
+        specs = sending.source.specs(sending.source.latest_version())
         assert await two.engine.places(specs) == ["cpu", "cpu"]
         found = await two.draw()
         assert set(found.versions) == {2}

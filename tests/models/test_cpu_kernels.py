@@ -60,7 +60,7 @@ def test_products_have_the_bits_of_onednn(inputs, outputs, with_bias):
 
     x = torch.randn(FEW_ROWS + 1, inputs)
     more = torch.randn(FEW_ROWS + 1, outputs)
-    alone = matrix._multiplied(x, "none")
+    alone = matrix._multiply(x, "none")
     plus = matrix.product_plus(x, more)
     for rows in range(1, FEW_ROWS + 1):
         assert torch.equal(matrix.product(x[:rows]), alone[:rows]), rows
@@ -320,7 +320,7 @@ def test_a_matrix_whose_bits_are_not_onednns_is_multiplied_by_onednn(monkeypatch
     matrix = PackedMatrix(torch.randn(64, 64))
     x = torch.randn(8, 64)
     assert matrix._few is None
-    assert torch.equal(matrix.product(x), matrix._multiplied(x, "none"))
+    assert torch.equal(matrix.product(x), matrix._multiply(x, "none"))
 
 
 def test_the_threads_are_pytorchs():

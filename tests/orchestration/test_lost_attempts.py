@@ -184,7 +184,7 @@ def test_under_wait_a_step_goes_on_with_the_tasks_that_are_left_in_their_order_a
             notes,
             stream,
         ):
-            names = [task.id for task in TaskSource(config, None).queued(1)]
+            names = [task.id for task in TaskSource(config, None).tasks_to_queue(1)]
             await poison(store, names[:1])
             for name in reversed(names[1:]):
                 group = group_name(name, "train", 1)
@@ -198,7 +198,7 @@ def test_under_wait_a_step_goes_on_with_the_tasks_that_are_left_in_their_order_a
             ]
             assert len(notes) == 1 and names[0] in notes[0]
 
-            await poison(store, [task.id for task in TaskSource(config, None).queued(2)])
+            await poison(store, [task.id for task in TaskSource(config, None).tasks_to_queue(2)])
             with pytest.raises(
                 TrainingError,
                 match=rf"step 2: all of its {len(names)} tasks were set aside, .* with: CUDA error",

@@ -29,8 +29,8 @@ from agentevo.prompts.budget import Budget, BudgetSpentError, budget_of
 from agentevo.prompts.examples import best_attempts, chosen_examples
 from agentevo.prompts.folder import Begun, Candidate, OptimizeFolder, Played, Session
 from agentevo.prompts.optimize import _tasks_of
-from agentevo.prompts.phrases import edited
-from agentevo.prompts.writing import Writer, fenced, shown_attempts
+from agentevo.prompts.phrases import edit
+from agentevo.prompts.writing import Writer, fence, shown_attempts
 from agentevo.types import Message, Task
 
 
@@ -80,13 +80,13 @@ def test_examples_that_an_attempt_saw_are_not_its_own() -> None:
 
 def test_phrases_change_a_text_by_sentences_and_the_seed_says_how() -> None:
     text = "You are a clerk. Be kind.\nSay {thing}."
-    seen = {edited(text, ["Be brief."], random.Random(seed)) for seed in range(40)}
+    seen = {edit(text, ["Be brief."], random.Random(seed)) for seed in range(40)}
     texts = {one[0] for one in seen if one is not None}
     assert len(texts) > 4 and text not in texts
     assert any("Be brief." in one for one in texts)
     assert all("{thing}" in one or "Say" not in one for one in texts)
-    assert edited("One sentence.", [], random.Random(0)) is None
-    assert edited(text, ["Be brief."], random.Random(3)) == edited(
+    assert edit("One sentence.", [], random.Random(0)) is None
+    assert edit(text, ["Be brief."], random.Random(3)) == edit(
         text, ["Be brief."], random.Random(3)
     )
 
@@ -168,7 +168,7 @@ def test_an_attempt_is_only_text_for_a_writer() -> None:
     shown = shown_attempts([task], [[played("a", 0.0, messages=messages)]])
     mark = shown.split("\n")[0]
     assert shown.count(mark) == 2 and hostile in shown and "expected: right" in shown
-    assert fenced("x") != fenced("y")
+    assert fence("x") != fence("y")
 
 
 AGENT = """

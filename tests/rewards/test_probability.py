@@ -17,7 +17,7 @@ from agentevo.errors import ConfigError
 from agentevo.rewards import make_reward
 from agentevo.rewards.baselines import Baseline, Baselines
 from agentevo.rewards.openings import find_opening, opening_text
-from agentevo.rewards.probability import measured, split
+from agentevo.rewards.probability import measure_logprobs, split
 from agentevo.rewards.reward import reward_config
 from agentevo.types import Task, Trajectory, Turn
 
@@ -171,7 +171,7 @@ def test_the_last_turn_states_the_answer_behind_all_others():
 )
 def test_measures(measure, expected):
     logprobs = [math.log(0.9), math.log(0.1)]
-    assert measured(logprobs, measure) == pytest.approx(expected)
+    assert measure_logprobs(logprobs, measure) == pytest.approx(expected)
     policy = TablePolicy({" new": 0.9, " york": 0.1})
     score = scored(policy, attempt(policy, "<answer> x</answer>"), "new york", measure=measure)
     assert score.value == pytest.approx(expected)

@@ -10,7 +10,7 @@ import pytest
 
 from agentevo.agents.agent import FunctionAgent
 from agentevo.agents.texts import Texts
-from agentevo.errors import CommandFailedError, StoreError, ToolUnavailableError, described
+from agentevo.errors import CommandFailedError, StoreError, ToolUnavailableError, describe_error
 from agentevo.rollout.failures import (
     MAX_KINDS,
     NO_REWARD,
@@ -69,7 +69,7 @@ def test_the_first_failure_of_each_kind_is_shown_at_once_with_its_traceback():
     try:
         theirs()
     except ValueError as error:
-        failures.show("t/greedy@0#0", described(error), traceback_of(error))
+        failures.show("t/greedy@0#0", describe_error(error), traceback_of(error))
 
     failures.show("t/greedy@0#1", "ValueError: again", "")
     failures.show("t/greedy@0#2", LATE, "")

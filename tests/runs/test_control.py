@@ -96,7 +96,7 @@ def test_a_pause_is_answered_when_the_run_stands_still_and_ends_by_resume(
     until(lambda: trainer.control.is_pause_asked)
     assert answer_to(trainer.folder, "pause-001") is None  # the step goes on
 
-    trainer.control.paused(7)
+    trainer.control.note_pause(7)
     assert trainer.answer("pause-001").result == "paused after step 7"
     assert trainer.session.is_paused
 

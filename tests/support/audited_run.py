@@ -180,7 +180,7 @@ async def fill(folder: Path) -> None:
         head = HeadFile(folder)
         head.write_file("config.yaml", "run: {}\n")
         head.write_file(SUMMARY, '{"steps": 3}')
-        head.committed(End(3, last.record["chain"]))
+        head.note_commit(End(3, last.record["chain"]))
         lease = await store.lease_task("worker-1", lease_s=30.0)
         assert lease is not None and lease.task.id == "lame"
         assert await store.retry_task(lease, "EngineUnavailableError: gone") == "poison"

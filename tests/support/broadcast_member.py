@@ -57,7 +57,7 @@ def taken(source: BroadcastSource, within_s: float = 300.0) -> tuple[int, dict[s
     """What the trainer sends next, as a version and its tensors."""
     ends = time.monotonic() + within_s
     while time.monotonic() < ends:
-        latest = source.announced()
+        latest = source.latest_version()
         if latest is None:
             time.sleep(0.01)
             continue

@@ -14,7 +14,7 @@ import agentevo
 from agentevo.config.tools import FunctionToolSection
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.task_making import databases
-from agentevo.task_making.calls import World, asked
+from agentevo.task_making.calls import World, call_tool
 from agentevo.task_making.demonstrations import demonstration
 from agentevo.task_making.making import Wanted, make_tasks
 from agentevo.task_making.questions import Condition, Link, Question
@@ -113,7 +113,7 @@ def surveyed(monkeypatch, *known):
     answers = []
 
     async def counted(*arguments):
-        answers.append(await asked(*arguments))
+        answers.append(await call_tool(*arguments))
         return answers[-1]
 
     async def work():

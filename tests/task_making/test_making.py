@@ -11,13 +11,13 @@ import agentevo
 from agentevo.config.tools import FunctionToolSection
 from agentevo.errors import AgentEvoError, ConfigError, ToolUnavailableError
 from agentevo.task_making import making
-from agentevo.task_making.calls import World, asked
+from agentevo.task_making.calls import World, call_tool
 from agentevo.task_making.demonstrations import demonstration
 from agentevo.task_making.making import Wanted, make_tasks
 from agentevo.task_making.scenario import Scenario, Step, is_held_out
-from agentevo.task_making.solvability import graded
+from agentevo.task_making.solvability import grade_tasks
 from agentevo.task_making.survey import Survey, survey
-from agentevo.task_making.values import Values, described_values, mined
+from agentevo.task_making.values import Values, described_values, mine_values
 from agentevo.task_making.wording import deed, gerund, named_tools
 from agentevo.tools import toolbox
 from agentevo.tools.state_checks import SOLVED_BY_CALLS
@@ -47,7 +47,7 @@ async def carried_out(row, calls):
     metadata = {key: row[key] for key in ("state_checks", "world") if key in row}
     try:
         async with box.open(Task(id="t", metadata=metadata), seed=3) as tools:
-            results = [await asked(tools, one["tool"], one["arguments"]) for one in calls]
+            results = [await call_tool(tools, one["tool"], one["arguments"]) for one in calls]
             return [one.text for one in results], await tools.outcomes()
     finally:
         await box.close()
@@ -258,7 +258,7 @@ def test_looking_for_other_difficulties_in_vain_costs_walks_once():
     ids=["words", "json", "refusal", "lines", "none", "deep"],
 )
 def test_values_that_a_result_names(text, name, schema, values):
-    assert list(mined(text, name, schema)) == values
+    assert list(mine_values(text, name, schema)) == values
 
 
 def test_values_that_a_schema_names():
@@ -298,7 +298,7 @@ def test_descriptions_of_any_kind_become_deeds():
 def test_tasks_that_all_or_none_solve_are_in_reserve():
     rows = [{"id": name} for name in "abcd"]
     solved = {"a": [True, False], "b": [True, True], "c": [False, False]}
-    edge, reserve = graded(rows, solved)
+    edge, reserve = grade_tasks(rows, solved)
     assert edge == [{"id": "a", "success_rate": 0.5}]
     assert [row.get("success_rate") for row in reserve] == [1.0, 0.0, None]
 

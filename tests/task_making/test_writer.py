@@ -11,7 +11,7 @@ import pytest
 from agentevo.errors import AgentEvoError
 from agentevo.remote_models.ledger import RemoteModelError
 from agentevo.task_making.scenario import Found, Scenario, Step
-from agentevo.task_making.writer import reworded
+from agentevo.task_making.writer import reword_tasks
 
 STEPS = [
     Step(tool="find_rooms", arguments={"city": "Rome"}, result="room 412"),
@@ -44,7 +44,7 @@ class Model:
 
 def written(*texts):
     model = Model(*texts)
-    rows, reasons = asyncio.run(reworded([ROW], model, TOOLS, seed=0))
+    rows, reasons = asyncio.run(reword_tasks([ROW], model, TOOLS, seed=0))
     return rows[0]["query"], reasons, model.asked
 
 

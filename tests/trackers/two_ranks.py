@@ -13,7 +13,7 @@ from typing import Any
 from torch import distributed
 
 from agentevo.config import build_config
-from agentevo.orchestration.tracking import Lines, tracked
+from agentevo.orchestration.tracking import Lines, track
 from agentevo.trackers import Begun, Row, TrackedRun, Tracker, trackers
 
 STEPS = 3
@@ -49,7 +49,7 @@ def main(folder: Path) -> None:
             "tracking": {"backends": ["lines"], "tensorboard": True},
         }
     )
-    with tracked(config, "train", Lines(print)) as tracking:
+    with track(config, "train", Lines(print)) as tracking:
         for step in range(STEPS):
             distributed.barrier()
             tracking.put(Row(step=step, time=time.time(), metrics={"a": 1.0 * step}))

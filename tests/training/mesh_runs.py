@@ -30,8 +30,8 @@ from agentevo.config import (
 )
 from agentevo.models.activations import keep_activations
 from agentevo.models.attention import prepare
-from agentevo.models.routers import routed, routers_of
-from agentevo.models.sharded import changed, make_plain
+from agentevo.models.routers import enable_routing, routers_of
+from agentevo.models.sharded import note_change, make_plain
 from agentevo.routed_experts import RoutedExperts
 from agentevo.training.batching.passes import micro_batches, token_tables
 from agentevo.training.kernels import output_layer
@@ -197,7 +197,7 @@ def made(name: str) -> PreTrainedModel:
         model = get_peft_model(model, config).eval()
 
     if extra == "routed":
-        model = routed(model)
+        model = enable_routing(model)
     if extra == "bfloat16":
         model = model.to(torch.bfloat16)
 
@@ -303,7 +303,7 @@ def trained(case: Case, meshes: Any | None) -> dict[str, Any]:
     )
 
     for one in models.values():
-        changed(one)  # what has been gathered is given back
+        note_change(one)  # what has been gathered is given back
 
     return {
         "weights": weights,

@@ -295,7 +295,7 @@ def main(what: str, section: ParallelSection, folder: Path) -> dict[str, Any]:
     found["part"] = save(trainer, folder / "of-2", 9)
     writer.write_data = whole_writer  # type: ignore[method-assign]
     found["left"] = sorted(path.name for path in (folder / "of-2").iterdir())
-    late = contribution(trainer).copied()
+    late = contribution(trainer).copy()
     found["metrics"] = trainer.step(with_reference(trainer))
 
     if distributed.get_rank():

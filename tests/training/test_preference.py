@@ -15,7 +15,7 @@ import torch
 from agentevo.config import AlgorithmSection, TrainerSection
 from agentevo.errors import TrainingError
 from agentevo.training.pairs import Answer, Pair
-from agentevo.training.preference import PreferenceTrainer, mismatched
+from agentevo.training.preference import PreferenceTrainer, mismatch_answers
 from agentevo.types import Trajectory, Turn
 
 WHOLE = TrainerSection(max_grad_norm=1e9, warmup_steps=0)
@@ -99,7 +99,7 @@ def slow_loss(name: str, model, reference, pairs: list[Pair]) -> torch.Tensor:
     """The mean of the papers' formulas over the pairs."""
     hyper = SECTIONS[name].preference().hyper
     with torch.no_grad():
-        groups = mismatched([a for pair in pairs for a in pair.answers], 10**6)
+        groups = mismatch_answers([a for pair in pairs for a in pair.answers], 10**6)
         ratios = [
             slow_logp(model, Answer("", tuple(rows)))
             - slow_logp(reference, Answer("", tuple(rows)))
@@ -255,7 +255,7 @@ def test_ktos_baseline_is_the_mean_log_ratio_of_mismatched_answers(
 
     alone.load_state_dict(other.state_dict())
     with torch.no_grad():
-        groups = mismatched([a for pair in pairs for a in pair.answers], 10**6)
+        groups = mismatch_answers([a for pair in pairs for a in pair.answers], 10**6)
         ratios = [
             float(
                 slow_logp(alone, Answer("", tuple(r))) - slow_logp(reference, Answer("", tuple(r)))

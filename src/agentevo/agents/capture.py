@@ -54,7 +54,7 @@ _session: ContextVar[_Attempt | None] = ContextVar("agentevo session", default=N
 
 
 @contextlib.contextmanager
-def captured(gateway_url: str, key: str) -> Iterator[None]:
+def capture_calls(gateway_url: str, key: str) -> Iterator[None]:
     """See the module. Raises AgentEvoError while attempts of another gateway run in this
     process."""
     _capture.enter(gateway_url)
@@ -89,7 +89,7 @@ def _key_for(url: str) -> str | None:
     return session.key if is_there and session.process == os.getpid() else None
 
 
-def _marked(request: Any) -> Any:
+def _mark_request(request: Any) -> Any:
     """The request as it is sent here and now: a copy with the key, if it gets one."""
     key = _key_for(str(request.url))
     if key is None:
@@ -119,7 +119,7 @@ def _sending(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def send(self: Any, request: Any, *args: Any, **options: Any) -> Any:
-        marked = _marked(request)
+        marked = _mark_request(request)
         return _answering(original(self, marked, *args, **options), marked, request)
 
     return send
@@ -130,7 +130,7 @@ def _sending_async(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     async def send(self: Any, request: Any, *args: Any, **options: Any) -> Any:
-        marked = _marked(request)
+        marked = _mark_request(request)
         return _answering(await original(self, marked, *args, **options), marked, request)
 
     return send
@@ -200,7 +200,7 @@ def _submitting(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def submit(self: Any, function: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
-        call = partial(_called, _session.get(), function)
+        call = partial(_call_in_session, _session.get(), function)
         token = _session.set(None)
         try:
             return original(self, call, *args, **options)
@@ -210,7 +210,7 @@ def _submitting(original: Callable[..., Any]) -> Callable[..., Any]:
     return submit
 
 
-def _called(
+def _call_in_session(
     session: _Attempt | None, function: Callable[..., Any], *args: Any, **options: Any
 ) -> Any:
     token = _session.set(session)

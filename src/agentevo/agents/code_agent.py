@@ -37,7 +37,7 @@ from agentevo.rewards.sqlite_state import LEFT_OUT
 from agentevo.sandbox import Execution, Sandbox, Sandboxes, SandboxTool
 from agentevo.seeds import derive_seed
 from agentevo.store.call_log import record_call
-from agentevo.tools.shorten import shortened
+from agentevo.tools.shorten import shorten_text
 from agentevo.tools.toolbox import AttemptTools, Toolbox
 from agentevo.types import Message, Outcome, Task, ToolCall
 
@@ -79,7 +79,7 @@ def system_message(
     """What the policy is told before the task: how to write code, and which functions there are.
     `schemas` are those of the agent's tools. `rules`: in the place of `rules_of`."""
     rules = rules_of(section) if rules is None else rules
-    functions = [_described(function) for function in _functions_of(schemas)]
+    functions = [_describe(function) for function in _functions_of(schemas)]
     return "\n".join([rules, _FUNCTIONS, *functions]) if functions else rules
 
 
@@ -173,7 +173,7 @@ class CodeAgent:
         num_tokens = 0
         for turns_left in reversed(range(section.max_turns)):
             try:
-                reply = await history.answered(policy.generate, policy)
+                reply = await history.ask_within_context(policy.generate, policy)
             except RequestTooLongError:
                 if not progress.turn_rewards:
                     raise
@@ -230,7 +230,7 @@ class _Interpreter:
             if is_new:
                 execution = msgspec.structs.replace(execution, is_new=True)
 
-            text = shortened(_written(execution), self.max_output_chars)
+            text = shorten_text(_written(execution), self.max_output_chars)
             call.keep(output=text)
             if execution.error is not None:
                 call.outcome("failed", f"{execution.error.type}: {execution.error.message}")
@@ -317,6 +317,6 @@ def _caller(tools: AttemptTools, name: str, progress: _Progress) -> Any:
     return call
 
 
-def _described(function: _Function) -> str:
+def _describe(function: _Function) -> str:
     about = " ".join(function.description.split())
     return f"- {function.name}({', '.join(function.parameters)}): {about}".rstrip(": ")

@@ -80,7 +80,7 @@ class CommandAgent:
 
         try:
             session = policy.session
-            ended = await self._ended(task, policy, session)
+            ended = await self._run_to_end(task, policy, session)
         finally:
             self._at_once.release()
 
@@ -97,7 +97,7 @@ class CommandAgent:
         given = [*session.posted, *([printed] if printed is not None else [])]
         return outcome_of_rewards(given, policy.received)
 
-    async def _ended(self, task: Task, policy: Policy, session: DoorSession) -> Ended:
+    async def _run_to_end(self, task: Task, policy: Policy, session: DoorSession) -> Ended:
         """Runs the process to its end; cancelled, ends it with all that it started."""
         with (
             policy.call("process", Path(self._section.command[0]).name) as call,
@@ -106,7 +106,7 @@ class CommandAgent:
             tree = ProcessTree(
                 self._section.command,
                 cwd=self._cwd,
-                environment=_changed(os.environ | self._section.env, given),
+                environment=_with_contract(os.environ | self._section.env, given),
                 mark="AGENTEVO_API_KEY",
             )
             try:
@@ -180,6 +180,6 @@ def variables(
         yield given
 
 
-def _changed(environment: dict[str, str], changes: dict[str, str | None]) -> dict[str, str]:
+def _with_contract(environment: dict[str, str], changes: dict[str, str | None]) -> dict[str, str]:
     """`environment`, in which `agent.env` is already, with the contract on top."""
     return {name: value for name, value in {**environment, **changes}.items() if value is not None}

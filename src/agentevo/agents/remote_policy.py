@@ -66,7 +66,7 @@ class RemoteConversation:
     @property
     def received(self) -> list[int]:
         """See Conversation.received."""
-        kept = self._remote.received()
+        kept = self._remote.received_turns()
         return [number for number, turn in enumerate(self._own) if turn.index in kept]
 
     async def complete(
@@ -111,7 +111,7 @@ class RemoteConversation:
         told = self._own[turn]
         return told.prompt_tokens, told.completion_tokens
 
-    def recorded(self, rewards: Mapping[int, float]) -> list[Turn]:
+    def turns_to_record(self, rewards: Mapping[int, float]) -> list[Turn]:
         """See Conversation.recorded."""
         own = self._own
         received = self.received

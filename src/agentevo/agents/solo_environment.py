@@ -11,7 +11,7 @@ from typing import Self, TypeVar
 
 from agentevo.agents.environment_thread import EnvironmentThread, Pace
 from agentevo.environments import TextEnvironment
-from agentevo.errors import ConfigError, EnvironmentFailure, described
+from agentevo.errors import ConfigError, EnvironmentFailure, describe_error
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class SoloEnvironment:
             raise
         except Exception as error:
             self._thread.end_now(partial(_close_all, self._made))
-            raise ConfigError(f"environment: it can't be made: {described(error)}") from error
+            raise ConfigError(f"environment: it can't be made: {describe_error(error)}") from error
 
     @property
     def name(self) -> str:
@@ -67,7 +67,7 @@ class SoloEnvironment:
         except EnvironmentFailure:
             raise
         except Exception as error:
-            raise EnvironmentFailure(described(error)) from error
+            raise EnvironmentFailure(describe_error(error)) from error
 
     def __enter__(self) -> Self:
         return self

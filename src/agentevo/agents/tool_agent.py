@@ -80,7 +80,7 @@ class ToolAgent:
     async def run(self, task: Task, policy: Policy) -> Outcome:
         """See Agent.run."""
         if asks_once(task):
-            return await ask_once(self._asked(task, policy), policy)
+            return await ask_once(self._opening_messages(task, policy), policy)
 
         seed = derive_seed(task.seed, "tools", policy.name)
         async with AsyncExitStack() as stack:
@@ -91,7 +91,7 @@ class ToolAgent:
             tools.condense = None if reader is None else reader.condense
             progress = _Progress()
             form = _FORMATS[self._section.format](policy, policy.texts.of_tools(tools.schemas))
-            opening = form.opening(with_system(self._asked(task, policy), tools.instructions))
+            opening = form.opening(with_system(self._opening_messages(task, policy), tools.instructions))
             history = History(opening, self._section.context)
             end = await self._play(form, history, policy, tools, progress)
             said = await said_by(tools)
@@ -127,7 +127,7 @@ class ToolAgent:
         num_tokens = 0
         for turns_left in reversed(range(section.max_turns)):
             try:
-                said = await history.answered(form.ask, policy)
+                said = await history.ask_within_context(form.ask, policy)
             except RequestTooLongError:
                 if not progress.turn_rewards:
                     raise
@@ -151,7 +151,7 @@ class ToolAgent:
 
         return "turns"
 
-    def _asked(self, task: Task, policy: Policy) -> list[Message]:
+    def _opening_messages(self, task: Task, policy: Policy) -> list[Message]:
         section = self._section
         return opening_of(task, policy.texts, section.system_prompt, section.instruction)
 

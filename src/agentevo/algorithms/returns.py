@@ -120,7 +120,7 @@ def spread(values: Tensor, lengths: Tensor) -> Tensor:
     return values.repeat_interleave(lengths)
 
 
-def discounted(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
+def discount_sums(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
     """x_k = values_k + factor x_{k+1} within each segment, x = 0 after its end. values [M]; lengths
     of the segments, which add up to M.
 
@@ -159,7 +159,7 @@ def estimate(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam
 
     Source: GAE, arXiv 1506.02438, eq. 16.
     """
-    return discounted(rewards + gamma * following(values, lengths) - values, lengths, gamma * lam)
+    return discount_sums(rewards + gamma * following(values, lengths) - values, lengths, gamma * lam)
 
 
 def reinforce_pp(inputs: Inputs, stream: Stream, *, gamma: float) -> tuple[Tensor, Tensor]:
@@ -167,7 +167,7 @@ def reinforce_pp(inputs: Inputs, stream: Stream, *, gamma: float) -> tuple[Tenso
 
     Source: REINFORCE++, arXiv 2501.03262.
     """
-    returns = discounted(stream.at(inputs.rewards), stream.lengths, gamma)
+    returns = discount_sums(stream.at(inputs.rewards), stream.lengths, gamma)
     return whitened(returns), returns
 
 
@@ -178,7 +178,7 @@ def remax(inputs: Inputs, stream: Stream, *, gamma: float) -> tuple[Tensor, Tens
     Source: ReMax, arXiv 2310.10505.
     """
     assert inputs.baseline_rewards is not None  # `Advantage` checks its `needs`
-    returns = discounted(stream.at(inputs.rewards), stream.lengths, gamma)
+    returns = discount_sums(stream.at(inputs.rewards), stream.lengths, gamma)
     return returns - inputs.baseline_rewards[stream.row], returns
 
 
@@ -265,7 +265,7 @@ def turn_returns(
     Source: process supervision in DeepSeekMath, arXiv 2402.03300, section 4.1.3, with a discount
     per turn.
     """
-    returns = discounted(turn_rewards(inputs, stream), stream.num_turns, gamma)
+    returns = discount_sums(turn_rewards(inputs, stream), stream.num_turns, gamma)
     how = Comparison(scale_by_std, epsilon, turn_baseline)
     advantages = against_group(inputs, stream, returns, turn_places(stream), how)
     return spread(advantages, stream.turn), spread(returns, stream.turn)
@@ -340,7 +340,7 @@ def against_group(
         group = group * (places.max() + 1) + places if len(places) else group
 
     turns = Members(group, torch.ones_like(owner, dtype=torch.bool))
-    advantages = turns.normalised(returns, scale_by_std=how.scale_by_std, epsilon=how.epsilon)
+    advantages = turns.normalise(returns, scale_by_std=how.scale_by_std, epsilon=how.epsilon)
     return torch.where(inputs.members.size[owner] > 1.0, advantages, 0.0)
 
 
@@ -407,7 +407,7 @@ def otb(inputs: Inputs, stream: Stream, *, handle_zero_tail: bool) -> tuple[Tens
         inputs.logp is not None and inputs.sum_pi_squared is not None
     )  # `Advantage` checks its `needs`
 
-    returns = discounted(stream.at(inputs.rewards), stream.lengths, 1.0)
+    returns = discount_sums(stream.at(inputs.rewards), stream.lengths, 1.0)
     if not returns.numel():
         return returns, returns
 
@@ -416,7 +416,7 @@ def otb(inputs: Inputs, stream: Stream, *, handle_zero_tail: bool) -> tuple[Tens
         - 2.0 * stream.at(inputs.logp).clamp(max=0.0).exp()
         + stream.at(inputs.sum_pi_squared).clamp(0.0, 1.0)
     ).clamp(min=0.0)
-    weight = discounted(variance.flip(0), stream.lengths.flip(0), 1.0).flip(0)
+    weight = discount_sums(variance.flip(0), stream.lengths.flip(0), 1.0).flip(0)
     time = torch.arange(len(returns), device=returns.device) - spread(
         stream.lengths.cumsum(0) - stream.lengths, stream.lengths
     )
@@ -460,6 +460,6 @@ def prime(
 
     size = inputs.members.size
     others = divide(inputs.members.total(mean) - mean, (size - 1.0).clamp(min=1.0))
-    running = discounted(rewards - others[owner], stream.lengths, gamma)
+    running = discount_sums(rewards - others[owner], stream.lengths, gamma)
     advantages = torch.where(size[owner] > 1.0, rloo(inputs)[owner] + process_coef * running, 0.0)
     return whitened(advantages) if whiten else advantages, advantages

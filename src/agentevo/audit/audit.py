@@ -117,18 +117,18 @@ async def _check_step(
     maps ids to the step that names them, `members` maps (group, attempt) to ids."""
     step = record.step
 
-    def violated(what: str, trajectory: str | None = None) -> None:
+    def add_violation(what: str, trajectory: str | None = None) -> None:
         report.violations.append(Violation(what, step=step, trajectory=trajectory))
 
     try:
         plan = Plan.of(step, record.record)
     except TrainingError as error:
-        violated(f"{error}; so neither its trajectories nor their ages can be proven")
+        add_violation(f"{error}; so neither its trajectories nor their ages can be proven")
         return
 
-    _check_used_once(plan, step, used, violated)
+    _check_used_once(plan, step, used, add_violation)
     if record.num_trajectories != len(plan.ids):
-        violated(
+        add_violation(
             f"its record counts {record.num_trajectories} trajectories, its plan {len(plan.ids)}"
         )
 
@@ -142,36 +142,36 @@ async def _check_step(
             name = stored.trajectory.id
             count_texts(stored, report)
             for what in _wrong_with(stored, places):
-                violated(what, name)
+                add_violation(what, name)
 
             contents[name] = wrong_content(stored, sizes.get(name))
             first_id = members.setdefault(
                 (stored.trajectory.group_id, stored.trajectory.attempt), name
             )
             if first_id != name:
-                violated(f"it is the same attempt as {first_id}, under another id", name)
+                add_violation(f"it is the same attempt as {first_id}, under another id", name)
 
             if name in places and not stored.tokens_deleted:
                 digests[name] = content_digest(plan.final(stored.trajectory))
                 masked += _count_ages(stored, plan, step, report)
     except StoreError as error:
-        violated(f"its trajectories can't be read: {error}")
+        add_violation(f"its trajectories can't be read: {error}")
         return
 
     for name in plan.ids:
         if name not in digests:
-            violated(
+            add_violation(
                 "its plan names it, but it is not in the store as committed to this step", name
             )
 
     report.trained += len(digests)
     report.masked_tokens += masked
-    _check_masked(plan, masked, violated)
+    _check_masked(plan, masked, add_violation)
     whole = all(name in digests for name in plan.ids)
-    altered = _check_digest(plan, digests, violated) if whole else set()
+    altered = _check_digest(plan, digests, add_violation) if whole else set()
     for name in contents.keys() - altered:
         for what in contents[name]:
-            violated(what, name)
+            add_violation(what, name)
 
 
 def _check_used_once(plan: Plan, step: int, used: dict[str, int], violated: Violated) -> None:

@@ -128,7 +128,7 @@ async def replay(
             chosen = [await store.trajectory(trajectory_id)]
         else:
             chosen = await _sample(config, store, sample, made_again=made_again)
-        altered = await _altered(store, chosen)
+        altered = await _find_altered(store, chosen)
         shown = {t.task_id: source.as_given(await store.task(t.task_id)) for t in chosen}
 
     replays = dict[str, Replay]()
@@ -182,7 +182,7 @@ def _not_alone(config: RunConfig, agent: str) -> str:
     return f"its agent {agent} plays with {others}, and a replay plays attempts of one agent"
 
 
-async def _altered(store: Store, chosen: Sequence[Trajectory]) -> set[str]:
+async def _find_altered(store: Store, chosen: Sequence[Trajectory]) -> set[str]:
     """Ids of those whose row is not what was written: what no replay makes again (ids, messages,
     metrics, the reason of a failure) may have been changed."""
     ids = {trajectory.id for trajectory in chosen}

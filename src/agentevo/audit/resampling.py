@@ -29,7 +29,7 @@ from agentevo.models.load import LoadedModel
 from agentevo.models.routers import OWN, Replay, Routers, routers_of
 from agentevo.models.token_rows import token_logits
 from agentevo.penalties import Changes, TokenPenalties
-from agentevo.routed_experts import joined
+from agentevo.routed_experts import join_experts
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import all_logits
 from agentevo.types import Sample, SamplingParams, Trajectory, Turn
@@ -176,7 +176,7 @@ def _changes(trajectory: Trajectory, piece: _Piece) -> list[Changes]:
     context = trajectory.context_ids(piece.turn.index)
     said = piece.turn.completion_ids
     parts = [(len(context), None), (len(said), piece.turn.penalties)]
-    penalties = TokenPenalties.joined(parts)
+    penalties = TokenPenalties.join(parts)
     ids = np.array([*context, *said])
     assert penalties is not None
     return list(penalties.changes(ids, np.array(piece.positions) + len(context)).values())
@@ -197,7 +197,7 @@ def _logits(
     routed = version_rows(trajectory, piece.turn, version, routers_of(model))
     if routed is not None:
         rows = routed[: len(ids)][np.argsort(batch.plan.tree.paths[0])]
-        batch = batch.routed(Replay(torch.as_tensor(rows, device=device)))
+        batch = batch.with_routing(Replay(torch.as_tensor(rows, device=device)))
 
     return token_logits(model, all_logits(model, batch))[batch.rows].float()
 
@@ -216,7 +216,7 @@ def version_rows(
         return None
 
     parts = [one.routed_experts for one in path if one.routed_experts is not None]
-    rows = joined(parts).array().astype(np.int64)
+    rows = join_experts(parts).array().astype(np.int64)
     next_drawn_by = [  # a prompt's tokens were computed for the draw that follows them
         drawn_by
         for one in path

@@ -120,7 +120,7 @@ def _check_states(
 ) -> None:
     """What a step has dropped must still be dropped, and what is not trained on has a reason."""
 
-    def violated(what: str, name: str) -> None:
+    def add_violation(what: str, name: str) -> None:
         report.violations.append(Violation(what, trajectory=name))
 
     named: set[str] = set()
@@ -131,9 +131,9 @@ def _check_states(
                 row = unused.get(name)
                 if row is None or row.state not in ("dropped", "failed"):
                     now = "not in the store as such" if row is None else row.state
-                    violated(f"step {record.step} has dropped it ({reason}), and it is {now}", name)
+                    add_violation(f"step {record.step} has dropped it ({reason}), and it is {now}", name)
                 elif row.state == "dropped" and row.drop_reason != reason:
-                    violated(
+                    add_violation(
                         f"step {record.step} has dropped it for {reason}, its row says for "
                         f"{row.drop_reason}",
                         name,
@@ -141,9 +141,9 @@ def _check_states(
 
     for name, row in unused.items():
         if (row.state == "failed") == (row.status == "completed"):
-            violated(f"it is {row.state}, though it {row.status}", name)
+            add_violation(f"it is {row.state}, though it {row.status}", name)
         if row.state != "dropped" and row.drop_reason is not None:
-            violated(f"it is {row.state}, and has a reason for its drop: {row.drop_reason}", name)
+            add_violation(f"it is {row.state}, and has a reason for its drop: {row.drop_reason}", name)
         if row.split != "train":
             continue
 
@@ -154,9 +154,9 @@ def _check_states(
         dropped = row.state == "dropped"
         kind, why = (row.state, row.drop_reason) if dropped else (row.status, row.error)
         if not why:
-            violated(f"it is {kind}, and no reason is recorded", name)
+            add_violation(f"it is {kind}, and no reason is recorded", name)
         elif dropped and name not in named:
-            violated(f"it is dropped ({why}), and no step's record says so", name)
+            add_violation(f"it is dropped ({why}), and no step's record says so", name)
 
         report.reasons.setdefault(kind, {}).setdefault(why or "no reason", []).append(name)
 
@@ -225,7 +225,7 @@ async def _check_tasks(
     of tasks. `queues`: tasks are queued for samplers, who complete them together with their
     group."""
 
-    def violated(what: str) -> None:
+    def add_violation(what: str) -> None:
         report.violations.append(Violation(f"task {name} {what}"))
 
     recorded: dict[str, set[str]] = {}
@@ -240,20 +240,20 @@ async def _check_tasks(
         seen.add(name)
         report.tasks[stored.state] += 1
         if not is_as_added(stored):
-            violated("is not the one that was added: it has another digest than its row")
+            add_violation("is not the one that was added: it has another digest than its row")
         elif name not in recorded:
             report.unproven_tasks += 1
         elif recorded[name] != {stored.digest.hex()[:SHOWN]}:
-            violated("is not the one that was played, by the record of its step")
+            add_violation("is not the one that was played, by the record of its step")
 
         if stored.state == "completed":
             if queues and name not in attempted and QUEUED_FOR_STEP in stored.task.metadata:
-                violated("is completed, and no attempt at it is in the store")
+                add_violation("is completed, and no attempt at it is in the store")
             report.without_attempt += [name] if name not in attempted else []
             continue
 
         if name in trained:
-            violated(f"is {stored.state}, though an attempt at it was trained on")
+            add_violation(f"is {stored.state}, though an attempt at it was trained on")
 
         if stored.state in ("queued", "leased"):
             report.unfinished.append(name)
@@ -262,7 +262,7 @@ async def _check_tasks(
             lost[name] = stored.error or "no error"
             if not stored.error:
                 fate = "was set aside" if stored.state == "poison" else "failed"
-                violated(f"{fate}, and no error is recorded")
+                add_violation(f"{fate}, and no error is recorded")
 
     for gone in sorted(recorded.keys() - seen):
         what = f"task {gone} was played, by the record of its step, and is not in the store"

@@ -203,13 +203,13 @@ def _write(
     from agentevo.event_loop import run_coroutine
     from agentevo.task_making.demonstrations import demonstration
     from agentevo.task_making.files import write_made
-    from agentevo.task_making.writer import reworded
+    from agentevo.task_making.writer import reword_tasks
 
     account = {**made.account, "seed": wanted.seed}
     if model is not None:
         try:
             written = [*made.train, *made.held_out]
-            work = reworded(written, model, made.known.names, seed=wanted.seed)
+            work = reword_tasks(written, model, made.known.names, seed=wanted.seed)
             rows, account["writer"] = run_coroutine(work)
         finally:
             model.close()

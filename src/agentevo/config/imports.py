@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from agentevo.config import sources
-from agentevo.config.interpolation import InterpolationError, resolved
+from agentevo.config.interpolation import InterpolationError, resolve_tree
 from agentevo.errors import ConfigError, shown
 
 KEY = "import"
@@ -82,7 +82,7 @@ def check_code_of_run(folder: Path, tree: Mapping[str, Any], overrides: Sequence
 
     named = [sources.split_override(text)[0] for text in overrides]
     try:
-        plain = resolved(tree)
+        plain = resolve_tree(tree)
     except InterpolationError as error:
         raise ConfigError(f"{folder / OF_A_RUN}: {error}") from error
 
@@ -222,7 +222,7 @@ def _import(entry: str, folder: Path) -> str:
             )
 
         if path is None:
-            _executed(entry, lambda: importlib.import_module(entry))
+            _execute(entry, lambda: importlib.import_module(entry))
             return entry
 
     _import_file(path)
@@ -272,7 +272,7 @@ def _import_file(path: Path) -> None:
     loader = spec.loader
     sys.modules[name] = module
     try:
-        _executed(str(path), lambda: loader.exec_module(module))
+        _execute(str(path), lambda: loader.exec_module(module))
     except BaseException:
         sys.modules.pop(name, None)
         raise
@@ -283,7 +283,7 @@ def _is_file_of(module: ModuleType, path: Path) -> bool:
     return isinstance(file, str) and file.endswith(path.name) and Path(file).resolve() == path
 
 
-def _executed(entry: str, work: Callable[[], object]) -> None:
+def _execute(entry: str, work: Callable[[], object]) -> None:
     """Does the work. What the user's code raises becomes a ConfigError that shows where it was
     raised."""
     try:

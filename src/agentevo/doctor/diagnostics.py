@@ -68,7 +68,7 @@ async def _check(config: RunConfig, checkpoint: Path | None) -> list[Check]:
                 parts.store,
                 _context_length(parts),
                 note=parts.note,
-                players=_watched(parts, engine),
+                players=_watch_players(parts, engine),
             )
             group = await _first_group(config, parts, sampler)
             sampling = sampler.sampling(config.sampling.temperature)
@@ -131,7 +131,7 @@ async def _first_group(
     return group
 
 
-def _watched(parts: Components, engine: Engine) -> dict[str, Player]:
+def _watch_players(parts: Components, engine: Engine) -> dict[str, Player]:
     """What several agents draw with, where `engine` stands for the main policy's."""
     return {
         name: one._replace(engine=engine) if one.engine is parts.engine else one

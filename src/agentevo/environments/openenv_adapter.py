@@ -132,7 +132,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
         ends_at = time.monotonic() + self.config.session_timeout_s
         while True:
             self.close()
-            self._connection = self._connected()
+            self._connection = self._connect()
 
             answer = self._ask("reset", message)
             if answer.get("code") != NO_SESSION_LEFT:
@@ -224,7 +224,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
         self._shown = shown(observation, self.config.observation_field)
         return float(reward or 0.0), done
 
-    def _connected(self) -> ClientConnection:
+    def _connect(self) -> ClientConnection:
         scheme, rest = self.config.url.rstrip("/").split("://", 1)
         url = f"{'wss' if scheme in ('https', 'wss') else 'ws'}://{rest}/ws"
         own: dict[str, Any] = {"proxy": None} if is_loopback(url) else {}

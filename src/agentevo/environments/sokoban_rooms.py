@@ -54,7 +54,7 @@ class Room(NamedTuple):
         )
         return cls(height, width, neighbours, tuple(sorted(floor)), targets)
 
-    def solved(self, state: int) -> bool:
+    def is_solved(self, state: int) -> bool:
         return state >> PLAYER_BITS == self.targets
 
     def step(self, state: int, action: int) -> int:
@@ -186,7 +186,7 @@ def random_player_success(
         for position, chance in chances.items():
             for action in range(4):
                 reached = room.step(position, action)
-                if room.solved(reached):
+                if room.is_solved(reached):
                     success += chance / 4
                 else:
                     following[reached] = following.get(reached, 0.0) + chance / 4

@@ -10,7 +10,7 @@ from typing import Any
 from agentevo.config import RunConfig
 from agentevo.errors import ConfigError
 from agentevo.evaluation.contestants import Contestant, find_contestants
-from agentevo.evaluation.play import LABEL, check_play, opened, playing, scorer_of
+from agentevo.evaluation.play import LABEL, check_play, open_player, playing, scorer_of
 from agentevo.event_loop import run_coroutine
 from agentevo.observability.call_view import duration
 from agentevo.observability.trajectory_view import message_text, visible
@@ -59,7 +59,7 @@ def try_attempt(
     if judged := is_judged(config, task, asked=text, answer=answer):
         check_play(config, [task], has_engine=contestant.remote is None)
     return run_coroutine(
-        _played(contestant, config, task, temperature, judged=judged, show=show, note=note)
+        _play_one(contestant, config, task, temperature, judged=judged, show=show, note=note)
     )
 
 
@@ -71,7 +71,7 @@ def is_judged(config: RunConfig, task: Task, *, asked: str | None, answer: str |
     return not config.rewards and not find_agent(config, None).needs_scorer
 
 
-async def _played(
+async def _play_one(
     contestant: Contestant,
     config: RunConfig,
     task: Task,
@@ -87,8 +87,8 @@ async def _played(
         live.append(LiveAttempt(attempt, show))
         return live[0].told
 
-    async with opened(contestant, config, note) as sampler:
-        trajectories = await played(
+    async with open_player(contestant, config, note) as sampler:
+        trajectories = await play_attempt(
             sampler, task, temperature=temperature, judged=judged, hear=hear
         )
 
@@ -98,7 +98,7 @@ async def _played(
     return trajectories[0]
 
 
-async def played(
+async def play_attempt(
     sampler: Sampler,
     task: Task,
     *,

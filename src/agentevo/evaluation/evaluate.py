@@ -95,7 +95,7 @@ def evaluate(
     if folder is not None and not what.resume:
         folder.check_new()
 
-    with nullcontext() if folder is None else folder.locked():
+    with nullcontext() if folder is None else folder.lock():
         kept: Mapping[tuple[str, str, int], AttemptLine] = {}
         if folder is not None and what.resume:
             folder.go_on(settings, tasks)

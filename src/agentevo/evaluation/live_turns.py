@@ -67,11 +67,11 @@ class LiveTurns:
             shown = str(call.record("").attributes.get("ending", ""))
             self._ending = pieces(_cut(shown), self._legend) if shown else []
         elif call.kind in ("policy", "remote"):
-            self._asked(call)
+            self._note_turn(call)
         elif call.kind in KINDS:
             self._made(call)
 
-    def _asked(self, call: RunningCall) -> None:
+    def _note_turn(self, call: RunningCall) -> None:
         told = call.record("")
         number = self._numbers[id(call)]
         if not call.has_ended or told.status != "completed":

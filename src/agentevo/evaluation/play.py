@@ -105,7 +105,7 @@ def run_folder(config: RunConfig, folder: Path | None) -> Iterator[RunConfig]:
 
 
 @asynccontextmanager
-async def opened(
+async def open_player(
     contestant: Contestant,
     config: RunConfig,
     note: Callable[[str], None],
@@ -183,7 +183,7 @@ async def play(
         return [line for task in what.tasks for line in found[task.id]]
 
     kept_in = None if folder is None else folder.path / "models" / quote(label, safe="")[-100:]
-    async with opened(contestant, config, note, kept_in) as sampler:
+    async with open_player(contestant, config, note, kept_in) as sampler:
         room = asyncio.Semaphore(_at_once(contestant, config, what.attempts))
 
         async def attempt(task: Task) -> None:

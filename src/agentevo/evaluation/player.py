@@ -32,9 +32,9 @@ from agentevo.config import RunConfig
 from agentevo.config.agents import EnvironmentAgentSection
 from agentevo.console import to_stderr
 from agentevo.credentials import without_passwords
-from agentevo.errors import AgentEvoError, ConfigError, described
+from agentevo.errors import AgentEvoError, ConfigError, describe_error
 from agentevo.evaluation import player_words as words
-from agentevo.evaluation.attempt import is_judged, played
+from agentevo.evaluation.attempt import is_judged, play_attempt
 from agentevo.evaluation.contestants import Contestant, find_contestants
 from agentevo.evaluation.live_turns import LiveTurns, tokens_of
 from agentevo.evaluation.play import check_play, local_parts, playing, run_folder, scorer_of
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
         tell(words.Broken(_said(str(error))))
         return 1
     except Exception as error:
-        tell(words.Broken(_said(described(error))))
+        tell(words.Broken(_said(describe_error(error))))
         raise
 
     return 0
@@ -276,9 +276,9 @@ class Player:
 
         task = asyncio.ensure_future(self._follow(request))
         self._running[request.id] = task
-        task.add_done_callback(partial(self._ended, request.id))
+        task.add_done_callback(partial(self._end, request.id))
 
-    def _ended(self, name: str, task: asyncio.Task[None]) -> None:
+    def _end(self, name: str, task: asyncio.Task[None]) -> None:
         """Whatever began has an end, also what was stopped before its first moment: a coroutine
         that is cancelled then runs no line of its own."""
         if self._running.get(name) is task:
@@ -297,7 +297,7 @@ class Player:
         except AgentEvoError as error:
             self._tell(words.Failed(request.id, _said(str(error))))
         except Exception as error:  # noqa: BLE001 (a recipe's own code, too)
-            self._tell(words.Failed(request.id, _said(described(error))))
+            self._tell(words.Failed(request.id, _said(describe_error(error))))
 
     async def _chat(self, request: words.Chat) -> None:
         began = time.monotonic()
@@ -367,7 +367,7 @@ class Player:
             live.append(LiveTurns(attempt, request.id, self._tell, self._decode))
             return live[0].told
 
-        trajectories = await played(
+        trajectories = await play_attempt(
             parts.sampler,
             task,
             temperature=request.temperature,
@@ -389,7 +389,7 @@ class Player:
         source: TaskSource = self._parts.tasks
         if request.task is not None:
             return self._parts, source.as_given(request.task)
-        return self._parts, source.numbered(request.number, is_train=request.is_train)
+        return self._parts, source.task_of_number(request.number, is_train=request.is_train)
 
 
 if __name__ == "__main__":

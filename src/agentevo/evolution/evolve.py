@@ -165,7 +165,7 @@ def read_evolution(
     path = sources.find_recipe(target) if is_file else None
     tree: dict[str, Any] = {} if path is None else sources.read_yaml(path)
     changes = sources.overridden(overrides, lambda key: key.endswith(("name", "server")))
-    tree = sources.overlay(tree, _nested(changes))
+    tree = sources.overlay(tree, _nest_keys(changes))
     section = tree.pop("evolve", None) or {}
     if not isinstance(section, Mapping):
         raise ConfigError("evolve: it is a section, such as {rounds: 3}")
@@ -318,10 +318,10 @@ def _in_folder(section: Any, home: Path) -> Any:
     return section.model_copy(update=changes)
 
 
-def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
-    from agentevo.config.sweep import nested
+def _nest_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
+    from agentevo.config.sweep import nest_keys
 
-    return nested(changes)
+    return nest_keys(changes)
 
 
 def _yaml(tree: Mapping[str, Any]) -> str:

@@ -410,7 +410,7 @@ class Stream:
             {"type": "message_stop"},
         ]
 
-    def failed(self, refusal: Refusal) -> list[Event]:
+    def failure_events(self, refusal: Refusal) -> list[Event]:
         return [_error(refusal)]
 
     def _goes_on(self, block: dict[str, Any]) -> list[Event]:

@@ -33,7 +33,7 @@ class Stream(Protocol):
         """How all completions ended."""
         ...
 
-    def failed(self, refusal: Refusal) -> list[Event]:
+    def failure_events(self, refusal: Refusal) -> list[Event]:
         """Why the answer ends here."""
         ...
 

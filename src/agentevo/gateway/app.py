@@ -138,7 +138,7 @@ class Routes:
             )
 
         models = self.app.get(
-            prefix + "/models", include_in_schema=on_page, **openapi.keyed("The models")
+            prefix + "/models", include_in_schema=on_page, **openapi.route_arguments("The models")
         )
         models(self._models)
         self.app.add_api_route(
@@ -148,7 +148,7 @@ class Routes:
             **openapi.of_model(),
         )
 
-    async def guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def guard(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application behind the admission of connections (inference/admission.py): whoever has
         no key is a stranger, and does not stay."""
         if scope["type"] != "http":
@@ -159,7 +159,7 @@ class Routes:
         scope["state"]["session"] = session
         if session is not None and not connection.admit():
             refusal = Refusal("too many connections: try again", status=503, kind="server_error")
-            response = _refused(refusal, _api_at(scope["path"]))
+            response = _refusal_response(refusal, _api_at(scope["path"]))
             await response(scope, receive, send)
             return
 
@@ -193,18 +193,18 @@ class Routes:
             waited = time.perf_counter()
             await response(scope, receive, send)
             ended = time.perf_counter()
-            metrics.answered(path, response.status_code, waited - begun, ended - begun)
+            metrics.count_answer(path, response.status_code, waited - begun, ended - begun)
         finally:
             metrics.num_under_way -= 1
 
     def _route(self, api: Api[Any]) -> Endpoint:
-        async def completed(request: Request) -> Response:
+        async def complete(request: Request) -> Response:
             delivery = Delivery(place=_place_in(request.scope))
-            return await self._answered(request, partial(self._completed, api, delivery), api)
+            return await self._respond(request, partial(self._complete, api, delivery), api)
 
-        return completed
+        return complete
 
-    async def _completed(
+    async def _complete(
         self,
         api: Api[Any],
         delivery: Delivery,
@@ -214,12 +214,12 @@ class Routes:
     ) -> Response:
         asked = api.request_of(body, session.memory)
         if asked.stream:
-            return await self._streamed(api, session, asked, delivery, client)
+            return await self._stream_answer(api, session, asked, delivery, client)
 
         try:
             work = session.submit(session.complete(asked, delivery))
             who, within_s = session.wait_of(asked.model, self._timeout_s)
-            with self._awaited(work, client, who, within_s) as awaited:
+            with self._await_within(work, client, who, within_s) as awaited:
                 replies = await awaited.result()
 
             self._metrics.count_tokens(replies)
@@ -230,7 +230,7 @@ class Routes:
 
         return WholeAnswer(content, delivery, session)
 
-    async def _streamed(
+    async def _stream_answer(
         self, api: Api[Any], session: Session, asked: Any, delivery: Delivery, client: Connection
     ) -> Response:
         """The answer as it comes. What fails before the first token is an answer of its own."""
@@ -238,7 +238,7 @@ class Routes:
         hear = session.told_over_there(heard.add)
         work = session.submit(session.complete(asked, delivery, hear))
         who, within_s = session.wait_of(asked.model, self._timeout_s)
-        awaited = self._awaited(work, client, who, within_s).__enter__()
+        awaited = self._await_within(work, client, who, within_s).__enter__()
         awaited.when_done(heard.wake)
         try:
             await heard.wait()
@@ -252,7 +252,7 @@ class Routes:
             session.lose(delivery)
             raise
 
-    def _awaited(
+    def _await_within(
         self, work: asyncio.Future[T], client: Connection, who: str, within_s: float
     ) -> Awaited[T]:
         return Awaited(work, client, within_s + MARGIN_S, who)
@@ -261,23 +261,23 @@ class Routes:
         async def count(session: Session, body: dict[str, Any], client: Connection) -> Response:
             counted = anthropic_messages.counted_of(body)
             work = session.submit(session.count_tokens(counted))
-            with self._awaited(work, client, "the policy", self._timeout_s) as awaited:
+            with self._await_within(work, client, "the policy", self._timeout_s) as awaited:
                 return _json({"input_tokens": await awaited.result()})
 
-        return await self._answered(request, count, anthropic_messages.API)
+        return await self._respond(request, count, anthropic_messages.API)
 
     async def _reward(self, request: Request) -> Response:
         async def post(session: Session, body: dict[str, Any], client: Connection) -> Response:
             reward = record_of(body, PostedReward, "the reward")
 
-            async def posted() -> None:
+            async def post_reward() -> None:
                 session.post(reward)
 
             async with asyncio.timeout(MARGIN_S):
-                await session.submit(posted())
+                await session.submit(post_reward())
             return _json({"posted": len(session.posted)})
 
-        return await self._answered(request, post)
+        return await self._respond(request, post)
 
     def _kept(self, about: Callable[[Memory, str, Mapping[str, str]], Any]) -> Endpoint:
         async def told(request: Request) -> Response:
@@ -286,7 +286,7 @@ class Routes:
                 name = request.path_params["response_id"]
                 return _json(about(memory, name, request.query_params))
             except Refusal as refusal:
-                return _refused(refusal, responses.API)
+                return _refusal_response(refusal, responses.API)
 
         return told
 
@@ -294,7 +294,7 @@ class Routes:
         try:
             names = self._model_names(self._session(request))
         except Refusal as refusal:
-            return _refused(refusal, _api_of(request))
+            return _refusal_response(refusal, _api_of(request))
         return _json({"object": "list", "data": list(map(self._about, names))})
 
     async def _model_named(self, request: Request) -> Response:
@@ -309,7 +309,7 @@ class Routes:
                     param="model",
                 )
         except Refusal as refusal:
-            return _refused(refusal, _api_of(request))
+            return _refusal_response(refusal, _api_of(request))
         return _json(self._about(name))
 
     def _model_names(self, session: Session) -> list[str]:
@@ -334,7 +334,7 @@ class Routes:
             f"there is no {request.method} {request.url.path}: use {known}; /openapi.json has all",
             status=status,
         )
-        answer = _refused(refusal, _api_of(request))
+        answer = _refusal_response(refusal, _api_of(request))
         if isinstance(error, HTTPException):
             answer.headers.update(error.headers or {})
         return answer
@@ -349,7 +349,7 @@ class Routes:
     async def _page(self) -> Response:
         return _json(openapi.page(self.app, self._more_page() if self._more_page else {}))
 
-    async def _answered(
+    async def _respond(
         self,
         request: Request,
         answer: Callable[[Session, dict[str, Any], Connection], Awaitable[Response]],
@@ -363,7 +363,7 @@ class Routes:
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
         except Exception as error:  # noqa: BLE001 (whatever it is, the client gets an answer)
-            return _refused(refusal_of(error), api)
+            return _refusal_response(refusal_of(error), api)
 
     def _session(self, request: Request) -> Session:
         """Whose request it is. Raises Refusal for nobody's, and for one too many."""
@@ -407,7 +407,7 @@ def _api_at(path: str) -> Api[Any]:
     return next((api for api in APIS if api.path in path), APIS[0])
 
 
-def _refused(refusal: Refusal, api: Api[Any]) -> Response:
+def _refusal_response(refusal: Refusal, api: Api[Any]) -> Response:
     answer = _json(api.error(refusal), api.statuses.get(refusal.status, refusal.status))
     answer.headers.update(retry_headers(refusal))
     return answer

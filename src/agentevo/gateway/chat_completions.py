@@ -193,7 +193,7 @@ class Stream:
 
         return [*events, DONE]
 
-    def failed(self, refusal: Refusal) -> list[Event]:
+    def failure_events(self, refusal: Refusal) -> list[Event]:
         """Why it ends here."""
         return [error(refusal)]
 
@@ -301,7 +301,7 @@ def _token(drawn: TokenLogprob) -> dict[str, Any]:
     return {"token": text, "logprob": drawn.logprob, "bytes": octets}
 
 
-def encoded(event: Event) -> bytes:
+def encode_event(event: Event) -> bytes:
     """An event as OpenAI's completions send it."""
     return b"data: [DONE]\n\n" if event is DONE else data_event(event)
 
@@ -312,5 +312,5 @@ API = Api(
     answer=answer,
     stream=Stream,
     error=error,
-    encode=encoded,
+    encode=encode_event,
 )

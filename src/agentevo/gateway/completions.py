@@ -13,7 +13,7 @@ from typing import Any
 from agentevo.errors import BadRequestError, shown
 from agentevo.gateway.answer import Piece
 from agentevo.gateway.api import Api, Event
-from agentevo.gateway.chat_completions import DONE, encoded, error, usage
+from agentevo.gateway.chat_completions import DONE, encode_event, error, usage
 from agentevo.gateway.fields import (
     boolean,
     no_other_service,
@@ -159,7 +159,7 @@ class Stream:
             events.append({**self._head, "choices": [], "usage": usage(replies)})
         return [*events, DONE]
 
-    def failed(self, refusal: Refusal) -> list[Event]:
+    def failure_events(self, refusal: Refusal) -> list[Event]:
         """Why it ends here."""
         return [error(refusal)]
 
@@ -229,5 +229,5 @@ API = Api(
     answer=answer,
     stream=Stream,
     error=error,
-    encode=encoded,
+    encode=encode_event,
 )

@@ -127,10 +127,10 @@ class Heard:
         joined: dict[int, list[Piece]] = {}
         for number, pieces in taken:
             joined.setdefault(number, []).extend(pieces)
-        return [(number, list(_joined(pieces))) for number, pieces in joined.items()]
+        return [(number, list(_join_pieces(pieces))) for number, pieces in joined.items()]
 
 
-def _joined(pieces: list[Piece]) -> Iterable[Piece]:
+def _join_pieces(pieces: list[Piece]) -> Iterable[Piece]:
     last: Piece | None = None
     texts: list[str] = []
     for piece in pieces:
@@ -209,7 +209,7 @@ class EventStream(Response):
 
         is_delivered = False
         try:
-            events = self._encoded(self._stream.begin(self._delivery.prompt))
+            events = self._encode_events(self._stream.begin(self._delivery.prompt))
             await tell(_start(self))
             while not self._awaited.is_done:
                 await tell(_part(events + self._news(), more=True))
@@ -217,7 +217,7 @@ class EventStream(Response):
                 await self._heard.wait()
 
             events += self._news()
-            await tell(_part(events + self._encoded(await self._end()), more=True))
+            await tell(_part(events + self._encode_events(await self._end()), more=True))
             is_delivered = await _end_of(scope, send)
         except (TimeoutError, ClientDisconnect):
             scope["state"]["connection"].cut()
@@ -226,12 +226,12 @@ class EventStream(Response):
             if not is_delivered:
                 self._session.lose(self._delivery)
 
-    def _encoded(self, events: Iterable[Event]) -> bytes:
+    def _encode_events(self, events: Iterable[Event]) -> bytes:
         return b"".join(map(self._api.encode, events))
 
     def _news(self) -> bytes:
         return b"".join(
-            self._encoded(self._stream.pieces(number, pieces))
+            self._encode_events(self._stream.pieces(number, pieces))
             for number, pieces in self._heard.take()
         )
 
@@ -243,7 +243,7 @@ class EventStream(Response):
         except ClientDisconnect:
             raise
         except Exception as error:  # noqa: BLE001 (whatever it is, the client is told)
-            return self._stream.failed(refusal_of(error))
+            return self._stream.failure_events(refusal_of(error))
 
 
 async def _end_of(scope: Scope, send: Send) -> bool:

@@ -111,11 +111,11 @@ class Gateway:
     def add(self, session: S) -> S:
         """From now on its key opens the session, whose requests are answered on the loop that this
         is called on."""
-        session.bridge = self.bridged()
+        session.bridge = self.bridge_to_current_loop()
         self._sessions[session.key] = session
         return session
 
-    def bridged(self) -> Bridge:
+    def bridge_to_current_loop(self) -> Bridge:
         """The bridge to the loop that this is called on."""
         assert self._loop is not None
         if self._bridge is None or self._bridge.sampler is not asyncio.get_running_loop():
@@ -205,7 +205,7 @@ class Gateway:
         limits = Limits(strangers=MAX_CONNECTIONS, clients=MAX_CONNECTIONS, idle_s=IDLE_S)
         await stack.enter_async_context(
             serving(
-                routes.guarded if front is None else front.in_front_of(routes.guarded),
+                routes.guard if front is None else front.in_front_of(routes.guard),
                 listener,
                 close=nothing_to_close,
                 tls=self._tls,

@@ -92,7 +92,7 @@ def messages_of_items(given: Any, memory: Memory) -> list[Message]:
     drafts = _Drafts()
     for number, value in enumerate(given, start=1):
         where = f"item {number} of input"
-        item = _checked(value, where, memory)
+        item = _check_item(value, where, memory)
         kind = item["type"]
         if kind == "function_call_output":
             drafts.all.append(_result(item, where))
@@ -108,7 +108,7 @@ def messages_of_items(given: Any, memory: Memory) -> list[Message]:
     )
 
 
-def _checked(value: Any, where: str, memory: Memory) -> dict[str, Any]:
+def _check_item(value: Any, where: str, memory: Memory) -> dict[str, Any]:
     """The item with its type."""
     if not isinstance(value, Mapping):
         raise BadRequestError(f"{where} is {shown(value)}: give an object with a type")

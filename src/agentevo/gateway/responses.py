@@ -128,7 +128,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
 
     wanted = echoed["text"].get("format")
     schema = schema_of(wanted, "text.format")
-    include = _included(body.get("include"))
+    include = _check_include(body.get("include"))
 
     instructions = body.get("instructions")
     if instructions is not None and not isinstance(instructions, str):
@@ -170,7 +170,7 @@ def _no_other_service(body: Mapping[str, Any]) -> None:
         )
 
 
-def _included(include: Any) -> Sequence[Any]:
+def _check_include(include: Any) -> Sequence[Any]:
     if include is None:
         return ()
     if not isinstance(include, Sequence) or isinstance(include, str):
@@ -277,9 +277,9 @@ class _Output:
             case ReasoningDelta(text):
                 return self._said("reasoning", text)
             case CallBegun(_, call):
-                return self._called(call)
+                return self._call_events(call)
             case ArgumentsDelta(_, text):
-                return self._argued(text)
+                return self._argument_events(text)
             case CallFinished():
                 return self._close("completed")
             case CallBroken():
@@ -312,7 +312,7 @@ class _Output:
         delta = {"delta": text, **({"logprobs": []} if kind == "message" else {})}
         return [*events, self._of_part(f"response.{_part_type(kind)}.delta", **delta)]
 
-    def _called(self, call: ToolCall) -> list[Event]:
+    def _call_events(self, call: ToolCall) -> list[Event]:
         events = self._close("completed")
         item = {"call_id": call.id, "name": call.name, "arguments": ""}
         if call.name in self._namespaces:
@@ -322,7 +322,7 @@ class _Output:
         self._texts = []
         return events
 
-    def _argued(self, text: str) -> list[Event]:
+    def _argument_events(self, text: str) -> list[Event]:
         self._texts.append(text)
         return [self._of_item("response.function_call_arguments.delta", delta=text)]
 
@@ -396,7 +396,7 @@ class Stream:
 
     def begin(self, prompt: PromptSize) -> list[Event]:
         begun = self._response("in_progress")
-        return self._numbered(
+        return self._number_events(
             [
                 {"type": "response.created", "response": begun},
                 {"type": "response.in_progress", "response": begun},
@@ -405,18 +405,18 @@ class Stream:
 
     def pieces(self, number: int, pieces: Sequence[Piece]) -> list[Event]:
         """What the one completion says next."""
-        return self._numbered([event for piece in pieces for event in self._output.add(piece)])
+        return self._number_events([event for piece in pieces for event in self._output.add(piece)])
 
     def end(self, replies: Sequence[ModelReply]) -> list[Event]:
         (reply,) = replies
         events = self._output.finish(whole=reply.finish_reason != "length")
         whole = self.whole(reply)
-        return self._numbered([*events, {"type": f"response.{whole['status']}", "response": whole}])
+        return self._number_events([*events, {"type": f"response.{whole['status']}", "response": whole}])
 
-    def failed(self, refusal: Refusal) -> list[Event]:
+    def failure_events(self, refusal: Refusal) -> list[Event]:
         code = "rate_limit_exceeded" if refusal.status == 429 else "server_error"
         response = self._response("failed", error={"code": code, "message": str(refusal)})
-        return self._numbered([{"type": "response.failed", "response": response}])
+        return self._number_events([{"type": "response.failed", "response": response}])
 
     def whole(self, reply: ModelReply) -> dict[str, Any]:
         """The answer whose items are done; from now on it is kept."""
@@ -469,7 +469,7 @@ class Stream:
             **more,
         }
 
-    def _numbered(self, events: list[Event]) -> list[Event]:
+    def _number_events(self, events: list[Event]) -> list[Event]:
         for event in events:
             event["sequence_number"] = self._num_events
             self._num_events += 1

@@ -133,15 +133,15 @@ class Session:
         """Runs something in the attempt, from the gateway's loop. Cancelling the future cancels
         it."""
         try:
-            return self._crossed().submit(work, self._context.copy())
+            return self._bridge_across().submit(work, self._context.copy())
         except RuntimeError as error:  # the sampler's loop has ended
             raise over() from error
 
     def told_over_there(self, hear: Hear) -> Hear:
         """What `complete` can tell of its pieces, for one who hears them on the gateway's loop."""
-        return partial(self._crossed().tell, hear)
+        return partial(self._bridge_across().tell, hear)
 
-    def _crossed(self) -> Bridge:
+    def _bridge_across(self) -> Bridge:
         assert self.bridge is not None, "Gateway.add has not been called"
         return self.bridge
 
@@ -166,7 +166,7 @@ class Session:
         with self._one_more():
             try:
                 if len(prompts) == 1:
-                    return await self._answered(
+                    return await self._answer_prompt(
                         request, request.prompt, conversation, delivery, hear
                     )
 
@@ -175,8 +175,8 @@ class Session:
                         await conversation.check(prompt)
 
                 works = [
-                    self._answered(
-                        request, prompt, conversation, delivery, _numbered(hear, place * request.n)
+                    self._answer_prompt(
+                        request, prompt, conversation, delivery, _renumber(hear, place * request.n)
                     )
                     for place, prompt in enumerate(prompts)
                 ]
@@ -188,7 +188,7 @@ class Session:
 
         return [replace(reply, prompt=delivery.prompt) for group in groups for reply in group]
 
-    async def _answered(
+    async def _answer_prompt(
         self,
         request: ModelRequest,
         prompt: Prompt,
@@ -207,7 +207,7 @@ class Session:
         listening = None if hear is None else Listening(answers, hear)
         completions: list[Completion] = []
 
-        def sized(num_tokens: int, num_cached: int) -> None:
+        def note_prompt_size(num_tokens: int, num_cached: int) -> None:
             before = delivery.prompt
             delivery.prompt = PromptSize(
                 before.num_tokens + num_tokens, before.num_cached + num_cached
@@ -216,11 +216,11 @@ class Session:
         turns = await conversation.complete(
             with_names(cast("list[Message]", prompt)) if request.has_messages else prompt,
             tools=request.tools,
-            overrides=self._admitted(request.overrides),
+            overrides=self._admitted_overrides(request.overrides),
             form=request.form,
             n=request.n,
             listen=None if listening is None else listening.listen,
-            sized=sized,
+            sized=note_prompt_size,
             top_logprobs=request.top_logprobs,
             drawn=completions.extend,
         )
@@ -330,7 +330,7 @@ class Session:
                     self.remote.discard(turn)
 
         with suppress(RuntimeError):  # the attempt's loop has ended
-            self._crossed().send(discard)
+            self._bridge_across().send(discard)
 
     def post(self, *rewards: PostedReward) -> None:
         """Takes rewards in: all of them, or none."""
@@ -362,7 +362,7 @@ class Session:
             if not 0 <= reward.turn < turns:
                 raise BadRequestError(f"there is no turn {reward.turn}: the session has {turns}")
 
-    def _admitted(self, overrides: SamplingOverrides | None) -> SamplingOverrides | None:
+    def _admitted_overrides(self, overrides: SamplingOverrides | None) -> SamplingOverrides | None:
         """What a request may change: the distribution only if the client decides it."""
         if overrides is None or self._follows_client:
             return overrides
@@ -371,7 +371,7 @@ class Session:
         return msgspec.structs.replace(overrides, **dict.fromkeys(asked)) if asked else overrides
 
 
-def _numbered(hear: Hear | None, first: int) -> Hear | None:
+def _renumber(hear: Hear | None, first: int) -> Hear | None:
     """What hears of completions whose numbers begin at 0 instead of `first`."""
     if hear is None or not first:
         return hear

@@ -51,7 +51,7 @@ class SharedSession(Session):
         self, request: ModelRequest, delivery: Delivery, hear: Hear | None = None
     ) -> list[ModelReply]:
         with self._one_more():
-            one = self._extended(request)
+            one = self._find_extended(request)
             if one is None:
                 one = Session(
                     {"": self._new_conversation()},
@@ -79,7 +79,7 @@ class SharedSession(Session):
     def post(self, *rewards: PostedReward) -> None:
         raise Refusal("this model is served and not trained: it takes no rewards", status=404)
 
-    def _extended(self, request: ModelRequest) -> Session | None:
+    def _find_extended(self, request: ModelRequest) -> Session | None:
         """The conversation that the request goes on with, which nobody else has meanwhile."""
         if not request.has_messages:
             return None

@@ -82,7 +82,7 @@ def build_batch(
         and s.request.future is not None
         and s.request.scored is None
     ]
-    scored, predicting = _scored(work, starts)
+    scored, predicting = _sequences_to_score(work, starts)
 
     return StepBatch(
         work=work,
@@ -95,7 +95,7 @@ def build_batch(
     )
 
 
-def _scored(
+def _sequences_to_score(
     work: list[tuple[Sequence, int]], starts: np.ndarray
 ) -> tuple[list[tuple[Sequence, int]], list[int]]:
     """The sequences whose given tokens are predicted by tokens of this step, each with how many,

@@ -163,16 +163,16 @@ class BroadcastFiles:
 
         return latest
 
-    def announced(self) -> Latest | None:
+    def latest_version(self) -> Latest | None:
         """None before the first."""
         path = self.folder / LATEST_FILE
-        return self._decoded(path, Latest) if path.exists() else None
+        return self._read_decoded(path, Latest) if path.exists() else None
 
     def is_whole(self, latest: Latest) -> bool:
         """Whether this is announced, and what it has can be read."""
         try:
             self.contents(latest.sha256)
-            return self.announced() == latest
+            return self.latest_version() == latest
         except EngineError:
             return False
 
@@ -212,7 +212,7 @@ class BroadcastFiles:
     def answer(self, ask: Ask) -> Answer | None:
         """None if there is none yet."""
         path = self._answer(ask.id)
-        return self._decoded(path, Answer) if path.exists() else None
+        return self._read_decoded(path, Answer) if path.exists() else None
 
     def asks(self, sha256: str) -> list[Ask]:
         """Who waits for these weights. What no engine that lives has written is deleted."""
@@ -230,7 +230,7 @@ class BroadcastFiles:
                 if match is None:
                     continue
 
-                ask = self._decoded(Path(entry.path), Ask, most=_ASK_BYTES)
+                ask = self._read_decoded(Path(entry.path), Ask, most=_ASK_BYTES)
                 if ask.id != match[1]:
                     raise EngineError("it has another's name")
             except FileNotFoundError:
@@ -276,7 +276,7 @@ class BroadcastFiles:
         write_atomic(self.path(round_id) / "sent.json", msgspec.json.encode(sent))
 
     def sent(self, round_id: str) -> Sent:
-        return self._decoded(self.path(round_id) / "sent.json", Sent)
+        return self._read_decoded(self.path(round_id) / "sent.json", Sent)
 
     def _contents(self, sha256: str) -> Path:
         return self.folder / f"tensors-{sha256}.json"
@@ -289,11 +289,11 @@ class BroadcastFiles:
 
     def _read_latest(self) -> Latest | None:
         try:
-            return self.announced()
+            return self.latest_version()
         except EngineError:
             return None
 
-    def _decoded(self, path: Path, kind: type[T], *, most: int = _FILE_BYTES) -> T:
+    def _read_decoded(self, path: Path, kind: type[T], *, most: int = _FILE_BYTES) -> T:
         return self._decode(path, self._raw(path, most), kind)
 
     def _raw(self, path: Path, most: int = _FILE_BYTES) -> bytes:

@@ -192,7 +192,7 @@ def _broken_off() -> Iterator[None]:
 
 
 @contextmanager
-def _joined(
+def _join_group(
     files: BroadcastFiles, answer: Answer, rank: int, device: torch.device
 ) -> Iterator[Group]:
     folder = files.path(answer.round)
@@ -216,7 +216,7 @@ def send(
     """On the trainer: the tensors, in the order of `specs`, to all others; they are `opened` once
     all are there. Returns how many have found other bits than these. Raises WeightsLostError, and
     OSError for files."""
-    with _joined(files, answer, 0, device) as group, opened() as tensors:
+    with _join_group(files, answer, 0, device) as group, opened() as tensors:
         coming = iter(tensors)
         found = dict[str, str]()
         buffer = torch.empty(_room(specs), dtype=torch.uint8, device=group.device)
@@ -260,7 +260,7 @@ def receive(
 ) -> dict[str, torch.Tensor]:
     """On a place of an engine: the tensors, on `device` if they come over NCCL, else on the CPU.
     Raises WeightsLostError."""
-    with _joined(files, answer, answer.first_rank + place, device) as group:
+    with _join_group(files, answer, answer.first_rank + place, device) as group:
         tensors = dict[str, torch.Tensor]()
         found = dict[str, str]()
         buffer = torch.empty(_room(specs), dtype=torch.uint8, device=group.device)

@@ -134,7 +134,7 @@ class BroadcastSender:
         """Who asks for the version, once all these engines do, or EXPECT_S have gone by."""
         ends = time.monotonic() + EXPECT_S
         try:
-            latest = await in_thread(self._announced)
+            latest = await in_thread(self._latest_version)
             while True:
                 asks = await in_thread(self._files.asks, latest.sha256)
                 if missing <= {ask.engine for ask in asks} or time.monotonic() > ends:
@@ -147,7 +147,7 @@ class BroadcastSender:
             )
             return []
 
-    def _announced(self) -> Latest:
+    def _latest_version(self) -> Latest:
         """The version as engines find it, written again where that was damaged."""
         if not self._has_begun:
             self._files.begin()

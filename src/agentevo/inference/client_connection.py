@@ -44,7 +44,7 @@ from agentevo.inference.messages import (
     State,
     Tokens,
     Watch,
-    raised,
+    error_of,
     read_answers,
 )
 from agentevo.inference.secret import RunSecret
@@ -132,8 +132,8 @@ class ClientConnection:
         self.lost: LostError | None = None
         """Why the connection has ended; None while it stands."""
         self._tasks = [
-            asyncio.ensure_future(self._guarded(self._read)),
-            asyncio.ensure_future(self._guarded(self._write)),
+            asyncio.ensure_future(self._close_at_end(self._read)),
+            asyncio.ensure_future(self._close_at_end(self._write)),
         ]
         self._watch()
 
@@ -252,7 +252,7 @@ class ClientConnection:
                 streamed.finish(answer.completion)
             return answer.completion
 
-        raise LostError(str(answer)) if isinstance(answer, LostError) else raised(answer)
+        raise LostError(str(answer)) if isinstance(answer, LostError) else error_of(answer)
 
     def release(self, session: str) -> None:
         """See Engine.release: the engine is told with the next frame."""
@@ -302,7 +302,7 @@ class ClientConnection:
         future = self._watches[number] = asyncio.get_running_loop().create_future()
         return future
 
-    async def _guarded(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _close_at_end(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Whatever ends reading or writing ends the connection, with its reason."""
         reason = "the connection broke"
         try:

@@ -135,7 +135,7 @@ class Drift:
         for number in reversed(answers):
             original = self._original(found, number)
             if original is not None:
-                return _compared(found, number, original)
+                return _compare_request(found, number, original)
 
         if answers and answers[0] == found.num_matched:
             siblings = [
@@ -165,7 +165,7 @@ class Drift:
         )
 
 
-def _compared(found: Found, number: int, original: Node) -> _Met:
+def _compare_request(found: Found, number: int, original: Node) -> _Met:
     """A request up to the message `number`, compared with the history of a recorded answer."""
     recorded = original.path()
     came = list(range(number + 1))
@@ -237,10 +237,10 @@ def _shown(*texts: str) -> list[str]:
     letters = enumerate(zip(*texts, strict=False))
     same = next((place for place, at in letters if len(set(at)) > 1), 0)
     start = max(0, same - SHOWN // 3)
-    return [_escaped(text[start : start + SHOWN], start > 0) for text in texts]
+    return [_escape_line(text[start : start + SHOWN], start > 0) for text in texts]
 
 
-def _escaped(text: str, is_cut: bool) -> str:
+def _escape_line(text: str, is_cut: bool) -> str:
     line = text.encode("unicode_escape", "surrogatepass").decode("ascii")
     return f"...{line}" if is_cut else line
 
@@ -274,7 +274,7 @@ def first_difference(
 
     return TokenDifference(
         position,
-        before=_escaped(before, False),
-        recorded=_escaped(there, False),
-        rendered=_escaped(instead, False),
+        before=_escape_line(before, False),
+        recorded=_escape_line(there, False),
+        rendered=_escape_line(instead, False),
     )

@@ -160,13 +160,13 @@ def status_and_answer(error: EngineError) -> tuple[int, ErrorAnswer]:
     return status, ErrorAnswer(error=name, message=str(error))
 
 
-def failed(request: int, error: EngineError) -> Failed:
+def failure_of(request: int, error: EngineError) -> Failed:
     """An error as the answer to the client whose request failed."""
     answer = status_and_answer(error)[1]
     return Failed(id=request, error=answer.error, message=answer.message)
 
 
-def raised(answer: Failed) -> EngineError:
+def error_of(answer: Failed) -> EngineError:
     """The error that the client raises."""
     return ERRORS.get(answer.error, (500, EngineError))[1](answer.message)
 

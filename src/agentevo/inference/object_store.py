@@ -76,11 +76,11 @@ class ObjectStoreWeights(WeightVersions):
         """See WeightVersions.versions. As the store lists them."""
         return version_numbers(self.objects.under())
 
-    def announced(self) -> Latest | None:
+    def latest_version(self) -> Latest | None:
         """See WeightVersions.announced."""
         if self._looked is not None and time.monotonic() - self._looked[0] < self._look_s:
             return self._looked[1]
-        latest = super().announced()
+        latest = super().latest_version()
         self._looked = (time.monotonic(), latest)
         return latest
 

@@ -25,7 +25,7 @@ import torch
 from torch import distributed
 
 from agentevo.errors import ModelError
-from agentevo.inference.weight_delta import box_keys, change_of, checksum, combined
+from agentevo.inference.weight_delta import box_keys, change_of, checksum, combine_checksums
 from agentevo.models.parts import (
     Box,
     Grid,
@@ -83,7 +83,7 @@ class PublishedParts:
         """On the first process: what changed, unless it can't be said, because nothing was kept or
         other tensors are trained now. None on the others."""
         own = self._own()
-        found = self._compared()
+        found = self._compare_boxes()
         of_all: list[dict[str, Found] | None] = [found]
         if distributed.is_initialized():
             first = distributed.get_rank(self._group) == 0
@@ -125,7 +125,7 @@ class PublishedParts:
             if me in givers_of([of_one[name] for of_one in boxes])
         }
 
-    def _compared(self) -> dict[str, Found] | None:
+    def _compare_boxes(self) -> dict[str, Found] | None:
         """Of each box that this process gives; None where it has not kept the same ones."""
         given = self._given()
         self._changes = {}
@@ -190,7 +190,7 @@ class PartsDelta:
 
         boxes = boxes_of(grid, spec.shape)
         checksums = [found[box][1].sha256 for box in boxes]
-        self.state[name] = checksums[0] if len(boxes) == 1 else combined(checksums)
+        self.state[name] = checksums[0] if len(boxes) == 1 else combine_checksums(checksums)
         if len(boxes) > 1:
             self.grids[name] = grid
 

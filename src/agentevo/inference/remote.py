@@ -183,7 +183,7 @@ class RemoteEngine:
         deadline, and StreamDivergedError if another one than that which has died draws other
         tokens than `listen` was told."""
         streamed = None if listen is None else StreamedTokens(listen)
-        return await self._asked(
+        return await self._ask_engines(
             lambda connection, left: connection.generate(
                 prompt_ids, sampling, session, left, streamed
             ),
@@ -201,13 +201,13 @@ class RemoteEngine:
     ) -> TokenScores:
         """See ScoringEngine.score. Raises as `generate`."""
         check_score(context_ids, ids, temperature, deadline_s)
-        return await self._asked(
+        return await self._ask_engines(
             lambda connection, left: connection.score(context_ids, ids, temperature, left),
             None,
             deadline_s,
         )
 
-    async def _asked(
+    async def _ask_engines(
         self,
         ask: Callable[[ClientConnection, float], Awaitable[T]],
         session: str | None,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from agentevo.models.grammar import allowed
+from agentevo.models.grammar import unpack_mask
 from agentevo.penalties import Changes
 from agentevo.types import Alternatives, SamplingParams
 
@@ -48,7 +48,7 @@ def keep_allowed(logits: torch.Tensor, masks: Sequence[np.ndarray | None]) -> No
     without a mask stays as it is."""
     for row, mask in enumerate(masks):
         if mask is not None:
-            forbidden = torch.from_numpy(~allowed(mask, logits.shape[-1]))
+            forbidden = torch.from_numpy(~unpack_mask(mask, logits.shape[-1]))
             logits[row].masked_fill_(forbidden.to(logits.device), float("-inf"))
 
 

@@ -279,7 +279,7 @@ class Scheduler:
 
         records = self.routing is not None
         rows = drawn_rows(sequence, request) if records else None
-        request.interrupted(sequence.ids, rows, sequence.routed if records else None)
+        request.restart_from(sequence.ids, rows, sequence.routed if records else None)
         self.waiting.appendleft(request)
 
     def memory_tokens(self) -> int:

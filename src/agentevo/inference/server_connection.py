@@ -40,7 +40,7 @@ from agentevo.inference.messages import (
     State,
     ToEngine,
     Watch,
-    failed,
+    failure_of,
     read_requests,
 )
 from agentevo.types import Completion
@@ -160,7 +160,7 @@ class ServerConnection:
         if isinstance(message, (Generate, Score)):
             if len(self._running) >= MAX_RUNNING:
                 error = EngineUnavailableError(f"{MAX_RUNNING} requests of this client are running")
-                self._outbox.put(failed(message.id, error))
+                self._outbox.put(failure_of(message.id, error))
                 return
             task = self._running[message.id] = asyncio.ensure_future(self._complete(message))
             task.add_done_callback(lambda _: self._running.pop(message.id, None))
@@ -179,18 +179,18 @@ class ServerConnection:
         """The one place where what an engine raises becomes an answer."""
         try:
             if isinstance(request, Score):
-                completion = await self._scored(request)
+                completion = await self._score(request)
             else:
-                completion = await self._generated(request)
+                completion = await self._generate(request)
             if self._told is not None and self._told.version != self._engine.version:
                 self._tell()
             self._outbox.put(Completed(id=request.id, completion=completion))
         except EngineError as error:
-            self._outbox.put(failed(request.id, error))
+            self._outbox.put(failure_of(request.id, error))
         except Exception as error:
             LOG.exception("the engine failed on a request")
             self._outbox.put(
-                failed(
+                failure_of(
                     request.id, EngineError(f"the engine failed: {type(error).__name__}: {error}")
                 )
             )
@@ -199,7 +199,7 @@ class ServerConnection:
                 request.id
             )  # an answer has them all, and nobody wants the rest
 
-    async def _generated(self, request: Generate) -> Completion:
+    async def _generate(self, request: Generate) -> Completion:
         check_request(request.sampling, request.deadline_s)
         return await self._engine.generate(
             request.prompt_ids,
@@ -209,7 +209,7 @@ class ServerConnection:
             listen=partial(self._outbox.put_tokens, request.id) if request.stream else None,
         )
 
-    async def _scored(self, request: Score) -> Completion:
+    async def _score(self, request: Score) -> Completion:
         check_score(request.context_ids, request.ids, request.temperature, request.deadline_s)
         if not isinstance(self._engine, ScoringEngine):
             raise EngineError(CANT_SCORE)

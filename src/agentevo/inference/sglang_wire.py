@@ -81,7 +81,7 @@ def launch_config(api_key: str) -> str:
     return f"api-key: {api_key}\n"
 
 
-def unsupported(sampling: SamplingParams, facts: ServerFacts, seeded: bool) -> str:
+def why_unsupported(sampling: SamplingParams, facts: ServerFacts, seeded: bool) -> str:
     """Why no tokens can be drawn as the request wants, or an empty text."""
     if sampling.penalties is not None:
         return "penalties are not what AgentEvo means by them there: leave them out"

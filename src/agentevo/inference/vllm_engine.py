@@ -178,7 +178,7 @@ class VllmEngine:
         drawn = Drawn()
         stopped = False
         params = drawing(sampling, self._vocabulary, self._unused, streams=streams)
-        async with self._asked(prompt_ids, params, deadline_s) as (name, outputs):
+        async with self._open_request(prompt_ids, params, deadline_s) as (name, outputs):
             async for answer in outputs:
                 (output,) = answer.outputs
                 if stopped:  # what vLLM draws until it hears of that
@@ -242,7 +242,7 @@ class VllmEngine:
         while True:  # once more when new weights have come in the middle
             began = self._version
             one = Drawn()
-            async with self._asked(whole, scoring(), ends - time.monotonic()) as (_, outputs):
+            async with self._open_request(whole, scoring(), ends - time.monotonic()) as (_, outputs):
                 async for answer in outputs:
                     (output,) = answer.outputs
                     one.add(output, SamplingParams())
@@ -477,7 +477,7 @@ class VllmEngine:
         self._computed += tokens - cached
 
     @asynccontextmanager
-    async def _asked(
+    async def _open_request(
         self, prompt_ids: Sequence[int], params: Any, deadline_s: float
     ) -> AsyncIterator[tuple[str, AsyncIterator[Any]]]:
         """A request to vLLM, under its name there, and what comes of it. Whatever ends the block

@@ -159,7 +159,7 @@ class WeightVersions(ABC):
         trained = {
             name: tensor.cpu().contiguous() for name, tensor in trained_weights(model).items()
         }
-        held = None if in_full else self._followed(trained, version)
+        held = None if in_full else self._base_of_delta(trained, version)
         base, change = (None, {}) if held is None else (held.base, delta_of(held.tensors, trained))
         if base is not None and not self._pays(base, num_bytes(change), _specs(trained)):
             base = None
@@ -226,7 +226,7 @@ class WeightVersions(ABC):
         taken = [base.latest.version, *(link.version for link in chain)]
         return len(chain) + 2 <= self._full_every and version not in taken  # it would replace it
 
-    def _followed(self, trained: Mapping[str, torch.Tensor], version: int) -> Held | None:
+    def _base_of_delta(self, trained: Mapping[str, torch.Tensor], version: int) -> Held | None:
         """What a delta of whole tensors builds on; None for a full version."""
         held = self._held
         if held is None or not self._may_follow(held.base, version):
@@ -260,10 +260,10 @@ class WeightVersions(ABC):
 
     def latest(self) -> int | None:
         """The version that was written last; None before the first."""
-        latest = self.announced()
+        latest = self.latest_version()
         return None if latest is None else latest.version
 
-    def announced(self) -> Latest | None:
+    def latest_version(self) -> Latest | None:
         """`latest` with its checksum. Raises EngineError if latest.json is not what `write`
         makes."""
         try:
@@ -283,7 +283,7 @@ class WeightVersions(ABC):
         the ones that were written.
         """
         raw = self._raw_manifest(version, sha256)
-        manifest = self._decoded(version, raw)
+        manifest = self._decode_manifest(version, raw)
 
         latest = Latest(version, hashlib.sha256(raw).hexdigest())
         if self._held is not None and self._held.base.latest == latest:
@@ -353,7 +353,7 @@ class WeightVersions(ABC):
     def check(self, wanted: Latest) -> None:
         """Raises EngineError unless latest.json names these weights and they, and all that they
         build on, are as they were written (see `_check_part`)."""
-        latest = self.announced()
+        latest = self.latest_version()
         if latest != wanted:
             raise EngineError(
                 f"{self.place}/{LATEST_FILE} "
@@ -386,16 +386,16 @@ class WeightVersions(ABC):
         return tensors
 
     def _manifest(self, version: int, sha256: str | None) -> Manifest:
-        return self._decoded(version, self._raw_manifest(version, sha256))
+        return self._decode_manifest(version, self._raw_manifest(version, sha256))
 
     def _raw_manifest(self, version: int, sha256: str | None) -> bytes:
         raw = self._read(version, MANIFEST_FILE)
         found = hashlib.sha256(raw).hexdigest()
         if sha256 is not None and found != sha256:
-            raise self._changed(f"{self._name(version)}/{MANIFEST_FILE}", found, sha256)
+            raise self._change_error(f"{self._name(version)}/{MANIFEST_FILE}", found, sha256)
         return raw
 
-    def _decoded(self, version: int, raw: bytes) -> Manifest:
+    def _decode_manifest(self, version: int, raw: bytes) -> Manifest:
         try:
             manifest = msgspec.json.decode(raw, type=Manifest)
         except msgspec.MsgspecError as error:
@@ -413,9 +413,9 @@ class WeightVersions(ABC):
 
     def _compare(self, version: int, part: Part, sha256: str) -> None:
         if sha256 != part.sha256:
-            raise self._changed(f"{self._name(version)}/{part.file}", sha256, part.sha256)
+            raise self._change_error(f"{self._name(version)}/{part.file}", sha256, part.sha256)
 
-    def _changed(self, what: str, found: str, wanted: str) -> EngineError:
+    def _change_error(self, what: str, found: str, wanted: str) -> EngineError:
         return EngineError(
             f"{what} is not what was written (SHA-256 {found[:12]}… and not {wanted[:12]}…): torn "
             "or changed, not served"

@@ -86,7 +86,7 @@ class WeightsFolder(WeightVersions):
         contents: list[Content],
         manifest: Callable[[list[Part]], bytes],
     ) -> bytes:
-        with self._placed(version) as staging:
+        with self._place_version(version) as staging:
 
             def save(content: Content) -> Part:
                 path = staging / content.file
@@ -109,7 +109,7 @@ class WeightsFolder(WeightVersions):
         tensors: Iterator[tuple[str, torch.Tensor]],
         manifest: Callable[[list[Part]], bytes],
     ) -> bytes:
-        with self._placed(version) as staging:
+        with self._place_version(version) as staging:
             write_files(staging, files, tensors)
             made = manifest(side_by_side(_part, (staging / file for file in files)))
             _write_manifest(staging, made)
@@ -117,7 +117,7 @@ class WeightsFolder(WeightVersions):
         return made
 
     @contextmanager
-    def _placed(self, version: int) -> Iterator[Path]:
+    def _place_version(self, version: int) -> Iterator[Path]:
         """A folder that becomes the version's."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob(

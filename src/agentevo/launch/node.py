@@ -95,7 +95,7 @@ def run_node(
     watch = HeadWatch(beat)
     trainer = None
 
-    def ended() -> int | None:
+    def exit_code() -> int | None:
         of_head = watch.poll() if rank else None
         return of_head if trainer is None else trainer.poll()
 
@@ -104,7 +104,7 @@ def run_node(
         if node.trainer:
             trainer = stack.enter_context(_Trainer(plan, rank, head, words, run_dir))
 
-        _look_after(node, words, config, len(plan.nodes) > 1, ended, stop, note)
+        _look_after(node, words, config, len(plan.nodes) > 1, exit_code, stop, note)
         code = trainer.end() if trainer is not None else None
         if not code and rank != 0:
             code = _end_of_head(watch.poll)

@@ -155,7 +155,7 @@ class _Owner:
         self._place()
         try:
             for start in range(self._fleet.restarts + 1):
-                code = self._launched(f"{self._id}-{start}", stop)
+                code = self._launch(f"{self._id}-{start}", stop)
                 if code is not None and (code in (0, WRONG) or stop()):
                     return code
                 if stop():
@@ -171,7 +171,7 @@ class _Owner:
         finally:
             self._remove()
 
-    def _launched(self, id: str, stop: Callable[[], bool]) -> int | None:
+    def _launch(self, id: str, stop: Callable[[], bool]) -> int | None:
         """One start of the launch: the trainer's exit code; None where its node was lost."""
         self._make(0)
         head = self._start(0, None, id, self._fleet.placed_s)

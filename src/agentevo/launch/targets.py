@@ -92,7 +92,7 @@ def make(target: str, recipe: str, overrides: list[str], fleet: Fleet, folder: P
     return Made(folder, kind.command(launch, str(folder)), notes)
 
 
-def submitted(made: Made) -> str:
+def submit(made: Made) -> str:
     """What the cluster's tool says. Raises SubmitError if it refuses or is not there."""
     program = shutil.which(made.command[0])
     if program is None:

@@ -241,10 +241,10 @@ class Attempts:
         attempt = self._open.pop(handle)
         del self._handles[attempt.new.id]
         task = attempt.start(self._end(attempt))
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._retrieve_exception)
         return task
 
-    def _ended(self, task: asyncio.Task[Ended]) -> None:
+    def _retrieve_exception(self, task: asyncio.Task[Ended]) -> None:
         self._slots.release()
         if not task.cancelled():
             task.exception()  # nobody may ask
@@ -260,13 +260,13 @@ class Attempts:
 
         return Ended(
             agents={
-                agent: self._recorded(attempt.new, agent, conversation)
+                agent: self._record(attempt.new, agent, conversation)
                 for agent, conversation in attempt.policy.conversations.items()
             }
         )
 
-    def _recorded(self, new: NewAttempt, agent: str, conversation: Conversation) -> EndedAgent:
-        turns: list[Turn] = conversation.recorded({})
+    def _record(self, new: NewAttempt, agent: str, conversation: Conversation) -> EndedAgent:
+        turns: list[Turn] = conversation.turns_to_record({})
         sealed = Trajectory(
             id=conversation.name,
             task_id=new.task_id,

@@ -53,7 +53,7 @@ from agentevo.loop.wire import (
     Named,
     NewGroup,
     OpenModel,
-    raised,
+    error_of,
 )
 from agentevo.remote_models import RemoteConversations
 from agentevo.seeds import derive_seed
@@ -196,7 +196,7 @@ class Client:
 
 def _failure(answer: httpx.Response) -> Exception:
     try:
-        return raised(decode(answer.content, Failure))
+        return error_of(decode(answer.content, Failure))
     except Exception:  # noqa: BLE001 (it is no server of ours)
         return EngineUnavailableError(
             f"{answer.request.url} answers {answer.status_code}: it is no `agentevo server`"

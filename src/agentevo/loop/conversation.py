@@ -139,7 +139,7 @@ class RemoteConversation:
         ended = self.attempt.ended
         return None if ended is None else ended.agents[self.agent]
 
-    def recorded(self, rewards: Mapping[int, float]) -> list[Turn]:
+    def turns_to_record(self, rewards: Mapping[int, float]) -> list[Turn]:
         """See Conversation.recorded."""
         if self.ended is None:
             return []

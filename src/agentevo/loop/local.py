@@ -56,9 +56,9 @@ class _OnTheRunsLoop:
     async def complete(self, *arguments: Any, **options: Any) -> list[RemoteTurn]:
         return await self._service.call(self._own.complete(*arguments, **options))
 
-    def recorded(self) -> list[RemoteTurn]:
+    def turns_to_record(self) -> list[RemoteTurn]:
         """See RemoteConversations.recorded; once the attempt has ended."""
-        return self._own.recorded()
+        return self._own.turns_to_record()
 
     def metrics(self) -> dict[str, float]:
         """See RemoteConversations.metrics."""

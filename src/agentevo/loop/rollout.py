@@ -80,8 +80,8 @@ class Rollout:
         return Group(
             id=name,
             task=own,
-            trajectories=await self._scored(model, own, members),
-            baseline=next(iter(await self._scored(model, own, greedy_ones)), None),
+            trajectories=await self._score(model, own, members),
+            baseline=next(iter(await self._score(model, own, greedy_ones)), None),
             seals={name: seal for one in made for name, seal in one.seals.items()},
         )
 
@@ -90,7 +90,7 @@ class Rollout:
             self._scorings[model] = Scoring(model.rewards, show=self._failures.show)
         return self._scorings[model]
 
-    async def _scored(
+    async def _score(
         self, model: TrainableModel, task: Task, made: Sequence[_Made]
     ) -> list[Trajectory]:
         """The trajectories of these attempts, those of each agent in turn. Nobody judges an agent

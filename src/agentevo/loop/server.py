@@ -98,7 +98,7 @@ class Server:
         by a request that would fail it again."""
         service = self._services.get(name)
         if service is not None and service.is_ending and service.has_failed:
-            raise service.ended()
+            raise service.error_of_end()
         if service is None or not service.is_open:
             raise ModelNotOpenError(f"the model {name!r} is not open here: open it first")
         return service
@@ -147,9 +147,9 @@ class Server:
         """Waits for the end of a model that ends already, and forgets it."""
         service = self._services.get(name)
         if service is not None and service.is_ending:
-            await self._closed(name, service)
+            await self._forget_closed(name, service)
 
-    async def _closed(self, name: str, service: LoopService) -> None:
+    async def _forget_closed(self, name: str, service: LoopService) -> None:
         try:
             await service.close()
         except Exception as error:
@@ -172,7 +172,7 @@ class Server:
         """Ends a model's run with a checkpoint."""
         service = self._services.get(name)
         if service is not None:
-            await self._closed(name, service)
+            await self._forget_closed(name, service)
             self._note(f"{name}: closed")
 
     def models(self) -> list[ListedModel]:
@@ -275,7 +275,7 @@ def serve_loops(
             door.secret.value()
 
             async with serving(
-                own.guarded,
+                own.guard,
                 door.listener,
                 close=server.close,
                 tls=context,

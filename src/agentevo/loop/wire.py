@@ -81,12 +81,12 @@ _STATUSES: tuple[tuple[type[AgentEvoError], int], ...] = (
 def failure_of(error: BaseException) -> tuple[int, Failure]:
     """(HTTP status, what the body says)."""
     if not isinstance(error, AgentEvoError):
-        return 500, Failure(type="EngineError", message=errors.described(error))
+        return 500, Failure(type="EngineError", message=errors.describe_error(error))
     status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
     kind = next((k.__name__ for k in type(error).__mro__ if k.__name__ in _OURS), "AgentEvoError")
     return status, Failure(type=kind, message=errors.storable(str(error)))
 
 
-def raised(failure: Failure) -> AgentEvoError:
+def error_of(failure: Failure) -> AgentEvoError:
     """The failure as the exception that it was on the server."""
     return _OURS.get(failure.type, AgentEvoError)(failure.message)

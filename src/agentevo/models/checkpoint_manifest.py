@@ -86,7 +86,7 @@ def seal(
 
     files = {**known, **dict(zip(own, digests, strict=True))}
     manifest = Manifest(step=step, value=value, files=files, sha256=_sha256(step, value, files))
-    (folder / NAME).write_bytes(_encoded(manifest))
+    (folder / NAME).write_bytes(_encode(manifest))
 
     for path in [folder / NAME, *(path for path in folder.rglob("*") if path.is_dir()), folder]:
         sync_to_disk(path)
@@ -99,7 +99,7 @@ def read(folder: Path) -> Manifest:
     missing or torn, CheckpointError if it can't be read now."""
     path = folder / NAME
     try:
-        content = _opened(path).read_bytes()
+        content = _regular_file(path).read_bytes()
     except FileNotFoundError as error:
         raise TornError(
             f"{path} is missing, so the checkpoint is not whole: resume from an older one"
@@ -112,7 +112,7 @@ def read(folder: Path) -> Manifest:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TornError(f"{path} is torn ({error}): resume from an older checkpoint") from error
 
-    if content != _encoded(manifest) or manifest.sha256 != _sha256(
+    if content != _encode(manifest) or manifest.sha256 != _sha256(
         manifest.step, manifest.value, manifest.files
     ):
         raise TornError(
@@ -203,7 +203,7 @@ def _unreadable(path: Path, error: OSError) -> CheckpointError:
     )
 
 
-def _opened(path: Path) -> Path:
+def _regular_file(path: Path) -> Path:
     """The path, if opening it gives a file's bytes: a pipe would be waited for."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise FileNotFoundError(errno.ENOENT, "it is no file", str(path))
@@ -212,7 +212,7 @@ def _opened(path: Path) -> Path:
 
 def _hash(path: Path) -> str:
     digest = hashlib.sha256()
-    with _opened(path).open("rb", buffering=0) as file:
+    with _regular_file(path).open("rb", buffering=0) as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
@@ -224,7 +224,7 @@ def _sha256(step: int, value: float | None, files: Mapping[str, str]) -> str:
     ).hexdigest()
 
 
-def _encoded(manifest: Manifest) -> bytes:
+def _encode(manifest: Manifest) -> bytes:
     return _canonical(msgspec.to_builtins(manifest))
 
 

@@ -147,7 +147,7 @@ class CpuKernels:
         )
         return out
 
-    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def gate_in_place(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """gate * sigmoid(gate) * up, in the place of `gate`; both [rows, width], width a multiple
         of WHOLE."""
         assert gate.is_contiguous() and up.is_contiguous()
@@ -165,7 +165,7 @@ class CpuKernels:
         )
         return scores
 
-    def rotated(
+    def rotate(
         self, heads: torch.Tensor, num_q: int, num_k: int, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Query heads [T, num_q, D] and key heads [T, num_k, D], the first of heads [T, more, D],
@@ -284,7 +284,7 @@ def _compare(kernels: CpuKernels) -> None:
     x, y = torch.randn(2, 5, 96, generator=numbers, dtype=torch.float32).mul_(4)
     epsilon = 1e-5
     normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
-    q, k = kernels.rotated(x.view(5, 3, 32), 2, 1, y[:, :32], y[:, 32:64])
+    q, k = kernels.rotate(x.view(5, 3, 32), 2, 1, y[:, :32], y[:, 32:64])
     heads = x.view(5, 3, 32)
     cos = y[:, None, :32]
     sin = y[:, None, 32:64]
@@ -294,15 +294,15 @@ def _compare(kernels: CpuKernels) -> None:
         "rms_norm": (kernels.rms_norm(x, epsilon), normed),
         "rotate": (torch.cat([q, k], 1), turned),
         "softmax": (kernels.softmax_(x[:, :37].clone()), torch.softmax(x[:, :37], -1)),
-        "gate": (kernels.gated(x.clone(), y), torch.nn.functional.silu(x) * y),
-        "attend": _attended(kernels, x[:, :16], y[:, :16]),
+        "gate": (kernels.gate_in_place(x.clone(), y), torch.nn.functional.silu(x) * y),
+        "attend": _attend_both_ways(kernels, x[:, :16], y[:, :16]),
     }
     for name, (ours, theirs) in found.items():
         if not torch.allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE):
             raise KernelsUnavailableError(f"{name} computes something else than PyTorch does")
 
 
-def _attended(
+def _attend_both_ways(
     kernels: CpuKernels, numbers: torch.Tensor, queries: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of five tokens in slot 1 to themselves, by the kernels and by PyTorch: numbers and

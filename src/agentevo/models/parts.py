@@ -141,7 +141,7 @@ class Part:
         """The same, given in another dtype."""
         return Part(self.local, self.shape, self.offset, dtype)
 
-    def copied(self) -> Part:
+    def copy_to_cpu(self) -> Part:
         """A copy on the CPU, which later steps don't change."""
         copy = self.local.detach().to("cpu", self.spec.dtype, copy=True)
         return Part(copy, self.shape, self.offset)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from agentevo.observability.attempt_view import selected
+from agentevo.observability.attempt_view import select_turns
 from agentevo.pages.text import shown
 from agentevo.types import Trajectory, Turn
 
@@ -79,7 +79,7 @@ def tokens_part(
     most: int = TOKENS,
 ) -> Tokens:
     """About `most` tokens from `start` on. Without `decode` tokens are their ids."""
-    order, shared = selected(trajectory.turns, leaf)
+    order, shared = select_turns(trajectory.turns, leaf)
     blocks: list[Block] = []
     left = most
     for place in range(start[0], len(order)):
@@ -136,8 +136,8 @@ def block_of(
             "lp": None if is_greedy else [round(value, 5) for value in logprobs],
             "ver": versions,
             "adv": _advantages(turn, place, training),
-            "ent": _measured(training.entropies, turn, place),
-            "mov": _measured(training.moved, turn, place),
+            "ent": _token_numbers(training.entropies, turn, place),
+            "mov": _token_numbers(training.moved, turn, place),
             "on": [_is_trained(turn, version, training) for version in versions],
         },
         first,
@@ -154,7 +154,7 @@ def _advantages(turn: Turn, place: slice, training: Training) -> list[float] | N
     return None if values is None else [round(float(v), 6) for v in values[place]]
 
 
-def _measured(of: Mapping[int, np.ndarray], turn: Turn, place: slice) -> list[float | None] | None:
+def _token_numbers(of: Mapping[int, np.ndarray], turn: Turn, place: slice) -> list[float | None] | None:
     values = of.get(turn.index)
     if values is None:
         return None

@@ -94,7 +94,7 @@ def is_branched(turns: Sequence[Turn]) -> bool:
     return any(count > 1 for count in parents.values())
 
 
-def selected(turns: Sequence[Turn], leaf: int | None) -> tuple[list[int], set[int]]:
+def select_turns(turns: Sequence[Turn], leaf: int | None) -> tuple[list[int], set[int]]:
     """The turns to show, and those of them that an earlier branch has, too."""
     if leaf is None or not 0 <= leaf < len(turns):
         return list(range(len(turns))), set()
@@ -117,7 +117,7 @@ def part_of(
     most: int = TURNS,
 ) -> Part:
     """`most` turns from the `start`-th of those to show."""
-    shown, shared = selected(trajectory.turns, leaf)
+    shown, shared = select_turns(trajectory.turns, leaf)
     uses = _uses(trajectory, calls)
     legend = world_of(trajectory.turns)
     page = shown[start : start + most]
@@ -418,7 +418,7 @@ def tree(turns: Sequence[Turn], leaf: int | None) -> list[Node]:
     if not is_branched(turns) or len(turns) > MAX_TREE:
         return []
 
-    shown = set(selected(turns, leaf)[0])
+    shown = set(select_turns(turns, leaf)[0])
     children: dict[int | None, list[int]] = defaultdict(list)
     for turn in turns:
         children[turn.parent].append(turn.index)

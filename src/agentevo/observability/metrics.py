@@ -29,7 +29,7 @@ from agentevo.errors import TrainingError, UnusableStoreError
 from agentevo.files import must_write, write_atomic
 from agentevo.parsing import ParseError, check_file, parse_json
 from agentevo.trackers import Row, Table, Tracking
-from agentevo.trackers.tracking import merged
+from agentevo.trackers.tracking import merge_rows
 
 MetricsRow = dict[str, float | None]
 """One line of metrics.jsonl: `step`, `time` (Unix seconds) and metrics; None stands for a number
@@ -213,7 +213,7 @@ class MetricsLog:
         if self.tracking:
             numbers = {name: float(value) for name, value in metrics.items()}
             new = Row(step=step, time=now, metrics=numbers, tables=tables)
-            self._ahead[step] = merged(self._ahead.get(step), new)
+            self._ahead[step] = merge_rows(self._ahead.get(step), new)
 
     def hand_over(self, step: int) -> None:
         """Trackers hear of every step up to this one, which is committed."""
@@ -240,7 +240,7 @@ class MetricsLog:
                 if name not in RESERVED
             }
             old = Row(step=int(row["step"] or 0), time=row.get("time") or 0.0, metrics=numbers)
-            self._ahead[old.step] = merged(self._ahead.get(old.step), old)
+            self._ahead[old.step] = merge_rows(self._ahead.get(old.step), old)
 
         self.hand_over(step)
         self._begin_at(kept)

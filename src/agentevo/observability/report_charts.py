@@ -153,11 +153,11 @@ def _held_out(rows: Sequence[MetricsRow], number: float) -> list[Chart]:
     environments = held_out(rows)
     for environment, points in environments.items():
         of = f" in {environment}" if len(environments) > 1 else ""
-        charts.append(_evaluated(f"Success on held-out tasks{of}", points, number))
+        charts.append(_evaluation_chart(f"Success on held-out tasks{of}", points, number))
     return charts
 
 
-def _evaluated(title: str, points: list[tuple[float, Evaluation]], number: float) -> Chart:
+def _evaluation_chart(title: str, points: list[tuple[float, Evaluation]], number: float) -> Chart:
     x = [step for step, _ in points]
     lines: list[Line] = []
     for name, rates in (

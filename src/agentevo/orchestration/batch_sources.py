@@ -154,7 +154,7 @@ class RolloutBatches(WithoutHeldOutData):
         stored = await with_retries(
             read, within_s=STORE_RETRY_S, what=f"reading what step {record.step} trained on"
         )
-        trained = plan.trained(stored)
+        trained = plan.restore_trained(stored)
         credited = self._ask_credit(trained)
         if credited.dropped:
             what = (

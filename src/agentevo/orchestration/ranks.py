@@ -113,7 +113,7 @@ class Ranks:
 
 
 @contextmanager
-def joined(config: RunConfig) -> Iterator[Ranks | None]:
+def join_ranks(config: RunConfig) -> Iterator[Ranks | None]:
     """Among the others that the launcher has started; None where there are none. Raises
     TrainingError for what has ended another one of them."""
     if world_size() == 1:
@@ -164,7 +164,7 @@ def _send_home(ranks: Ranks, rank: int) -> None:
 
 def follow(config: RunConfig) -> None:
     """Makes the first process's calls until it ends; blocks."""
-    with sigterm_told() as when_sigterm, joined(config) as ranks:
+    with sigterm_told() as when_sigterm, join_ranks(config) as ranks:
         assert ranks is not None, "only one of several processes follows"
 
         when_sigterm(ranks.stops.tell)
@@ -285,7 +285,7 @@ def _contribution_of(
     `copied`: of now, whatever is trained before it is written."""
     _, parts = split_state(state)
     made = Contribution(saved_parts(model) if with_weights else {}, parts, group)
-    return made.copied() if copied else made
+    return made.copy() if copied else made
 
 
 def saved_state(config: RunConfig, checkpoint: Path) -> dict[str, Any]:

@@ -143,7 +143,7 @@ class SynchronousRollouts:
         return nullcontext()
 
     async def compute(self, work: Callable[[], T]) -> T:
-        return _computed(work)  # on this thread, where a profiler looks
+        return _compute(work)  # on this thread, where a profiler looks
 
     async def swap(self, step: int) -> None:
         await self._parts.weights.publish(step)
@@ -205,10 +205,10 @@ class Stream:
 
     async def _own(self, step: int) -> Round:
         """`wait`: the groups of the step's own tasks, in their order."""
-        groups = {task.id: group_name(task.id, "train", step) for task in self._tasks.queued(step)}
+        groups = {task.id: group_name(task.id, "train", step) for task in self._tasks.tasks_to_queue(step)}
         aside: list[StoredTask] = []
 
-        async def finished() -> bool:
+        async def is_finished() -> bool:
             """Whether every task has its group, or never will."""
             summaries = await self._store.summaries(split="train", step=step)
             written = {group_of_all(summary.group_id) for summary in summaries}
@@ -218,7 +218,7 @@ class Stream:
             return len(aside) == len(missing)
 
         with bar("waiting for attempts", len(groups), "groups") as passed:
-            await self._until(finished)
+            await self._until(is_finished)
 
         if len(aside) == len(groups):
             raise in_vain(step, aside)
@@ -250,7 +250,7 @@ class Stream:
             )
             if reserved:
                 return Round(await self._groups(reserved), last=True)
-            if first and self._serves_early and await self._served(step):
+            if first and self._serves_early and await self._has_served(step):
                 return Round([], last=True)
 
         size = self._config.trainer.group_size
@@ -273,7 +273,7 @@ class Stream:
         self._taken.update(groups)
         return Round(await self._groups(groups))
 
-    async def _served(self, step: int) -> bool:
+    async def _has_served(self, step: int) -> bool:
         """Whether weights of this step, which is not committed, have drawn tokens."""
         ready = await self._read(state="ready", split="train")
         return any(step in turn.versions for row in ready for turn in row.trajectory.turns)
@@ -383,7 +383,7 @@ class ColocatedRollouts:
                 engine.keep(rollout.staleness)
 
     async def compute(self, work: Callable[[], T]) -> T:
-        return await in_thread(_computed, work)
+        return await in_thread(_compute, work)
 
     async def swap(self, step: int) -> None:
         await self._parts.weights.publish(step)
@@ -416,7 +416,7 @@ async def asleep(engines: Sequence[SleepingEngine], config: RunConfig) -> AsyncI
         yield
 
 
-def _computed(work: Callable[[], T]) -> T:
+def _compute(work: Callable[[], T]) -> T:
     with own_torch_state():
         return work()
 
@@ -498,7 +498,7 @@ class DisaggregatedRollouts:
         return nullcontext()
 
     async def compute(self, work: Callable[[], T]) -> T:
-        return await in_thread(_computed, work)
+        return await in_thread(_compute, work)
 
     async def swap(self, step: int) -> None:
         await self._parts.weights.publish(step)  # this process's own engine evaluates

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from agentevo.config import RunConfig
-from agentevo.errors import ConfigError, TrainingError, described
+from agentevo.errors import ConfigError, TrainingError, describe_error
 from agentevo.event_loop import in_thread
 from agentevo.inference.engine import SleepingEngine
 from agentevo.inference.transports import shares
@@ -52,9 +52,9 @@ class Submission:
 class Host(Protocol):
     """Who lets programs attempt tasks while the run takes submissions, on its event loop."""
 
-    async def opened(self, parts: Components) -> None: ...
+    async def note_open(self, parts: Components) -> None: ...
 
-    def committed(self, submission: str, step: int) -> None:
+    def note_commit(self, submission: str, step: int) -> None:
         """That submission has become this step."""
 
     async def closing(self, failure: BaseException | None) -> None:
@@ -120,7 +120,7 @@ class Submissions:
         """The step of a submission that is under way."""
         return self._ends[name]
 
-    async def saved(self) -> None:
+    async def save_checkpoint(self) -> None:
         """Saves a checkpoint of the committed weights, between two steps."""
         if self._over is not None:
             raise TrainingError(self._over)
@@ -162,9 +162,9 @@ class Submissions:
                 return
             item()
 
-    def committed(self, step: int) -> None:
+    def note_commit(self, step: int) -> None:
         """The current submission has become this step."""
-        self.host.committed(self.current.id, step)
+        self.host.note_commit(self.current.id, step)
         del self._under_way[self.current.id]
         future = self._ends.pop(self.current.id)
         if not future.done():
@@ -228,14 +228,14 @@ class SubmittedRollouts:
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
         failure: BaseException | None = None
-        await self.submissions.host.opened(self._parts)
+        await self.submissions.host.note_open(self._parts)
         try:
             yield
         except BaseException as error:
             failure = error
             raise
         finally:
-            why = "it was closed" if failure is None else described(failure)
+            why = "it was closed" if failure is None else describe_error(failure)
             self.submissions.end(f"the run takes no further step: {why}")
             await self.submissions.host.closing(failure)
 
@@ -265,7 +265,7 @@ class SubmittedRollouts:
         await self._parts.weights.publish(step)
 
     async def announce(self, step: int) -> None:
-        self.submissions.committed(step)
+        self.submissions.note_commit(step)
 
     def stats(self) -> dict[str, float]:
         return {}

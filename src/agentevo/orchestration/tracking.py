@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from agentevo.config import RunConfig
-from agentevo.config.interpolation import escaped
+from agentevo.config.interpolation import escape_tree
 from agentevo.errors import AgentEvoError, MissingExtraError
 from agentevo.observability import LiveView
 from agentevo.observability.moment import Moment
@@ -77,7 +77,7 @@ def check_tracking(config: RunConfig) -> None:
 
 
 @contextmanager
-def tracked(
+def track(
     config: RunConfig,
     kind: str,
     hearer: Hearer,
@@ -92,7 +92,7 @@ def tracked(
         [(one, trackers.get(one.name)) for one in chosen(config, board=folder is None)]
         if is_first()
         else [],
-        _described(config, kind, folder),
+        _describe_run(config, kind, folder),
         note=hearer.note,
         warn=hearer.warn,
         flush_s=config.tracking.flush_s,
@@ -122,7 +122,7 @@ def report_evaluation(
     go below `folder`. TensorBoard has none of them: it belongs to a run's folder."""
     if not chosen(config, board=False):
         return
-    with tracked(config, "eval", hearer, folder=folder) as tracking:
+    with track(config, "eval", hearer, folder=folder) as tracking:
         tracking.put(Row(step=step, time=time.time(), metrics=dict(metrics)))
 
 
@@ -161,7 +161,7 @@ def _said(trajectory: Trajectory) -> str:
     return text if left_out <= 0 else f"{text[:LONGEST_TEXT]}... ({left_out} characters more)"
 
 
-def _described(config: RunConfig, kind: str, folder: Path | None) -> TrackedRun:
+def _describe_run(config: RunConfig, kind: str, folder: Path | None) -> TrackedRun:
     section = config.tracking
     name = section.name or config.run.name
     return TrackedRun(
@@ -172,7 +172,7 @@ def _described(config: RunConfig, kind: str, folder: Path | None) -> TrackedRun:
         tags=section.tags,
         notes=section.notes,
         kind=kind,
-        config=without_secrets(cast("dict[str, Any]", escaped(config.model_dump(mode="json")))),
+        config=without_secrets(cast("dict[str, Any]", escape_tree(config.model_dump(mode="json")))),
     )
 
 

@@ -155,7 +155,7 @@ class TrainingRun:
         )
         self.peak = device_peak(self.profiling.device, self.profiling.dtype)
         self._clock = time.perf_counter()
-        self.background = BackgroundSave(self._saved, self.warn)
+        self.background = BackgroundSave(self._note_checkpoint, self.warn)
 
     async def take_up(self, start: ResumePoint, *, resumed: bool) -> None:
         """Brings trainer and progress to where the run stands: at its beginning, after a cold start
@@ -163,7 +163,7 @@ class TrainingRun:
         config = self.parts.config
         self.end = start.end
         self.head = HeadFile(config.run_dir)  # as write_config has left it
-        self.head.committed(self.end)
+        self.head.note_commit(self.end)
 
         for line in training_notes(self.parts):
             self.view.note(line)
@@ -264,7 +264,7 @@ class TrainingRun:
         it is torn. `end`: of the chain at that step."""
         rating = self.progress.newest_rating
         if rating is not None and rating.step == end.step and self._is_best(rating.value):
-            self._saved(end.step, self._writer(rating.value, copied=False, end=end)())
+            self._note_checkpoint(end.step, self._writer(rating.value, copied=False, end=end)())
 
     def _is_best(self, value: float | None) -> bool:
         """Whether a checkpoint of weights with that evaluation is to be kept as the best one."""
@@ -388,7 +388,7 @@ class TrainingRun:
                 break
 
             has_paused = True
-            control.paused(step)
+            control.note_pause(step)
             folder = short(self.parts.config.run_dir)
             self.view.phase(PAUSED, f"after step {step}; agentevo control {folder} resume goes on")
             began = time.perf_counter()
@@ -402,11 +402,11 @@ class TrainingRun:
         """Saves the committed weights, between two steps, if no checkpoint has them."""
         self.background.settle(wait=True)
         if self.checkpoints.steps()[-1:] != [self.progress.step]:
-            self._saved(self.progress.step, self._writer(None, copied=False)())
+            self._note_checkpoint(self.progress.step, self._writer(None, copied=False)())
 
-    def _saved(self, step: int, sha256: str) -> None:
+    def _note_checkpoint(self, step: int, sha256: str) -> None:
         """A checkpoint is there that no record names."""
-        self.head.saved(step, sha256)
+        self.head.note_checkpoint(step, sha256)
         if step <= self.end.step:
             self.checkpoints.prune()
 
@@ -537,7 +537,7 @@ class TrainingRun:
             played: dict[str, float] = {}
             found = None
             if self.parts.plays:
-                found = await self._played(step, full=full, label=label)
+                found = await self._play_evaluation(step, full=full, label=label)
                 played = found.metrics
                 self.progress.generated_tokens += found.num_tokens
 
@@ -559,7 +559,7 @@ class TrainingRun:
 
         return metrics
 
-    async def _played(self, step: int, *, full: bool, label: str) -> Evaluated:
+    async def _play_evaluation(self, step: int, *, full: bool, label: str) -> Evaluated:
         """The evaluation's attempts."""
         elsewhere = self.parts.elsewhere
         async with nullcontext() if elsewhere is None else elsewhere.looked_after():
@@ -694,6 +694,6 @@ class TrainingRun:
         if self._numbers_digest is not None:
             record[NUMBERS] = self._numbers_digest
         self.end = await commit(self.parts.store, self.end, plan, record)
-        self.head.committed(self.end)
+        self.head.note_commit(self.end)
         self.log.hand_over(self.end.step)
         self._recorded += len(new)

@@ -85,10 +85,10 @@ class EvaluateStage(StageKind):
             return False  # none yet, or a damaged one, which `made` says
 
     def made(self, job: Job) -> Made:
-        return measured(job.folder)
+        return measure(job.folder)
 
 
-def measured(folder: Path) -> Made:
+def measure(folder: Path) -> Made:
     """What the evaluation in a folder came to. Raises ConfigError for one that was damaged."""
     try:
         model = read_json_object(folder / SUMMARY)["models"][0]
@@ -132,7 +132,7 @@ class ScoreStage(StageKind):
         return (job.folder / SUMMARY).is_file()
 
     def made(self, job: Job) -> Made:
-        return measured(job.folder)
+        return measure(job.folder)
 
 
 class FilterOptions(Section):
@@ -171,7 +171,7 @@ class FilterStage(StageKind):
         file = job.folder / "rows.jsonl"
         return Made({"file": file}, {"rows": float(_lines(file))})
 
-    def planned(self, folder: Path) -> dict[str, Path]:
+    def planned_outputs(self, folder: Path) -> dict[str, Path]:
         return {"file": folder / "rows.jsonl"}
 
 
@@ -215,7 +215,7 @@ class PreferencesStage(StageKind):
         file = job.folder / "pairs.jsonl"
         return Made({"file": file}, {"rows": float(_lines(file))})
 
-    def planned(self, folder: Path) -> dict[str, Path]:
+    def planned_outputs(self, folder: Path) -> dict[str, Path]:
         return {"file": folder / "pairs.jsonl"}
 
 

@@ -91,7 +91,7 @@ class StageKind:
     makes_texts: ClassVar[bool] = False
     """Whether its `file` is `agent.texts`, which are measured with the model it began with."""
 
-    def fixed(self, options: Any) -> Mapping[str, Any]:
+    def fixed_settings(self, options: Any) -> Mapping[str, Any]:
         """What it sets in its recipe, nested."""
         return {}
 
@@ -116,7 +116,7 @@ class StageKind:
         """What it made. Raises ConfigError for a folder that was damaged."""
         raise NotImplementedError
 
-    def planned(self, folder: Path) -> dict[str, Path]:
+    def planned_outputs(self, folder: Path) -> dict[str, Path]:
         """Where its outputs will be, for checks before it has run."""
         return {name: folder / name for name in self.makes}
 

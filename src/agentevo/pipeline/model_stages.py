@@ -36,7 +36,7 @@ class MergeStage(StageKind):
     def made(self, job: Job) -> Made:
         return Made({"checkpoint": job.folder / "model"})
 
-    def planned(self, folder: Path) -> dict[str, Path]:
+    def planned_outputs(self, folder: Path) -> dict[str, Path]:
         return {"checkpoint": folder / "model"}
 
 
@@ -56,7 +56,7 @@ class ExportStage(StageKind):
     def made(self, job: Job) -> Made:
         return Made({"checkpoint": job.folder / "model"})
 
-    def planned(self, folder: Path) -> dict[str, Path]:
+    def planned_outputs(self, folder: Path) -> dict[str, Path]:
         return {"checkpoint": folder / "model"}
 
 
@@ -106,7 +106,7 @@ class CommandStage(StageKind):
         given = {key: getattr(job.options, key) for key in ("file", "checkpoint")}
         return {key: job.folder / name for key, name in given.items() if name is not None}
 
-    def planned(self, folder: Path) -> dict[str, Path]:
+    def planned_outputs(self, folder: Path) -> dict[str, Path]:
         return {"file": folder / "file", "checkpoint": folder / "checkpoint"}
 
 

@@ -96,13 +96,13 @@ class Plan:
         ]
         own = [one for one in rounds if one.id == instance_id(group or "", one.round, inner)]
         if not own:
-            raise ReferenceProblem(_unknown(self, reference, of))
+            raise ReferenceProblem(_unknown_stage(self, reference, of))
 
         found = [one for one in own if last is None or one.round <= last]
         return [one.id for one in sorted(found, key=lambda one: -one.round)]
 
 
-def _unknown(plan: Plan, reference: Reference, of: Instance) -> str:
+def _unknown_stage(plan: Plan, reference: Reference, of: Instance) -> str:
     if reference.scope == "previous" and of.group is None:
         return f"${{{reference.text}}}: only a repeated stage has a round before: set repeat"
 
@@ -172,7 +172,7 @@ def _needs(
         for text in one.stage.when:
             condition(text)
         for reference in references_in(written_in(one, config)):
-            needs |= _referred(plan, one, reference)
+            needs |= _referenced_stages(plan, one, reference)
     except (ReferenceProblem, ValueError) as error:
         problems.append(f"{place}: {error}")
 
@@ -204,11 +204,11 @@ def _all_of(plan: Plan, of: Instance, name: str) -> list[str]:
     return [one.id for one in rounds if one.round == max(other.round for other in rounds)]
 
 
-def _referred(plan: Plan, one: Instance, reference: Reference) -> dict[str, None]:
+def _referenced_stages(plan: Plan, one: Instance, reference: Reference) -> dict[str, None]:
     """What a reference waits for, its fallback's too. Raises ReferenceProblem."""
     needs: dict[str, None] = {}
     if isinstance(reference.fallback, Reference):
-        needs |= _referred(plan, one, reference.fallback)
+        needs |= _referenced_stages(plan, one, reference.fallback)
     if reference.scope == "round" and one.group is None:
         raise ReferenceProblem("${round}: only a repeated stage has rounds: set repeat")
     if reference.scope in ("round", "stage"):
@@ -235,8 +235,8 @@ def _check_key(target: Instance, reference: Reference) -> None:
     """Raises ReferenceProblem for a key that the stage never has."""
     kind = target.kind
     key = reference.key
-    if key in ("checkpoint", "file") and key not in {*kind.makes, *_stated(target)}:
-        made = ", ".join(["folder", *kind.makes, *_stated(target)])
+    if key in ("checkpoint", "file") and key not in {*kind.makes, *_stated_outputs(target)}:
+        made = ", ".join(["folder", *kind.makes, *_stated_outputs(target)])
         raise ReferenceProblem(
             f"${{{reference.text}}}: a stage of the kind {target.stage.kind} makes no {key}; "
             f"it has {made}"
@@ -255,7 +255,7 @@ def _check_key(target: Instance, reference: Reference) -> None:
         )
 
 
-def _stated(target: Instance) -> list[str]:
+def _stated_outputs(target: Instance) -> list[str]:
     """Outputs that the stage's own options name, as `command` does."""
     return [key for key in ("checkpoint", "file") if target.stage.options.get(key) is not None]
 

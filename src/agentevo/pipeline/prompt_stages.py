@@ -56,7 +56,7 @@ class PromptsStage(StageKind):
 
         return Made({"file": job.folder / "texts.yaml"}, numbers, cost=cost)
 
-    def planned(self, folder: Path) -> dict[str, Path]:
+    def planned_outputs(self, folder: Path) -> dict[str, Path]:
         return {"file": folder / "texts.yaml"}
 
 

@@ -46,13 +46,13 @@ class Reference:
         return ".".join([self.scope, *self.names, *([self.key] if self.key else [])])
 
 
-def parsed(text: str) -> Reference:
+def parse_reference(text: str) -> Reference:
     """What stands within `${}`. Raises ReferenceProblem."""
     written, bar, rest = (part.strip() for part in text.partition("|"))
     fallback: Reference | str | None = None
     if bar:
         is_reference = rest.startswith(_BEGINS) or rest == "round"
-        fallback = parsed(rest) if is_reference else rest
+        fallback = parse_reference(rest) if is_reference else rest
         if rest == "":
             raise ReferenceProblem(f"${{{text[:80]}}} has nothing after `|`")
 
@@ -77,7 +77,7 @@ def references_in(value: Any) -> Iterator[Reference]:
     """Those in a tree, in order. Raises ReferenceProblem."""
     for text in texts_in(value):
         for match in _REFERENCE.finditer(text):
-            yield parsed(match["text"])
+            yield parse_reference(match["text"])
 
 
 def texts_in(value: Any) -> Iterator[str]:
@@ -92,18 +92,18 @@ def texts_in(value: Any) -> Iterator[str]:
         yield value
 
 
-def replaced(value: Any, meaning: Callable[[Reference], str | float]) -> Any:
+def replace_references(value: Any, meaning: Callable[[Reference], str | float]) -> Any:
     """A copy of a tree in which each reference is what `meaning` says of it; a text that is
     nothing else is its value."""
     if isinstance(value, Mapping):
-        return {key: replaced(one, meaning) for key, one in value.items()}
+        return {key: replace_references(one, meaning) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [replaced(one, meaning) for one in value]
+        return [replace_references(one, meaning) for one in value]
     if not isinstance(value, str):
         return value
 
     whole = _REFERENCE.fullmatch(value.strip())
     if whole:
-        return meaning(parsed(whole["text"]))
+        return meaning(parse_reference(whole["text"]))
 
-    return _REFERENCE.sub(lambda match: str(meaning(parsed(match["text"]))), value)
+    return _REFERENCE.sub(lambda match: str(meaning(parse_reference(match["text"]))), value)

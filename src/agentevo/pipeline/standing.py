@@ -25,7 +25,7 @@ from agentevo.pipeline.kinds import Job
 from agentevo.pipeline.leaks import Leaks
 from agentevo.pipeline.plan import HELD_OUT, START, Instance
 from agentevo.pipeline.reading import Pipeline, read_options, stage_folder
-from agentevo.pipeline.references import Reference, parsed, replaced
+from agentevo.pipeline.references import Reference, parse_reference, replace_references
 from agentevo.pipeline.setting import files_outside, replaced_texts, without_places
 from agentevo.pipeline.state import (
     Input,
@@ -212,7 +212,7 @@ class Standing:
 
         for text in one.stage.when:
             test = condition(text)
-            reference = parsed(test.left.removeprefix("${").removesuffix("}"))
+            reference = parse_reference(test.left.removeprefix("${").removesuffix("}"))
             value = self._meaning(one, reference, [])
             if not isinstance(value, (int, float)) or not test.holds(float(value)):
                 return f"{text} does not hold ({value})"
@@ -239,7 +239,7 @@ class Standing:
 
         is_begun = is_same and state.status in ("running", "stopped", "failed")
         if is_begun and one.kind.is_finished(job):  # a kill came between its end and our record
-            self.finished(one, job, inputs)
+            self.take_outputs(one, job, inputs)
             return None
 
         for used in inputs:
@@ -276,7 +276,7 @@ class Standing:
         """Records that the stage's server answers. Raises ConfigError where it says no URL."""
         self.running.discard(decided.one.id)
         self.alive.add(decided.one.id)
-        self.finished(decided.one, decided.job, decided.inputs)
+        self.take_outputs(decided.one, decided.job, decided.inputs)
 
     def ended_server(self, decided: Decided, how: str, seconds: float) -> None:
         """Records that the stage's server has ended by itself."""
@@ -318,15 +318,15 @@ class Standing:
 
         model: Any = self._measured_model(one, meaning, inputs)
         if stage.model is not None:
-            model = str(replaced(stage.model, meaning))
+            model = str(replace_references(stage.model, meaning))
 
         written = self._options(one)
-        options = read_options(one, replaced(written, meaning))
+        options = read_options(one, replace_references(written, meaning))
         config: RunConfig | None = None
         tree: Mapping[str, Any] = {}
         if one.kind.reads_recipe:
             begun, home = self.recipes.tree(one, model if one.measures is None else None)
-            tree = replaced(self._with_made_texts(begun, one, digests, inputs), meaning)
+            tree = replace_references(self._with_made_texts(begun, one, digests, inputs), meaning)
             config = self.recipes.read(one, tree, home, folder)
             one.kind.check(config, options, model)
 
@@ -335,7 +335,7 @@ class Standing:
 
         setting = dict(as_setting(replaced_texts(without_places(tree), digests), "config"))
         if not one.kind.serves:  # what is served is the same, wherever and how long
-            given = replaced_texts(replaced(written, meaning), digests)
+            given = replaced_texts(replace_references(written, meaning), digests)
             setting |= dict(as_setting(given, "options"))
 
         setting |= {"kind": stage.kind, "take": stage.take, **files_outside(config, self.dir)}
@@ -370,7 +370,7 @@ class Standing:
             return str(self._output(one.measures, "checkpoint", inputs))
 
         began_with = measured.stage.model
-        return None if began_with is None else str(replaced(began_with, meaning))
+        return None if began_with is None else str(replace_references(began_with, meaning))
 
     def _with_made_texts(
         self, tree: Mapping[str, Any], one: Instance, digests: dict[str, str], inputs: list[Input]
@@ -466,7 +466,7 @@ class Standing:
 
         return job
 
-    def ended(self, decided: Decided, code: int, seconds: float, *, asked: bool = False) -> str:
+    def record_end(self, decided: Decided, code: int, seconds: float, *, asked: bool = False) -> str:
         """Records how its process ended; what went wrong, or empty. `asked`: it was asked to stop,
         and may have ended by the signal itself."""
         one = decided.one
@@ -477,7 +477,7 @@ class Standing:
         how = ""
         if code == 0 and one.kind.is_finished(decided.job):
             try:
-                self.finished(one, decided.job, decided.inputs)
+                self.take_outputs(one, decided.job, decided.inputs)
                 return ""
             except ConfigError as error:
                 how = str(error)
@@ -499,7 +499,7 @@ class Standing:
         self._settle(one)
         return how
 
-    def finished(self, one: Instance, job: Job, inputs: list[Input]) -> None:
+    def take_outputs(self, one: Instance, job: Job, inputs: list[Input]) -> None:
         """Takes up what the stage has made. Raises ConfigError for a folder that was damaged."""
         state = self.state.stages[one.id]
         made = one.kind.made(job)

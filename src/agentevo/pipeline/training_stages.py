@@ -57,7 +57,7 @@ class RunStage(StageKind):
             sum(float(one["cost"]) for one in asked),
         )
 
-    def planned(self, folder: Path) -> dict[str, Path]:
+    def planned_outputs(self, folder: Path) -> dict[str, Path]:
         return {"checkpoint": folder / "checkpoints" / "last"}
 
 
@@ -107,7 +107,7 @@ class SampleStage(RunStage):
     def __init__(self) -> None:
         super().__init__("train")
 
-    def fixed(self, options: Any) -> Mapping[str, Any]:
+    def fixed_settings(self, options: Any) -> Mapping[str, Any]:
         return {"trainer": {"epochs": 0}, "cold_start": {"episodes": 0}}
 
     def check(self, config: RunConfig | None, options: Any, model: str | None) -> None:
@@ -155,7 +155,7 @@ class RewardModelStage(StageKind):
 
         return Made({"checkpoint": job.folder / "model"}, numbers)
 
-    def planned(self, folder: Path) -> dict[str, Path]:
+    def planned_outputs(self, folder: Path) -> dict[str, Path]:
         return {"checkpoint": folder / "model"}
 
 

@@ -27,7 +27,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from agentevo.config.sandbox import SandboxSection
 from agentevo.console import to_stderr
-from agentevo.errors import AgentEvoError, ConfigError, SandboxError, described, storable
+from agentevo.errors import AgentEvoError, ConfigError, SandboxError, describe_error, storable
 from agentevo.event_loop import run_coroutine
 from agentevo.inference.admission import Connection, Limits, WebSocketProtocol
 from agentevo.inference.http_server import serving, url_of
@@ -173,7 +173,7 @@ class _Session:
 
         error = next((one.exception() for one in done if one.exception() is not None), None)
         if error is not None and not isinstance(error, (Violation, WebSocketDisconnect)):
-            LOG.error("a session of sandboxes has failed: %s", described(error))
+            LOG.error("a session of sandboxes has failed: %s", describe_error(error))
 
         code = POLICY if isinstance(error, Violation) else 1011 if error is not None else 1001
         reason = str(error) if isinstance(error, Violation) else ""

@@ -119,7 +119,7 @@ class OptimizeFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def locked(self) -> AbstractContextManager[None]:
+    def lock(self) -> AbstractContextManager[None]:
         """Raises ConfigError where another process works there, or nobody can."""
         return locked_output(self.path, LOCK, "optimizes")
 
@@ -144,7 +144,7 @@ class OptimizeFolder:
             content = _json({**settings, "declared": asked})
             write_atomic(self.path / SETTINGS, content, durable=True)
 
-    def declared(self) -> dict[str, Declared]:
+    def read_declared(self) -> dict[str, Declared]:
         """The texts that the agent asks for, as `begin` wrote them. Raises ConfigError."""
         try:
             found = read_json_object(self.path / SETTINGS)["declared"]

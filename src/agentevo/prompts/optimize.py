@@ -23,7 +23,7 @@ from agentevo.config.texts import digest_of_text
 from agentevo.errors import AttemptsFailedError, ConfigError
 from agentevo.evaluation.contestants import Contestant
 from agentevo.evaluation.estimates import Estimate, mean_of, paired_difference
-from agentevo.evaluation.play import check_play, opened, run_folder
+from agentevo.evaluation.play import check_play, open_player, run_folder
 from agentevo.evaluation.results import task_digest
 from agentevo.event_loop import run_coroutine
 from agentevo.orchestration.components import AgentFunction, load_policy, open_components
@@ -87,14 +87,14 @@ def optimize(what: Optimization, note: Callable[[str], None]) -> dict[str, Any]:
     if not (what.resume and folder.is_begun):
         folder.check_new()
 
-    with folder.locked():
+    with folder.lock():
         goes_on = what.resume and folder.go_on(settings)
         if not goes_on:
             folder.check_new()
-        return run_coroutine(_optimized(what, config, tasks, folder, settings, goes_on, note))
+        return run_coroutine(_optimize_in_folder(what, config, tasks, folder, settings, goes_on, note))
 
 
-async def _optimized(
+async def _optimize_in_folder(
     what: Optimization,
     config: RunConfig,
     tasks: _Tasks,
@@ -107,11 +107,11 @@ async def _optimized(
     records: list[Record] = folder.records() if goes_on else []
     section = config.optimize
     budget = budget_of(section, comparison(section, len(tasks.held_out)), records)
-    async with _opened(what, config, folder.path / RUN, note) as sampler:
-        declared = folder.declared() if goes_on else {}
+    async with _open_sampler(what, config, folder.path / RUN, note) as sampler:
+        declared = folder.read_declared() if goes_on else {}
         if not declared:
             budget.take(1, final=False)
-            declared = await _declared(sampler, tasks.learning[0], config)
+            declared = await _find_declared(sampler, tasks.learning[0], config)
 
         method = _method(config, declared)
         start, kinds = _start(config, declared, method)
@@ -142,7 +142,7 @@ async def _optimized(
         )
         search.heard(records)
         best = await search.run(start)
-        compared = await _compared(playing, start, best.candidate, tasks.held_out, note)
+        compared = await _compare_held_out(playing, start, best.candidate, tasks.held_out, note)
         asked = sampler.remote_models.totals()
 
     summary = _summary(search, best, compared, budget, config)
@@ -155,11 +155,11 @@ async def _optimized(
 
 
 @asynccontextmanager
-async def _opened(
+async def _open_sampler(
     what: Optimization, config: RunConfig, run: Path, note: Callable[[str], None]
 ) -> AsyncIterator[Sampler]:
     if what.agent is None and what.given is None:
-        async with opened(what.contestant, config, note, run) as sampler:
+        async with open_player(what.contestant, config, note, run) as sampler:
             yield sampler
         return
 
@@ -173,7 +173,7 @@ async def _opened(
             yield parts.sampler
 
 
-async def _declared(sampler: Sampler, task: Task, config: RunConfig) -> dict[str, Declared]:
+async def _find_declared(sampler: Sampler, task: Task, config: RunConfig) -> dict[str, Declared]:
     """The texts that the agent asks for, as one attempt shows. Raises AttemptsFailedError."""
     (trajectory, *_) = await sampler.play(
         task, attempts=1, temperature=0.0, step=0, label=PROBE, texts=config.agent.texts
@@ -329,7 +329,7 @@ class _Compared:
     problem: str = ""
 
 
-async def _compared(
+async def _compare_held_out(
     playing: Playing,
     start: Candidate,
     winner: Candidate,

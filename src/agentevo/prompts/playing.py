@@ -115,7 +115,7 @@ class Playing:
             for trajectory in trajectories[:size]:
                 if (trajectory.error or "").startswith(BudgetExceededError.__name__):
                     raise BudgetSpentError(trajectory.error)
-                played = _played(candidate, trajectory, label)
+                played = _as_played(candidate, trajectory, label)
                 self._folder.add(played)
                 self._remember(played)
 
@@ -138,7 +138,7 @@ class Playing:
             )
 
 
-def _played(candidate: Candidate, trajectory: Trajectory, label: str) -> Played:
+def _as_played(candidate: Candidate, trajectory: Trajectory, label: str) -> Played:
     completed = trajectory.status == "completed"
     return Played(
         candidate=candidate.id,

@@ -49,19 +49,19 @@ def body_of(url: str, model: str, asked: Asked) -> dict[str, Any]:
         body["tools"] = [_tool(tool["function"]) for tool in asked.tools]
         body["tool_choice"] = _CHOICES.get(asked.tool_choice, named)
     elif any(message.tool_calls or message.role == "tool" for message in messages):
-        body |= {"tools": _called(messages), "tool_choice": _CHOICES["none"]}
+        body |= {"tools": _tools_in_history(messages), "tool_choice": _CHOICES["none"]}
 
-    return body if asked.form is None else _formed(body, asked.form)
+    return body if asked.form is None else _with_form(body, asked.form)
 
 
-def _called(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _tools_in_history(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The tools that a history names: the API takes no calls without a definition of tools, where
     others let a request end the use of tools by leaving them out."""
     names = dict.fromkeys(call.name for message in messages for call in message.tool_calls)
     return [_tool({"name": name}) for name in names or ("tool",)]
 
 
-def _formed(body: dict[str, Any], form: AnswerForm) -> dict[str, Any]:
+def _with_form(body: dict[str, Any], form: AnswerForm) -> dict[str, Any]:
     if form.schema == ANY_OBJECT or isinstance(form.schema, bool):
         raise BadRequestError(
             "Anthropic's API holds an answer to a JSON schema alone: give the schema of an object "

@@ -121,7 +121,7 @@ class Ledger:
         )
         with self._thread_lock:
             while True:
-                with self._locked():
+                with self._lock():
                     self._read()
                     problem = self._beyond(most)
                     if not problem:
@@ -137,7 +137,7 @@ class Ledger:
     def end(self, line: Line) -> None:
         """A request has ended, with what it used."""
         with self._thread_lock:
-            with self._locked():
+            with self._lock():
                 self._write(line)
             if self._budget.limits and line.requests:
                 self._own -= 1
@@ -149,7 +149,7 @@ class Ledger:
         if self._path is not None and not self._path.exists():
             return []
 
-        with self._thread_lock, self._locked():
+        with self._thread_lock, self._lock():
             self._read()
             return [
                 row | {"failed_requests": row["requests"] - row["answers"] + row["from_cache"]}
@@ -161,7 +161,7 @@ class Ledger:
         way, or was when its process was killed, counts with the most that it can use."""
         with self._thread_lock:
             if self._path is not None and self._path.exists():
-                with self._locked():
+                with self._lock():
                     self._read()
             used = self._most()
 
@@ -198,7 +198,7 @@ class Ledger:
         return used
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _lock(self) -> Iterator[None]:
         """No other process of the run writes meanwhile."""
         if self._path is None:
             yield

@@ -198,7 +198,7 @@ class RemoteModel:
         request = _Request(
             sent, asked.max_new_tokens, until, self._num_calls, listen, trace_headers()
         )
-        return partial(self._answered, content, request, line)
+        return partial(self._answer, content, request, line)
 
     def _sampling(self, given: SamplingOverrides | None, seed: int | None) -> SamplingOverrides:
         section = self.section
@@ -210,7 +210,7 @@ class RemoteModel:
         }
         return SamplingOverrides(**base | ({} if given is None else given.given()))
 
-    def _answered(self, content: bytes, request: _Request, call: Line) -> RemoteReply:
+    def _answer(self, content: bytes, request: _Request, call: Line) -> RemoteReply:
         """On a thread: the answer from the cache or the server, asked as often as it is worth it.
         `content` is what was asked, whether the answer is to come in events or not."""
         kept = None if self._cache is None else self._cache.find(self._server.url, content)

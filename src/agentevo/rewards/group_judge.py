@@ -11,7 +11,7 @@ from pydantic import Field
 from agentevo.event_loop import in_thread
 from agentevo.rewards.judging import JudgeOptions
 from agentevo.rewards.reward import Score, Unscored
-from agentevo.rewards.transcripts import Limits, Shown, escaped, fenced, mark_of, shown_group
+from agentevo.rewards.transcripts import Limits, Shown, escape_json_line, fence, mark_of, shown_group
 from agentevo.types import Task, Trajectory
 
 RUBRIC = """- Reaching the goal counts most: whoever reaches it is ahead by a wide margin of whoever
@@ -79,11 +79,11 @@ def records_of(
 
     if config.reference and task.answer is not None:
         answer = json.dumps({"right_answer": task.answer}, ensure_ascii=False, default=str)
-        parts.append(("the right answer", [escaped(answer)]))
+        parts.append(("the right answer", [escape_json_line(answer)]))
 
     for number, place in enumerate(order, 1):
         parts.append((f"attempt {number}", shown.attempts[place]))
 
     mark = mark_of(config.rubric, *(line for what, lines in parts for line in (what, *lines)))
-    records = "\n\n".join(fenced(mark, what, lines) for what, lines in parts)
+    records = "\n\n".join(fence(mark, what, lines) for what, lines in parts)
     return _RULES.format(mark=mark), records

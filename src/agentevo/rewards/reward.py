@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import pydantic
 
-from agentevo.errors import AgentEvoError, ConfigError, described, shown
+from agentevo.errors import AgentEvoError, ConfigError, describe_error, shown
 from agentevo.registry import Registry
 from agentevo.rewards.answers import find_answer, place_of
 from agentevo.rewards.baselines import Baselines
@@ -296,7 +296,7 @@ def make_reward(config: RewardConfig) -> Any:
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"rewards: {config.name}: {item.__name__} can't be made of its options: "
-            f"{described(error)}"
+            f"{describe_error(error)}"
         ) from error
 
 

@@ -190,11 +190,11 @@ def _line(message: Message, longest: int) -> _Line:
         given = {
             "role": message.role,
             "name": message.name,
-            "reasoning": clipped(message.reasoning, longest),
-            "content": clipped(message.text, longest),
+            "reasoning": clip(message.reasoning, longest),
+            "content": clip(message.text, longest),
             "images_not_shown": images,
             "tool_calls": [
-                {"name": clipped(call.name, longest), "arguments": clipped(call.arguments, longest)}
+                {"name": clip(call.name, longest), "arguments": clip(call.arguments, longest)}
                 for call in message.tool_calls
             ],
         }
@@ -202,7 +202,7 @@ def _line(message: Message, longest: int) -> _Line:
 
     whole = json.dumps(fields(None), ensure_ascii=False)
     written = whole if len(whole) <= longest else json.dumps(fields(longest), ensure_ascii=False)
-    return _Line(message.role, whole, escaped(written))
+    return _Line(message.role, whole, escape_json_line(written))
 
 
 def _tool_lines(trajectories: Sequence[Trajectory]) -> tuple[str, ...]:
@@ -212,7 +212,7 @@ def _tool_lines(trajectories: Sequence[Trajectory]) -> tuple[str, ...]:
         for turn in _turns(trajectory):
             if turn.tools:
                 given |= dict.fromkeys(_schemas(turn.tools))
-    return tuple(_within([escaped(one) for one in given], MAX_TOOLS))
+    return tuple(_within([escape_json_line(one) for one in given], MAX_TOOLS))
 
 
 def _schemas(text: str) -> list[str]:
@@ -228,11 +228,11 @@ def _schemas(text: str) -> list[str]:
         for tool in (tools if isinstance(tools, list) else [tools])
     )
     return [
-        one if len(one) <= MAX_TOOLS // 2 else json.dumps(clipped(one, 1000)) for one in written
+        one if len(one) <= MAX_TOOLS // 2 else json.dumps(clip(one, 1000)) for one in written
     ]
 
 
-def clipped(text: str | None, longest: int | None) -> str | None:
+def clip(text: str | None, longest: int | None) -> str | None:
     """The head and the tail of a text, with how many characters are left out between them."""
     if text is None or longest is None or len(text) <= longest:
         return text
@@ -280,12 +280,12 @@ def mark_of(*texts: str) -> str:
     return mark
 
 
-def fenced(mark: str, what: str, lines: Sequence[str]) -> str:
+def fence(mark: str, what: str, lines: Sequence[str]) -> str:
     """Lines between two fences."""
     return "\n".join([f"--- {mark} begin of {what} ---", *lines, f"--- {mark} end of {what} ---"])
 
 
-def escaped(line: str) -> str:
+def escape_json_line(line: str) -> str:
     """A line of JSON, the same to who reads it as JSON, in which no text looks like markup and none
     is invisible."""
     return _HIDDEN.sub(_code, _MARKUP.sub(_code, line))

@@ -83,9 +83,9 @@ class TaskCurriculum:
         )
         for record in records:
             if record.step == self._known + 1:  # a sampler beside the trainer asks as well
-                self.learned(record.step, record.record["source"].get(SOLVED) or {})
+                self.note_step(record.step, record.record["source"].get(SOLVED) or {})
 
-    def learned(self, step: int, solved: Mapping[str, Sequence[int]]) -> None:
+    def note_step(self, step: int, solved: Mapping[str, Sequence[int]]) -> None:
         """What a committed step has come to, in order of the steps. Raises ValueError for another
         one."""
         if step != self._known + 1:

@@ -35,7 +35,7 @@ from agentevo.errors import (
     EngineUnavailableError,
     StoreError,
     StoreUnavailableError,
-    described,
+    describe_error,
 )
 from agentevo.gateway.refusals import Refusal
 from agentevo.gateway.session import Session
@@ -109,7 +109,7 @@ class OutsideSession:
         self.trajectory: Trajectory | None = None
         """As it was written."""
 
-    def exported(self) -> Trajectory:
+    def export(self) -> Trajectory:
         """What is recorded, with what was posted; before its group has been scored that is all."""
         if self.trajectory is not None:
             return self.trajectory
@@ -122,7 +122,7 @@ class OutsideSession:
             task_id=self.task.id,
             group_id=self.group_id,
             attempt=int(self.attempt),
-            turns=self.policy.conversation.recorded(outcome.turn_rewards),
+            turns=self.policy.conversation.turns_to_record(outcome.turn_rewards),
             reward=outcome.reward or 0.0,
             reward_parts=outcome.reward_parts,
             success=outcome.success,
@@ -427,7 +427,7 @@ class OutsideSessions:
     async def _add(self, task: Task) -> None:
         """Makes the task known. Raises Refusal for one whose id another one has."""
         try:
-            await self._retried(lambda: self._store.add_tasks([task], queue=False))
+            await self._retry(lambda: self._store.add_tasks([task], queue=False))
         except StoreUnavailableError:
             raise
         except StoreError as error:
@@ -447,7 +447,7 @@ class OutsideSessions:
             )
 
         if self._names is None:
-            written = await self._retried(lambda: self._store.summaries(split="train"))
+            written = await self._retry(lambda: self._store.summaries(split="train"))
             found = (_LABEL.search(summary.group_id) for summary in written)
             self._names = {label[1] for label in found if label is not None}
 
@@ -487,7 +487,7 @@ class OutsideSessions:
             trajectories = await opened.group.run()
             trajectories = await written(
                 trajectories,
-                lambda storable: self._retried(
+                lambda storable: self._retry(
                     lambda: self._store.write_trajectories(
                         storable, split=opened.split, step=opened.step, lease=lease
                     )
@@ -499,11 +499,11 @@ class OutsideSessions:
                 self._names.add(opened.name)
         except Exception as error:  # noqa: BLE001 (whatever it is, its sessions are told)
             self._counts["groups_failed"] += 1
-            self._note(f"the group {opened.id} is lost: {described(error)}")
+            self._note(f"the group {opened.id} is lost: {describe_error(error)}")
             trajectories = [_lost(session, error) for session in opened.sessions]
             if lease is not None:
                 with suppress(StoreError):  # where it is lost, somebody else plays it by now
-                    await self._store.retry_task(lease, described(error))
+                    await self._store.retry_task(lease, describe_error(error))
         finally:
             if beats is not None:
                 beats.cancel()
@@ -533,12 +533,12 @@ class OutsideSessions:
             oldest = next(iter(self._ended))
             del self._ended[oldest], self._sessions[oldest]
 
-    async def _retried(self, call: Callable[[], Any]) -> Any:
+    async def _retry(self, call: Callable[[], Any]) -> Any:
         return await with_retries(call, within_s=STORE_RETRY_S, what="writing a session's group")
 
 
 def _lost(session: OutsideSession, error: Exception) -> Trajectory:
     """An attempt that the infrastructure has failed, which no store has."""
     return msgspec.structs.replace(
-        session.exported(), status="cancelled", error=f"nothing was written: {error}"
+        session.export(), status="cancelled", error=f"nothing was written: {error}"
     )

@@ -25,7 +25,7 @@ from agentevo.config.tasks import TaskFields
 from agentevo.daemon_threads import call_in_thread, run_in_thread
 from agentevo.data import RowError
 from agentevo.data.conversation import check_text
-from agentevo.errors import ConfigError, UnknownNameError, described, shown, storable
+from agentevo.errors import ConfigError, UnknownNameError, describe_error, shown, storable
 from agentevo.rewards.reward import rewards
 from agentevo.rollout.given_tasks import task_of
 from agentevo.types import QUERY_MESSAGES, Outcome, Task
@@ -83,7 +83,7 @@ def make_family(section: SelfPlay, timeout_s: float) -> QuestionFamily:
     except Exception as error:
         raise ConfigError(
             f"tasks.self_play: the family {section.family!r} can't be made with the options "
-            f"{shown(section.options)}: {described(error)}"
+            f"{shown(section.options)}: {describe_error(error)}"
         ) from error
 
     return family
@@ -116,14 +116,14 @@ class SelfPlayAgent(FunctionAgent):
         except ValueError as error:
             reason = storable(str(error), LONGEST_REASON)
             return msgspec.json.encode({"invalid": reason or "no question"})
-        return encoded(question)
+        return encode_question(question)
 
     async def close(self) -> None:
         """See FunctionAgent.close."""
         await self._solver.close()
 
 
-def encoded(question: Question) -> bytes:
+def encode_question(question: Question) -> bytes:
     """A question as it is kept. Raises TypeError for what a family should not have returned:
     another object, values that JSON can't hold, more than LARGEST bytes; RowError for half of a
     surrogate pair, and see `task_of_question`; UnknownNameError for an unknown scorer."""

@@ -34,7 +34,7 @@ class RemoteSampler(Sampler):
         super().__init__(config, nothing, nothing, agent, nothing, 0, calls=calls, note=note)
         self._model = model
 
-    async def _scored(
+    async def _score(
         self,
         trajectories: Sequence[Trajectory],
         unrewarded: Sequence[bool],

@@ -183,14 +183,14 @@ class Sampler:
         size = attempts + extra + baseline
         counted = dict[str, int]()
 
-        def ended(task: Task, number: int) -> None:
+        def count_ended(task: Task, number: int) -> None:
             passed.advance(number - counted.get(task.id, 0))
             counted[task.id] = number
 
         async def group(task: Task) -> list[Trajectory]:
             stored = [known.get(one, []) for one in self._group_names(task, labels, step)]
             if len(stored[0]) >= attempts and all(stored):
-                ended(task, size)
+                count_ended(task, size)
                 return list(itertools.chain(*stored))
 
             trajectories = await self.play(
@@ -201,7 +201,7 @@ class Sampler:
                 step=step,
                 label=label,
                 baseline=baseline,
-                ended=partial(ended, task),
+                ended=partial(count_ended, task),
             )
             return await self.write(trajectories, split=split, step=step) if write else trajectories
 
@@ -280,7 +280,7 @@ class Sampler:
             members,
             wanted=attempts,
             beside=greedy,
-            score=partial(self._scored, task=shown or task, engines=engines),
+            score=partial(self._score, task=shown or task, engines=engines),
             ended=ended,
         )
 
@@ -288,7 +288,7 @@ class Sampler:
         """Raises AgentEvoError where the task's own scorer is none, or can't be made."""
         self._scoring.compares(task)
 
-    async def _scored(
+    async def _score(
         self,
         trajectories: Sequence[Trajectory],
         unrewarded: Sequence[bool],
@@ -308,11 +308,11 @@ class Sampler:
         engine = engines.get(agent, player.engine)
         policy = PolicyScores(self._config, engine, player.chat, self._baselines, agent)
         if self._scoring.prepares:
-            await self._prepared(policy)
+            await self._wait_for_rewards(policy)
 
         return await self._scoring.score(trajectories, unrewarded, calls, task=task, policy=policy)
 
-    async def _prepared(self, policy: PolicyScores) -> None:
+    async def _wait_for_rewards(self, policy: PolicyScores) -> None:
         """Returns when the rewards know what they want of the policy that the run begins with: no
         step is made before the first group is scored. Begun again after a failure."""
         if self._preparing is None:

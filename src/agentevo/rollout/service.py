@@ -159,7 +159,7 @@ class SamplerService:
 
                 version = self._engine.version
                 if version >= 0:
-                    await self._feed(version)
+                    await self._queue_tasks(version)
                     await self._lease(version)
                     self._cancel_old(version)
 
@@ -176,7 +176,7 @@ class SamplerService:
             pass
         self._group_ended.clear()
 
-    async def _feed(self, version: int) -> None:
+    async def _queue_tasks(self, version: int) -> None:
         """Queues what may be sampled now. Ids say which task of which step it is, so what another
         service has queued stays as it is."""
         if self._waits:
@@ -187,7 +187,7 @@ class SamplerService:
                     await self._tasks.learn(self._store)
                     if not self._tasks.is_known(self._next_step):
                         return  # the weights are there before their step is committed
-                await self._add(self._tasks.queued(self._next_step))
+                await self._add(self._tasks.tasks_to_queue(self._next_step))
                 self._next_step += 1
 
             return
@@ -204,7 +204,7 @@ class SamplerService:
 
     def _next_task(self) -> Task:
         if not self._to_feed:
-            self._to_feed.extend(self._tasks.queued(self._next_step))
+            self._to_feed.extend(self._tasks.tasks_to_queue(self._next_step))
             self._next_step += 1
         return self._to_feed.popleft()
 
@@ -236,9 +236,9 @@ class SamplerService:
             work = _Work(lease, int(lease.task.metadata.get(QUEUED_FOR_STEP, version + 1)))
             self._works.add(work)
             work.running = asyncio.create_task(self._work(work))
-            work.running.add_done_callback(partial(self._ended, work))
+            work.running.add_done_callback(partial(self._note_end, work))
 
-    def _ended(self, work: _Work, task: asyncio.Task[None]) -> None:
+    def _note_end(self, work: _Work, task: asyncio.Task[None]) -> None:
         self._works.discard(work)
         self._group_ended.set()
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -160,7 +160,7 @@ class RunControl:
             self._saves = []
         return taken
 
-    def paused(self, step: int) -> None:
+    def note_pause(self, step: int) -> None:
         """The run stands still from now on, after that step."""
         with self._lock:
             asked = self._pauses

@@ -120,16 +120,16 @@ def namespace_words(way: str) -> list[str]:
 def working_way(program: str) -> str:
     """`root`, `user`, or nothing where neither works."""
     ways = ["root", "user"] if os.geteuid() == 0 else ["user"]
-    return next((way for way in ways if _tried(program, way).returncode == 0), "")
+    return next((way for way in ways if _try_way(program, way).returncode == 0), "")
 
 
 def _complaint(program: str) -> str:
-    said = _tried(program, "user").stderr.decode("utf-8", "replace").strip()
+    said = _try_way(program, "user").stderr.decode("utf-8", "replace").strip()
     return (said.splitlines() or ["it says nothing"])[-1][:300]
 
 
 @cache
-def _tried(program: str, way: str) -> subprocess.CompletedProcess[bytes]:
+def _try_way(program: str, way: str) -> subprocess.CompletedProcess[bytes]:
     argv = [program, *namespace_words(way), "--ro-bind", "/usr", "/usr"]
     argv += [part for path in SYSTEM[1:] for part in _system_folder(path)]
     uid = new_uid() if os.geteuid() == 0 and way == "user" else None

@@ -185,7 +185,7 @@ def _own_folders() -> list[Path]:
         if own is None or after.split()[:1] != ["cgroup2"]:
             continue
 
-        root, top = (_unescaped(word) for word in before.split()[3:5])
+        root, top = (_unescape(word) for word in before.split()[3:5])
         if own != root and not own.startswith(root.rstrip("/") + "/"):
             continue  # it shows another part of the tree
 
@@ -195,7 +195,7 @@ def _own_folders() -> list[Path]:
     return []
 
 
-def _unescaped(word: str) -> str:
+def _unescape(word: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), word)
 
 

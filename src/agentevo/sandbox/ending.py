@@ -20,7 +20,7 @@ _alive: set[tuple[int, subprocess.Popen[bytes], Launch]] = set()
 """With the process that started each: a fork of ours inherits the set, and not what is in it."""
 
 
-def started(process: subprocess.Popen[bytes], launch: Launch) -> None:
+def end_with_this_process(process: subprocess.Popen[bytes], launch: Launch) -> None:
     """From here on it ends with this process at the latest."""
     _alive.add((os.getpid(), process, launch))
 

@@ -28,8 +28,8 @@ import msgspec
 from agentevo.errors import AgentEvoError, SandboxError, storable
 from agentevo.event_loop import in_thread
 from agentevo.sandbox.cgroups import Group, new_group
-from agentevo.sandbox.ending import end_all_of, kill, started
-from agentevo.sandbox.exporting import exported
+from agentevo.sandbox.ending import end_all_of, kill, end_with_this_process
+from agentevo.sandbox.exporting import export_files
 from agentevo.sandbox.inside.frames import LARGEST_CALL
 from agentevo.sandbox.launch import Launch
 from agentevo.sandbox.replies import (
@@ -189,7 +189,7 @@ class LocalSandbox:
             for handle in launch.pass_fds:
                 os.close(handle)
 
-        started(process, launch)
+        end_with_this_process(process, launch)
         ours.setblocking(False)
         return process, launch, ours
 
@@ -254,7 +254,7 @@ class LocalSandbox:
 
             try:
                 given = await self._ask("run", limit, code=code, deadline_s=limit, tools=tools)
-                reply = await self._converted(given, RunReply)
+                reply = await self._convert(given, RunReply)
             except Ended as ended:
                 return Execution(
                     stdout="",
@@ -299,7 +299,7 @@ class LocalSandbox:
                 given = await self._ask(
                     "execute", limit, argv=list(argv), stdin=text, deadline_s=limit
                 )
-                reply = await self._converted(given, ProgramReply)
+                reply = await self._convert(given, ProgramReply)
             except Ended as ended:
                 duration_s = time.monotonic() - began
                 return ProgramRun("", "", None, ended.failure, (), duration_s, files_lost=True)
@@ -334,7 +334,7 @@ class LocalSandbox:
 
     async def export(self, folder: Path) -> tuple[str, ...]:
         """See Sandbox.export. Raises SandboxError, and OSError where it can't be written."""
-        return await exported(self, folder, self._section.disk_mib, lambda: self._process is None)
+        return await export_files(self, folder, self._section.disk_mib, lambda: self._process is None)
 
     async def close(self) -> None:
         """See Sandbox.close."""
@@ -378,7 +378,7 @@ class LocalSandbox:
                 reply = await self._ask(do, FILE_S, **more)
                 if "refused" in reply:
                     raise SandboxError(storable(str(reply["refused"])))
-                return await self._converted(reply.get(key), kind)
+                return await self._convert(reply.get(key), kind)
             except Ended as ended:
                 raise SandboxError(f"the sandbox has ended: {ended.failure.message}") from ended
 
@@ -477,7 +477,7 @@ class LocalSandbox:
             return Failure("OutOfMemory", message)
         return Failure("SandboxDied", "the sandbox has ended itself")
 
-    async def _converted(self, value: Any, kind: type[_T]) -> _T:
+    async def _convert(self, value: Any, kind: type[_T]) -> _T:
         try:
             return msgspec.convert(value, kind)
         except msgspec.ValidationError as error:

@@ -109,7 +109,7 @@ class _Limits:
     cpus: float | None = None
 
 
-def sandboxed(
+def sandbox_command(
     command: str, arguments: Sequence[str], section: ProgramSandboxSection, folder: Path | None
 ) -> list[str]:
     """The words that start a program in a sandbox; one with a folder in its name is looked for in

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from agentevo.credentials import with_environment
-from agentevo.errors import AgentEvoError, SandboxError, described, storable
+from agentevo.errors import AgentEvoError, SandboxError, describe_error, storable
 from agentevo.http_clients import is_loopback
 from agentevo.sandbox import wire
-from agentevo.sandbox.exporting import exported
+from agentevo.sandbox.exporting import export_files
 from agentevo.sandbox.inside.frames import LARGEST_CALL
 from agentevo.sandbox.replies import Ended, longest_message, refused_code, violation
 from agentevo.sandbox.sandbox import (
@@ -89,7 +89,7 @@ class RemoteSandbox:
     async def start(self) -> None:
         """Raises SandboxError."""
         section = self._section
-        self._connection = await _connected(section)
+        self._connection = await _connect(section)
         asked = section.model_dump(mode="json", include=set(wire.REQUESTED))
         tools = [
             wire.ToolForm(one.name, one.parameters, one.description) for one in self._tools.values()
@@ -187,7 +187,7 @@ class RemoteSandbox:
 
     async def export(self, folder: Path) -> tuple[str, ...]:
         """See Sandbox.export. Raises SandboxError, and OSError where it can't be written."""
-        return await exported(
+        return await export_files(
             self, folder, self._section.disk_mib, lambda: self._connection is None
         )
 
@@ -332,7 +332,7 @@ class RemoteSandbox:
 
     def _lost(self, error: Exception) -> Ended:
         self._end()
-        message = f"the connection to {self._section.url} ended ({described(error)})"
+        message = f"the connection to {self._section.url} ended ({describe_error(error)})"
         return Ended(Failure("SandboxDied", storable(message, 500)))
 
     def _end(self) -> None:
@@ -343,7 +343,7 @@ class RemoteSandbox:
             connection.transport.abort()
 
 
-async def _connected(section: SandboxSection) -> ClientConnection:
+async def _connect(section: SandboxSection) -> ClientConnection:
     """Raises SandboxError."""
     from websockets.asyncio.client import connect
     from websockets.exceptions import InvalidStatus, WebSocketException
@@ -376,7 +376,7 @@ async def _connected(section: SandboxSection) -> ClientConnection:
         raise SandboxError(f"{url}: no server of sandboxes answers (HTTP {status})") from None
     except (OSError, WebSocketException, ValueError) as error:
         raise SandboxError(
-            f"{url} can't be reached ({storable(described(error), 300)}): start `agentevo sandbox "
+            f"{url} can't be reached ({storable(describe_error(error), 300)}): start `agentevo sandbox "
             "serve` there, or correct the url"
         ) from error
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentevo.errors import described
+from agentevo.errors import describe_error
 from agentevo.sandbox.cgroups import OWN_TASKS
 
 LOOK_S = 0.1
@@ -110,7 +110,7 @@ class Watch:
                 except OSError:  # it is just ending
                     continue
                 except Exception as error:  # noqa: BLE001 (others are watched on)
-                    one.end("SandboxDied", f"what can't be watched ({described(error)})")
+                    one.end("SandboxDied", f"what can't be watched ({describe_error(error)})")
 
 
 watch = Watch()

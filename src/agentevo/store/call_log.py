@@ -35,7 +35,7 @@ from agentevo.errors import (
     AgentEvoError,
     DeadlineExceededError,
     StoreUnavailableError,
-    described,
+    describe_error,
 )
 from agentevo.event_loop import in_thread
 from agentevo.store.calls import LOST_S
@@ -116,7 +116,7 @@ class CallLog:
             self._new[call.number] = call
             return True
 
-    def changed(self, call: RunningCall) -> None:
+    def note_change(self, call: RunningCall) -> None:
         with self._lock:
             self._new[call.number] = call
 
@@ -313,9 +313,9 @@ class AttemptCalls:
                 left.end("cancelled", "its attempt ended")
 
         if self._log is not None and call.number:
-            self._log.changed(call)
+            self._log.note_change(call)
             if self.tracing is not None:
-                self.tracing.ended(call)
+                self.tracing.end_span(call)
 
     @property
     def recorder(self) -> str:
@@ -457,7 +457,7 @@ class RunningCall:
         elif isinstance(error, (asyncio.CancelledError, GeneratorExit)):
             self.end("cancelled", None)
         else:
-            self.end("failed", described(error))
+            self.end("failed", describe_error(error))
 
     async def __aenter__(self) -> Self:
         return self.__enter__()

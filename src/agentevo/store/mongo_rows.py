@@ -66,7 +66,7 @@ class Rows(Queries):
             if error is not None:
                 changes |= {
                     "error": error,
-                    "history": _appended(document, "failed", lease, now, error),
+                    "history": _append_event(document, "failed", lease, now, error),
                 }
             await self._set_task(lease.task.id, changes)
 
@@ -78,7 +78,7 @@ class Rows(Queries):
         num_failures = document["num_failures"] + 1
         state = rules.after_failure(num_failures, retries)
         changes: Document = {"state": state, "num_failures": num_failures, "error": error}
-        changes["history"] = _appended(document, "retried", lease, now, error)
+        changes["history"] = _append_event(document, "retried", lease, now, error)
         changes["not_before"] = (
             now.steady + retries.delay_s(num_failures) if state == "queued" else 0.0
         )
@@ -286,7 +286,7 @@ class Rows(Queries):
         )
 
 
-def _appended(document: Document, kind: Any, lease: Lease, now: Now, error: str) -> str:
+def _append_event(document: Document, kind: Any, lease: Lease, now: Now, error: str) -> str:
     event = TaskEvent(
         kind=kind, worker=lease.worker, fencing_id=lease.fencing_id, at=now.wall, error=error
     )

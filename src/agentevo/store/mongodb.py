@@ -160,7 +160,7 @@ class MongoDBStore(MongoCalls):
         while (
             document := await tasks.find_one(ran_out, sort=[("lease_expires_at", 1)])
         ) is not None:
-            event = rules.expired(document["worker"], document["fencing_id"], now.wall)
+            event = rules.expired_event(document["worker"], document["fencing_id"], now.wall)
             count = document["num_expiries"] + 1
             counted = {
                 "num_expiries": count,

@@ -68,7 +68,7 @@ def after_expiry(num_expiries: int, retries: RetryPolicy) -> TaskState:
     return "poison" if num_expiries >= retries.max_expiries else "leased"
 
 
-def expired(worker: str | None, fencing_id: int, at: float) -> TaskEvent:
+def expired_event(worker: str | None, fencing_id: int, at: float) -> TaskEvent:
     return TaskEvent(
         kind="expired",
         worker=worker or "",
@@ -87,7 +87,7 @@ def _refusal(name: str, move: str, reason: str) -> StoreError:
     return StoreError(f"trajectory {name!r} can't be {move}: {reason}")
 
 
-def _stored(
+def _stored_places(
     ids: Iterable[str], rows: Mapping[str, Place], move: str
 ) -> Iterator[tuple[str, Place]]:
     """Each of the ids once, with its row. Raises StoreError for one that is not in the store."""
@@ -100,7 +100,7 @@ def _stored(
 def moving_to_reserved(ids: Iterable[str], rows: Mapping[str, Place], step: int) -> list[str]:
     move = f"reserved for step {step}"
     moving = []
-    for name, row in _stored(ids, rows, move):
+    for name, row in _stored_places(ids, rows, move):
         if row.split != "train":
             reason = f"its split is {row.split!r}, only 'train' is trained on"
             raise _refusal(name, move, reason)
@@ -143,7 +143,7 @@ def must_commit(
 def moving_to_dropped(ids: Iterable[str], rows: Mapping[str, Place], reason: str) -> list[str]:
     move = f"dropped ({reason})"
     moving = []
-    for name, row in _stored(ids, rows, move):
+    for name, row in _stored_places(ids, rows, move):
         if row.state == "committed":
             raise _refusal(name, move, f"step {row.trained_step} was trained on it")
         if row.state == "dropped" and row.drop_reason != reason:

@@ -399,7 +399,7 @@ Mode = Literal["rwc", "ro", "still"]
 """How a file is opened: to write, to read, to read one that nobody writes to."""
 
 
-def _connected(path: Path, mode: Mode) -> sqlite3.Connection:
+def _connect(path: Path, mode: Mode) -> sqlite3.Connection:
     words = "mode=ro&immutable=1" if mode == "still" else f"mode={mode}"
     return sqlite3.connect(f"file:{quote(str(path))}?{words}", uri=True, check_same_thread=False)
 
@@ -411,7 +411,7 @@ def _engine(path: Path, timeout_s: float, mode: Mode = "rwc") -> Engine:
     # transaction by then.
     engine = create_engine(
         URL.create("sqlite", database=str(path)),
-        creator=partial(_connected, path, mode),
+        creator=partial(_connect, path, mode),
         pool_size=THREADS,
         pool_reset_on_return=None,
     )

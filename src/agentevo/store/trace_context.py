@@ -89,7 +89,7 @@ class Tracing(Protocol):
 
     def trace_of(self, trajectory_id: str) -> AttemptTrace: ...
 
-    def ended(self, call: RunningCall) -> None:
+    def end_span(self, call: RunningCall) -> None:
         """A call of a sampled trace has ended. Takes no time, and never fails."""
         ...
 

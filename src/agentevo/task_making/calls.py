@@ -49,7 +49,7 @@ class World:
         await self._toolbox.close()
 
 
-async def asked(tools: AttemptTools, tool: str, arguments: Mapping[str, Any]) -> Answered:
+async def call_tool(tools: AttemptTools, tool: str, arguments: Mapping[str, Any]) -> Answered:
     """A real call."""
     call = StateCheck(tool=tool, arguments=dict(arguments), result="").call()
     before = dict(tools.metrics)

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from agentevo.task_making.calls import Answered, asked
-from agentevo.task_making.questions import Condition, Link, Question, Sign, What, literal, quoted
+from agentevo.task_making.calls import Answered, call_tool
+from agentevo.task_making.questions import Condition, Link, Question, Sign, What, literal, quote_identifier
 from agentevo.task_making.values import properties
 from agentevo.tools.toolbox import AttemptTools
 
@@ -176,7 +176,7 @@ async def find_database(
         return None
 
     first = Question(table=known[0].name).sql
-    return Database(parameter, tuple(known)), await asked(tools, name, {parameter: first})
+    return Database(parameter, tuple(known)), await call_tool(tools, name, {parameter: first})
 
 
 async def _with_values(
@@ -187,9 +187,9 @@ async def _with_values(
     be asked for."""
     drawn = []
     for column in columns:
-        name = quoted(column.name)
+        name = quote_identifier(column.name)
         is_value = f"{name} IS NOT NULL AND {name} <> '' AND length({name}) <= {LONGEST_VALUE}"
-        values = f"SELECT DISTINCT {name} AS one FROM {quoted(table)} WHERE {is_value}"
+        values = f"SELECT DISTINCT {name} AS one FROM {quote_identifier(table)} WHERE {is_value}"
         values += f" ORDER BY 1 LIMIT {MAX_VALUES}"
         drawn.append(f"json((SELECT json_group_array(one) FROM ({values})))")
 
@@ -224,7 +224,7 @@ async def answer_of(
 async def _value(tools: AttemptTools, tool: str, parameter: str, sql: str) -> str | None:
     """What an expression, or a statement that gives one value, comes to; empty for NULL, None where
     that is no answer."""
-    got = await asked(tools, tool, {parameter: f"SELECT {_mark(f'({sql})')} AS made"})
+    got = await call_tool(tools, tool, {parameter: f"SELECT {_mark(f'({sql})')} AS made"})
     found = _MARKED.search(got.text)
     return bytes.fromhex(found[1]).decode("utf-8", "replace") if found else None
 
@@ -256,8 +256,8 @@ def _table(sql: Any) -> Table | None:
             ((name,),) = connection.execute(
                 "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
             )
-            columns = connection.execute(f"PRAGMA table_info({quoted(name)})").fetchall()
-            links = connection.execute(f"PRAGMA foreign_key_list({quoted(name)})").fetchall()
+            columns = connection.execute(f"PRAGMA table_info({quote_identifier(name)})").fetchall()
+            links = connection.execute(f"PRAGMA foreign_key_list({quote_identifier(name)})").fetchall()
         except (sqlite3.Error, sqlite3.Warning, ValueError):
             return None
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from agentevo.config.tools import ToolSection
-from agentevo.task_making.calls import World, asked
+from agentevo.task_making.calls import World, call_tool
 from agentevo.task_making.documents import what_to_look_for
 from agentevo.task_making.scenario import Step, steps_of
 from agentevo.tools.corpus import Passage
@@ -70,7 +70,7 @@ async def show_lookups(
             specs = list(tools.schemas)
             for row in rows:
                 query = what_to_look_for(str(row["query"]))
-                answered = await asked(tools, SEARCH, {"query": query})
+                answered = await call_tool(tools, SEARCH, {"query": query})
                 if texts[row["passage"]] in " ".join(answered.text.split()):
                     step = Step(tool=SEARCH, arguments={"query": query}, result=answered.text)
                     found.append({**row, SOLVED_BY_CALLS: msgspec.to_builtins([step])})

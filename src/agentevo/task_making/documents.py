@@ -91,7 +91,7 @@ def tasks_from(
 ) -> Read:
     """Sentences with gaps. `asked`: questions that are not asked again."""
     made = Read(asked=set(asked))
-    order = _shuffled(passages, seed)
+    order = _shuffle(passages, seed)
     on_both = _on_both_sides(passages)
     for passage in order:
         if not _is_wanted(made, passage, train, held_out):
@@ -130,7 +130,7 @@ async def asked_from(
     on_both = _on_both_sides(passages)
     failures = list[AgentEvoError]()
     num_asked = 0
-    order = _shuffled(passages, seed)
+    order = _shuffle(passages, seed)
 
     async def one(number: int, passage: Passage) -> list[dict[str, Any]]:
         prompt = _messages(passage, per_passage, language)
@@ -278,7 +278,7 @@ def _sentences(passage: Passage) -> list[str]:
     return [*filter(None, [passage.title]), *SENTENCE.split(passage.text)]
 
 
-def _shuffled(passages: Sequence[Passage], seed: int) -> list[Passage]:
+def _shuffle(passages: Sequence[Passage], seed: int) -> list[Passage]:
     order = list(passages)
     random.Random(f"documents-{seed}").shuffle(order)
     return order

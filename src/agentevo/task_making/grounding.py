@@ -15,7 +15,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from agentevo.task_making.calls import Answered, World, asked
+from agentevo.task_making.calls import Answered, World, call_tool
 from agentevo.task_making.databases import answer_of
 from agentevo.task_making.questions import Question
 from agentevo.task_making.scenario import Scenario, Step
@@ -42,7 +42,7 @@ class UngroundedError(Exception):
         self.varies = varies
 
 
-async def grounded(
+async def ground_scenario(
     world: World, known: Survey, steps: Sequence[Step], number: int, draw: random.Random
 ) -> Scenario:
     """The scenario of these calls in the world of that number. Raises UngroundedError."""
@@ -94,7 +94,7 @@ async def _carried_out(tools: AttemptTools, known: Survey, steps: Sequence[Step]
             if value != step.arguments[name]:
                 raise UngroundedError("what is to be found is not what is found first")
 
-        got = await asked(tools, step.tool, step.arguments)
+        got = await call_tool(tools, step.tool, step.arguments)
         if got.is_error:
             raise UngroundedError("a call is refused without the calls that were left out")
 
@@ -168,7 +168,7 @@ def _frozen(value: Any) -> str:
 async def _all(
     tools: AttemptTools, questions: Sequence[tuple[str, dict[str, Any]]]
 ) -> list[Answered]:
-    return [await asked(tools, tool, arguments) for tool, arguments in questions]
+    return [await call_tool(tools, tool, arguments) for tool, arguments in questions]
 
 
 def _answer(text: str, draw: random.Random) -> tuple[str, str]:

@@ -33,7 +33,7 @@ RATE = "success_rate"
 """Key of a graded task's metadata."""
 
 
-def graded(
+def grade_tasks(
     rows: Sequence[Mapping[str, Any]], solved: Mapping[str, Sequence[bool]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The tasks at the edge of what the agent can do, and those in reserve. `solved`: task id ->
@@ -73,8 +73,8 @@ def graded_folder(
     if leaked is not None:
         raise ConfigError(f"{folder}: {leaked} is both trained on and held out: make them again")
 
-    solved = _solved(rows, target, overrides, attempts, note)
-    edge, reserve = graded(rows, solved)
+    solved = _measure_solved(rows, target, overrides, attempts, note)
+    edge, reserve = grade_tasks(rows, solved)
     if not edge:
         note("no task is at the edge: all are solved always or never, so train.jsonl is not there")
 
@@ -110,7 +110,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     return [row.value for row in read_json_lines(file)]
 
 
-def _solved(
+def _measure_solved(
     rows: Sequence[dict[str, Any]],
     target: str,
     overrides: Sequence[str],

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from agentevo.errors import ConfigError
-from agentevo.task_making.calls import Answered, World, asked
+from agentevo.task_making.calls import Answered, World, call_tool
 from agentevo.task_making.databases import Database, find_database
 from agentevo.task_making.values import Values, properties
 from agentevo.tools.toolbox import AttemptTools
@@ -123,7 +123,7 @@ async def survey(
         for _ in range(TRIES):
             for name in known.schemas:
                 if name not in known.answered:
-                    await _tried(tools, known, name, draw)
+                    await _try_tool(tools, known, name, draw)
 
     if not known.answered:
         lines = "\n".join(f"{name}: {why}" for name, why in known.silent.items())
@@ -139,9 +139,9 @@ async def survey(
     return known
 
 
-async def _tried(tools: AttemptTools, known: Survey, name: str, draw: random.Random) -> None:
+async def _try_tool(tools: AttemptTools, known: Survey, name: str, draw: random.Random) -> None:
     arguments = known.draw_arguments(name, draw)
-    got = await asked(tools, name, arguments)
+    got = await call_tool(tools, name, arguments)
     known.learn(got)
 
     if got.is_error:
@@ -158,10 +158,10 @@ async def _changes(world: World, known: Survey, name: str) -> bool:
     others = [one for tool, one in known.answered.items() if tool != name]
     async with world.open(0) as tools:
         for _ in range(2):  # what these change themselves has happened after that
-            before = [await asked(tools, one.tool, one.arguments) for one in others]
-        first = await asked(tools, name, call.arguments)
-        after = [await asked(tools, one.tool, one.arguments) for one in others]
-        again = await asked(tools, name, call.arguments)
+            before = [await call_tool(tools, one.tool, one.arguments) for one in others]
+        first = await call_tool(tools, name, call.arguments)
+        after = [await call_tool(tools, one.tool, one.arguments) for one in others]
+        again = await call_tool(tools, name, call.arguments)
 
     return first.text != again.text or [one.text for one in before] != [one.text for one in after]
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
-from agentevo.task_making.calls import Answered, asked
+from agentevo.task_making.calls import Answered, call_tool
 from agentevo.task_making.questions import Question
 from agentevo.task_making.scenario import Found, Step, pairs_of
 from agentevo.task_making.survey import Survey
-from agentevo.task_making.values import mined, properties
+from agentevo.task_making.values import mine_values, properties
 from agentevo.tools.toolbox import AttemptTools
 
 MAX_CALLS = 4
@@ -83,7 +83,7 @@ async def walk(
         ]
         (name,) = draw.choices(names, weights)
         if name in known.databases:
-            step, got = await _questioned(tools, known, name, known.databases[name].draw(draw))
+            step, got = await _ask_database(tools, known, name, known.databases[name].draw(draw))
             heard.append(got)
             steps += [step] if step is not None else []
             refusals += step is None
@@ -96,13 +96,13 @@ async def walk(
                 fixed[parameter] = draw.choice(named[parameter])
 
         arguments = known.draw_arguments(name, draw, fixed)
-        got = await asked(tools, name, arguments)
+        got = await call_tool(tools, name, arguments)
         heard.append(got)
 
         if got.is_error or len(got.text) > LONGEST_RESULT:
             refusals += 1
             for parameter, schema in properties(known.schemas[name]).items():
-                if values := list(mined(got.text, parameter, schema)):
+                if values := list(mine_values(got.text, parameter, schema)):
                     named[parameter] = values
             continue
 
@@ -133,22 +133,22 @@ async def asked_further(
     if question.clauses <= last.question.clauses:
         return [], []
 
-    step, got = await _questioned(tools, known, last.tool, question)
+    step, got = await _ask_database(tools, known, last.tool, question)
     return ([*start[:-1], step] if step is not None else []), [got]
 
 
-async def _questioned(
+async def _ask_database(
     tools: AttemptTools, known: Survey, tool: str, question: Question
 ) -> tuple[Step | None, Answered]:
     """A question to a database, and what came of it; no step where that is no answer."""
     arguments = {known.databases[tool].parameter: question.sql}
-    got = await asked(tools, tool, arguments)
+    got = await call_tool(tools, tool, arguments)
     if got.is_error or len(got.text) > LONGEST_RESULT:
         return None, got
     return Step(tool=tool, arguments=arguments, question=question, result=got.text), got
 
 
-def pruned(steps: Sequence[Step]) -> list[Step]:
+def prune_steps(steps: Sequence[Step]) -> list[Step]:
     """Without calls that change nothing and whose result nobody uses; where nothing is changed at
     all, the last call and what it needs."""
     has_state = any(one.changes for one in steps)
@@ -206,4 +206,4 @@ def _first(known: Survey, steps: Sequence[Step], tool: str, name: str) -> tuple[
 
 def first_value(text: str, name: str, schema: dict[str, Any] | Any) -> Any:
     """The first value of a parameter that a result names; None for none."""
-    return next(iter(mined(text, name, schema)), None)
+    return next(iter(mine_values(text, name, schema)), None)

@@ -81,7 +81,7 @@ LANGUAGES: Mapping[str, Phrases] = {
 PERSONAS = tuple(LANGUAGES["en"].personas)
 
 
-def worded(
+def word_scenario(
     scenario: Scenario, descriptions: Mapping[str, str], *, language: str = "en", persona: str = ""
 ) -> str:
     """The scenario as the agent is asked."""
@@ -174,7 +174,7 @@ def named_tools(text: str, tools: Sequence[str]) -> list[str]:
     ]
 
 
-def untold(text: str, scenario: Scenario) -> list[str]:
+def values_left_out(text: str, scenario: Scenario) -> list[str]:
     """Values that the agent has to be told and that are not in the text."""
     told = [shown(value) for step in scenario.steps for value in step.told.values()]
     return [one for one in told if not _is_in(one, text)]

@@ -59,9 +59,9 @@ class Door:
         if not name and len(self._sessions) >= self._most:
             await self._make_room(scope)
 
-        await self._passed(scope, receive, send, name)
+        await self._pass_on(scope, receive, send, name)
 
-    async def _passed(self, scope: Any, receive: Any, send: Any, name: str) -> None:
+    async def _pass_on(self, scope: Any, receive: Any, send: Any, name: str) -> None:
         """To the application, and what that says of the session."""
         is_stream = scope["method"] == "GET"
         session = self._sessions.get(name)

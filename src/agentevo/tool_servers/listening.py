@@ -125,7 +125,7 @@ class _Guarded:
                 await _refuse(send, 408, f"the body has not come within {BODY_S:g} s")
                 return
 
-            async def received() -> Any:
+            async def receive_next() -> Any:
                 return come.pop(0) if come else await receive()
 
             async def taken(message: Any) -> None:
@@ -135,7 +135,7 @@ class _Guarded:
                 except TimeoutError:
                     connection.cut()
 
-            await self._app(scope, received, taken)
+            await self._app(scope, receive_next, taken)
         finally:
             connection.leave()
 

@@ -49,7 +49,7 @@ class Retriever:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """See ASGI."""
         if scope["type"] != "http":
-            await _ended(scope, receive, send)
+            await _handle_lifespan(scope, receive, send)
             return
 
         try:
@@ -138,7 +138,7 @@ async def _body(receive: Any) -> bytes:
             return content
 
 
-async def _ended(scope: Any, receive: Any, send: Any) -> None:
+async def _handle_lifespan(scope: Any, receive: Any, send: Any) -> None:
     """The start and end of the server, which need nothing; other protocols are refused."""
     if scope["type"] == "websocket":
         await send({"type": "websocket.close"})

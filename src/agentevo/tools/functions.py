@@ -28,7 +28,7 @@ from agentevo.config.imports import OF_YOUR_OWN
 from agentevo.config.tools import FunctionToolSection, public_methods, says_cached, tools
 from agentevo.console import to_stderr
 from agentevo.daemon_threads import OwnThread, run_in_thread
-from agentevo.errors import ConfigError, ToolUnavailableError, UnknownNameError, described
+from agentevo.errors import ConfigError, ToolUnavailableError, UnknownNameError, describe_error
 from agentevo.event_loop import in_thread
 from agentevo.rewards.returned import plain_number
 from agentevo.signals import Interrupt
@@ -137,7 +137,7 @@ class FunctionTools:
             for item in made:
                 ended = item.close() if hasattr(item, "close") else None
                 if inspect.isawaitable(ended):
-                    asyncio.run(_awaited(ended))
+                    asyncio.run(_await(ended))
         except BaseException as error:  # noqa: BLE001 (the attempt has its outcome already)
             self._show(error)
 
@@ -153,7 +153,7 @@ class FunctionTools:
         if type(error) not in self._told:
             self._told.add(type(error))
             to_stderr(
-                f"the tool {self.name}: close failed: {described(error)}\n{traceback_of(error)}"
+                f"the tool {self.name}: close failed: {describe_error(error)}\n{traceback_of(error)}"
             )
 
 
@@ -236,7 +236,7 @@ async def _result(read: Any) -> ToolResult:
     return result_of(await read) if inspect.isawaitable(read) else result_of(read)
 
 
-async def _awaited(ended: Any) -> None:
+async def _await(ended: Any) -> None:
     await ended
 
 

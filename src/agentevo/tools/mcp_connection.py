@@ -20,7 +20,7 @@ from typing import Any
 
 from agentevo.config.sandbox import ProgramSandboxSection
 from agentevo.console import without_controls
-from agentevo.errors import ToolArgumentsError, ToolUnavailableError, described
+from agentevo.errors import ToolArgumentsError, ToolUnavailableError, describe_error
 from agentevo.event_loop import in_thread
 from agentevo.extras import load_extra
 from agentevo.sandbox.programs import Walls
@@ -468,7 +468,7 @@ def _first(error: BaseException) -> str:
     error = _innermost(error)
     if isinstance(error, ToolUnavailableError):
         return str(error)
-    return described(error)
+    return describe_error(error)
 
 
 def _text_of(result: Any) -> str:

@@ -99,7 +99,7 @@ def _server(where: str, name: str, given: Any, section: MCPFileSection) -> Serve
         secrets.append(given)
         return given
 
-    def filled(text: str) -> str:
+    def fill_variables(text: str) -> str:
         asked = _INPUT.search(text)
         if asked is not None:
             raise ConfigError(
@@ -110,13 +110,13 @@ def _server(where: str, name: str, given: Any, section: MCPFileSection) -> Serve
 
     server = Server(
         name=re.sub(r"[^A-Za-z0-9_-]", "_", name)[:40],
-        command=None if entry.command is None else filled(entry.command),
-        args=[filled(one) for one in entry.args],
-        env={key: filled(one) for key, one in entry.env.items()},
-        cwd=None if entry.cwd is None else section.file.expanduser().parent / filled(entry.cwd),
-        url=None if url is None else filled(url),
+        command=None if entry.command is None else fill_variables(entry.command),
+        args=[fill_variables(one) for one in entry.args],
+        env={key: fill_variables(one) for key, one in entry.env.items()},
+        cwd=None if entry.cwd is None else section.file.expanduser().parent / fill_variables(entry.cwd),
+        url=None if url is None else fill_variables(url),
         transport="sse" if kind == "sse" else "http",
-        headers={key: filled(one) for key, one in entry.headers.items()},
+        headers={key: fill_variables(one) for key, one in entry.headers.items()},
         start_timeout_s=section.start_timeout_s,
         shown=f"of {section.file.name}",
     )

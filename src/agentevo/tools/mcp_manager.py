@@ -151,22 +151,22 @@ class _Session:
         try:
             return await asyncio.shield(making)
         except asyncio.CancelledError:
-            making.add_done_callback(self._abandoned)
+            making.add_done_callback(self._release_abandoned)
             raise
 
-    def _abandoned(self, making: asyncio.Task[tuple[str, str]]) -> None:
+    def _release_abandoned(self, making: asyncio.Task[tuple[str, str]]) -> None:
         if not making.cancelled() and making.exception() is None:
             node, _ = making.result()
             # The loop keeps no task alive by itself.
-            self._releasing = asyncio.create_task(self._released(node))
+            self._releasing = asyncio.create_task(self._release(node))
 
     async def _release(self) -> None:
         node = str(self._node)
         self._node = None
         self._url = None
-        await _loop.run(lambda: self._released(node))
+        await _loop.run(lambda: self._release(node))
 
-    async def _released(self, node: str) -> None:
+    async def _release(self, node: str) -> None:
         try:
             await self._api.release(self._section.url, node)
         except ToolUnavailableError as error:  # the attempt has its outcome already

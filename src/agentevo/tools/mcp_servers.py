@@ -130,14 +130,14 @@ class _Session:
             if connection is None or not await _loop.run(connection.still_answers):
                 if self._failure is not None and self._num_tries > tries:
                     raise ToolUnavailableError(self._failure)  # of whoever this one waited for
-                connection = await self._opened()
+                connection = await self._open()
 
             if not self._was_open:  # by this one, or by one that was given up just then
                 self.specs = self._shown(connection.specs)
                 self.instructions = connection.instructions
                 self._was_open = True
 
-    async def _opened(self) -> Connection:
+    async def _open(self) -> Connection:
         if self._was_open:
             self.num_losses += 1
             self._tell_restart = self._section.session == "attempt"

@@ -13,7 +13,7 @@ from agentevo.config.tools import FunctionToolSection, ToolSection
 from agentevo.config.verl_tools import VerlToolsSection
 from agentevo.credentials import REFERENCE, without_password
 from agentevo.errors import ConfigError, SandboxError
-from agentevo.sandbox.programs import sandboxed
+from agentevo.sandbox.programs import sandbox_command
 from agentevo.tools.functions import FunctionTools
 from agentevo.tools.mcp_connection import Server
 from agentevo.tools.mcp_file import read_servers
@@ -72,7 +72,7 @@ def _server_of(section: MCPServerSection) -> Server:
     args = list(section.args)
     if section.sandbox is not None and command is not None:
         try:
-            command, *args = sandboxed(command, args, section.sandbox, section.cwd)
+            command, *args = sandbox_command(command, args, section.sandbox, section.cwd)
         except SandboxError as error:
             raise ConfigError(f"{where}: sandbox: {error}") from error
 

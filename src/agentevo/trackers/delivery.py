@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from agentevo.credentials import without_passwords
-from agentevo.errors import described
+from agentevo.errors import describe_error
 from agentevo.files import write_atomic
 from agentevo.trackers.tracker import Row, TrackedRun, Tracker
 
@@ -163,14 +163,14 @@ class Delivery:
             return
 
         while (row := self._next()) is not None:
-            if self._tried(f"step {row.step}", lambda row=row: tracker.log(row)):  # type: ignore[misc]
+            if self._try_call(f"step {row.step}", lambda row=row: tracker.log(row)):  # type: ignore[misc]
                 self._step = row.step
                 self._keep()
             else:
                 self._left_out += 1
 
         for act in self._last or ():
-            self._tried("the end", lambda act=act: act(tracker), attempts=1)  # type: ignore[misc]
+            self._try_call("the end", lambda act=act: act(tracker), attempts=1)  # type: ignore[misc]
 
     def _begun(self) -> Tracker | None:
         made: list[Tracker] = []
@@ -183,14 +183,14 @@ class Delivery:
                 self._say(f"{self.name}: {without_passwords(begun.where)}", False)
             made.append(tracker)
 
-        if not self._tried("its beginning", begin):
+        if not self._try_call("its beginning", begin):
             return None
 
         self._keep()
         return made[0]
 
     def _keep(self) -> None:
-        self._tried("tracking.json", self._kept, attempts=1)
+        self._try_call("tracking.json", self._kept, attempts=1)
 
     def _kept(self) -> None:
         self._record.keep(self.name, self._id, self._step)
@@ -202,7 +202,7 @@ class Delivery:
                 self._wake.wait()
             return self._rows.popleft() if self._rows and not self._given_up else None
 
-    def _tried(self, what: str, call: Callable[[], None], attempts: int = ATTEMPTS) -> bool:
+    def _try_call(self, what: str, call: Callable[[], None], attempts: int = ATTEMPTS) -> bool:
         """Whether one of the attempts has worked."""
         for number in range(attempts):
             if number:
@@ -218,7 +218,7 @@ class Delivery:
             try:
                 call()
             except BaseException as error:  # noqa: BLE001 (whatever a tracker raises is its own)
-                words = without_passwords(described(error)).split("\n")[0]
+                words = without_passwords(describe_error(error)).split("\n")[0]
                 if len(words) > LONGEST_WORDS:
                     words = f"{words[:LONGEST_WORDS]}..."
                 self._warn(f"{what} failed: {words}")

@@ -97,7 +97,7 @@ class Tracking:
         self.hear()
 
 
-def merged(before: Row | None, row: Row) -> Row:
+def merge_rows(before: Row | None, row: Row) -> Row:
     """Two rows of one step as one: of a name that both have, the later value."""
     if before is None:
         return row

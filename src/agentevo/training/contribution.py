@@ -35,11 +35,11 @@ class Contribution:
     group: distributed.ProcessGroup | None = None
     """All processes, for tensors on the CPU."""
 
-    def copied(self) -> Contribution:
+    def copy(self) -> Contribution:
         """As it is now, whatever is trained meanwhile."""
         return Contribution(
-            {name: part.copied() for name, part in self.weights.items()},
-            {name: part.copied() for name, part in self.state.items()},
+            {name: part.copy_to_cpu() for name, part in self.weights.items()},
+            {name: part.copy_to_cpu() for name, part in self.state.items()},
             self.group,
         )
 

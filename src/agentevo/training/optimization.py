@@ -234,7 +234,7 @@ class Optimization:
     def state_dict(self) -> dict[str, Any]:
         masters: list[torch.Tensor | Part] | None = None
         if self.masters is not None or self.sharded:
-            masters = [self._kept(m, p) for m, p in self._stepped()]
+            masters = [self._kept(m, p) for m, p in self._stepped_parameters()]
 
         state = self.optimizer.state_dict()
         moments = {
@@ -275,7 +275,7 @@ class Optimization:
         masters = state.get("masters")
         if masters is not None and (self.masters is not None or self.sharded):
             with torch.no_grad():
-                for (master, parameter), whole in zip(self._stepped(), masters, strict=True):
+                for (master, parameter), whole in zip(self._stepped_parameters(), masters, strict=True):
                     master.copy_(self._part(whole, parameter))
 
         self.steps = state["steps"]
@@ -304,7 +304,7 @@ class Optimization:
 
         self.steps = steps
 
-    def _stepped(self) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+    def _stepped_parameters(self) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
         """What the optimizer steps, and the model's parameter that it stands for."""
         masters = self.parameters if self.masters is None else self.masters.masters
         return list(zip(masters, self.parameters, strict=True))
@@ -312,7 +312,7 @@ class Optimization:
     def _parameter_of(self, index: int) -> torch.nn.Parameter:
         """The model's parameter of an index in the optimizer's state."""
         stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
-        return next(parameter for one, parameter in self._stepped() if one is stepped[index])
+        return next(parameter for one, parameter in self._stepped_parameters() if one is stepped[index])
 
     def _kept(self, value: Any, parameter: torch.nn.Parameter) -> Any:
         """What a checkpoint keeps of a tensor that lies as the parameter does (`kept`); other

@@ -114,7 +114,7 @@ def make_pairs(
         else:
             limit = section.pairs_per_group or (1 if algorithm.pairs == "best_worst" else None)
             candidates = _ends(members) if algorithm.pairs == "best_worst" else _everyone(members)
-            pairs += _compared(members, candidates, section.pair_margin, limit)
+            pairs += _compare(members, candidates, section.pair_margin, limit)
 
     return pairs
 
@@ -183,7 +183,7 @@ def _everyone(members: Sequence[Trajectory]) -> Iterator[tuple[int, int]]:
     return (places[place] for place in order)
 
 
-def _compared(
+def _compare(
     members: Sequence[Trajectory],
     candidates: Iterator[tuple[int, int]],
     margin: float,

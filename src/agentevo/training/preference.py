@@ -37,7 +37,7 @@ from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.learner import PreparedBatch
 from agentevo.training.optimization import Optimization, minibatches, over_updates
 from agentevo.training.pairs import Answer, Demonstrations, Pair, make_pairs
-from agentevo.training.parallel import gathered
+from agentevo.training.parallel import gather
 from agentevo.training.phases import phase
 from agentevo.training.roles.reference import Reference
 from agentevo.training.sharding.layouts import layouts_of
@@ -161,7 +161,7 @@ class PreferenceTrainer:
         nulls = null_batches(rows, len(batches), device, merge=merge)
 
         for indices, batch in batches:
-            self.flops.trained([rows[i] for i in indices], batch)
+            self.flops.count_training([rows[i] for i in indices], batch)
 
         comparison = _Comparison(pairs, answers, reference)
         baseline = self._kl_baseline(answers) if self.algorithm.loss == "kto" else None
@@ -196,7 +196,7 @@ class PreferenceTrainer:
                 "actor/grad_norm": norm,
                 "actor/lr": lr,
                 "trainer/distinct_tokens": float(
-                    sum(gathered(sum(batch.num_distinct for _, batch in batches)))
+                    sum(gather(sum(batch.num_distinct for _, batch in batches)))
                 ),
                 "trainer/logical_tokens": float(sum(len(row.ids) for row in rows)),
                 "trainer/trained_tokens": float(sum(answer.num_tokens for answer in answers)),
@@ -222,7 +222,7 @@ class PreferenceTrainer:
         rows, owners = self._rows(answers)
 
         def logprobs(batch: PackedBatch) -> dict[str, torch.Tensor]:
-            self.flops.computed(batch)
+            self.flops.count_inference(batch)
             return {"ref": reference.logprobs(batch)}
 
         tables = self._tables(rows, logprobs)
@@ -233,7 +233,7 @@ class PreferenceTrainer:
     def _kl_baseline(self, answers: Sequence[Answer]) -> float:
         """KTO's reference point before it is cut at 0: the mean log-ratio of answers put after
         other tasks' prompts. 0 where there are none."""
-        others = [row for rows in mismatched(answers, self.context_length) for row in rows]
+        others = [row for rows in mismatch_answers(answers, self.context_length) for row in rows]
         if not others or self.reference is None:
             return 0.0
 
@@ -276,7 +276,7 @@ class PreferenceTrainer:
             self.reference.load_state_dict(state["reference"])
 
 
-def mismatched(answers: Sequence[Answer], context_length: int) -> list[list[Sample]]:
+def mismatch_answers(answers: Sequence[Answer], context_length: int) -> list[list[Sample]]:
     """Pairs each answer's prompt with the next answer to another task, as rows; there are none
     where all answers are to one task.
 

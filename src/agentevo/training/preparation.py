@@ -73,7 +73,7 @@ class Preparation:
         self.section = section
         self.max_tokens = max_tokens
         self.merge = merge
-        algorithm = section.resolved()
+        algorithm = section.resolve()
         self.advantage = bind_advantage(
             algorithm.advantage, algorithm.advantage_hyper, function=bound_advantage(section)
         )

@@ -22,7 +22,7 @@ from agentevo.models.routers import KEY, Recording, Replay, routers_of
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.routing import check_recorded, with_rows
 from agentevo.training.batching.samples import Row
-from agentevo.training.parallel import gathered
+from agentevo.training.parallel import gather
 from agentevo.types import Sample
 
 
@@ -67,7 +67,7 @@ class RoutingReplay:
             return self.in_update(batch)
         assert self.routers is not None
         self._recording = Recording(self.routers)
-        return batch.routed(self._recording)
+        return batch.with_routing(self._recording)
 
     def heard(self, indices: Sequence[int], batch: PackedBatch) -> None:
         """Keeps what was recorded in the pass of a batch of these samples."""
@@ -82,7 +82,7 @@ class RoutingReplay:
         if self.mode != "update":
             return list(rows)
         assert self.routers is not None
-        found = dict(item for of_rank in gathered(self._heard) for item in of_rank)
+        found = dict(item for of_rank in gather(self._heard) for item in of_rank)
         self._heard = []
         return [
             row._replace(sample=with_rows(row.sample, found[index], self.routers))
@@ -93,7 +93,7 @@ class RoutingReplay:
         """The batch for a pass of the policy, in which what was recorded is replayed."""
         if batch.routed_experts is None:
             return batch
-        return batch.routed(Replay(batch.routed_experts, apply=self.mode != "none"))
+        return batch.with_routing(Replay(batch.routed_experts, apply=self.mode != "none"))
 
     def check(self, samples: Sequence[Sample]) -> None:
         """Raises TrainingError for samples that an update can't replay."""

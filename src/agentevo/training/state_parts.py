@@ -129,16 +129,16 @@ def join_state(plain: Any, folder: Path) -> Any:
     what is not as `write_parts` writes it."""
     reader: _Reader | None = None
 
-    def joined(state: Any) -> Any:
+    def join_state(state: Any) -> Any:
         nonlocal reader
         if isinstance(state, dict):
             if state.keys() == {_KEY}:
                 reader = _Reader(folder) if reader is None else reader
                 return StoredPart(reader, state[_KEY])
-            return {key: joined(value) for key, value in state.items()}
-        return [joined(value) for value in state] if isinstance(state, list) else state
+            return {key: join_state(value) for key, value in state.items()}
+        return [join_state(value) for value in state] if isinstance(state, list) else state
 
-    return joined(plain)
+    return join_state(plain)
 
 
 class _Entry:

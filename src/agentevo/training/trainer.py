@@ -33,7 +33,7 @@ from agentevo.training.batching.staleness import effective_sizes, mask_stale, of
 from agentevo.training.kernels.output_layer import Listener
 from agentevo.training.learner import PreparedBatch
 from agentevo.training.optimization import Optimization, minibatches, over_updates
-from agentevo.training.parallel import gathered, num_processes, summed
+from agentevo.training.parallel import gather, num_processes, sum_over_ranks
 from agentevo.training.phases import phase
 from agentevo.training.policy_loss import MinibatchLoss
 from agentevo.training.preparation import Preparation, Roles
@@ -187,7 +187,7 @@ class Trainer:
 
         self.steps += 1
         if self.numbers is not None and num_processes() > 1:
-            for of_rank in gathered(self.numbers.items()):
+            for of_rank in gather(self.numbers.items()):
                 self.numbers.add(of_rank)
 
         if self.roles.reference is not None:
@@ -226,7 +226,7 @@ class Trainer:
         sums = defaultdict[str, float](float)
         largest_diff = 0.0
         for indices, batch in routed:
-            self.flops.trained([samples[i] for i in indices], batch)
+            self.flops.count_training([samples[i] for i in indices], batch)
             with (
                 phase("forward"),
                 Listener(self.model) if joint is not None else nullcontext() as heard,
@@ -259,7 +259,7 @@ class Trainer:
         if joint is not None:
             metrics["critic/grad_norm"] = joint.optimization.finish()
 
-        metrics |= _means(summed(sums)) | {"actor/logprob_diff_max": max(gathered(largest_diff))}
+        metrics |= _means(sum_over_ranks(sums)) | {"actor/logprob_diff_max": max(gather(largest_diff))}
         self.mean_entropy = metrics["actor/entropy"]
         if "actor/kl_loss" in metrics:
             self.kl.update(metrics["actor/kl_loss"], len(samples))
@@ -276,7 +276,7 @@ class Trainer:
     ) -> None:
         """Counts the operations of a critic's passes."""
         for indices, batch in batches:
-            self.flops.trained([samples[i] for i in indices], batch)
+            self.flops.count_training([samples[i] for i in indices], batch)
 
     def _listener(
         self, samples: Sequence[Sample]

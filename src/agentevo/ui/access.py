@@ -36,7 +36,7 @@ from agentevo.ui.forms import (
     Visitor,
     check_from_here,
     read_form,
-    received,
+    replay_body,
 )
 
 TOKEN = "token"
@@ -92,10 +92,10 @@ class Access:
         self.control = "" if control is False else new_token() if control is True else control
         self._hosts = {"localhost", *(host.lower().rstrip(".") for host in hosts)} - {""}
         self.secure = secure
-        self._pass = _sealed("ui", self.token)
+        self._pass = _seal("ui", self.token)
         """What the cookie holds: whoever reads it there does not know the token."""
-        self._control_pass = _sealed("control", self.control)
-        self._form_token = _sealed("form", self.control)
+        self._control_pass = _seal("control", self.control)
+        self._form_token = _seal("form", self.control)
         self.cookie = f"agentevo-ui-{self._pass[:8]}"
         """Cookies are shared by all ports of a host, so each dashboard has a name of its own."""
         self.control_cookie = f"agentevo-control-{self._control_pass[:8]}"
@@ -179,7 +179,7 @@ class Guard:
             if scope["method"] == "POST":
                 form, body = await self._form(receive, headers, visitor)
                 scope[FORM] = form
-                receive = received(body, receive)
+                receive = replay_body(body, receive)
 
             async with asyncio.timeout(None if ENDLESS.fullmatch(scope["path"]) else LONGEST_S):
                 await self._app(scope, receive, sending)
@@ -247,7 +247,7 @@ def new_token() -> str:
     return secrets.token_urlsafe(24)
 
 
-def _sealed(purpose: str, token: str) -> str:
+def _seal(purpose: str, token: str) -> str:
     return hashlib.sha256(f"agentevo {purpose} {token}".encode()).hexdigest()
 
 

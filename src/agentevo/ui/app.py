@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 import agentevo
 from agentevo.console import to_stderr
-from agentevo.errors import AgentEvoError, described
+from agentevo.errors import AgentEvoError, describe_error
 from agentevo.pages import assets
 from agentevo.ui import (
     annotate_page,
@@ -90,7 +90,7 @@ def make_app(
     app.exception_handler(UnknownRunError)(_unknown_run)
     app.exception_handler(NotFoundError)(_not_found)
     app.exception_handler(WrongFormError)(_wrong_form)
-    app.exception_handler(AgentEvoError)(_refused)
+    app.exception_handler(AgentEvoError)(_refuse)
     app.exception_handler(TimeoutError)(_late)
     app.exception_handler(RequestValidationError)(_wrong_words)
     app.exception_handler(HTTPException)(_http)
@@ -125,7 +125,7 @@ async def _wrong_form(request: Request, error: Exception) -> Response:
     return _problem(request, 422, "Nothing was changed", str(error))
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+async def _refuse(request: Request, error: Exception) -> Response:
     return _problem(request, 503, "This can't be shown", str(error))
 
 
@@ -157,6 +157,6 @@ async def _http(request: Request, error: Exception) -> Response:
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    to_stderr(f"ui: {request.url.path}: {described(error)}")
+    to_stderr(f"ui: {request.url.path}: {describe_error(error)}")
     text = "This page has failed; the reason is where `agentevo ui` was started."
     return _problem(request, 500, "Something is wrong here", text)

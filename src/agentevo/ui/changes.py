@@ -90,7 +90,7 @@ class Change:
         kept = (field for field in self.fields if field[0] not in more)
         fields = (*kept, *more.items())
         seal = self._seal(fields)
-        self._confirmations.asked(seal)
+        self._confirmations.remember_seal(seal)
         return [*fields, (ID, self.id), (SURE, seal)]
 
     async def once(self, work: Callable[[], Coroutine[Any, Any, str]]) -> str:

@@ -108,11 +108,11 @@ async def change_run(request: Request, run: str) -> Response:
             request, change, f"{title}: {view.label}?", text, back=back, do=f"{title}, really"
         )
 
-    async def asked() -> str:
+    async def ask() -> str:
         await change.record(view, f"{action}: asked")
         who = change.visitor.who
         async with asyncio.timeout(WRITE_S):
             await in_thread(lambda: ask(folder, action, id=change.id, session=session.id, who=who))
         return back
 
-    return see(await change.once(asked))
+    return see(await change.once(ask))

@@ -151,7 +151,7 @@ async def retry(request: Request, run: str) -> Response:
             do="Queue them again",
         )
 
-    async def queued() -> str:
+    async def queue() -> str:
         await change.record(view, "retry: asked")
         url = await in_thread(dashboard(request).sources.store_url, view.source)
         async with (
@@ -163,7 +163,7 @@ async def retry(request: Request, run: str) -> Response:
         await change.record(view, f"retry: {count} task{'s' * (count != 1)} queued again")
         return back
 
-    return see(await change.once(queued))
+    return see(await change.once(queue))
 
 
 def _read(reader: IndexReader, split: str, text: str, order: str, page: int) -> Found:

@@ -113,7 +113,7 @@ async def evaluation(
         here=f"{base}?{asked.query()}",
         random=_number(players.get("random")),
         optimal=_number(players.get("optimal")),
-        offered=await _offered(request, view, asked),
+        offered=await _offer_runs(request, view, asked),
     )
 
 
@@ -174,10 +174,10 @@ def _read(
 ) -> Found:
     with reader.steady():
         everything = held_out.held_out(reader)
-        decodings = everything.counted("decoding")
+        decodings = everything.count_words("decoding")
         decoding = held_out.first_of(decodings, asked.decoding, preferred=GREEDY)
         attempts = everything.of_word("decoding", decoding)
-        agents = attempts.counted("agent")
+        agents = attempts.count_words("agent")
         named = view.config.get("agents")
         trained = next(iter(named), "") if isinstance(named, dict) else ""
         agent = held_out.first_of(agents, asked.agent, preferred=str(trained))
@@ -266,7 +266,7 @@ def _chart(curves: Sequence[tuple[str, list[tuple[int, Any]]]]) -> Chart | None:
     return Chart("Success on held-out tasks", where, lines, share=True)
 
 
-async def _offered(
+async def _offer_runs(
     request: Request, view: RunView, asked: Asked
 ) -> list[tuple[str, str, str, bool]]:
     """(name, key, address with or without it, whether it is chosen) of other runs."""

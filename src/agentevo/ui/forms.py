@@ -102,7 +102,7 @@ async def read_form(receive: Receive, headers: dict[str, str]) -> tuple[Form, by
     return Form(fields, dict(reversed(fields))), bytes(body)
 
 
-def received(body: bytes, receive: Receive) -> Receive:
+def replay_body(body: bytes, receive: Receive) -> Receive:
     """Gives a body that was read already to whoever asks for it, then what else comes: that nobody
     listens any more."""
     told = False

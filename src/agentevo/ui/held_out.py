@@ -53,7 +53,7 @@ class HeldOut(NamedTuple):
         }
         return HeldOut(**columns, words=self.words)
 
-    def counted(self, name: str) -> dict[str, int]:
+    def count_words(self, name: str) -> dict[str, int]:
         """Word of `decoding` or `agent` -> how many attempts have it, the most frequent first."""
         counts = np.bincount(getattr(self, name))
         found = {self.words.get(i, ""): int(counts[i]) for i in np.flatnonzero(counts).tolist()}

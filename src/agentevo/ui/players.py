@@ -274,7 +274,7 @@ class Players:
         except (ValueError, msgspec.DecodeError) as error:
             player.problem = f"the player has said what nobody understands ({error}): ask again"
 
-        await self._ended(player)
+        await self._end(player)
 
     def _told(self, player: Player, event: words.Event) -> None:
         if isinstance(event, words.Beat):
@@ -294,7 +294,7 @@ class Players:
             else:
                 queue.put_nowait(event)
 
-    async def _ended(self, player: Player) -> None:
+    async def _end(self, player: Player) -> None:
         """Its output has ended: the process, too, or it is killed."""
         code: int | None = None
         with suppress(TimeoutError):

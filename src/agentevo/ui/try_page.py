@@ -29,7 +29,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from agentevo.console import to_stderr
-from agentevo.errors import AgentEvoError, described
+from agentevo.errors import AgentEvoError, describe_error
 from agentevo.evaluation import player_words as words
 from agentevo.event_loop import in_thread
 from agentevo.observability.attempt_tokens import Tokens
@@ -110,16 +110,16 @@ async def chat(request: Request, run: str) -> Response:
         for message in messages:
             message.text.encode()  # half of a pair of surrogates is no text
     except (ValueError, TypeError, KeyError, RecursionError):
-        return _refused("these are no messages")
+        return _refusal("these are no messages")
 
     if length > words.MAX_CHARACTERS:
-        return _refused(
+        return _refusal(
             f"the conversation has {length:,} characters, at most {words.MAX_CHARACTERS:,} are "
             "taken: say less, or begin a new one"
         )
 
     if not messages or messages[-1].role != "user" or not messages[-1].text.strip():
-        return _refused("there is nothing to answer: write a message")
+        return _refusal("there is nothing to answer: write a message")
 
     return await _stream(
         request,
@@ -141,12 +141,12 @@ async def play(request: Request, run: str) -> Response:
     fields = dict[str, Any]()
     if kind == "own":
         if not form.get("query").strip():
-            return _refused("there is nothing to play: write a task")
+            return _refusal("there is nothing to play: write a task")
         fields = {"query": form.get("query"), "answer": form.get("answer") or None}
     elif kind == "task":
         task = await _task(request, view, form.get("task"))
         if task is None:
-            return _refused(f"the run's store has no task {form.get('task')[:200]!r}")
+            return _refusal(f"the run's store has no task {form.get('task')[:200]!r}")
         fields = {"task": task}
     else:
         fields = {"is_train": kind == "train", "number": form.get("number", "0")}
@@ -182,7 +182,7 @@ async def _stream(
             strict=False,
         )
     except msgspec.ValidationError as error:
-        return _refused(f"this can't be asked: {error}")
+        return _refusal(f"this can't be asked: {error}")
 
     folder = view.source.folder
     async with asyncio.timeout(WITHIN_S):
@@ -191,9 +191,9 @@ async def _stream(
     which = form.get("which")
     device = form.get("device")
     if folder is None or device not in DEVICES or which not in choices.names:
-        return _refused(f"the run has no checkpoint {which[:60]!r} (any more): load the page again")
+        return _refusal(f"the run has no checkpoint {which[:60]!r} (any more): load the page again")
     if which == words.START and choices.missing:
-        return _refused(choices.missing)
+        return _refusal(choices.missing)
 
     return EventStream(request, view, Key(folder, which, device), asked)
 
@@ -202,7 +202,7 @@ def _wire(value: Any) -> Any:
     return msgspec.to_builtins(value)
 
 
-def _refused(text: str, status: int = 422) -> Response:
+def _refusal(text: str, status: int = 422) -> Response:
     return Response(json.dumps({"text": text}), status, media_type="application/json")
 
 
@@ -234,7 +234,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._shared.players.streams >= MAX_STREAMS:
-            refused = _refused("too many requests at once: wait until some are done", 429)
+            refused = _refusal("too many requests at once: wait until some are done", 429)
             await refused(scope, receive, send)
             return
 
@@ -262,7 +262,7 @@ class EventStream(Response):
         except OSError:  # nobody takes the answer any more; also TimeoutError
             raise
         except Exception as error:  # noqa: BLE001 (told to who started the dashboard)
-            to_stderr(f"ui: try {self._view.key}: {described(error)}")
+            to_stderr(f"ui: try {self._view.key}: {describe_error(error)}")
             text = "This has failed; the reason is where `agentevo ui` was started."
             await _tell(send, "failed", {"text": text})
 

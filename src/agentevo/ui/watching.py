@@ -68,13 +68,13 @@ class Watcher:
 
     async def view(self, key: str) -> RunView:
         """What is known of a run now. Raises UnknownRunError."""
-        return await self._watched(await self.source(key)).fresh()
+        return await self._watch(await self.source(key)).fresh()
 
     async def views(self) -> list[RunView]:
         """Of all runs. Those that can't be read within FIRST_S are there without their numbers."""
         runs = await in_thread(self.sources.runs)
         self._list(runs)
-        watched = [self._watched(source) for source in runs.values()]
+        watched = [self._watch(source) for source in runs.values()]
         tasks = [asyncio.ensure_future(one.fresh()) for one in watched]
         if tasks:
             await asyncio.wait(tasks, timeout=FIRST_S)
@@ -97,7 +97,7 @@ class Watcher:
             return self._list_version, self._num_changes
         return 0, self.version(key)
 
-    def _watched(self, source: RunSource) -> _Watched:
+    def _watch(self, source: RunSource) -> _Watched:
         watched = self._readers.pop(source.key, None)
         if watched is None or watched.reader.view.source != source:
             reader: StoreReader | RunReader = (

@@ -93,12 +93,12 @@ class Works:
         engines = await in_thread(_engines, view, known)
         try:
             async with self._stores.reading(view.source) as store:
-                return await _counted(store, engines)
+                return await _count(store, engines)
         except AgentEvoError as error:
             return Work(engines=engines, problem=str(error))
 
 
-async def _counted(store: Store, engines: tuple[LivingEngine, ...]) -> Work:
+async def _count(store: Store, engines: tuple[LivingEngine, ...]) -> Work:
     counts = await store.counts()
     running = [one.call async for one in store.calls(state="running", limit=MOST_CALLS)]
     attempts = [call for call in running if call.parent is None]

@@ -168,13 +168,13 @@ def test_trained_puts_order_and_rewards_back():
     section = AlgorithmSection(length_shaping="linear", length_weight=0.01)
     shaped = shape_by_length(stored[::-1], section, 100)
     plan = plan_of(shaped, {t.id: t.reward for t in stored})
-    assert plan.trained(stored) == shaped
-    assert plan_of(stored).trained(stored[::-1]) == stored
+    assert plan.restore_trained(stored) == shaped
+    assert plan_of(stored).restore_trained(stored[::-1]) == stored
 
 
 def test_trained_refuses_other_trajectories():
     plan = plan_of([trajectory("a"), trajectory("b")])
     with pytest.raises(TrainingError, match="names 'b'"):
-        plan.trained([trajectory("a")])
+        plan.restore_trained([trajectory("a")])
     with pytest.raises(TrainingError, match="not those that were trained on"):
-        plan.trained([trajectory("a"), msgspec.structs.replace(trajectory("b"), reward=2.0)])
+        plan.restore_trained([trajectory("a"), msgspec.structs.replace(trajectory("b"), reward=2.0)])

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentevo.data.row_report import RowError
-from agentevo.data.traces.call import CUT_OFF, RecordedCall, message, parsed, text_of, tools_of
+from agentevo.data.traces.call import CUT_OFF, RecordedCall, message, parse_value, text_of, tools_of
 
 _INPUT = "gen_ai.input.messages"
 _OUTPUT = "gen_ai.output.messages"
@@ -135,7 +135,7 @@ def _of_attributes(attributes: Mapping[str, Any], events: Sequence[Any]) -> list
         messages.append({"role": "system", "content": text_of(instructions)})
 
     for key in (_INPUT, _OUTPUT):
-        values = parsed(attributes.get(key), key) or []
+        values = parse_value(attributes.get(key), key) or []
         if not isinstance(values, Sequence):
             raise RowError("unknown_form", f"{key} is no list")
         for value in values[:1] if key == _OUTPUT else values:
@@ -147,7 +147,7 @@ def _of_attributes(attributes: Mapping[str, Any], events: Sequence[Any]) -> list
 def parsed_or_text(value: Any) -> Any:
     """JSON where it is some, else the text."""
     try:
-        return parsed(value, "")
+        return parse_value(value, "")
     except RowError:
         return value
 
@@ -255,7 +255,7 @@ def _numbered_tools(attributes: Mapping[str, Any]) -> list[dict[str, Any]] | Non
         if (place := _TOOL_NUMBERED.fullmatch(key)) is not None:
             is_schema = place[2] == "parameters"
             tools.setdefault(int(place[1]), {})[place[2]] = (
-                parsed(value, "a tool's parameters") if is_schema else value
+                parse_value(value, "a tool's parameters") if is_schema else value
             )
 
     return tools_of([tools[number] for number in sorted(tools)])

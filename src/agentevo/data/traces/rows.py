@@ -66,7 +66,7 @@ def import_traces(sources: Sequence[str], form: str = "auto") -> Imported:
         except RowError as error:
             report.add(span.where, error)
 
-    return Imported(list(_merged(calls, report)), report, others)
+    return Imported(list(_merge_calls(calls, report)), report, others)
 
 
 def _read(row: Row, form: str, spans: dict[str, opentelemetry.Span]) -> list[RecordedCall]:
@@ -99,7 +99,7 @@ def _of_no_form() -> Iterator[None]:
         ) from error
 
 
-def _merged(calls: Sequence[RecordedCall], report: RowReport) -> Iterator[dict[str, Any]]:
+def _merge_calls(calls: Sequence[RecordedCall], report: RowReport) -> Iterator[dict[str, Any]]:
     digests = [_digests(call) for call in calls]
     answered = {own[-1] for call, own in zip(calls, digests, strict=True) if own}
     gone_on = {digest for own in digests for digest in own[:-1]}

@@ -84,10 +84,10 @@ def world(
     else:
         made = wrap(environment, max_tasks)
 
-    return _registered(made, name or re.sub(r"[^\w.-]+", "_", made.name))
+    return _register_agent(made, name or re.sub(r"[^\w.-]+", "_", made.name))
 
 
-def _registered(made: World, name: str) -> type:
+def _register_agent(made: World, name: str) -> type:
     class Played:
         """One environment at hand."""
 

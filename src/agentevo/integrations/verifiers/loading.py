@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from agentevo.agents import Policy
-from agentevo.errors import ConfigError, MissingExtraError, described, shown
+from agentevo.errors import ConfigError, MissingExtraError, describe_error, shown
 from agentevo.types import Outcome, Task
 
 OURS = ("agentevo", "verifiers")
@@ -66,7 +66,7 @@ def load(name: str, args: Mapping[str, Any], max_tasks: int) -> World:
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"verifiers: the environment {name!r} can't be loaded with the options "
-            f"{shown(dict(args))}: {described(error)}"
+            f"{shown(dict(args))}: {describe_error(error)}"
         ) from error
 
 

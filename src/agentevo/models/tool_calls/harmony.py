@@ -93,7 +93,7 @@ def _skip_end(out: Output) -> Wait:
 
 def _call(out: Output, name: str, call: OpenCall) -> Wait:
     text = out.text
-    call.named(checked_name(text, name))
+    call.set_name(checked_name(text, name))
     if not (yield from text.starts_with(MESSAGE)):
         raise text.broken("the text ends inside the call")
 

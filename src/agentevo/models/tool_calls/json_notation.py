@@ -77,13 +77,13 @@ def read_value(text: Text, emit: Emit) -> Wait:
             emit(text.take_next())
             state = _VALUE if char == ":" or stack[-1] == "[" else _KEY
         else:
-            raise unexpected(text, char, _EXPECTED[state])
+            raise unexpected_error(text, char, _EXPECTED[state])
 
 
 _CLOSES = {"{": "}", "[": "]"}
 
 
-def unexpected(text: Text, char: str, wanted: str) -> MalformedError:
+def unexpected_error(text: Text, char: str, wanted: str) -> MalformedError:
     if not char:
         return text.broken("the text ends inside the call")
     return text.broken(f"its JSON needs {wanted}, not {char!r}")
@@ -134,7 +134,7 @@ def _read_scalar(text: Text, char: str, emit: Emit, wanted: str) -> Wait:
         return
     word = yield from read_word(text)
     if word not in _LITERALS and not _NUMBER.fullmatch(word):
-        raise unexpected(text, char, wanted)
+        raise unexpected_error(text, char, wanted)
     emit(text.take_next(len(word)))
 
 
@@ -172,7 +172,7 @@ def read_object(out: Output, call: OpenCall, *, bare: bool = False) -> Wait:
         char = yield from next_char(text, ignore)
         if part == "name":
             name = yield from _read_text(text, char, "a text as the name")
-            call.named(checked_name(text, name))
+            call.set_name(checked_name(text, name))
         elif part == "arguments":
             yield from read_arguments(text, call)
         elif bare and not call.is_call and key not in _KEYS_BESIDE:
@@ -188,7 +188,7 @@ def read_object(out: Output, call: OpenCall, *, bare: bool = False) -> Wait:
             yield from _take(text, ",", "a comma or }")
             char = yield from next_char(text, ignore)
             if char != '"':
-                raise unexpected(text, char, "a key")
+                raise unexpected_error(text, char, "a key")
 
     text.take_next()
     if not call.name:
@@ -201,7 +201,7 @@ def read_arguments(text: Text, call: OpenCall) -> Wait:
     """Takes a call's arguments, which must be an object."""
     char = yield from next_char(text, ignore)
     if char != "{":
-        raise unexpected(text, char, "an object as the arguments")
+        raise unexpected_error(text, char, "an object as the arguments")
     yield from read_value(text, call.arguments)
 
 
@@ -223,13 +223,13 @@ def checked_name(text: Text, name: str) -> str:
 def _take(text: Text, wanted: str, what: str) -> Wait:
     char = yield from next_char(text, ignore)
     if char != wanted:
-        raise unexpected(text, char, what)
+        raise unexpected_error(text, char, what)
     text.take_next()
 
 
 def _read_text(text: Text, char: str, what: str) -> Generator[None, None, str]:
     if char != '"':
-        raise unexpected(text, char, what)
+        raise unexpected_error(text, char, what)
     pieces: list[str] = []
     yield from read_string(text, pieces.append)
     return str(json.loads("".join(pieces)))
@@ -269,7 +269,7 @@ def read_objects(
                 return
 
             if char != "]":
-                raise unexpected(text, char, "a comma or ]")
+                raise unexpected_error(text, char, "a comma or ]")
 
             text.take_next()
             in_list = False

@@ -37,7 +37,7 @@ def read_mistral(out: Output) -> Wait:
 def _mistral_call(out: Output, call: OpenCall) -> Wait:
     text = out.text
     name, mark = yield from text.collect("a call", ARGS, CALL_ID, "{", TOOL_CALLS)
-    call.named(checked_name(text, name.strip()))
+    call.set_name(checked_name(text, name.strip()))
 
     if mark == CALL_ID:
         _, mark = yield from text.collect("a call", ARGS, TOOL_CALLS)
@@ -79,7 +79,7 @@ def _deepseek_call(out: Output, call: OpenCall) -> Wait:
                 "a call", "\n", FENCE, "{", CALL_END, CALL_BEGIN, CALLS_BEGIN, CALLS_END
             )
 
-    call.named(checked_name(text, name.strip()))
+    call.set_name(checked_name(text, name.strip()))
     yield from text.skip_space()
     yield from _skip_fence(out)
     yield from read_arguments(text, call)
@@ -143,7 +143,7 @@ def _kimi_call(out: Output, call: OpenCall) -> Wait:
     match = _KIMI_ID.fullmatch(identity.strip())
     assert match is not None
 
-    call.named(checked_name(text, match.group(1)))
+    call.set_name(checked_name(text, match.group(1)))
     if mark == KIMI_ARGUMENTS:
         text.take_next(len(mark))
 

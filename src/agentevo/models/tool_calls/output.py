@@ -162,7 +162,7 @@ class OpenCall:
     def is_call(self) -> bool:
         return not self._bare or self._index is not None
 
-    def named(self, name: str) -> None:
+    def set_name(self, name: str) -> None:
         self.name = name
         if self._pieces or not self._bare:
             self._start()

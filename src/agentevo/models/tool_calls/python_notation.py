@@ -41,7 +41,7 @@ def read_expression(out: Output, call: OpenCall, *, method: str = "") -> Wait:
 
     text.take_next(len(name))
     yield from _take(text, "(")
-    call.named(checked_name(text, name.removesuffix(method)))
+    call.set_name(checked_name(text, name.removesuffix(method)))
     seen: set[str] = set()
     yield from text.skip_space()
 
@@ -76,11 +76,11 @@ def _take(text: Text, wanted: str) -> Wait:
     yield from text.skip_space()
     char = yield from text.peek()
     if char != wanted:
-        raise _unexpected(text, char, wanted)
+        raise _unexpected_error(text, char, wanted)
     text.take_next()
 
 
-def _unexpected(text: Text, char: str, wanted: str) -> MalformedError:
+def _unexpected_error(text: Text, char: str, wanted: str) -> MalformedError:
     if not char:
         return text.broken("the text ends inside the call")
     return text.broken(f"it needs {wanted}, not {char!r}")
@@ -106,7 +106,7 @@ def read_literal(text: Text, emit: Emit, depth: int = 0) -> Wait:
         word = yield from read_word(text)
         value = _WORDS.get(word) or _number(word)
         if value is None:
-            raise _unexpected(text, char, "a value")
+            raise _unexpected_error(text, char, "a value")
         text.take_next(len(word))
         emit(value)
 
@@ -149,7 +149,7 @@ def _read_dictionary(text: Text, emit: Emit, depth: int) -> Wait:
     size = 0
     while (char := (yield from text.peek())) != "}":
         if char not in ("'", '"'):
-            raise _unexpected(text, char, "a text as the key")
+            raise _unexpected_error(text, char, "a text as the key")
 
         emit((", " if size else "") + json_text((yield from _read_text(text, char))) + ": ")
         size += 1

@@ -65,7 +65,7 @@ def _qwen_coder_call(out: Output, call: OpenCall, *, in_block: bool) -> Wait:
     text = out.text
     arguments = _Arguments(out, call)
     yield from _take(out, "<function=")
-    call.named(checked_name(text, (yield from _up_to(out, ">")).strip()))
+    call.set_name(checked_name(text, (yield from _up_to(out, ">")).strip()))
 
     while True:
         yield from text.skip_space()
@@ -80,7 +80,7 @@ def _qwen_coder_call(out: Output, call: OpenCall, *, in_block: bool) -> Wait:
         arguments.add(key.strip(), value.removeprefix("\n").removesuffix("\n"))
 
     if not mark:
-        raise _unexpected(out, "<parameter=...> or </function>")
+        raise _unexpected_error(out, "<parameter=...> or </function>")
 
     arguments.end()
     if in_block:
@@ -103,7 +103,7 @@ def _glm_call(out: Output, call: OpenCall) -> Wait:
     arguments = _Arguments(out, call)
     yield from text.skip_space()
     name, _ = yield from text.collect("a call", "\n", "<arg_key>", _BLOCK_END, _BLOCK)
-    call.named(checked_name(text, name.strip()))
+    call.set_name(checked_name(text, name.strip()))
 
     while True:
         yield from text.skip_space()
@@ -118,7 +118,7 @@ def _glm_call(out: Output, call: OpenCall) -> Wait:
         arguments.add(key.strip(), (yield from _up_to(out, "</arg_value>")))
 
     if not mark:
-        raise _unexpected(out, f"<arg_key> or {_BLOCK_END}")
+        raise _unexpected_error(out, f"<arg_key> or {_BLOCK_END}")
 
     arguments.end()
 
@@ -161,7 +161,7 @@ class Invocations:
         parameter = f"<{self.prefix}parameter"
         end = f"</{self.prefix}invoke>"
         yield from _take(out, f"<{self.prefix}invoke")
-        call.named(checked_name(text, self._name(out, (yield from _up_to(out, ">")))))
+        call.set_name(checked_name(text, self._name(out, (yield from _up_to(out, ">")))))
 
         while True:
             yield from text.skip_space()
@@ -178,7 +178,7 @@ class Invocations:
             arguments.add(key, value, is_text=is_text)
 
         if not mark:
-            raise _unexpected(out, f"{parameter} ...> or {end}")
+            raise _unexpected_error(out, f"{parameter} ...> or {end}")
 
         arguments.end()
 
@@ -204,11 +204,11 @@ def _up_to(out: Output, end: str) -> Generator[None, None, str]:
 def _take(out: Output, wanted: str) -> Wait:
     yield from out.text.skip_space()
     if not (yield from out.text.starts_with(wanted)):
-        raise _unexpected(out, wanted)
+        raise _unexpected_error(out, wanted)
     out.text.take_next(len(wanted))
 
 
-def _unexpected(out: Output, wanted: str) -> MalformedError:
+def _unexpected_error(out: Output, wanted: str) -> MalformedError:
     text = out.text
     if text.at >= len(text.buffer):
         return text.broken("the text ends inside the call")

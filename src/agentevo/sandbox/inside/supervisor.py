@@ -156,7 +156,7 @@ class Supervisor:
             self._write_control(child, {key: request[key] for key in keys})
             ended = self._attend(child, request["deadline_s"] + GRACE_S, request["id"])
         except frames.BadFrame as error:
-            ended = _failed("ProtocolViolation", f"the interpreter sent {error}, and was ended")
+            ended = _failure("ProtocolViolation", f"the interpreter sent {error}, and was ended")
         except ConnectionError:
             ended = self._how_it_died(child)
 
@@ -177,7 +177,7 @@ class Supervisor:
             "stderr": stderr,
             "value": ended.get("value"),
             "error": ended["error"],
-            "files": self._folder.changed(before),
+            "files": self._folder.list_changed(before),
             "is_alive": is_alive,
             "is_new": is_new,
         }
@@ -199,7 +199,7 @@ class Supervisor:
             ]
 
         try:
-            stdin = self._folder.unlinked(base64.b64decode(request["stdin"]))
+            stdin = self._folder.open_unlinked(base64.b64decode(request["stdin"]))
         except OSError as error:
             reason = f"stdin can't be written into the work folder: {error.strerror}"
             return {
@@ -207,7 +207,7 @@ class Supervisor:
                 "stderr": "",
                 "exit_code": None,
                 "files": [],
-                **_failed("DiskFull", reason),
+                **_failure("DiskFull", reason),
             }
 
         try:
@@ -227,7 +227,7 @@ class Supervisor:
             "stderr": stderr,
             "exit_code": ended.get("exit_code"),
             "error": ended["error"],
-            "files": self._folder.changed(before),
+            "files": self._folder.list_changed(before),
         }
 
     def _do_files(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -267,7 +267,7 @@ class Supervisor:
                 if child.status is not None:
                     return self._how_it_died(child)
 
-        return _failed("Timeout", f"it has run for {deadline_s:g} s and was killed")
+        return _failure("Timeout", f"it has run for {deadline_s:g} s and was killed")
 
     def _hear(self, child: Child, request_id: int) -> dict[str, Any] | None:
         """A message of the interpreter's: its result, which ends the call, or a tool's call."""
@@ -324,7 +324,7 @@ class Supervisor:
         if child.control is None and child.status is not None:
             return {"exit_code": os.waitstatus_to_exitcode(child.status), "error": None}
         if child.status is None:
-            return _failed("ProtocolViolation", "the interpreter closed its connection")
+            return _failure("ProtocolViolation", "the interpreter closed its connection")
 
         code = os.waitstatus_to_exitcode(child.status)
         known = -code in set(signal.Signals)
@@ -332,7 +332,7 @@ class Supervisor:
         if known:
             how = signal.Signals(-code).name
 
-        return _failed("InterpreterDied", f"the interpreter ended with {how}")
+        return _failure("InterpreterDied", f"the interpreter ended with {how}")
 
     def _start_interpreter(self) -> Child:
         ours, theirs = socket.socketpair()
@@ -499,7 +499,7 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
-def _failed(kind: str, message: str) -> dict[str, Any]:
+def _failure(kind: str, message: str) -> dict[str, Any]:
     return {"error": {"type": kind, "message": message, "traceback": ""}}
 
 

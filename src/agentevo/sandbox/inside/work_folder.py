@@ -51,7 +51,7 @@ class WorkFolder:
     def sizes(self) -> dict[str, int]:
         return {path: facts[0] for path, facts in sorted(self.snapshot().items())}
 
-    def changed(self, before: dict[str, tuple[int, int, int]]) -> list[str]:
+    def list_changed(self, before: dict[str, tuple[int, int, int]]) -> list[str]:
         """Files that are not as they were, at most 200 of them."""
         now = self.snapshot()
         paths = [path for path in now.keys() | before.keys() if now.get(path) != before.get(path)]
@@ -91,7 +91,7 @@ class WorkFolder:
         finally:
             os.close(folder)
 
-    def unlinked(self, content: bytes) -> int:
+    def open_unlinked(self, content: bytes) -> int:
         """A handle on a file without a name, at its beginning."""
         path = f".{os.urandom(8).hex()}.partial"
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)

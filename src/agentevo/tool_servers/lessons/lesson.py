@@ -112,10 +112,10 @@ def demonstrations(
 ) -> Iterator[dict[str, Any]]:
     """One conversation for each task, as rows for `agentevo sft`. `options`: those of the tool.
     Raises AgentEvoError for one that was played to its end and is not worth 1."""
-    yield from run_coroutine(_demonstrated(lesson, tasks, seed, quits, dict(options or {})))
+    yield from run_coroutine(_demonstrate(lesson, tasks, seed, quits, dict(options or {})))
 
 
-async def _demonstrated(
+async def _demonstrate(
     lesson: Lesson,
     tasks: Sequence[Mapping[str, Any]],
     seed: int,
@@ -128,7 +128,7 @@ async def _demonstrated(
     async def one(row: Mapping[str, Any]) -> dict[str, Any]:
         draw = random.Random(f"{seed}-{row['id']}")
         async with room, asyncio.timeout(60), toolbox.open(task_of_row(row), seed) as tools:
-            return await _played(lesson, row, tools, draw, quits)
+            return await _play(lesson, row, tools, draw, quits)
 
     try:
         return list(await asyncio.gather(*map(one, tasks)))
@@ -136,7 +136,7 @@ async def _demonstrated(
         await toolbox.close()
 
 
-async def _played(
+async def _play(
     lesson: Lesson,
     row: Mapping[str, Any],
     tools: AttemptTools,

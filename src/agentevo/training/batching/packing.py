@@ -62,7 +62,7 @@ class PackedBatch:
     num_logical: int
     """The number of tokens of all samples, counted even where they share a node."""
 
-    def routed(self, routing: Routing) -> PackedBatch:
+    def with_routing(self, routing: Routing) -> PackedBatch:
         """The batch for passes of a model whose routers `routing` hears of."""
         plan = copy.copy(self.plan)
         plan.routing = routing

@@ -147,7 +147,7 @@ def _evenest(line: _Line, max_tokens: int, ranks: int) -> list[int]:
     """Where micro-batches begin if their number is the least multiple of `ranks` and the costliest
     as cheap as bisection finds it."""
     # Step 1: how many micro-batches, a multiple of the ranks where there are enough sequences.
-    needed = len(list(_filled(line, max_tokens, np.inf)))
+    needed = len(list(_fill_greedily(line, max_tokens, np.inf)))
     number = min(line.num, -(-needed // ranks) * ranks)
 
     # Step 2: bisection for the least cost limit under which that many are enough.
@@ -157,12 +157,12 @@ def _evenest(line: _Line, max_tokens: int, ranks: int) -> list[int]:
         middle = (low + high) / 2
         low, high = (
             (low, middle)
-            if len(list(_filled(line, max_tokens, middle))) <= number
+            if len(list(_fill_greedily(line, max_tokens, middle))) <= number
             else (middle, high)
         )
 
     # Step 3: fewer may have come out; then the costliest are halved.
-    starts = list(_filled(line, max_tokens, high))
+    starts = list(_fill_greedily(line, max_tokens, high))
     while len(starts) < number:
         ends = np.array([*starts[1:], line.num])
         costs = np.where(ends - starts > 1, line.cost(np.array(starts), ends), -1.0)
@@ -174,7 +174,7 @@ def _evenest(line: _Line, max_tokens: int, ranks: int) -> list[int]:
     return starts
 
 
-def _filled(line: _Line, max_tokens: int, max_cost: float) -> Iterator[int]:
+def _fill_greedily(line: _Line, max_tokens: int, max_cost: float) -> Iterator[int]:
     """Where micro-batches begin if each takes all that it can hold: their least number."""
     start = 0
     while start < line.num:

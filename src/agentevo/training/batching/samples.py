@@ -20,7 +20,7 @@ from agentevo.algorithms.advantage_inputs import AdvantageTables
 from agentevo.algorithms.estimators import Advantage
 from agentevo.errors import TrainingError
 from agentevo.penalties import TokenPenalties
-from agentevo.training.batching.constrained import TurnMasks, joined
+from agentevo.training.batching.constrained import TurnMasks, join_masks
 from agentevo.training.batching.credit import TurnCredits, credit_table
 from agentevo.training.batching.routing import path_rows
 from agentevo.types import Sample, Trajectory, Turn
@@ -93,7 +93,7 @@ def advantages_of(
         {"returns": returns} if "values" in tables else {}
     )
     return [
-        _finished(
+        _finish_sample(
             row.sample, advantages[index], {name: table[index] for name, table in columns.items()}
         )
         for index, row in enumerate(rows)
@@ -128,7 +128,7 @@ def _inputs_of(
     return inputs
 
 
-def _finished(
+def _finish_sample(
     sample: Sample, advantages: torch.Tensor, columns: Mapping[str, torch.Tensor]
 ) -> Sample:
     count = sample.num_trained
@@ -299,8 +299,8 @@ def _path_row(
         versions=versions,
         advantages=np.zeros(len(mask)),
         temperature=next(turn.temperature for turn in path if turn.overrides is None),
-        masks=joined(list(zip(sizes, of_pieces, strict=True))),
-        penalties=TokenPenalties.joined(list(zip(sizes, penalties, strict=True))),
+        masks=join_masks(list(zip(sizes, of_pieces, strict=True))),
+        penalties=TokenPenalties.join(list(zip(sizes, penalties, strict=True))),
     )
     turns = np.repeat(
         np.array([turn.index for turn, _ in fresh_turns], dtype=np.int64),

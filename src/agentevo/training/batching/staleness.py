@@ -55,7 +55,7 @@ def mask_stale(
     aged = []
     for sample in samples:
         versions = sample.versions[sample.loss_mask]
-        aged.append(_aged(sample.trajectory_id, versions, trainer_version, bound))
+        aged.append(_ages_of(sample.trajectory_id, versions, trainer_version, bound))
 
     kept = [
         _only(sample, tokens)
@@ -78,7 +78,7 @@ def leave_out_stale(
     for trajectory in trajectories:
         columns = [np.asarray(turn.versions) for turn in trajectory.turns]
         versions = np.concatenate(columns) if columns else np.zeros(0, dtype=np.int32)
-        tokens = _aged(trajectory.id, versions, trainer_version, bound)
+        tokens = _ages_of(trajectory.id, versions, trainer_version, bound)
         if tokens.fresh.all():
             kept.append(trajectory)
         else:
@@ -148,7 +148,7 @@ def _check(trainer_version: int, bound: int | None) -> None:
         raise ValueError(f"bound={bound} would leave no token: give rollout.staleness, 0 or more")
 
 
-def _aged(name: str, versions: np.ndarray, trainer_version: int, bound: int | None) -> _Tokens:
+def _ages_of(name: str, versions: np.ndarray, trainer_version: int, bound: int | None) -> _Tokens:
     if len(versions) and versions.min() < 0:
         raise TrainingError(
             f"trajectory {name} has a token without a version, so nobody can say how old it is: "

@@ -35,7 +35,7 @@ from torch import distributed
 from agentevo.devices import compiles
 from agentevo.models.linear import available, product
 from agentevo.training.kernels.cells import Cell, Cells
-from agentevo.training.kernels.token_masks import LOWEST, masked
+from agentevo.training.kernels.token_masks import LOWEST, mask_scores
 from agentevo.training.kernels.token_penalties import PenaltyTable
 from agentevo.training.kernels.vocabulary import VocabularySlice
 
@@ -186,10 +186,10 @@ class _Tail(NamedTuple):
         scores = self.plain_scores(products, bent)
         if self.penalties is not None:
             here = self.penalties.within(cell.rows, cell.columns)
-            scores = here.applied(scores, self.temperature)
+            scores = here.apply(scores, self.temperature)
         if self.masks is None:
             return scores
-        return masked(scores, self.masks[cell.rows], cell.columns.start)
+        return mask_scores(scores, self.masks[cell.rows], cell.columns.start)
 
     def plain_scores(self, products: torch.Tensor, bent: torch.Tensor | None) -> torch.Tensor:
         """Without penalties and masks."""
@@ -241,13 +241,13 @@ class _Sums:
         if own is None:
             return
         assert isinstance(mine, torch.Tensor)
-        self.top, self.total, self.moment, self.squares, self.picked = own.combined(
+        self.top, self.total, self.moment, self.squares, self.picked = own.combine(
             self.top, (self.total, self.moment, self.squares), self.picked, mine, num_targets
         )
 
     def absorb_products(self, rows: slice, products: torch.Tensor, slope: float) -> None:
         """`absorb` of scores that are the products times a number, in one kernel."""
-        found = _compiled(_absorb_cell)(
+        found = _compile(_absorb_cell)(
             products, slope, self.top[rows], self.total[rows], self.moment[rows]
         )
         self.top[rows], self.total[rows], self.moment[rows] = found
@@ -312,7 +312,7 @@ def _sweep(
             # Step 3 (frozen output layer, large batch): the gradient of log Z, ahead of the loss.
             if sums.pull is not None:
                 slope = weights if bent is None else weights.mul_(_slope_of(bent))
-                pulled = _multiplied(slope.to(weight.dtype), weight[cell.columns].t())
+                pulled = _multiply(slope.to(weight.dtype), weight[cell.columns].t())
                 sums.pull[cell.rows] = sums.pull[cell.rows].mul_(fade.unsqueeze(1)).add_(pulled)
 
     return sums
@@ -380,10 +380,10 @@ class _LinearLogprobs(torch.autograd.Function):
 
                 slope = slope.to(weight.dtype)
                 if of_hidden is not None:
-                    of_hidden[cell.rows] += _multiplied(slope, weight[columns].t())
+                    of_hidden[cell.rows] += _multiply(slope, weight[columns].t())
 
                 if of_weight is not None:
-                    part = _multiplied(slope.t(), hidden[cell.rows].t()).to(_exact(weight))
+                    part = _multiply(slope.t(), hidden[cell.rows].t()).to(_exact(weight))
                     column = part if column is None else column.add_(part)
 
             if of_weight is not None and column is not None:
@@ -473,7 +473,7 @@ class _Slopes(NamedTuple):
         mean = self.mean[cell.rows]
         of_row = self.of_row[cell.rows]
         of_entropy = None if self.of_entropy is None else self.of_entropy[cell.rows]
-        slope: torch.Tensor = _compiled(_round_slopes)(
+        slope: torch.Tensor = _compile(_round_slopes)(
             products, self.tail.slope, top, total, mean, of_row, of_entropy
         )
         rows = cell.places[0]
@@ -520,12 +520,12 @@ def _products(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cell: Cell
 ) -> torch.Tensor:
     """Products of one cell, [rows, columns]."""
-    return _multiplied(
+    return _multiply(
         hidden[cell.rows], weight[cell.columns], None if bias is None else bias[cell.columns]
     )
 
 
-def _multiplied(
+def _multiply(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x @ weight.T + bias by the fastest library."""
@@ -578,7 +578,7 @@ def _round_slopes(products: torch.Tensor, *numbers: Any) -> torch.Tensor:
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function as one kernel for cells of any size, made by PyTorch's compiler, on devices that
     it makes kernels for."""
     kernel: Callable[..., Any] = torch.compile(function, dynamic=True)

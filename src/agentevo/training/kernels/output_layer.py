@@ -29,7 +29,7 @@ from agentevo.models.token_rows import causal_model, num_token_rows
 from agentevo.training.kernels.linear_logprobs import linear_logprobs, linear_logprobs_and_squares
 from agentevo.training.kernels.logprobs import selected_logprobs, sum_of_squares
 from agentevo.training.kernels.stages import passed_on, sends_on
-from agentevo.training.kernels.token_masks import LOWEST, masked
+from agentevo.training.kernels.token_masks import LOWEST, mask_scores
 from agentevo.training.kernels.vocabulary import VocabularyLinear, slice_of
 
 if TYPE_CHECKING:
@@ -116,8 +116,8 @@ def allowed_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
         unused = torch.arange(logits.shape[-1], device=logits.device) >= num_tokens
         logits = logits.float().masked_fill(unused, LOWEST)
     if batch.penalties is not None:
-        logits = batch.penalties.applied(logits.float())
-    return logits if batch.masks is None else masked(logits.float(), batch.masks)
+        logits = batch.penalties.apply(logits.float())
+    return logits if batch.masks is None else mask_scores(logits.float(), batch.masks)
 
 
 def _limit(model: PreTrainedModel) -> int | None:
@@ -199,7 +199,7 @@ def linear_output(model: PreTrainedModel, batch: PackedBatch) -> LinearOutput | 
         return None
 
     answer = _zeros(layer) if known else _probes(layer)
-    hidden, logits = _intercepted(model, layer, batch.inputs, answer)
+    hidden, logits = _intercept(model, layer, batch.inputs, answer)
     if not known:
         tail = tail_of(answer, logits)
         _KNOWN[model] = (_settings(model), tail)
@@ -213,13 +213,13 @@ def last_hidden(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
     no logits are computed where the layer is one product."""
     layer = causal_model(model).get_output_embeddings()
     if _is_one_product(layer):
-        return _intercepted(model, layer, batch.inputs, _zeros(layer))[0]
+        return _intercept(model, layer, batch.inputs, _zeros(layer))[0]
     with Listener(model) as heard:
         model(**batch.inputs)
     return heard.hidden
 
 
-def _intercepted(
+def _intercept(
     model: PreTrainedModel, layer: nn.Module, inputs: Mapping[str, Any], answer: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states [R, H], and what the model made of `answer` in place of logits."""

@@ -51,7 +51,7 @@ class PenaltyTable(NamedTuple):
         chosen = scores[self.rows, self.tokens]
         return torch.where(chosen > 0, 1 / self.repeated, self.repeated)
 
-    def applied(self, scores: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    def apply(self, scores: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
         """What becomes of the scores, in a tensor of its own; differentiable."""
         chosen = scores[self.rows, self.tokens]
         changed = chosen * self.slopes(scores.detach()) + self.offsets / temperature

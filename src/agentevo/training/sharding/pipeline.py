@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from agentevo.errors import TrainingError
 from agentevo.training.collectives import Ranks
-from agentevo.training.kernels.stages import Stage, be_stage, received
+from agentevo.training.kernels.stages import Stage, be_stage, receive_hidden
 from agentevo.training.sharding.layouts import Layout, lay_out
 
 PLAN = {"embed_tokens", "layers", "norm"}
@@ -49,7 +49,7 @@ class Receiving(Passing):
         self.stage = stage
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return received(hidden_states, self.stage)
+        return receive_hidden(hidden_states, self.stage)
 
 
 class NoEmbeddings:

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from agentevo.errors import TrainingError
-from agentevo.training.collectives import Ranks, added, copied
+from agentevo.training.collectives import Ranks, add_over_group, copy_to_group
 from agentevo.training.kernels.output_layer import PROBES
 from agentevo.training.kernels.vocabulary import VocabularyLinear, VocabularySlice
 from agentevo.training.sharding.expert_parallel import is_stack, spread_over_tensor
@@ -73,7 +73,7 @@ class RowLinear(nn.Linear):
     ranks: Ranks
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        out = added(nn.functional.linear(input, self.weight), self.ranks)
+        out = add_over_group(nn.functional.linear(input, self.weight), self.ranks)
         return out if self.bias is None else out + self.bias
 
 
@@ -99,8 +99,8 @@ class _CopiedInput:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
-            return (copied(args[0], self.ranks), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": copied(kwargs["hidden_states"], self.ranks)}
+            return (copy_to_group(args[0], self.ranks), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": copy_to_group(kwargs["hidden_states"], self.ranks)}
 
 
 class _OwnTokens:
@@ -118,7 +118,7 @@ class _OwnTokens:
         return ((ids - self.own.first).masked_fill(self._beyond, 0), *args[1:])
 
     def after(self, module: nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
-        return added(out.masked_fill(self._beyond.unsqueeze(-1), 0), self.own.ranks)
+        return add_over_group(out.masked_fill(self._beyond.unsqueeze(-1), 0), self.own.ranks)
 
 
 def _parts(model: PreTrainedModel) -> Iterator[tuple[str, str]]:

@@ -50,7 +50,7 @@ def rule_of(config: dict[str, Any]) -> Rule | str:
 
     try:
         section = AlgorithmSection.model_validate(config.get("algorithm") or {})
-        algorithm = section.resolved()
+        algorithm = section.resolve()
         if section.advantage_function is not None:
             name = section.advantage_function
             return f"algorithm.advantage_function={name} is a function of the run's own"

@@ -27,7 +27,7 @@ from agentevo.store.records import StepRecord, StoredTrajectory
 from agentevo.store.store import Store
 from agentevo.training.token_numbers import largest_moves, name_of
 from agentevo.ui.index.advantages import Rule, largest, step_samples, without_words
-from agentevo.ui.index.derived import TaskWords, derived, task_words
+from agentevo.ui.index.derived import TaskWords, derive, task_words
 from agentevo.ui.index.writer import GAP_S, Writer, mark_of
 
 ROWS = 1_000
@@ -246,7 +246,7 @@ class Follower:
 
         found = [stored for stored in found if stored.trajectory.id in places]
         words = [await self._words_of(stored.trajectory.task_id) for stored in found]
-        numbers = await in_thread(lambda: [derived(stored.trajectory) for stored in found])
+        numbers = await in_thread(lambda: [derive(stored.trajectory) for stored in found])
         with self._writer.transaction():
             self._writer.read(
                 [

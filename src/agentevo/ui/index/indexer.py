@@ -78,12 +78,12 @@ class Indexer:
             except Timeout:
                 self._stop.wait(AGAIN_S)
             except sqlite3.DatabaseError as error:
-                self._damaged(error)
+                self._note_damage(error)
             except (AgentEvoError, OSError) as error:
                 self.trouble = str(error)
                 self._stop.wait(AGAIN_S)
 
-    def _damaged(self, error: sqlite3.DatabaseError) -> None:
+    def _note_damage(self, error: sqlite3.DatabaseError) -> None:
         self.trouble = f"the index {self.path} could not be used ({error})"
         if isinstance(error, sqlite3.OperationalError):  # locked, or the disk is full
             self._stop.wait(AGAIN_S)

@@ -20,7 +20,7 @@ from agentevo.ui.index.bars import Bar, bars
 from agentevo.ui.index.columns import NONE, Columns
 from agentevo.ui.index.columns import WORDS as COLUMN_WORDS
 from agentevo.ui.index.database import connect
-from agentevo.ui.index.derived import unpacked
+from agentevo.ui.index.derived import unpack_text
 from agentevo.ui.index.selection import CHOICES, ORDERS, RANGES, WORDS, Selection, cursor
 
 PAGE = 50
@@ -301,7 +301,7 @@ class IndexReader:
         snippet: tuple[str, ...] = ()
         if text:
             data = self._all("SELECT text FROM texts WHERE place = ?", (row["place"],))
-            snippet = _snippet(unpacked(data[0][0]), text) if data else ()
+            snippet = _snippet(unpack_text(data[0][0]), text) if data else ()
 
         return Row(**fields, snippet=snippet)
 
@@ -310,16 +310,16 @@ class IndexReader:
         page asks for the same selection again and again: a steady one is worked out once."""
         held = getattr(self._local, "held", None)
         if held is None:
-            return self._selected(table, selection)
+            return self._select(table, selection)
 
         key = msgspec.json.encode(msgspec.structs.replace(selection, order="newest", after=None))
         if key not in held:
-            held[key] = self._selected(table, selection)
+            held[key] = self._select(table, selection)
 
         found: tuple[np.ndarray, bool] = held[key]
         return found
 
-    def _selected(
+    def _select(
         self, table: dict[str, np.ndarray], selection: Selection
     ) -> tuple[np.ndarray, bool]:
         where = table["alive"].copy()
