@@ -24,7 +24,7 @@ import torch
 
 from agentevo.config import ModelSection
 from agentevo.inference.object_store import ObjectStoreWeights
-from agentevo.inference.version_manifest import Manifest
+from agentevo.inference.version_manifest import VersionManifest
 from agentevo.inference.weight_delta import find_change
 from agentevo.inference.weight_versions import WeightVersions
 from agentevo.inference.weights import WeightsFolder
@@ -62,7 +62,7 @@ def measure(
     for name, tensor in trained_weights(model).items():
         assert torch.equal(found[name].view(torch.int16), tensor.view(torch.int16)), name
 
-    manifest: Manifest = writer._manifest(version, sha256)
+    manifest: VersionManifest = writer._manifest(version, sha256)
     return {
         "bytes": manifest.bytes,
         "is_delta": bool(manifest.chain),

@@ -21,7 +21,7 @@ from agentevo.config.agents import CommandAgentSection
 from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
 from agentevo.inference.conversation import Conversation
-from agentevo.rollout.group import Attempt
+from agentevo.rollout.group import GroupAttempt
 from agentevo.store.call_log import AttemptCalls
 from agentevo.types import Message, Outcome, SamplingParams, Task
 
@@ -97,7 +97,7 @@ def played(loaded, chat, scripted_engine):
             calls=AttemptCalls(recorded, task.id),
         )
         policy = Policy(conversation, gateway)
-        return Attempt(FunctionAgent(agent.run), task, policy, name=task.id, limit_s=limit_s)
+        return GroupAttempt(FunctionAgent(agent.run), task, policy, name=task.id, limit_s=limit_s)
 
     def play(command, *, tasks=TASKS, limit_s=300.0, cut=None, **options):
         attempts = []

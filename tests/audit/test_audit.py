@@ -262,7 +262,7 @@ def test_a_run_that_goes_on_meanwhile_breaks_nothing(run):
 def test_a_checkpoint_that_is_pruned_while_it_is_read_is_no_torn_one(run, monkeypatch):
     verify = manifest.verify
 
-    def pruned(path: Path) -> manifest.Manifest:
+    def pruned(path: Path) -> manifest.CheckpointManifest:
         (path / "model.safetensors").unlink()
         try:
             return verify(path)

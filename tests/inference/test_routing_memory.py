@@ -17,13 +17,13 @@ from near_ties import ROUTER_WEIGHTS, nudged
 from transformers import PreTrainedModel
 
 from agentevo.config import EngineSection
-from agentevo.inference.requests import Request
+from agentevo.inference.requests import EngineRequest
 from agentevo.inference.routing import TokenRows
 from agentevo.inference.routing_memory import RoutingMemory
 from agentevo.inference.scheduler import Sequence
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.models.linear import drop_packed
-from agentevo.models.routers import Replay, Routers, enable_routing
+from agentevo.models.routers import RouterReplay, Routers, enable_routing
 from agentevo.routed_experts import RoutedExperts, join_experts
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import token_logprobs
@@ -95,7 +95,7 @@ class Rig:
         sample = msgspec.structs.replace(Sample.given("t", "g", ids, mask), routed_experts=told)
         batch = pack([sample], torch.device("cpu"))
         with torch.no_grad():
-            logp, _ = token_logprobs(self.model, batch.with_routing(Replay(batch.routed_experts)))
+            logp, _ = token_logprobs(self.model, batch.with_routing(RouterReplay(batch.routed_experts)))
         return float(np.abs(batch.table(logp)[0].numpy() - found.logprobs).max())
 
 
@@ -325,7 +325,7 @@ def test_how_much_is_kept():
     routing = RoutingMemory(Routers(3, 2, 200), 3000, lambda version: version or max(serving))
 
     def known(session: str, ids: list[int], version: int | None = None) -> int:
-        request = Request([*ids, 9], SamplingParams(), None, session, version)
+        request = EngineRequest([*ids, 9], SamplingParams(), None, session, version)
         return routing.known(request).num_tokens
 
     ids = list(range(20))

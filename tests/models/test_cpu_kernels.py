@@ -17,7 +17,7 @@ from agentevo.models.cpu_build import (
     _openmp,
     load_library,
 )
-from agentevo.models.cpu_kernels import FEW_ROWS, Cache, CpuKernels, Matrix, Prefix, why_not
+from agentevo.models.cpu_kernels import FEW_ROWS, KernelCache, CpuKernels, Matrix, Prefix, why_not
 from agentevo.models.linear import PackedMatrix
 
 HERE = torch.backends.cpu.get_cpu_capability()
@@ -208,14 +208,14 @@ class Sequences:
 
         self.prefix = Prefix.of(*self.of_prefix) if prefix else None
 
-    def empty(self, slots: int, places: int) -> tuple[torch.Tensor, torch.Tensor, Cache]:
+    def empty(self, slots: int, places: int) -> tuple[torch.Tensor, torch.Tensor, KernelCache]:
         """Memory that holds no number where nothing was written."""
         blocks = -(-places // KEY_BLOCK)
         keys = torch.full((slots, self.groups, blocks, self.dim, KEY_BLOCK), torch.nan)
         values = torch.full((slots, self.groups, KEY_BLOCK * blocks + 3, self.dim), torch.nan)
-        return keys, values, Cache.of(keys, values)
+        return keys, values, KernelCache.of(keys, values)
 
-    def keep(self, cache: Cache, slot: int, kv: torch.Tensor) -> None:
+    def keep(self, cache: KernelCache, slot: int, kv: torch.Tensor) -> None:
         places = torch.arange(kv.shape[1])
         self.kernels.keep(cache, kv[0], kv[1], torch.full_like(places, slot), places)
 

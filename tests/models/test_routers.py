@@ -16,7 +16,7 @@ from agentevo.config import MemorySection
 from agentevo.errors import ModelError
 from agentevo.models.activations import keep_activations
 from agentevo.models.attention import prepare
-from agentevo.models.routers import Recording, Replay, Routers, enable_routing, routers_of
+from agentevo.models.routers import Recording, RouterReplay, Routers, enable_routing, routers_of
 from agentevo.models.sharded import make_plain
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import token_logprobs
@@ -101,13 +101,13 @@ def test_replaying_what_was_chosen_changes_no_bit_and_other_experts_are_taken(na
     routers = routers_of(model)
     assert rows.shape == (batch.num_distinct, routers.layers, routers.top_k)
 
-    replay = Replay(rows)
+    replay = RouterReplay(rows)
     again = gradient(model, batch.with_routing(replay))
     assert not replay.differs().any()
     assert own.keys() == again.keys()
     assert all(torch.equal(own[key], again[key]) for key in own)
 
-    other = Replay((rows + 1) % routers.num_experts)
+    other = RouterReplay((rows + 1) % routers.num_experts)
     moved = gradient(model, batch.with_routing(other))
     assert other.differs().any(1).all()
     assert any(not torch.allclose(own[key], moved[key], atol=1e-3) for key in own)
@@ -128,7 +128,7 @@ def test_weights_are_the_softmax_of_present_logits_over_the_recorded_experts(nam
     gates = [module for key, module in model.named_modules() if key.endswith("mlp.gate")]
     heard = []
     hooks = [gate.register_forward_hook(lambda *given: heard.append(given[2])) for gate in gates]
-    token_logprobs(model, batch.with_routing(Replay(rows)))
+    token_logprobs(model, batch.with_routing(RouterReplay(rows)))
 
     for hook in hooks:
         hook.remove()
@@ -146,13 +146,13 @@ def test_layers_that_are_computed_again_choose_the_same_experts(checkpointing, r
     model = enable_routing(copy.deepcopy(random_model("qwen3-moe").model))
     batch = batch_of()
     rows = (recorded(model, batch) + 1) % 4
-    wanted = gradient(model, batch.with_routing(Replay(rows)))
+    wanted = gradient(model, batch.with_routing(RouterReplay(rows)))
     kept = keep_activations(model, MemorySection(checkpointing=checkpointing))
-    found = gradient(kept, batch.with_routing(Replay(rows)))
+    found = gradient(kept, batch.with_routing(RouterReplay(rows)))
     assert all(torch.equal(wanted[key], found[key]) for key in wanted)
 
     make_plain(kept)  # as a sharded model is
-    plain = gradient(kept, batch.with_routing(Replay(rows)))
+    plain = gradient(kept, batch.with_routing(RouterReplay(rows)))
     assert all(torch.allclose(wanted[key], plain[key], atol=1e-5) for key in wanted)
 
 

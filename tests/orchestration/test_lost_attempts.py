@@ -12,7 +12,7 @@ import pytest
 from agentevo.errors import TrainingError
 from agentevo.orchestration import rollout_sources as attempts
 from agentevo.orchestration.lost_attempts import IN_VAIN_STEPS, PAGE, LostAttempts
-from agentevo.orchestration.rollout_sources import Round, Stream
+from agentevo.orchestration.rollout_sources import RolloutRound, GroupStream
 from agentevo.rollout.sampler import group_name
 from agentevo.rollout.task_source import TaskSource
 from agentevo.store import open_store
@@ -69,7 +69,7 @@ def opened(small_config, tmp_path, monkeypatch):
                 store,
                 lost,
                 notes,
-                Stream(parts, lost, lambda: False, lambda: None, serves_early=True),
+                GroupStream(parts, lost, lambda: False, lambda: None, serves_early=True),
             )
 
     return make
@@ -233,7 +233,7 @@ def test_a_step_whose_weights_served_though_it_trained_on_nothing_is_repeated_so
 
             found = await stream.round(2, [Task(id="any")] * groups)
             assert (
-                found == Round([], last=True)
+                found == RolloutRound([], last=True)
                 if repeated
                 else len(found.trajectories) == size * groups
             )

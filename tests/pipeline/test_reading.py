@@ -12,7 +12,7 @@ import pytest
 from agentevo.config import sources
 from agentevo.errors import ConfigError
 from agentevo.pipeline import Pipeline, build_pipeline
-from agentevo.pipeline.references import Reference, ReferenceProblem, parse_reference, replace_references
+from agentevo.pipeline.references import StageReference, ReferenceProblem, parse_reference, replace_references
 from agentevo.pipeline.when import condition
 
 LAKE: dict[str, Any] = {
@@ -80,7 +80,7 @@ def test_rounds_follow_one_another_and_refer_to_the_round_before():
     assert needs["last"] == {"loop.1.rl", "loop.2.rl", "loop.3.rl"}
 
     last = plan.by_id["last"]
-    found = plan.targets(Reference("stages", ("loop", "rl"), "checkpoint"), last)
+    found = plan.targets(StageReference("stages", ("loop", "rl"), "checkpoint"), last)
     assert found == ["loop.3.rl", "loop.2.rl", "loop.1.rl"]
 
 
@@ -230,7 +230,7 @@ def test_references_stand_for_values_within_texts_and_alone():
     assert found == {"a": [3, "x3/F"], "b": "${model.name}"}
 
     fallback = parse_reference("previous.rl.checkpoint|stages.warm.checkpoint").fallback
-    assert fallback == Reference("stages", ("warm",), "checkpoint")
+    assert fallback == StageReference("stages", ("warm",), "checkpoint")
     assert parse_reference("previous.checkpoint|tiny").fallback == "tiny"
 
     for wrong in ("stages.a", "previous.a.b.c", "stages..x", "stage.file", "stages.a.b|"):

@@ -14,9 +14,9 @@ from agentevo.errors import ConfigError
 from agentevo.runs.control import (
     REQUESTS,
     SESSION,
-    Answer,
+    ControlAnswer,
     RunControl,
-    Session,
+    ControlSession,
     answer_to,
     ask,
     read_session,
@@ -43,7 +43,7 @@ class Trainer:
         )
 
     @property
-    def session(self) -> Session:
+    def session(self) -> ControlSession:
         until(lambda: read_session(self.folder))
         found = read_session(self.folder)
         assert found is not None
@@ -53,7 +53,7 @@ class Trainer:
         told = self.session.id if session is None else session
         ask(self.folder, do, id=id, session=told, who="me")  # type: ignore[arg-type]
 
-    def answer(self, id: str) -> Answer:
+    def answer(self, id: str) -> ControlAnswer:
         until(lambda: answer_to(self.folder, id))
         found = answer_to(self.folder, id)
         assert found is not None

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from agentevo.config import ParallelSection, SFTSection
 from agentevo.inference.part_deltas import PublishedParts
-from agentevo.inference.version_manifest import Manifest
+from agentevo.inference.version_manifest import VersionManifest
 from agentevo.inference.weight_delta import num_bytes
 from agentevo.inference.weights import WeightsFolder
 from agentevo.models.in_parts import InParts, lies_in_parts
@@ -115,8 +115,8 @@ def same(found: Any, model: torch.nn.Module) -> bool:
     )
 
 
-def manifest(folder: WeightsFolder, version: int) -> Manifest:
-    return msgspec.json.decode((folder.path(version) / "manifest.json").read_bytes(), type=Manifest)
+def manifest(folder: WeightsFolder, version: int) -> VersionManifest:
+    return msgspec.json.decode((folder.path(version) / "manifest.json").read_bytes(), type=VersionManifest)
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from agentevo.training.kernels import output_layer
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.mesh import make_meshes
 from agentevo.training.optimization import Optimization
-from agentevo.training.pairs import Answer, Pair
+from agentevo.training.pairs import CandidateAnswer, Pair
 from agentevo.training.preference import PreferenceTrainer
 from agentevo.training.roles.process_reward import ImplicitProcessReward
 from agentevo.training.roles.token_rewards import TokenRewardModel
@@ -122,7 +122,7 @@ def dpo(model: PreTrainedModel, memory: MemorySection) -> Trained:
     trainer.begin()
     steady(trainer.optimization)
 
-    answers = [Answer(s.trajectory_id, (s,)) for s in of_groups((4, 2, 2))]
+    answers = [CandidateAnswer(s.trajectory_id, (s,)) for s in of_groups((4, 2, 2))]
     groups = [a.rows[0].group_id for a in answers[::2]]
     pairs = [
         Pair(group, chosen, rejected)

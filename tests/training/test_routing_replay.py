@@ -30,7 +30,7 @@ from agentevo.models.activations import keep_activations
 from agentevo.models.attention import prepare
 from agentevo.models.linear import drop_packed
 from agentevo.models.load import LoadedModel
-from agentevo.models.routers import OWN, Replay, Routers, enable_routing
+from agentevo.models.routers import OWN, RouterReplay, Routers, enable_routing
 from agentevo.routed_experts import RoutedExperts, join_experts
 from agentevo.training.batching.packing import pack
 from agentevo.training.batching.passes import token_tables
@@ -111,7 +111,7 @@ def gap(model, samples, *, replay: bool, tokens: int = 16384, merge: bool = True
     """Largest distance of the model's log-probs from those that the tokens were drawn with."""
 
     def compute(batch) -> dict[str, torch.Tensor]:
-        routed_batch = batch.routed(Replay(batch.routed_experts)) if replay else batch
+        routed_batch = batch.routed(RouterReplay(batch.routed_experts)) if replay else batch
         return {"gap": token_logprobs(model, routed_batch)[0] - _of(batch)}
 
     def _of(batch) -> torch.Tensor:
@@ -255,7 +255,7 @@ def test_samples_that_were_routed_apart_share_nothing_from_there_on(ways):
     def logprobs(samples) -> torch.Tensor:
         batch = pack(samples, CPU)
         with torch.no_grad():
-            found, _ = token_logprobs(trainer, batch.with_routing(Replay(batch.routed_experts)))
+            found, _ = token_logprobs(trainer, batch.with_routing(RouterReplay(batch.routed_experts)))
         return batch.table(found)
 
     together = logprobs([one, other])
@@ -288,7 +288,7 @@ def test_reference_and_own_critic_choose_for_themselves(ways):
         prepared = one.prepare(trajectories)
         values = torch.cat([torch.from_numpy(s.columns["values"]) for s in prepared.samples])
         whole = pack(prepared.samples, CPU)
-        passed = whole.with_routing(Replay(whole.routed_experts)) if trunk == "shared" else whole
+        passed = whole.with_routing(RouterReplay(whole.routed_experts)) if trunk == "shared" else whole
         with torch.no_grad():
             wanted = one.roles.critic.values(passed)
 

@@ -15,7 +15,7 @@ from agentevo.models.attention import prepare
 from agentevo.observability.profile_table import PREFIX
 from agentevo.training.batching.packing import pack
 from agentevo.training.batching.passes import micro_batches
-from agentevo.training.pairs import Answer, Pair
+from agentevo.training.pairs import CandidateAnswer, Pair
 from agentevo.training.phases import phase
 from agentevo.training.preference import PreferenceTrainer
 from agentevo.training.supervised import SupervisedTrainer
@@ -201,7 +201,7 @@ def test_preferences_are_a_training_pass_and_one_of_the_reference(
     """Whatever is computed twice because the answers don't fit in one micro-batch does not
     count."""
     rows = samples_of([[*range(2, 40), *range(20)], [*range(2, 40), *range(30, 55)]], group_size=2)
-    pair = Pair("g0", Answer("a", (rows[0],)), Answer("b", (rows[1],)))
+    pair = Pair("g0", CandidateAnswer("a", (rows[0],)), CandidateAnswer("b", (rows[1],)))
     counter = FlopCounter(_model())
     found = {}
     batches = micro_batches(rows, micro_batch_tokens, CPU)

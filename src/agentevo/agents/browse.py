@@ -53,9 +53,9 @@ class Browse:
         self._tokenizer: Any = None
         self._has_told = False
 
-    def reader(self, policy: Policy) -> Reader:
+    def reader(self, policy: Policy) -> PageReader:
         """For one attempt."""
-        return Reader(self, policy)
+        return PageReader(self, policy)
 
     async def clip_text(self, text: str, policy: Policy) -> tuple[str, bool]:
         """What the helper reads of a text, and whether the text is long."""
@@ -94,7 +94,7 @@ class Browse:
             )
 
 
-class Reader:
+class PageReader:
     """Summaries for one attempt. Calls may overlap."""
 
     def __init__(self, browse: Browse, policy: Policy) -> None:

@@ -41,7 +41,7 @@ from agentevo.trace_header import trace_headers
 HEADER = "X-AgentEvo-Session"
 
 
-class _Attempt(NamedTuple):
+class _CapturedAttempt(NamedTuple):
     """Whose calls are made in a context."""
 
     gateway_url: str
@@ -50,7 +50,7 @@ class _Attempt(NamedTuple):
     """The one that the context was made in: a forked child has it, and is nobody's."""
 
 
-_session: ContextVar[_Attempt | None] = ContextVar("agentevo session", default=None)
+_session: ContextVar[_CapturedAttempt | None] = ContextVar("agentevo session", default=None)
 
 
 @contextlib.contextmanager
@@ -58,7 +58,7 @@ def capture_calls(gateway_url: str, key: str) -> Iterator[None]:
     """See the module. Raises AgentEvoError while attempts of another gateway run in this
     process."""
     _capture.enter(gateway_url)
-    token = _session.set(_Attempt(gateway_url, key, os.getpid()))
+    token = _session.set(_CapturedAttempt(gateway_url, key, os.getpid()))
     try:
         yield
     finally:
@@ -211,7 +211,7 @@ def _submitting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _call_in_session(
-    session: _Attempt | None, function: Callable[..., Any], *args: Any, **options: Any
+    session: _CapturedAttempt | None, function: Callable[..., Any], *args: Any, **options: Any
 ) -> Any:
     token = _session.set(session)
     try:

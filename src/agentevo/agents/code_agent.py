@@ -84,7 +84,7 @@ def system_message(
 
 
 @dataclass
-class _Progress:
+class _CodeProgress:
     """What has happened so far in one attempt."""
 
     turn_rewards: dict[int, float] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class CodeAgent:
             asked = conversation_of(task, system=None, instruction=self._section.instruction)
             return await ask_once(asked, policy)
 
-        progress = _Progress()
+        progress = _CodeProgress()
         files = AttemptFiles(task, policy, self._section.keep_files_kib * 1024)
         async with AsyncExitStack() as stack:
             with policy.waiting():
@@ -129,7 +129,7 @@ class CodeAgent:
                 await files.put(sandbox)
 
             asked = with_system(self._opening(task, policy, tools, files), tools.instructions)
-            interpreter = _Interpreter(sandbox, files, self._section.max_output_chars)
+            interpreter = _AgentInterpreter(sandbox, files, self._section.max_output_chars)
             history = History(asked, self._section.context)
             end = await self._play(history, policy, interpreter, progress)
             said = await said_by(tools)
@@ -166,7 +166,7 @@ class CodeAgent:
         return with_examples(chat, policy.texts)
 
     async def _play(
-        self, history: History, policy: Policy, python: _Interpreter, progress: _Progress
+        self, history: History, policy: Policy, python: _AgentInterpreter, progress: _CodeProgress
     ) -> str:
         """Until the attempt ends; how, as one of ENDS."""
         section = self._section
@@ -214,7 +214,7 @@ class CodeAgent:
 
 
 @dataclass(frozen=True)
-class _Interpreter:
+class _AgentInterpreter:
     """What runs the code of an attempt."""
 
     sandbox: Sandbox
@@ -257,7 +257,7 @@ def _written(execution: Execution) -> str:
     return "Output:\n" + ("\n".join(part for part in parts if part) or "(nothing was printed)")
 
 
-def _functions(tools: AttemptTools, progress: _Progress) -> dict[str, SandboxTool]:
+def _functions(tools: AttemptTools, progress: _CodeProgress) -> dict[str, SandboxTool]:
     """The tools as functions of the code, under names that Python takes."""
     functions = {}
     for function in _functions_of(tools.schemas):
@@ -271,22 +271,22 @@ def _functions(tools: AttemptTools, progress: _Progress) -> dict[str, SandboxToo
     return functions
 
 
-class _Function(NamedTuple):
+class _AgentFunction(NamedTuple):
     tool: str
     name: str
     parameters: tuple[str, ...]
     description: str
 
 
-def _functions_of(schemas: Sequence[Mapping[str, Any]]) -> list[_Function]:
+def _functions_of(schemas: Sequence[Mapping[str, Any]]) -> list[_AgentFunction]:
     """The tools as functions of the code, each under a name of its own that Python takes."""
-    functions: dict[str, _Function] = {}
+    functions: dict[str, _AgentFunction] = {}
     for schema in schemas:
         function = schema["function"]
         wanted = _python_name(function["name"])
         numbered = (f"{wanted}_{number}" for number in itertools.count(2))
         name = next(one for one in itertools.chain([wanted], numbered) if one not in functions)
-        functions[name] = _Function(
+        functions[name] = _AgentFunction(
             tool=function["name"],
             name=name,
             parameters=tuple(function["parameters"].get("properties") or {}),
@@ -302,7 +302,7 @@ def _python_name(name: str) -> str:
     return f"{name}_" if keyword.iskeyword(name) else name
 
 
-def _caller(tools: AttemptTools, name: str, progress: _Progress) -> Any:
+def _caller(tools: AttemptTools, name: str, progress: _CodeProgress) -> Any:
     async def call(arguments: dict[str, Any]) -> Any:
         (result,) = await tools.call([ToolCall(name, json.dumps(arguments))])
         progress.earned += result.reward
@@ -317,6 +317,6 @@ def _caller(tools: AttemptTools, name: str, progress: _Progress) -> Any:
     return call
 
 
-def _describe(function: _Function) -> str:
+def _describe(function: _AgentFunction) -> str:
     about = " ".join(function.description.split())
     return f"- {function.name}({', '.join(function.parameters)}): {about}".rstrip(": ")

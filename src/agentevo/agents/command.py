@@ -29,7 +29,7 @@ import msgspec
 from agentevo.agents.client_environment import client_variables
 from agentevo.agents.policy import DoorSession, Policy
 from agentevo.agents.posted_rewards import outcome_of_rewards, printed_reward
-from agentevo.agents.process_tree import GRACE_S, KILLING_S, Ended, ProcessTree
+from agentevo.agents.process_tree import GRACE_S, KILLING_S, EndedProcess, ProcessTree
 from agentevo.config.agents import CommandAgentSection, agents
 from agentevo.daemon_threads import run_in_thread
 from agentevo.errors import CommandFailedError, ConfigError, NoCallError
@@ -97,7 +97,7 @@ class CommandAgent:
         given = [*session.posted, *([printed] if printed is not None else [])]
         return outcome_of_rewards(given, policy.received)
 
-    async def _run_to_end(self, task: Task, policy: Policy, session: DoorSession) -> Ended:
+    async def _run_to_end(self, task: Task, policy: Policy, session: DoorSession) -> EndedProcess:
         """Runs the process to its end; cancelled, ends it with all that it started."""
         with (
             policy.call("process", Path(self._section.command[0]).name) as call,
@@ -122,7 +122,7 @@ class CommandAgent:
                     await asyncio.sleep(0.01)
                 call.keep(stdout=tree.written("stdout"), stderr=tree.written("stderr"))
 
-    def _failure(self, ended: Ended) -> str:
+    def _failure(self, ended: EndedProcess) -> str:
         how = f"ended with exit code {ended.code}"
         if ended.code < 0:
             number = -ended.code

@@ -87,7 +87,7 @@ class DoorSession(Protocol):
         """What was posted there so far, in its order."""
 
 
-class Door(Protocol):
+class PolicyDoor(Protocol):
     """Opens sessions for clients of other APIs, such as OpenAI's (gateway/gateway.py)."""
 
     def open(
@@ -111,7 +111,7 @@ class Policy:
     def __init__(
         self,
         conversation: Conversation,
-        door: Door | None = None,
+        door: PolicyDoor | None = None,
         remote: RemoteConversations | None = None,
         agents: Mapping[str, Conversation] = MappingProxyType({}),
         remote_agents: Mapping[str, str] = MappingProxyType({}),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from agentevo.agents.policy import Door, Policy
+from agentevo.agents.policy import PolicyDoor, Policy
 from agentevo.agents.texts import Texts
 from agentevo.errors import BadRequestError, EngineError
 from agentevo.models.answer_form import AnswerForm
@@ -29,7 +29,7 @@ POLICY_TOKENS = "policy_tokens"
 """Metric of a trajectory: tokens that its policy has generated, where their ids are unknown."""
 
 
-class RemoteConversation:
+class RemotePolicyConversation:
     """What a Conversation is to a policy, of an attempt that a remote model plays: a view of those
     remote turns that are the policy's."""
 
@@ -154,8 +154,8 @@ class RemoteModelPolicy(Policy):
 
     def __init__(
         self,
-        conversation: RemoteConversation,
-        door: Door,
+        conversation: RemotePolicyConversation,
+        door: PolicyDoor,
         remote: RemoteConversations,
         model: str,
         texts: Texts | None = None,

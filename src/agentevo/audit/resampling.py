@@ -26,9 +26,9 @@ from agentevo.errors import GrammarError
 from agentevo.inference.sampling import draw, filter_logits, keep_allowed, penalise
 from agentevo.models.grammar import Grammars
 from agentevo.models.load import LoadedModel
-from agentevo.models.routers import OWN, Replay, Routers, routers_of
+from agentevo.models.routers import OWN, RouterReplay, Routers, routers_of
 from agentevo.models.token_rows import token_logits
-from agentevo.penalties import Changes, TokenPenalties
+from agentevo.penalties import PenaltyChanges, TokenPenalties
 from agentevo.routed_experts import join_experts
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import all_logits
@@ -83,7 +83,7 @@ class Resampled(NamedTuple):
     differences: list[Difference]
 
 
-class _Piece(NamedTuple):
+class _ResampledPiece(NamedTuple):
     turn: Turn
     positions: list[int]
     """Indices of the tokens in the turn's completion."""
@@ -162,16 +162,16 @@ def request_uniforms(seed: int, count: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(key=seed & (2**64 - 1))).random(count)
 
 
-def _pieces(trajectory: Trajectory, version: int) -> Iterator[_Piece]:
+def _pieces(trajectory: Trajectory, version: int) -> Iterator[_ResampledPiece]:
     for turn in trajectory.turns:
         positions = [
             position for position, drawn_by in enumerate(turn.versions) if drawn_by == version
         ]
         for start in range(0, len(positions), PIECE_TOKENS):
-            yield _Piece(turn, positions[start : start + PIECE_TOKENS])
+            yield _ResampledPiece(turn, positions[start : start + PIECE_TOKENS])
 
 
-def _changes(trajectory: Trajectory, piece: _Piece) -> list[Changes]:
+def _changes(trajectory: Trajectory, piece: _ResampledPiece) -> list[PenaltyChanges]:
     """What the penalties of its turn change at each position."""
     context = trajectory.context_ids(piece.turn.index)
     said = piece.turn.completion_ids
@@ -183,7 +183,7 @@ def _changes(trajectory: Trajectory, piece: _Piece) -> list[Changes]:
 
 
 def _logits(
-    trajectory: Trajectory, piece: _Piece, model: PreTrainedModel, device: torch.device
+    trajectory: Trajectory, piece: _ResampledPiece, model: PreTrainedModel, device: torch.device
 ) -> torch.Tensor:
     """[positions, tokens] float32, what predicts each of them."""
     context = trajectory.context_ids(piece.turn.index)
@@ -197,7 +197,7 @@ def _logits(
     routed = version_rows(trajectory, piece.turn, version, routers_of(model))
     if routed is not None:
         rows = routed[: len(ids)][np.argsort(batch.plan.tree.paths[0])]
-        batch = batch.with_routing(Replay(torch.as_tensor(rows, device=device)))
+        batch = batch.with_routing(RouterReplay(torch.as_tensor(rows, device=device)))
 
     return token_logits(model, all_logits(model, batch))[batch.rows].float()
 

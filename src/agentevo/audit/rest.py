@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 
-from agentevo.audit.findings import Audit, Violation
+from agentevo.audit.findings import Audit, AuditViolation
 from agentevo.audit.texts import count_texts
 from agentevo.errors import StoreError, TrainingError
 from agentevo.rollout.sampler import BASELINE
@@ -22,7 +22,7 @@ from agentevo.store.records import (
     TrajectorySummary,
 )
 from agentevo.store.store import Store
-from agentevo.training.batching.step_plan import SHOWN, Plan
+from agentevo.training.batching.step_plan import SHOWN, StepPlan
 from agentevo.types import QUEUED_FOR_STEP
 
 _UNUSED: tuple[TrajectoryState, ...] = ("dropped", "failed", "ready", "reserved")
@@ -64,7 +64,7 @@ async def check_rest(
                 name = stored.trajectory.id
                 count_texts(stored, report)
                 for what in wrong_content(stored, rows.get(name)):
-                    report.violations.append(Violation(what, trajectory=name))
+                    report.violations.append(AuditViolation(what, trajectory=name))
                 report.emptied += stored.tokens_deleted
                 attempts[name] = None if stored.tokens_deleted else _shown(stored)
 
@@ -81,7 +81,7 @@ async def check_rest(
         trained = {row.task_id for row in committed}
         await _check_tasks(store, records, trained, attempted, queues, report)
     except StoreError as error:
-        report.violations.append(Violation(f"what was not trained on can't be read: {error}"))
+        report.violations.append(AuditViolation(f"what was not trained on can't be read: {error}"))
 
 
 def _shown(stored: StoredTrajectory) -> str:
@@ -110,7 +110,7 @@ def _check_recorded(
                 what = f"it is not what it was: its digest is {attempts[name]}, then {digest}"
             else:
                 continue
-            report.violations.append(Violation(what, step=record.step, trajectory=name))
+            report.violations.append(AuditViolation(what, step=record.step, trajectory=name))
 
     report.unproven_attempts = len(attempts.keys() - known)
 
@@ -121,7 +121,7 @@ def _check_states(
     """What a step has dropped must still be dropped, and what is not trained on has a reason."""
 
     def add_violation(what: str, name: str) -> None:
-        report.violations.append(Violation(what, trajectory=name))
+        report.violations.append(AuditViolation(what, trajectory=name))
 
     named: set[str] = set()
     for record in records:
@@ -180,7 +180,7 @@ def _check_groups(
         wanted = 1 if name.startswith(f"{name.rpartition('/')[0]}/{BASELINE}@") else size
         if rules.lacks_members(attempts, wanted):
             report.violations.append(
-                Violation(
+                AuditViolation(
                     f"the group {name} is not whole: it has the attempts "
                     f"{', '.join(map(str, sorted(attempts)))}, and was written with at least "
                     f"{wanted}, from 0 on"
@@ -190,7 +190,7 @@ def _check_groups(
 
 def _dropped_in(record: StepRecord) -> dict[str, list[str]]:
     try:
-        return Plan.of(record.step, record.record).dropped
+        return StepPlan.of(record.step, record.record).dropped
     except TrainingError:  # which the check of the step has said
         return {}
 
@@ -209,7 +209,7 @@ async def _check_committed(
     for summary in committed:
         if summary.trained_step not in steps:
             what = f"it is committed to step {summary.trained_step}, which has no record"
-            report.violations.append(Violation(what, trajectory=summary.id))
+            report.violations.append(AuditViolation(what, trajectory=summary.id))
 
 
 async def _check_tasks(
@@ -226,7 +226,7 @@ async def _check_tasks(
     group."""
 
     def add_violation(what: str) -> None:
-        report.violations.append(Violation(f"task {name} {what}"))
+        report.violations.append(AuditViolation(f"task {name} {what}"))
 
     recorded: dict[str, set[str]] = {}
     for record in records:
@@ -266,4 +266,4 @@ async def _check_tasks(
 
     for gone in sorted(recorded.keys() - seen):
         what = f"task {gone} was played, by the record of its step, and is not in the store"
-        report.violations.append(Violation(what))
+        report.violations.append(AuditViolation(what))

@@ -69,7 +69,7 @@ def annotate(
     if task and not summaries:
         raise ConfigError(f"--task {task}: the run has no attempt at it")
 
-    session = _Session(folder, name, attempt)
+    session = _LabellingSession(folder, name, attempt)
     if pairs:
         session.ask_pairs(pairs_to_compare(summaries, said)[:limit])
     else:
@@ -79,7 +79,7 @@ def annotate(
     print(f"{kept} {'answer' if kept == 1 else 'answers'} kept in {folder / 'annotations.jsonl'}")
 
 
-class _Session:
+class _LabellingSession:
     """Somebody at work."""
 
     def __init__(self, folder: Path, who: str, attempt: Callable[[str], Trajectory]) -> None:

@@ -35,7 +35,7 @@ from agentevo.observability.remedies import remedies_of
 from agentevo.orchestration.agent_policies import players
 from agentevo.orchestration.components import Components, check_memory, open_components
 from agentevo.orchestration.players import check_named, find_agent
-from agentevo.rollout.group import Group
+from agentevo.rollout.group import RolloutGroup
 from agentevo.rollout.sampler import Player, Sampler
 from agentevo.training.tree import build_tree
 from agentevo.types import Task, Trajectory
@@ -151,7 +151,7 @@ class _WatchedSampler(Sampler):
         super().__init__(*arguments, **options)
         self.conversations: dict[str, Conversation] = {}
 
-    def group(self, task: Task, **options: Any) -> Group:
+    def group(self, task: Task, **options: Any) -> RolloutGroup:
         """See Sampler.group."""
         group = super().group(task, **options)
         self.conversations |= {

@@ -31,7 +31,7 @@ from agentevo.doctor.memory_estimate import (
     FLOAT,
     Load,
     Shape,
-    Trained,
+    TrainedParameters,
     layer_bytes,
     optimizer_bytes,
     output_bytes,
@@ -63,7 +63,7 @@ class Sizes:
 
     model: PreTrainedModel
     shape: Shape
-    trained: Trained
+    trained: TrainedParameters
     numbers: int
     """All of them."""
     frozen_element: float

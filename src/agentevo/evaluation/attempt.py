@@ -15,7 +15,7 @@ from agentevo.event_loop import run_coroutine
 from agentevo.observability.call_view import duration
 from agentevo.observability.trajectory_view import message_text, visible
 from agentevo.orchestration.players import find_agent
-from agentevo.rollout.group import Attempt
+from agentevo.rollout.group import GroupAttempt
 from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.task_source import TaskSource
 from agentevo.store.call_log import RunningCall
@@ -83,7 +83,7 @@ async def _play_one(
 ) -> Trajectory:
     live: list[LiveAttempt] = []
 
-    def hear(attempt: Attempt) -> Callable[[RunningCall], None]:
+    def hear(attempt: GroupAttempt) -> Callable[[RunningCall], None]:
         live.append(LiveAttempt(attempt, show))
         return live[0].told
 
@@ -104,7 +104,7 @@ async def play_attempt(
     *,
     temperature: float,
     judged: bool,
-    hear: Callable[[Attempt], Callable[[RunningCall], None]],
+    hear: Callable[[GroupAttempt], Callable[[RunningCall], None]],
     step: int = 0,
     label: str = LABEL,
 ) -> list[Trajectory]:
@@ -122,7 +122,7 @@ async def play_attempt(
     return await attempt.run(task_id=task.id, group_id=group.group_id, number=0)
 
 
-def turn_of(attempt: Attempt, call: RunningCall) -> tuple[Turn | RemoteTurn, str]:
+def turn_of(attempt: GroupAttempt, call: RunningCall) -> tuple[Turn | RemoteTurn, str]:
     """What a call of the policy, or of a remote model, that has completed has recorded, and whose
     it is."""
     number = int(call.record("").attributes.get("turn", 0))
@@ -139,7 +139,7 @@ def turn_of(attempt: Attempt, call: RunningCall) -> tuple[Turn | RemoteTurn, str
 class LiveAttempt:
     """Shows calls as they begin and end."""
 
-    def __init__(self, attempt: Attempt, show: Callable[[str], None]) -> None:
+    def __init__(self, attempt: GroupAttempt, show: Callable[[str], None]) -> None:
         self._attempt = attempt
         self._show = show
         self._began = time.monotonic()

@@ -42,7 +42,7 @@ from agentevo.rewards.injections import INJECTIONS
 from agentevo.rewards.judging import JudgeOptions
 from agentevo.rewards.pairwise import Pairwise, pairs_of
 from agentevo.rewards.ruler import Ruler, order_of_vote
-from agentevo.rewards.transcripts import Shown
+from agentevo.rewards.transcripts import ShownAttempt
 from agentevo.rollout.scoring import Scoring
 from agentevo.types import Trajectory
 
@@ -244,7 +244,7 @@ class _Measuring:
 
         return float(np.mean([one.place_slope for one in compared]))
 
-    async def _measure_rotations(self, judge: Ruler, group: KnownGroup, shown: Shown) -> float:
+    async def _measure_rotations(self, judge: Ruler, group: KnownGroup, shown: ShownAttempt) -> float:
         num = len(shown.attempts)
         order = order_of_vote(num, 0, group.task.id, "rotated")
         rotations = []

@@ -48,7 +48,7 @@ LONGEST_ANSWER = 2000
 
 
 @dataclass(frozen=True)
-class Play:
+class PlaySettings:
     """What every model plays."""
 
     tasks: Sequence[Task]
@@ -162,7 +162,7 @@ async def local_parts(
 async def play(
     contestant: Contestant,
     config: RunConfig,
-    what: Play,
+    what: PlaySettings,
     kept: Mapping[tuple[str, str, int], AttemptLine],
     folder: ResultsFolder | None,
     *,
@@ -227,7 +227,7 @@ def _of_main_agent(trajectories: Sequence[Trajectory], config: RunConfig) -> lis
 
 
 async def line_of(
-    trajectory: Trajectory, task: Task, label: str, config: RunConfig, what: Play
+    trajectory: Trajectory, task: Task, label: str, config: RunConfig, what: PlaySettings
 ) -> AttemptLine:
     """What an attempt came to, as a line."""
     completed = trajectory.status == "completed"

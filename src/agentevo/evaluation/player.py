@@ -198,7 +198,7 @@ async def _serve(
             size = sum(one.numel() for one in model.parameters())
             tell(words.Ready(time.monotonic() - began, size, str(model.device)))
             inbox.open()
-            await Player(parts, tell).run(inbox)
+            await CheckpointPlayer(parts, tell).run(inbox)
 
 
 def _step(checkpoint: Path | None) -> int:
@@ -216,7 +216,7 @@ def _playable(config: RunConfig) -> RunConfig:
     return playing(config, ("--task",)) if has_none else config
 
 
-class Player:
+class CheckpointPlayer:
     """Follows requests. `parts`: orchestration.components.Components."""
 
     def __init__(self, parts: Any, tell: Callable[[words.Event], None]) -> None:
@@ -259,7 +259,7 @@ class Player:
         try:
             request = self._read(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            self._tell(words.Failed("", f"the request is not right: {error}"))
+            self._tell(words.FailedPlay("", f"the request is not right: {error}"))
             return
 
         if isinstance(request, words.Stop):
@@ -270,7 +270,7 @@ class Player:
             return
 
         if request.id in self._running or len(self._running) >= MAX_AT_ONCE:
-            self._tell(words.Failed(request.id, "it is at work: stop what runs, or wait"))
+            self._tell(words.FailedPlay(request.id, "it is at work: stop what runs, or wait"))
             self._tell(words.Done(request.id))
             return
 
@@ -284,7 +284,7 @@ class Player:
         if self._running.get(name) is task:
             del self._running[name]
         if task.cancelled():
-            self._tell(words.Failed(name, "stopped"))
+            self._tell(words.FailedPlay(name, "stopped"))
         self._tell(words.Done(name))
 
     async def _follow(self, request: words.Chat | words.Play) -> None:
@@ -295,9 +295,9 @@ class Player:
             else:
                 await self._play(request)
         except AgentEvoError as error:
-            self._tell(words.Failed(request.id, _said(str(error))))
+            self._tell(words.FailedPlay(request.id, _said(str(error))))
         except Exception as error:  # noqa: BLE001 (a recipe's own code, too)
-            self._tell(words.Failed(request.id, _said(describe_error(error))))
+            self._tell(words.FailedPlay(request.id, _said(describe_error(error))))
 
     async def _chat(self, request: words.Chat) -> None:
         began = time.monotonic()

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from agentevo.config import RunConfig, build_config
 from agentevo.errors import ConfigError
 from agentevo.evaluation.parts import parts_of_tasks
-from agentevo.evaluation.play import Play, check_engine, line_of, run_folder
+from agentevo.evaluation.play import PlaySettings, check_engine, line_of, run_folder
 from agentevo.evaluation.results import AttemptLine, ResultsFolder
 from agentevo.evaluation.summary import summarise
 from agentevo.event_loop import run_coroutine
@@ -87,7 +87,7 @@ def _score_attempts(
     note: Callable[[str], None],
 ) -> dict[str, Any]:
     by_id = {task.id: task for task in tasks}
-    what = Play(tasks, settings["attempts"], settings["temperature"], settings.get("sources", {}))
+    what = PlaySettings(tasks, settings["attempts"], settings["temperature"], settings.get("sources", {}))
     models = RemoteModels(config.remote_models, config.run_dir / PRICE_LOGS)
     scoring = Scoring(config.rewards, show=FirstFailures(note).show, models=models)
     by_model: dict[str, list[AttemptLine]] = {label: [] for label in settings["played_models"]}

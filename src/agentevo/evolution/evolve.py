@@ -33,7 +33,7 @@ from agentevo.config.tool_entries import ToolEntry
 from agentevo.config.tools import ToolSection, named_tool
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.evolution.schema import EvolveSection
-from agentevo.evolution.source import DocumentsSource, ServerSource, Source
+from agentevo.evolution.source import DocumentsSource, ServerSource, TaskOrigin
 from agentevo.evolution.stages import TEXTS, pipeline_of, recipe_of
 from agentevo.files import must_write, write_atomic
 from agentevo.observability.sweep_view import SweepView
@@ -234,7 +234,7 @@ def last_run(folder: Path) -> Path | None:
     return folder / RUN / "stages" / done[-1] if done else None
 
 
-def _source_of(tree: Mapping[str, Any], section: EvolveSection, home: Path, seed: int) -> Source:
+def _source_of(tree: Mapping[str, Any], section: EvolveSection, home: Path, seed: int) -> TaskOrigin:
     """Raises ConfigError."""
     system = str((tree.get("agent") or {}).get("system_prompt") or "")
     models = _models_of(tree)

@@ -30,7 +30,7 @@ from agentevo.task_making.demonstrations import demonstration, show_lookups
 from agentevo.task_making.document_files import Documents, changed_files, read_documents
 from agentevo.task_making.documents import asked_from, check_made, tasks_from
 from agentevo.task_making.files import CORPUS, DOCUMENTS
-from agentevo.task_making.making import Wanted, check_wanted, make_tasks
+from agentevo.task_making.making import WantedTasks, check_wanted, make_tasks
 from agentevo.task_making.writer import reword_tasks
 from agentevo.task_making.writer_model import writer_section
 from agentevo.tools.corpus import Passage
@@ -51,7 +51,7 @@ class FirstTasks:
     """Paths and sha256 of what was read."""
 
 
-class Source(Protocol):
+class TaskOrigin(Protocol):
     """See the module. `tasks` is the folder that the first tasks are, or will be, in."""
 
     def check(self, tasks: Path) -> str:
@@ -334,9 +334,9 @@ def _chosen(section: Any, given: EvolveSection) -> Any:
     return section.model_copy(update=changes)
 
 
-def _wanted_tasks(section: EvolveSection, seed: int) -> Wanted:
+def _wanted_tasks(section: EvolveSection, seed: int) -> WantedTasks:
     tasks = section.tasks
-    return Wanted(
+    return WantedTasks(
         train=tasks.train,
         held_out=tasks.held_out,
         seed=tasks.seed or seed,

@@ -58,7 +58,7 @@ Hear = Callable[[int, list[Piece]], None]
 """Is told the number of a completion, from 0, and what it says next."""
 
 
-class Answer:
+class AnswerInProgress:
     """See the module. `opening`: what the prompt said in the assistant's place; `echo`: what its
     content begins with; `whole_calls`: calls are told when they are whole."""
 

@@ -46,16 +46,16 @@ from agentevo.gateway import (
 )
 from agentevo.gateway.api import Api
 from agentevo.gateway.body import json_body, record_of
-from agentevo.gateway.delivery import Awaited, EventStream, Heard, WholeAnswer
+from agentevo.gateway.delivery import Awaited, EventStream, DeliveredTokens, WholeAnswer
 from agentevo.gateway.door_metrics import DoorMetrics
 from agentevo.gateway.kept_responses import forget, found, input_items
 from agentevo.gateway.memory import Memory
 from agentevo.gateway.rate_limit import RateLimit, address_of, retry_headers
 from agentevo.gateway.refusals import Refusal, refusal_of
 from agentevo.gateway.request import Delivery
-from agentevo.gateway.session import Session, over
-from agentevo.inference.admission import Connection
-from agentevo.store.trace_context import Place, read_traceparent
+from agentevo.gateway.session import GatewaySession, over
+from agentevo.inference.admission import AdmittedConnection
+from agentevo.store.trace_context import TracePlace, read_traceparent
 
 MARGIN_S = 30.0
 """What is waited beyond the engine's own deadline before a request is given up."""
@@ -88,7 +88,7 @@ class Routes:
 
     def __init__(
         self,
-        sessions: Mapping[str, Session],
+        sessions: Mapping[str, GatewaySession],
         *,
         model: str,
         timeout_s: float,
@@ -154,7 +154,7 @@ class Routes:
         if scope["type"] != "http":
             return
 
-        connection: Connection = scope["state"]["connection"]
+        connection: AdmittedConnection = scope["state"]["connection"]
         session = self._find_in(scope)
         scope["state"]["session"] = session
         if session is not None and not connection.admit():
@@ -208,9 +208,9 @@ class Routes:
         self,
         api: Api[Any],
         delivery: Delivery,
-        session: Session,
+        session: GatewaySession,
         body: dict[str, Any],
-        client: Connection,
+        client: AdmittedConnection,
     ) -> Response:
         asked = api.request_of(body, session.memory)
         if asked.stream:
@@ -231,10 +231,10 @@ class Routes:
         return WholeAnswer(content, delivery, session)
 
     async def _stream_answer(
-        self, api: Api[Any], session: Session, asked: Any, delivery: Delivery, client: Connection
+        self, api: Api[Any], session: GatewaySession, asked: Any, delivery: Delivery, client: AdmittedConnection
     ) -> Response:
         """The answer as it comes. What fails before the first token is an answer of its own."""
-        heard = Heard()
+        heard = DeliveredTokens()
         hear = session.told_over_there(heard.add)
         work = session.submit(session.complete(asked, delivery, hear))
         who, within_s = session.wait_of(asked.model, self._timeout_s)
@@ -253,12 +253,12 @@ class Routes:
             raise
 
     def _await_within(
-        self, work: asyncio.Future[T], client: Connection, who: str, within_s: float
+        self, work: asyncio.Future[T], client: AdmittedConnection, who: str, within_s: float
     ) -> Awaited[T]:
         return Awaited(work, client, within_s + MARGIN_S, who)
 
     async def _count_tokens(self, request: Request) -> Response:
-        async def count(session: Session, body: dict[str, Any], client: Connection) -> Response:
+        async def count(session: GatewaySession, body: dict[str, Any], client: AdmittedConnection) -> Response:
             counted = anthropic_messages.counted_of(body)
             work = session.submit(session.count_tokens(counted))
             with self._await_within(work, client, "the policy", self._timeout_s) as awaited:
@@ -267,7 +267,7 @@ class Routes:
         return await self._respond(request, count, anthropic_messages.API)
 
     async def _reward(self, request: Request) -> Response:
-        async def post(session: Session, body: dict[str, Any], client: Connection) -> Response:
+        async def post(session: GatewaySession, body: dict[str, Any], client: AdmittedConnection) -> Response:
             reward = record_of(body, PostedReward, "the reward")
 
             async def post_reward() -> None:
@@ -312,7 +312,7 @@ class Routes:
             return _refusal_response(refusal, _api_of(request))
         return _json(self._about(name))
 
-    def _model_names(self, session: Session) -> list[str]:
+    def _model_names(self, session: GatewaySession) -> list[str]:
         return [
             *(list(filter(None, session.conversations)) or [self._model]),
             *filter(None, session.remote_agents),
@@ -352,7 +352,7 @@ class Routes:
     async def _respond(
         self,
         request: Request,
-        answer: Callable[[Session, dict[str, Any], Connection], Awaitable[Response]],
+        answer: Callable[[GatewaySession, dict[str, Any], AdmittedConnection], Awaitable[Response]],
         api: Api[Any] = APIS[0],
     ) -> Response:
         """The one place where a failure becomes an answer, in the API's form."""
@@ -365,16 +365,16 @@ class Routes:
         except Exception as error:  # noqa: BLE001 (whatever it is, the client gets an answer)
             return _refusal_response(refusal_of(error), api)
 
-    def _session(self, request: Request) -> Session:
+    def _session(self, request: Request) -> GatewaySession:
         """Whose request it is. Raises Refusal for nobody's, and for one too many."""
-        session: Session | None = request.scope["state"]["session"]
+        session: GatewaySession | None = request.scope["state"]["session"]
         if session is None:
             self._rate.take_wrong_key(address_of(request))
             raise over()
         self._rate.take(session.allowance)
         return session
 
-    def _find_in(self, scope: Scope) -> Session | None:
+    def _find_in(self, scope: Scope) -> GatewaySession | None:
         """The open session of the first key that the request has: one that is wrong is not made
         good by another."""
         path: str = scope["path"]
@@ -391,7 +391,7 @@ class Routes:
         return self._sessions.get(key) if key else None
 
 
-def _place_in(scope: Scope) -> Place | None:
+def _place_in(scope: Scope) -> TracePlace | None:
     """The place in a trace that a request names."""
     told = next((value for name, value in scope["headers"] if name == _TRACEPARENT), None)
     return None if told is None else read_traceparent(told.decode("latin-1"))

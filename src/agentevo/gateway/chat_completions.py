@@ -159,7 +159,7 @@ def answer(request: ModelRequest, replies: Sequence[ModelReply]) -> dict[str, An
     }
 
 
-class Stream:
+class ChatCompletionStream:
     """See api.Stream. The last event is "[DONE]"."""
 
     def __init__(self, request: ModelRequest) -> None:
@@ -310,7 +310,7 @@ API = Api(
     path="/chat/completions",
     request_of=request_of,
     answer=answer,
-    stream=Stream,
+    stream=ChatCompletionStream,
     error=error,
     encode=encode_event,
 )

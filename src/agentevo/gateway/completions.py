@@ -131,7 +131,7 @@ def answer(request: ModelRequest, replies: Sequence[ModelReply]) -> dict[str, An
     return {**_head(request), "choices": choices, "usage": usage(replies)}
 
 
-class Stream:
+class CompletionStream:
     """See api.Stream. The last event is "[DONE]"."""
 
     def __init__(self, request: ModelRequest) -> None:
@@ -227,7 +227,7 @@ API = Api(
     path="/completions",
     request_of=request_of,
     answer=answer,
-    stream=Stream,
+    stream=CompletionStream,
     error=error,
     encode=encode_event,
 )

@@ -258,7 +258,7 @@ def _each_tool(tools: Sequence[Any]) -> Iterator[tuple[str, str | None, Any]]:
             yield f"{where}.{member_number}", namespace, member
 
 
-class _Output:
+class _ResponsesOutput:
     """The items of one answer, and the events of their growth."""
 
     def __init__(self, answer_id: str, namespaces: Mapping[str, tuple[str, str]]) -> None:
@@ -383,13 +383,13 @@ def _part(kind: str, text: str) -> dict[str, Any]:
     return {"type": "reasoning_text", "text": text}
 
 
-class Stream:
+class ResponsesStream:
     """See api.Stream. Every event has its number in the stream."""
 
     def __init__(self, request: ResponseRequest) -> None:
         answer_id = secrets.token_hex(24)
         self._request = request
-        self._output = _Output(answer_id, request.namespaces)
+        self._output = _ResponsesOutput(answer_id, request.namespaces)
         self._id = f"resp_{answer_id}"
         self._created_at = int(time.time())
         self._num_events = 0
@@ -479,7 +479,7 @@ class Stream:
 def answer(request: ResponseRequest, replies: Sequence[ModelReply]) -> dict[str, Any]:
     """The last state of the stream that says this reply: what it thought, said and called."""
     (reply,) = replies
-    stream = Stream(request)
+    stream = ResponsesStream(request)
 
     pieces: list[Piece] = [ReasoningDelta(reply.reasoning)] if reply.reasoning else []
     pieces += [ContentDelta(reply.content)] if reply.content else []
@@ -507,7 +507,7 @@ API = Api(
     path="/responses",
     request_of=request_of,
     answer=answer,
-    stream=Stream,
+    stream=ResponsesStream,
     error=error,
     encode=named_event,
 )

@@ -22,7 +22,7 @@ from agentevo.agents.posted_rewards import PostedReward, RewardSums
 from agentevo.data.messages import with_names
 from agentevo.errors import BadRequestError
 from agentevo.event_loop import gather_all
-from agentevo.gateway.answer import Answer, Hear, Piece
+from agentevo.gateway.answer import AnswerInProgress, Hear, Piece
 from agentevo.gateway.bridge import Bridge
 from agentevo.gateway.memory import Memory
 from agentevo.gateway.rate_limit import Allowance
@@ -52,7 +52,7 @@ class Listening:
     sampler's loop brings, such as a step of the engine, are one batch: they are decoded together,
     right after it."""
 
-    def __init__(self, answers: Sequence[Answer], hear: Hear) -> None:
+    def __init__(self, answers: Sequence[AnswerInProgress], hear: Hear) -> None:
         self._answers = answers
         self._hear = hear
         self._new: dict[int, list[int]] = {}
@@ -79,7 +79,7 @@ class Listening:
             self.tell(number, self._answers[number].add(ids))
 
 
-class Session:
+class GatewaySession:
     """See the module. `base` is the gateway's URL without a path."""
 
     def __init__(
@@ -201,7 +201,7 @@ class Session:
         opening = "" if request.is_plain else opening_after(chat, prompt)
         echo = _text_of(prompt, chat) if request.echo else ""
         answers = [
-            Answer(request, chat, opening, echo=echo, whole_calls=self._whole_calls)
+            AnswerInProgress(request, chat, opening, echo=echo, whole_calls=self._whole_calls)
             for _ in range(request.n)
         ]
         listening = None if hear is None else Listening(answers, hear)

@@ -19,7 +19,7 @@ import torch
 
 from agentevo.devices import identity
 from agentevo.errors import EngineError, WeightsLostError, WeightsNotSentError
-from agentevo.inference.broadcast_files import RENEW_S, Answer, Ask, BroadcastFiles, Incoming
+from agentevo.inference.broadcast_files import RENEW_S, PlaceAnswer, PlaceRequest, BroadcastFiles, Incoming
 from agentevo.inference.broadcast_group import receive
 from agentevo.inference.engine import Weights
 from agentevo.inference.weight_transport import Latest
@@ -40,7 +40,7 @@ class BroadcastSource:
         self._files = BroadcastFiles(folder)
         self._device = device
         self._engine = uuid.uuid4().hex
-        self._asked: Ask | None = None
+        self._asked: PlaceRequest | None = None
         self._gone_at: float | None = None
         """When the ask was first seen to be taken."""
         self._has_ended = False
@@ -94,13 +94,13 @@ class BroadcastSource:
             if ask is not None and self._files.withdraw(ask):
                 self._asked = None
 
-    def _answer_for(self, latest: Latest, places: list[str]) -> Answer:
+    def _answer_for(self, latest: Latest, places: list[str]) -> PlaceAnswer:
         ask = self._asked
         if ask is None or (ask.sha256, ask.places) != (latest.sha256, places):
             if ask is not None:
                 self._files.withdraw(ask)
             where = f"{socket.gethostname()} {os.getpid()}"
-            ask = Ask(uuid.uuid4().hex, self._engine, latest.sha256, places, where)
+            ask = PlaceRequest(uuid.uuid4().hex, self._engine, latest.sha256, places, where)
             self._files.ask(ask)
             self._asked = ask
             self._gone_at = None

@@ -40,7 +40,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from agentevo.inference.kv_cache import KEY_BLOCK, KVCache, PrefixSegment, in_rows, num_blocks
-from agentevo.models.cpu_kernels import WHOLE, Cache, CpuKernels, Prefix, cpu_kernels
+from agentevo.models.cpu_kernels import WHOLE, KernelCache, CpuKernels, Prefix, cpu_kernels
 from agentevo.models.linear import ORDERED, available, product, weighted_sums
 from agentevo.models.routers import Routing
 
@@ -145,7 +145,7 @@ class Stretch(NamedTuple):
 
 
 @dataclass(eq=False)
-class Rows:
+class CacheRows:
     """Sequences that a step computes together: the same number of query tokens each, after padding,
     and the same prefix.
 
@@ -281,7 +281,7 @@ class CacheAttention:
     its own sequence."""
 
     def __init__(
-        self, cache: KVCache, slots: torch.Tensor, places: torch.Tensor, rows: list[Rows]
+        self, cache: KVCache, slots: torch.Tensor, places: torch.Tensor, rows: list[CacheRows]
     ) -> None:
         self.cache = cache
         self.slots = slots  # [T]: the slot of each token
@@ -377,20 +377,20 @@ class _Layer(NamedTuple):
     """Of the scores."""
     window: int | None
     softcap: float | None
-    own: tuple[CpuKernels, Cache] | None
+    own: tuple[CpuKernels, KernelCache] | None
     """Our own kernels, where there are any for this layer."""
 
 
 def _own_kernels(
     keys: torch.Tensor, values: torch.Tensor, softcap: float | None
-) -> tuple[CpuKernels, Cache] | None:
+) -> tuple[CpuKernels, KernelCache] | None:
     kernels = cpu_kernels()
     if kernels is None or softcap is not None or values.shape[-1] % WHOLE:
         return None
-    return kernels, Cache.of(keys, values)
+    return kernels, KernelCache.of(keys, values)
 
 
-def _by_own_kernels(rows: Rows, q: torch.Tensor, layer: _Layer, out: torch.Tensor) -> None:
+def _by_own_kernels(rows: CacheRows, q: torch.Tensor, layer: _Layer, out: torch.Tensor) -> None:
     """Attention by our own kernels, in order: q [T, G, R, D] of the whole step, into `out`, which
     is like it."""
     assert layer.own is not None
@@ -414,7 +414,7 @@ def _by_own_kernels(rows: Rows, q: torch.Tensor, layer: _Layer, out: torch.Tenso
     )
 
 
-def _attend_few_in_order(rows: Rows, q: torch.Tensor, layer: _Layer) -> torch.Tensor:
+def _attend_few_in_order(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> torch.Tensor:
     """Attention of few queries per sequence and head, q [B, G, N, D] with N = Q * R, in order:
     scores are sums of key rows weighted by the query's numbers, outputs sums of value rows weighted
     by attention. Of a prefix both are matrix products for all readers of a key-value head, and its
@@ -477,7 +477,7 @@ def _multiply_in_order(weights: torch.Tensor, values: torch.Tensor) -> torch.Ten
     return out
 
 
-def _attend_many_in_order(rows: Rows, q: torch.Tensor, layer: _Layer, out: torch.Tensor) -> None:
+def _attend_many_in_order(rows: CacheRows, q: torch.Tensor, layer: _Layer, out: torch.Tensor) -> None:
     """Attention of many queries per sequence, in order: q [T, G, R, D] of the whole step,
     into `out`, which is like it. Matrix products of one stretch's key-value heads, of as many
     queries at once as leave the scores in the processor's cache."""
@@ -507,7 +507,7 @@ def _attend_many_in_order(rows: Rows, q: torch.Tensor, layer: _Layer, out: torch
             out[here] = parts.view(groups, -1, repeat, dim).transpose(0, 1)
 
 
-def _attend_fused(rows: Rows, q: torch.Tensor, layer: _Layer) -> torch.Tensor:
+def _attend_fused(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> torch.Tensor:
     """Attention of queries q [B, G, N, D] by PyTorch's kernels. With output o and
     log-sum-exp l of the own keys, p and m of the prefix, the softmax over the union gives
 

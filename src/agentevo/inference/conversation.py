@@ -36,7 +36,7 @@ from agentevo.errors import (
 from agentevo.event_loop import gather_all, in_thread, outside_scopes
 from agentevo.inference.drift import Drift, DriftPlace, TokenDifference, first_difference
 from agentevo.inference.engine import Engine, SleepingEngine, TokenListener
-from agentevo.inference.history import Found, Histories, Node
+from agentevo.inference.history import HistoryMatch, Histories, HistoryNode
 from agentevo.inference.listening import StreamedTokens
 from agentevo.inference.plain_prompts import PlainTexts, checked_ids, recorded_beginning
 from agentevo.models.answer_form import AnswerForm, grammar_of
@@ -46,7 +46,7 @@ from agentevo.penalties import Penalties
 from agentevo.routed_experts import why_misaligned
 from agentevo.seeds import derive_seed
 from agentevo.store.call_log import AttemptCalls, RunningCall
-from agentevo.store.trace_context import Said
+from agentevo.store.trace_context import TracedMessage
 from agentevo.types import (
     Completion,
     Constraint,
@@ -82,7 +82,7 @@ class _Prompt:
     ids: list[int]
     """The whole prompt."""
     new_messages: list[Message]
-    asked: Node | None = None
+    asked: HistoryNode | None = None
     """The last message that was asked; None where token ids or a text were given."""
     text: str | None = None
     """The whole prompt where a plain text was given."""
@@ -116,7 +116,7 @@ class Conversation:
         self._children: dict[int | None, list[int]] = {}
         """Turn -> those that extend it; None -> roots."""
         self._histories = Histories()
-        self._answers: list[Node | None] = []
+        self._answers: list[HistoryNode | None] = []
         """For each turn its message; None for one that answered token ids or a text."""
         self._texts = PlainTexts(chat, self._context)
         self._discarded: set[int] = set()
@@ -241,7 +241,7 @@ class Conversation:
             return
 
         has_contents = tracing.contents
-        call.said = Said(
+        call.said = TracedMessage(
             asked=_messages_of(prompt) if has_contents else (),
             answers=[turn.messages[-1] for turn in turns] if has_contents else (),
             tools=msgspec.json.encode(tools).decode() if has_contents and tools else "",
@@ -381,12 +381,12 @@ class Conversation:
 
         return _Prompt(parent, added, before + added, new, self._histories.add(found))
 
-    def _recorded_of(self, found: Found) -> list[int]:
+    def _recorded_of(self, found: HistoryMatch) -> list[int]:
         """Ids up to the answer that a request goes on from."""
         turn = None if found.answer is None else found.answer.turn
         return [] if turn is None else self._context(turn)
 
-    async def _encode_new(self, found: Found, new: list[Message]) -> list[int]:
+    async def _encode_new(self, found: HistoryMatch, new: list[Message]) -> list[int]:
         """Ids of the messages after that answer."""
         tools = found.root.tools
         parent = None if found.answer is None else found.answer.turn

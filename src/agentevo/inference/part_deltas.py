@@ -29,7 +29,7 @@ from agentevo.inference.weight_delta import box_keys, change_of, checksum, combi
 from agentevo.models.parts import (
     Box,
     Grid,
-    Part,
+    WeightPart,
     Spec,
     as_bytes,
     boxes_of,
@@ -39,7 +39,7 @@ from agentevo.models.parts import (
 )
 
 
-class Found(NamedTuple):
+class BoxDifference(NamedTuple):
     """What a process says of a box that it has compared."""
 
     box: Box
@@ -54,7 +54,7 @@ class PublishedParts:
 
     def __init__(
         self,
-        own: Callable[[], Mapping[str, Part]],
+        own: Callable[[], Mapping[str, WeightPart]],
         group: distributed.ProcessGroup | None = None,
     ) -> None:
         """`own`: this process's parts of what is published, as they are now; the same names in the
@@ -84,7 +84,7 @@ class PublishedParts:
         other tensors are trained now. None on the others."""
         own = self._own()
         found = self._compare_boxes()
-        of_all: list[dict[str, Found] | None] = [found]
+        of_all: list[dict[str, BoxDifference] | None] = [found]
         if distributed.is_initialized():
             first = distributed.get_rank(self._group) == 0
             of_all *= distributed.get_world_size(self._group)
@@ -114,7 +114,7 @@ class PublishedParts:
         distributed.recv(as_bytes(tensor), group=self._group, group_src=process)
         return tensor
 
-    def _given(self) -> dict[str, Part]:
+    def _given(self) -> dict[str, WeightPart]:
         """This process's parts without those that another one gives."""
         own = self._own()
         boxes = boxes_of_all(own, self._group)
@@ -125,7 +125,7 @@ class PublishedParts:
             if me in givers_of([of_one[name] for of_one in boxes])
         }
 
-    def _compare_boxes(self) -> dict[str, Found] | None:
+    def _compare_boxes(self) -> dict[str, BoxDifference] | None:
         """Of each box that this process gives; None where it has not kept the same ones."""
         given = self._given()
         self._changes = {}
@@ -141,7 +141,7 @@ class PublishedParts:
             specs = {kind: Spec(one.dtype, tuple(one.shape)) for kind, one in change.items()}
             if change:  # what is given whole is made again when it is given
                 self._changes[name] = {} if "whole" in change else change
-            found[name] = Found(part.box, specs, checksum(now))
+            found[name] = BoxDifference(part.box, specs, checksum(now))
 
         return found
 
@@ -162,7 +162,7 @@ class PartsDelta:
 
     @classmethod
     def of(
-        cls, own: Mapping[str, Part], found: list[dict[str, Found]], parts: PublishedParts
+        cls, own: Mapping[str, WeightPart], found: list[dict[str, BoxDifference]], parts: PublishedParts
     ) -> PartsDelta:
         """`found`: of each process. Raises ModelError where it is not all of a tensor."""
         made = cls({}, {}, {}, [], parts)
@@ -176,7 +176,7 @@ class PartsDelta:
 
         return made
 
-    def _add(self, name: str, spec: Spec, found: Mapping[Box, tuple[int, Found]]) -> None:
+    def _add(self, name: str, spec: Spec, found: Mapping[Box, tuple[int, BoxDifference]]) -> None:
         if not math.prod(spec.shape):
             self.state[name] = checksum(torch.empty(spec.shape, dtype=spec.dtype))
             return

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Request:
+class EngineRequest:
     """One call of `generate`, or (future None) the computation of a shared prefix."""
 
     ids: list[int]

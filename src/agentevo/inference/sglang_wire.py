@@ -53,7 +53,7 @@ class ServerFacts(NamedTuple):
     """Whether each piece of a stream has the new tokens alone."""
 
 
-class Drawn(NamedTuple):
+class SglangTokens(NamedTuple):
     """A piece of an answer."""
 
     ids: list[int]
@@ -177,7 +177,7 @@ def read_answer(
     vocabulary: int,
     *,
     done: int = 0,
-) -> Drawn:
+) -> SglangTokens:
     """An answer, or a piece of one; `done`: how many of its tokens are known. Raises EngineError
     for one that is not what this module asks for."""
     try:
@@ -185,7 +185,7 @@ def read_answer(
         finish = meta["finish_reason"]
         ids = [int(one) for one in answer["output_ids"]]
         if finish is not None and finish["type"] == "abort" and not ids:
-            return Drawn([], [], [], [], finish)
+            return SglangTokens([], [], [], [], finish)
 
         logprobs, top = _numbers(meta, ids, sampling, facts, vocabulary)
         labels: list[str] = []
@@ -203,7 +203,7 @@ def read_answer(
             f"{'.'.join(map(str, OLDEST))} or newer"
         ) from error
 
-    return Drawn(ids[done:], logprobs[done:], top[done:], labels, finish)
+    return SglangTokens(ids[done:], logprobs[done:], top[done:], labels, finish)
 
 
 def _numbers(

@@ -43,7 +43,7 @@ from agentevo.inference.engine import (
 )
 from agentevo.inference.grammars import EngineGrammars
 from agentevo.inference.kv_cache import kv_bytes_per_token
-from agentevo.inference.requests import Request
+from agentevo.inference.requests import EngineRequest
 from agentevo.inference.routing import record, recording_of, told
 from agentevo.inference.routing_memory import RoutingMemory
 from agentevo.inference.sampling import draw_with_alternatives
@@ -160,7 +160,7 @@ class TorchEngine:
         penalties = None if given is None else PenaltyState(given, prompt_ids)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         ids = list(prompt_ids)
-        request = Request(ids, sampling, future, session, version, listen, grammar, penalties)
+        request = EngineRequest(ids, sampling, future, session, version, listen, grammar, penalties)
         return await self._queue_and_wait(request, deadline_s, began_at, slept_s)
 
     async def score(
@@ -181,7 +181,7 @@ class TorchEngine:
         return TokenScores.of(await self._queue_and_wait(request, deadline_s, began_at, slept_s))
 
     async def _queue_and_wait(
-        self, request: Request, deadline_s: float, began_at: float, slept_s: float
+        self, request: EngineRequest, deadline_s: float, began_at: float, slept_s: float
     ) -> Completion:
         """Queues the request and waits for its answer. `began_at`: when the deadline began to run,
         by the monotonic clock; `slept_s`: how long the engine had slept then."""
@@ -521,7 +521,7 @@ class TorchEngine:
         self._generated += len(tokens)
         return finished
 
-    def _answer(self, sequence: Sequence, request: Request, completion: Completion) -> None:
+    def _answer(self, sequence: Sequence, request: EngineRequest, completion: Completion) -> None:
         self.scheduler.finish(sequence)
         if request.future is not None and not request.future.done():
             request.future.set_result(completion)

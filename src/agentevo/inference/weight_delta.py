@@ -31,7 +31,7 @@ from agentevo.models.parts import Box, Grid, boxes_of
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Change(NamedTuple):
+class TensorChange(NamedTuple):
     """Elements of one tensor, flattened, that have new bits."""
 
     indices: torch.Tensor
@@ -40,14 +40,14 @@ class Change(NamedTuple):
     """[n], of the tensor's own dtype."""
 
 
-def find_change(old: torch.Tensor, new: torch.Tensor) -> Change:
+def find_change(old: torch.Tensor, new: torch.Tensor) -> TensorChange:
     """What differs in its bits."""
     flat = new.detach().reshape(-1)
     indices = _differs(old, new).nonzero().squeeze(1)
-    return Change(indices, flat[indices])
+    return TensorChange(indices, flat[indices])
 
 
-def pack_change(change: Change, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def pack_change(change: TensorChange, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(gaps, values) as they are stored, of at least one element. `whole` is the new tensor: what
     is listed only to bridge a gap is taken from it."""
     narrow = _bridge_gaps(change.indices, 1 << 8)

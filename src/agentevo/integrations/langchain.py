@@ -19,7 +19,7 @@ from agentevo.agents.rollout_thread import BlockingPolicy
 from agentevo.config import AgentSection
 from agentevo.data.messages import messages_of, tools_of
 from agentevo.errors import BadRequestError, MissingExtraError
-from agentevo.gateway.answer import Answer
+from agentevo.gateway.answer import AnswerInProgress
 from agentevo.gateway.request import ModelRequest
 from agentevo.types import Message, Task, Turn
 
@@ -129,7 +129,7 @@ async def _reply(
         return _result(said.message, turn, policy.num_tokens(said.turn))
 
     given = tools_of(tools) if tools else None
-    answer = Answer(
+    answer = AnswerInProgress(
         ModelRequest(prompt=messages, tools=given, model="policy"), conversation.chat, said.opening
     )
     answer.finish(turn)

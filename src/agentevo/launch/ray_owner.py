@@ -27,7 +27,7 @@ from agentevo.console import to_stderr
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.extras import load_extra
 from agentevo.launch.node import GRACE_S, STOPPED
-from agentevo.launch.plan import Plan, read_plan
+from agentevo.launch.plan import LaunchPlan, read_plan
 from agentevo.launch.ray import SETTINGS, RayFleet
 from agentevo.parsing import ParseError, parse_yaml
 from agentevo.signals import asked_to_stop
@@ -128,7 +128,7 @@ class _Owner:
     def __init__(
         self,
         ray: Any,
-        plan: Plan,
+        plan: LaunchPlan,
         fleet: RayFleet,
         path: Path,
         id: str,

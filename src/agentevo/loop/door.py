@@ -30,15 +30,15 @@ from starlette.types import Receive, Scope, Send
 from agentevo.errors import BadRequestError, EngineUnavailableError
 from agentevo.event_loop import in_thread
 from agentevo.gateway.app import Routes
-from agentevo.inference.admission import Connection
+from agentevo.inference.admission import AdmittedConnection
 from agentevo.inference.secret import RunSecret
 from agentevo.loop.encoding import decode, encode
-from agentevo.loop.records import Ask, NewAttempt, Submitted
+from agentevo.loop.records import ServiceRequest, NewAttempt, Submitted
 from agentevo.loop.wire import (
     ASK_AGAIN,
     PREFIX,
     WAIT_S,
-    Failure,
+    WireFailure,
     Named,
     NewGroup,
     OpenModel,
@@ -46,7 +46,7 @@ from agentevo.loop.wire import (
 )
 
 if TYPE_CHECKING:
-    from agentevo.loop.server import Server
+    from agentevo.loop.server import LoopServer
 
 MAX_BODY = 16 * 2**20
 """Longest body, in bytes."""
@@ -61,10 +61,10 @@ QUICK_S = 60.0
 _JSON = "application/json"
 
 
-class Door:
+class LoopDoor:
     """See the module."""
 
-    def __init__(self, server: Server, folder: Path, gateway: Routes) -> None:
+    def __init__(self, server: LoopServer, folder: Path, gateway: Routes) -> None:
         """`folder` holds the key."""
         self._server = server
         self.secret = RunSecret(folder)
@@ -79,16 +79,16 @@ class Door:
             await self._gateway.guard(scope, receive, send)
             return
 
-        connection: Connection = scope["state"]["connection"]
+        connection: AdmittedConnection = scope["state"]["connection"]
         request = Request(scope, receive)
         if not await in_thread(self.secret.is_in, request.headers.get("authorization")):
             message = "the key is missing or wrong: it is in the file that the server printed"
-            response = _failure_response(401, Failure(type="ConfigError", message=message))
+            response = _failure_response(401, WireFailure(type="ConfigError", message=message))
             await response(scope, receive, send)
             return
 
         if not connection.admit():
-            busy = Failure(type="EngineUnavailableError", message="too many connections")
+            busy = WireFailure(type="EngineUnavailableError", message="too many connections")
             await _failure_response(503, busy)(scope, receive, send)
             return
 
@@ -176,7 +176,7 @@ class Door:
                 opening = service.attempts.open(new, has_session=True, within_s=WAIT_S)
                 return _json(await service.call(opening))
             case [handle, "generate"]:
-                ask = decode(content, Ask)
+                ask = decode(content, ServiceRequest)
                 async with asyncio.timeout(WAIT_S):
                     return _json(await service.call(service.attempts.generate(handle, ask)))
             case [handle, "settle"]:
@@ -220,5 +220,5 @@ def _json(record: Any) -> Response:
     return Response(encode(record), media_type=_JSON)
 
 
-def _failure_response(status: int, failure: Failure) -> Response:
+def _failure_response(status: int, failure: WireFailure) -> Response:
     return Response(encode(failure), status, media_type=_JSON)

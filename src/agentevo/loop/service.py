@@ -18,7 +18,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agentevo.agents.policy import Door, Policy
+from agentevo.agents.policy import PolicyDoor, Policy
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import by_rank, trained_agents
 from agentevo.config.parallel import check_alone
@@ -38,7 +38,7 @@ from agentevo.loop.calls import Calls
 from agentevo.loop.contents import check_id, check_outcome, check_task
 from agentevo.loop.errors import ModelNotOpenError
 from agentevo.loop.group import Group, baseline_name
-from agentevo.loop.records import Checkpoint, ModelState, NewAttempt, Trained
+from agentevo.loop.records import Checkpoint, ModelState, NewAttempt, TrainedSubmission
 from agentevo.loop.seals import Sealer
 from agentevo.loop.wire import failure_of, error_of
 from agentevo.models import checkpoint_manifest as manifest
@@ -55,7 +55,7 @@ from agentevo.rollout.sampler import Sampler, group_name
 from agentevo.runs.chain import is_given_up
 from agentevo.runs.creation import check_place
 from agentevo.store.codec import content_digest, encode_task, encode_trajectories
-from agentevo.training.batching.step_plan import Plan
+from agentevo.training.batching.step_plan import StepPlan
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Outcome, Task, Trajectory, group_of_agent
 
@@ -106,7 +106,7 @@ class LoopService:
         config: RunConfig,
         *,
         resume: bool,
-        door: Door | None,
+        door: PolicyDoor | None,
         note: Callable[[str], None],
         is_of_stranger: bool = False,
     ) -> None:
@@ -297,7 +297,7 @@ class LoopService:
         count = self._group_counts[name]
         return name if count == 1 else f"{name}.{count}"
 
-    async def train(self, groups: Sequence[Group]) -> Trained:
+    async def train(self, groups: Sequence[Group]) -> TrainedSubmission:
         """See Connection.train."""
         name = await self.submit(groups)
         return await self.wait_for_training(name)
@@ -337,7 +337,7 @@ class LoopService:
         """Whether this submission has become a step, or is about to."""
         return name in self._steps or self._submissions.has(name)
 
-    async def wait_for_training(self, name: str) -> Trained:
+    async def wait_for_training(self, name: str) -> TrainedSubmission:
         """What a submission has come to, once it is committed."""
         if name not in self._steps:
             if not self._submissions.has(name):
@@ -345,8 +345,8 @@ class LoopService:
             await asyncio.shield(self._submissions.future(name))
 
         (record, *_) = await self._parts.store.steps(after=self._steps[name] - 1)
-        dropped = Plan.of(record.step, record.record).dropped
-        return Trained(
+        dropped = StepPlan.of(record.step, record.record).dropped
+        return TrainedSubmission(
             step=record.step,
             metrics=record.record["metrics"],
             dropped={name: reason for reason, names in dropped.items() for name in names},

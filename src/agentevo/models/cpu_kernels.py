@@ -51,7 +51,7 @@ class Matrix(ctypes.Structure):
     )
 
 
-class Cache(ctypes.Structure):
+class KernelCache(ctypes.Structure):
     """`cache` of cpu/attention.c."""
 
     _fields_ = (
@@ -64,7 +64,7 @@ class Cache(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Cache:
+    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> KernelCache:
         """Of one layer's keys [slots, G, blocks, D, KEY_BLOCK] and values [slots, G, places, D]."""
         assert keys.is_contiguous() and values.is_contiguous()
         _, groups, places, dim = values.shape
@@ -94,9 +94,9 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "gate": [_POINTER, _POINTER, _LONG, _POINTER, _LONG],
     "softmax_rows": [_POINTER, _LONG, _LONG, _LONG],
     "rotate": [_POINTER, *[_LONG] * 5, *[_POINTER] * 4, _LONG],
-    "keep": [ctypes.POINTER(Cache), *[_POINTER, _LONG] * 2, _POINTER, _POINTER, _LONG, _LONG],
+    "keep": [ctypes.POINTER(KernelCache), *[_POINTER, _LONG] * 2, _POINTER, _POINTER, _LONG, _LONG],
     "attend": [
-        ctypes.POINTER(Cache),
+        ctypes.POINTER(KernelCache),
         *[_POINTER] * 5,
         ctypes.POINTER(Prefix),
         *[_LONG] * 3,
@@ -194,7 +194,7 @@ class CpuKernels:
 
     def keep(
         self,
-        cache: Cache,
+        cache: KernelCache,
         k: torch.Tensor,
         v: torch.Tensor,
         slots: torch.Tensor,
@@ -217,7 +217,7 @@ class CpuKernels:
 
     def attend(  # noqa: PLR0917 (in the order of the C function)
         self,
-        cache: Cache,
+        cache: KernelCache,
         q: torch.Tensor,
         tokens: torch.Tensor,
         slots: torch.Tensor,
@@ -309,7 +309,7 @@ def _attend_both_ways(
     queries [5, 16]."""
     keys = numbers.new_zeros(2, 1, 1, 16, 32)
     values = numbers.new_zeros(2, 1, 32, 16)
-    cache = Cache.of(keys, values)
+    cache = KernelCache.of(keys, values)
     k = numbers[:, None]
     v = numbers.flip(0)[:, None]
     one = torch.ones(5, dtype=torch.int64)

@@ -66,7 +66,7 @@ class Chooser(ABC):
 
     def answer_call(self, router: _Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See Routing.asked."""
-        with _Choice(self, router.layer, router.number):
+        with _RouterChoice(self, router.layer, router.number):
             return router.alone(args, kwargs)
 
     @abstractmethod
@@ -90,7 +90,7 @@ _TOPK = (torch.topk, torch.Tensor.topk)
 class Recording(Chooser):
     """Keeps what is chosen in one pass: by the routers or, of some tokens, by a replay."""
 
-    def __init__(self, routers: Routers, replay: Replay | None = None) -> None:
+    def __init__(self, routers: Routers, replay: RouterReplay | None = None) -> None:
         self.routers = routers
         self.replay = replay
         self._chosen: dict[int, torch.Tensor] = {}
@@ -108,7 +108,7 @@ class Recording(Chooser):
         return found
 
 
-class Replay(Chooser):
+class RouterReplay(Chooser):
     """Answers with recorded experts in one pass, or only tells where they differ from the router's
     own."""
 
@@ -141,13 +141,13 @@ class Replay(Chooser):
         router was not asked."""
         return None if self._is_divided else _of_all(self._differs, self.rows.shape[1])
 
-    def stretch(self, first: int, length: int) -> Replay:
+    def stretch(self, first: int, length: int) -> RouterReplay:
         """Of a process that has these tokens of the pass alone; what is behind its end decides for
         itself."""
         self._is_divided = True
         own = self.rows[first : first + length]
         padding = own.new_full((length - len(own), *own.shape[1:]), OWN)
-        return Replay(torch.cat([own, padding]), apply=self.apply)
+        return RouterReplay(torch.cat([own, padding]), apply=self.apply)
 
 
 def _of_all(of_layers: dict[int, torch.Tensor], layers: int) -> torch.Tensor:
@@ -159,7 +159,7 @@ def _of_all(of_layers: dict[int, torch.Tensor], layers: int) -> torch.Tensor:
     return torch.stack([of_layers[layer] for layer in range(layers)], dim=1)
 
 
-class _Choice(TorchFunctionMode):
+class _RouterChoice(TorchFunctionMode):
     """While a router computes: one of its calls of topk is answered with what `chooser` chooses."""
 
     def __init__(self, chooser: Chooser, layer: int, number: int) -> None:

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from agentevo.observability.metrics_table import Measured
-from agentevo.pages.charts import Chart, Line
+from agentevo.pages.charts import Chart, ChartLine
 
 Axis = Literal["step", "tokens", "time"]
 NAMES = {"step": "step", "tokens": "tokens", "time": "hours"}
@@ -142,7 +142,7 @@ def chart_of(view: Measured, metric: str, title: str = "", axis: Axis = "step") 
     return Chart(
         title or title_of(metric),
         line[0],
-        [Line(metric, line[1])],
+        [ChartLine(metric, line[1])],
         share=is_share(metric),
         name_of_x=NAMES[axis],
     )
@@ -187,7 +187,7 @@ def band_chart(
         full = [one if whole and len(one) >= whole else [] for one in found]
         bands = whole > 1
         shown.append(
-            Line(
+            ChartLine(
                 name,
                 [statistics.fmean(one) if one else math.nan for one in full],
                 low=[min(one) if one else math.nan for one in full] if bands else None,

@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 
 from agentevo.errors import AgentEvoError, CheckpointError, describe_error
-from agentevo.models.parts import Part
+from agentevo.models.parts import WeightPart
 
 
 class BackgroundSave:
@@ -121,7 +121,7 @@ def copy_state(state: Any) -> Any:
     """A copy of a trainer's state, of which later steps change nothing."""
     if isinstance(state, torch.Tensor):
         return _copy_tensor(state)
-    if isinstance(state, Part):
+    if isinstance(state, WeightPart):
         return state.copy_to_cpu()
     if isinstance(state, dict):
         return {key: copy_state(value) for key, value in state.items()}

@@ -44,9 +44,9 @@ from agentevo.orchestration.components import (
 )
 from agentevo.orchestration.conversations import SFTData, read_sft_data
 from agentevo.orchestration.progress import summary_of
-from agentevo.orchestration.ranks import Ranks, follow, join_ranks
+from agentevo.orchestration.ranks import RunRanks, follow, join_ranks
 from agentevo.orchestration.resume import ResumePoint, find_resume_point
-from agentevo.orchestration.rollout_sources import Supervisor
+from agentevo.orchestration.rollout_sources import SamplerSupervisor
 from agentevo.orchestration.submissions import Submissions
 from agentevo.orchestration.tracking import only_trainer_here, track
 from agentevo.orchestration.training_run import Command, TrainingRun
@@ -70,7 +70,7 @@ def train(
     tasks: Sequence[Task] | None = None,
     resume: bool = False,
     view: LiveView | None = None,
-    supervisor: Callable[[RunConfig, Callable[[str], None]], Supervisor] | None = None,
+    supervisor: Callable[[RunConfig, Callable[[str], None]], SamplerSupervisor] | None = None,
 ) -> None:
     """Trains to the end, or to a clean stop: at Ctrl-C, which then raises KeyboardInterrupt, or at
     SIGTERM, which raises SystemExit; blocks.
@@ -146,7 +146,7 @@ async def run_training(
     agent: AgentFunction | None = None,
     tasks: Sequence[Task] | None = None,
     resume: bool = False,
-    supervisor: Callable[[RunConfig, Callable[[str], None]], Supervisor] | None = None,
+    supervisor: Callable[[RunConfig, Callable[[str], None]], SamplerSupervisor] | None = None,
     loaded: LoadedModel | None = None,
     submissions: Submissions | None = None,
     confirm: Confirm | None = None,
@@ -238,7 +238,7 @@ async def run_training(
 
 def _join(
     config: RunConfig, stack: ExitStack, stop_signals: list[int], view: LiveView
-) -> Ranks | None:
+) -> RunRanks | None:
     """The processes that train together; a stop that another one is asked is this one's, too."""
     ranks = stack.enter_context(join_ranks(config))
     if ranks is not None:

@@ -25,7 +25,7 @@ from agentevo.inference.transports import shares
 from agentevo.orchestration.batch_sources import RolloutBatches
 from agentevo.orchestration.collect import Collected
 from agentevo.orchestration.components import Components
-from agentevo.orchestration.rollout_sources import Round, StopAskedError, asleep
+from agentevo.orchestration.rollout_sources import RolloutRound, StopAskedError, asleep
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.unstorable import written
 from agentevo.store.store import Store
@@ -239,7 +239,7 @@ class SubmittedRollouts:
             self.submissions.end(f"the run takes no further step: {why}")
             await self.submissions.host.closing(failure)
 
-    async def round(self, step: int, tasks: Sequence[Task]) -> Round:
+    async def round(self, step: int, tasks: Sequence[Task]) -> RolloutRound:
         """The attempts of the submission, which are in the store from now on."""
         store = self._parts.store
         await with_retries(
@@ -253,7 +253,7 @@ class SubmittedRollouts:
                 what="write_trajectories",
             ),
         )
-        return Round(trajectories)
+        return RolloutRound(trajectories)
 
     def training(self) -> AbstractAsyncContextManager[None]:
         return asleep(self._sleepers, self._parts.config)

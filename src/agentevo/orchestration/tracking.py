@@ -22,7 +22,7 @@ from agentevo.observability import LiveView
 from agentevo.observability.moment import Moment
 from agentevo.runs.lock import only_trainer
 from agentevo.runs.now_file import NowFile
-from agentevo.trackers import Row, Table, TrackedRun, TrackerConfig, Tracking, trackers
+from agentevo.trackers import TrackedRow, TrackedTable, TrackedRun, TrackerConfig, Tracking, trackers
 from agentevo.trackers.secrets import without_secrets
 from agentevo.trackers.tracker import State
 from agentevo.trackers.tracking import clean_table
@@ -123,10 +123,10 @@ def report_evaluation(
     if not chosen(config, board=False):
         return
     with track(config, "eval", hearer, folder=folder) as tracking:
-        tracking.put(Row(step=step, time=time.time(), metrics=dict(metrics)))
+        tracking.put(TrackedRow(step=step, time=time.time(), metrics=dict(metrics)))
 
 
-def attempts_table(config: RunConfig, trajectories: Sequence[Trajectory]) -> tuple[Table, ...]:
+def attempts_table(config: RunConfig, trajectories: Sequence[Trajectory]) -> tuple[TrackedTable, ...]:
     """The first attempts of a step for people, as many as the configuration lets out."""
     count = config.tracking.attempts
     if not count or not trajectories:
@@ -146,7 +146,7 @@ def attempts_table(config: RunConfig, trajectories: Sequence[Trajectory]) -> tup
         )
         for one in trajectories[:count]
     ]
-    return (clean_table(Table("attempts", COLUMNS, tuple(rows))),)
+    return (clean_table(TrackedTable("attempts", COLUMNS, tuple(rows))),)
 
 
 def _said(trajectory: Trajectory) -> str:

@@ -36,12 +36,12 @@ from agentevo.orchestration.evaluation import (
 from agentevo.orchestration.first_attempts import check_first_evaluation, check_first_step
 from agentevo.orchestration.ledger import commit, drop_reasons, plan_of, reserve
 from agentevo.orchestration.profiling import Profiling
-from agentevo.orchestration.progress import Progress
-from agentevo.orchestration.ranks import Leader, Led, Ranks
+from agentevo.orchestration.progress import RunProgress
+from agentevo.orchestration.ranks import Leader, Led, RunRanks
 from agentevo.orchestration.resume import ResumePoint, replay_step
 from agentevo.orchestration.rollout_sources import (
     StopAskedError,
-    Supervisor,
+    SamplerSupervisor,
     SynchronousRollouts,
 )
 from agentevo.orchestration.row_digests import RowDigests
@@ -62,7 +62,7 @@ from agentevo.runs.control import RunControl
 from agentevo.runs.creation import kind_of
 from agentevo.signals import LOOK_S, finished_before_stop
 from agentevo.store.records import StepRecord
-from agentevo.training.batching.step_plan import Plan
+from agentevo.training.batching.step_plan import StepPlan
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.contribution import Contribution
 from agentevo.training.phases import phase
@@ -91,9 +91,9 @@ class TrainingRun:
         view: LiveView,
         is_stopped: Callable[[], bool],
         command: Command,
-        processes: Supervisor | None,
+        processes: SamplerSupervisor | None,
         submissions: Submissions | None = None,
-        ranks: Ranks | None = None,
+        ranks: RunRanks | None = None,
     ) -> None:
         """`is_stopped`: whether somebody has asked the run to stop; it ends after the step that it
         is in. `processes`: the run's own samplers and engines, if it has any. `submissions`:
@@ -145,7 +145,7 @@ class TrainingRun:
         self.log = MetricsLog(folder / "metrics.jsonl")
         self.players = reference_players(parts)
         self.monitor = CollapseMonitor(remedies=remedies_of(config.model_dump(mode="json")))
-        self.progress = Progress()
+        self.progress = RunProgress()
         self.end = End()
         self.head = HeadFile(folder)
         self._recorded = 0
@@ -254,7 +254,7 @@ class TrainingRun:
             },
         )
         self.source.load_state_dict(step.record["source"])
-        progress = msgspec.convert(step.record["progress"], Progress)
+        progress = msgspec.convert(step.record["progress"], RunProgress)
         self._go_on_from(msgspec.structs.replace(progress, warnings=earlier + progress.warnings))
         self._keep_lost_best(End(step.step, str(step.record[CHAIN])))
 
@@ -410,7 +410,7 @@ class TrainingRun:
         if step <= self.end.step:
             self.checkpoints.prune()
 
-    def _give_up_step(self, committed: Progress) -> None:
+    def _give_up_step(self, committed: RunProgress) -> None:
         """Somebody asked to stop while the step was evaluated that is computed and not committed: a
         resumed run does it again, with the same attempts. `committed`: the progress before it."""
         step = self.progress.step
@@ -661,11 +661,11 @@ class TrainingRun:
     def restore(self, run_state: dict[str, Any]) -> None:
         """The inverse of what `save` wrote."""
         self.source.load_state_dict(run_state["source"])
-        self._go_on_from(msgspec.convert(run_state["progress"], Progress))
+        self._go_on_from(msgspec.convert(run_state["progress"], RunProgress))
         self.monitor.load_state_dict(run_state["monitor"])
         self._clock = time.perf_counter()
 
-    def _go_on_from(self, progress: Progress) -> None:
+    def _go_on_from(self, progress: RunProgress) -> None:
         """That much is committed, all its warnings included."""
         self.progress = progress
         self._recorded = len(progress.warnings)
@@ -676,7 +676,7 @@ class TrainingRun:
 
     async def _commit(
         self,
-        plan: Plan,
+        plan: StepPlan,
         metrics: dict[str, float],
         checkpoint: dict[str, str] | None,
         rows: RecordedRows,

@@ -48,7 +48,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Made:
+class StageResult:
     """What a finished stage has made."""
 
     outputs: Mapping[str, Path]
@@ -112,7 +112,7 @@ class StageKind:
         folder is emptied, and it begins again."""
         return False
 
-    def made(self, job: Job) -> Made:
+    def made(self, job: Job) -> StageResult:
         """What it made. Raises ConfigError for a folder that was damaged."""
         raise NotImplementedError
 

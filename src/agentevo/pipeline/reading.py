@@ -24,9 +24,9 @@ from agentevo.errors import AgentEvoError, ConfigError, UnknownNameError
 from agentevo.parsing import ParseError, parse_yaml
 from agentevo.paths import name_problem
 from agentevo.pipeline.leaks import LeakError, Leaks
-from agentevo.pipeline.plan import Instance, Plan, make_plan
+from agentevo.pipeline.plan import Instance, PipelinePlan, make_plan
 from agentevo.pipeline.recipes import Recipes
-from agentevo.pipeline.references import Reference, ReferenceProblem, references_in, replace_references
+from agentevo.pipeline.references import StageReference, ReferenceProblem, references_in, replace_references
 from agentevo.pipeline.schema import PipelineConfig, StageConfig
 from agentevo.registry import nearest
 
@@ -45,7 +45,7 @@ class Pipeline:
     """What a message calls its file."""
     home: Path
     """The folder that its paths are from."""
-    plan: Plan
+    plan: PipelinePlan
 
     @property
     def dir(self) -> Path:
@@ -342,7 +342,7 @@ class _Planned:
         self.pipeline = pipeline
         self.one = one
 
-    def __call__(self, reference: Reference) -> str | float:
+    def __call__(self, reference: StageReference) -> str | float:
         if reference.scope == "round":
             return self.one.round
         if reference.scope == "stage":
@@ -352,7 +352,7 @@ class _Planned:
         if not targets:
             fallback = reference.fallback
             assert fallback is not None
-            return self(fallback) if isinstance(fallback, Reference) else fallback
+            return self(fallback) if isinstance(fallback, StageReference) else fallback
 
         target = self.pipeline.plan.by_id[targets[0]]
         folder = stage_folder(self.pipeline.dir, target)

@@ -29,7 +29,7 @@ class ReferenceProblem(ValueError):
 
 
 @dataclass(frozen=True)
-class Reference:
+class StageReference:
     """A reference as it is written."""
 
     scope: str
@@ -37,7 +37,7 @@ class Reference:
     names: tuple[str, ...]
     """Of the stage, or of the group and a stage in it; empty where it is the own one."""
     key: str
-    fallback: Reference | str | None = None
+    fallback: StageReference | str | None = None
     """What counts where there is none."""
 
     @property
@@ -46,10 +46,10 @@ class Reference:
         return ".".join([self.scope, *self.names, *([self.key] if self.key else [])])
 
 
-def parse_reference(text: str) -> Reference:
+def parse_reference(text: str) -> StageReference:
     """What stands within `${}`. Raises ReferenceProblem."""
     written, bar, rest = (part.strip() for part in text.partition("|"))
-    fallback: Reference | str | None = None
+    fallback: StageReference | str | None = None
     if bar:
         is_reference = rest.startswith(_BEGINS) or rest == "round"
         fallback = parse_reference(rest) if is_reference else rest
@@ -57,11 +57,11 @@ def parse_reference(text: str) -> Reference:
             raise ReferenceProblem(f"${{{text[:80]}}} has nothing after `|`")
 
     if written == "round":
-        return Reference("round", (), "", fallback)
+        return StageReference("round", (), "", fallback)
 
     scope, *parts = (part.strip() for part in written.split("."))
     if scope == "stage" and parts == ["folder"]:
-        return Reference("stage", (), "folder", fallback)
+        return StageReference("stage", (), "folder", fallback)
 
     most = {"stages": (2, 3), "previous": (1, 2)}.get(scope, (0, 0))
     if not most[0] <= len(parts) <= most[1] or not all(NAME.fullmatch(one) for one in parts):
@@ -70,10 +70,10 @@ def parse_reference(text: str) -> Reference:
             "${previous.checkpoint}, ${stage.folder} or ${round}"
         )
 
-    return Reference(scope, tuple(parts[:-1]), parts[-1], fallback)
+    return StageReference(scope, tuple(parts[:-1]), parts[-1], fallback)
 
 
-def references_in(value: Any) -> Iterator[Reference]:
+def references_in(value: Any) -> Iterator[StageReference]:
     """Those in a tree, in order. Raises ReferenceProblem."""
     for text in texts_in(value):
         for match in _REFERENCE.finditer(text):
@@ -92,7 +92,7 @@ def texts_in(value: Any) -> Iterator[str]:
         yield value
 
 
-def replace_references(value: Any, meaning: Callable[[Reference], str | float]) -> Any:
+def replace_references(value: Any, meaning: Callable[[StageReference], str | float]) -> Any:
     """A copy of a tree in which each reference is what `meaning` says of it; a text that is
     nothing else is its value."""
     if isinstance(value, Mapping):

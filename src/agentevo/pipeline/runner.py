@@ -32,7 +32,7 @@ from agentevo.paths import short
 from agentevo.pipeline.reading import Pipeline
 from agentevo.pipeline.results import points, success, write_results
 from agentevo.pipeline.servers import Servers
-from agentevo.pipeline.standing import Choice, Decided, Standing, names_of
+from agentevo.pipeline.standing import StageChoice, Decided, Standing, names_of
 from agentevo.pipeline.state import FILE, LOCK, STATE, is_pipeline_folder
 from agentevo.processes.members import held_lock, last_lines, why_failed
 from agentevo.registry import nearest
@@ -43,11 +43,11 @@ SAVED_EVERY_S = 5.0
 """How often pipeline.json gets the time that has passed."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-__all__ = ["Choice", "run_pipeline"]
+__all__ = ["StageChoice", "run_pipeline"]
 
 
 @dataclass
-class _UnderWay:
+class _StageUnderWay:
     standing: Standing
     decided: Decided
     process: subprocess.Popen[bytes]
@@ -62,7 +62,7 @@ def run_pipeline(
     pipeline: Pipeline,
     *,
     resume: bool = False,
-    choice: Choice | None = None,
+    choice: StageChoice | None = None,
     view: SweepView | None = None,
 ) -> dict[str, Any]:
     """Runs what is not finished, and returns the results: what table.json holds. Blocks.
@@ -70,7 +70,7 @@ def run_pipeline(
     Raises ConfigError before anything is created; at the end, when all is written, AgentEvoError if
     a stage failed, and KeyboardInterrupt or SystemExit after a clean stop.
     """
-    choice = choice or Choice()
+    choice = choice or StageChoice()
     view = view or SweepView(pipeline.config.name)
     _check(pipeline, resume, choice)
 
@@ -117,7 +117,7 @@ def _seeds(pipeline: Pipeline) -> list[tuple[int, Path]]:
     return [(seed, pipeline.dir / f"seed-{seed}") for seed in seeds]
 
 
-def _check(pipeline: Pipeline, resume: bool, choice: Choice) -> None:
+def _check(pipeline: Pipeline, resume: bool, choice: StageChoice) -> None:
     """Raises ConfigError, before anything is created or deleted."""
     check_alone("a pipeline")
     folder = pipeline.dir
@@ -186,7 +186,7 @@ class _Life:
         self.view = view
         self.lock = lock
         self.received = received
-        self.under_way: list[_UnderWay] = []
+        self.under_way: list[_StageUnderWay] = []
         self.servers = Servers(view.note)
         self.failures: list[str] = []
         self.over = ""
@@ -289,7 +289,7 @@ class _Life:
             return
 
         name = f"{self._prefix(standing)}{decided.one.id}"
-        self.under_way.append(_UnderWay(standing, decided, process, log, name))
+        self.under_way.append(_StageUnderWay(standing, decided, process, log, name))
         self.view.note_start(name, "resumed" if job.resume else "started")
 
     def _start_server(self, standing: Standing, decided: Decided) -> None:
@@ -349,7 +349,7 @@ class _Life:
                 one.state.status = self._status(one)
                 one.write()
 
-    def _note_success(self, run: _UnderWay) -> None:
+    def _note_success(self, run: _StageUnderWay) -> None:
         seconds = time.monotonic() - run.since
         code = run.process.returncode
         failure = run.standing.record_end(

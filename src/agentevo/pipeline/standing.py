@@ -25,11 +25,11 @@ from agentevo.pipeline.kinds import Job
 from agentevo.pipeline.leaks import Leaks
 from agentevo.pipeline.plan import HELD_OUT, START, Instance
 from agentevo.pipeline.reading import Pipeline, read_options, stage_folder
-from agentevo.pipeline.references import Reference, parse_reference, replace_references
+from agentevo.pipeline.references import StageReference, parse_reference, replace_references
 from agentevo.pipeline.setting import files_outside, replaced_texts, without_places
 from agentevo.pipeline.state import (
     Input,
-    Output,
+    StageOutput,
     PipelineState,
     StageState,
     as_setting,
@@ -50,7 +50,7 @@ class NothingThereError(Exception):
 
 
 @dataclass(frozen=True)
-class Choice:
+class StageChoice:
     """Which stages a life of the pipeline is for."""
 
     only: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class Standing:
     pipeline: Pipeline
     dir: Path
     seed: int
-    choice: Choice = field(default_factory=Choice)
+    choice: StageChoice = field(default_factory=StageChoice)
 
     def __post_init__(self) -> None:
         self.recipes = self.pipeline.recipes(self.seed)
@@ -298,7 +298,7 @@ class Standing:
         """Whether everything that it made is still there."""
         return all(self.path_of(output).exists() for output in state.outputs.values())
 
-    def path_of(self, output: Output) -> Path:
+    def path_of(self, output: StageOutput) -> Path:
         """Absolute."""
         return self.dir / output.path
 
@@ -309,7 +309,7 @@ class Standing:
         folder = stage_folder(self.dir, one)
         digests = {str(folder): "stage.folder"}
 
-        def meaning(reference: Reference) -> str | float:
+        def meaning(reference: StageReference) -> str | float:
             before = len(inputs)
             value = self._meaning(one, reference, inputs)
             for used in inputs[before:]:
@@ -356,7 +356,7 @@ class Standing:
         return {"attempts": held_out.attempts, "temperature": held_out.temperature}
 
     def _measured_model(
-        self, one: Instance, meaning: Callable[[Reference], str | float], inputs: list[Input]
+        self, one: Instance, meaning: Callable[[StageReference], str | float], inputs: list[Input]
     ) -> str | None:
         """The checkpoint of a measurement; None for the recipe's own model."""
         if one.measures in (None, START):
@@ -386,7 +386,7 @@ class Standing:
         digests[file] = f"{one.measures}:{inputs[-1].sha256}"
         return sources.overlay(tree, {"agent": {"texts": file}})
 
-    def _meaning(self, one: Instance, reference: Reference, inputs: list[Input]) -> str | float:
+    def _meaning(self, one: Instance, reference: StageReference, inputs: list[Input]) -> str | float:
         """Raises NothingThereError."""
         if reference.scope == "round":
             return one.round
@@ -397,7 +397,7 @@ class Standing:
             if self.state.stages[target].status == "finished":
                 return self._output(target, reference.key, inputs)
 
-        if isinstance(reference.fallback, Reference):
+        if isinstance(reference.fallback, StageReference):
             return self._meaning(one, reference.fallback, inputs)
         if reference.fallback is None:
             raise NothingThereError(f"${{{reference.text}}} was left out")
@@ -504,9 +504,9 @@ class Standing:
         state = self.state.stages[one.id]
         made = one.kind.made(job)
         name = state.digest if one.kind.serves else uuid.uuid4().hex
-        outputs = {"folder": Output(path=self._within(job.folder), sha256=name)}
+        outputs = {"folder": StageOutput(path=self._within(job.folder), sha256=name)}
         for key, path in made.outputs.items():
-            outputs[key] = Output(path=self._within(path), sha256=digest_of_path(path) or "")
+            outputs[key] = StageOutput(path=self._within(path), sha256=digest_of_path(path) or "")
 
         state.numbers = dict(made.numbers)
         if one.measures is not None:

@@ -118,7 +118,7 @@ async def _serve(
     """Ends when `stop` says so; then requests under way are answered with EngineUnavailableError.
     `shown`: how it encrypts, and the fingerprint of its certificate."""
     await engine.begin(NO_VERSION, deadline_s=config.engine.timeout_s)
-    follower = Follower(
+    follower = VersionFollower(
         source, engine, config.rollout.in_flight, deadline_s=config.engine.timeout_s, note=note
     )
     following = asyncio.ensure_future(follower.follow(config.rollout.poll_s))
@@ -188,7 +188,7 @@ class _How(TypedDict):
     deadline_s: float
 
 
-class Follower:
+class VersionFollower:
     """Keeps an engine on the newest weights of a source."""
 
     def __init__(

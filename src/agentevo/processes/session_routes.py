@@ -33,7 +33,7 @@ from agentevo.gateway.body import json_body, record_of
 from agentevo.gateway.bridge import Bridge
 from agentevo.gateway.rate_limit import RateLimit, address_of, retry_headers
 from agentevo.gateway.refusals import Refusal, refusal_of
-from agentevo.inference.admission import Connection
+from agentevo.inference.admission import AdmittedConnection
 from agentevo.inference.secret import RunSecret
 from agentevo.processes import session_page
 from agentevo.processes.session_page import (
@@ -97,7 +97,7 @@ class SessionRoutes:
                 await app(scope, receive, send)
                 return
 
-            connection: Connection = scope["state"]["connection"]
+            connection: AdmittedConnection = scope["state"]["connection"]
             scope["state"]["bearer"] = bearer = _bearer(scope)
             # A key of the right length may be a session's; whoever shows none does not stay.
             is_admitted = bool(bearer) and connection.admit()

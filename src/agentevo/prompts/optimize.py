@@ -28,11 +28,11 @@ from agentevo.evaluation.results import task_digest
 from agentevo.event_loop import run_coroutine
 from agentevo.orchestration.components import AgentFunction, load_policy, open_components
 from agentevo.prompts.budget import Budget, BudgetSpentError, budget_of, comparison, with_cost
-from agentevo.prompts.folder import RUN, Begun, Candidate, OptimizeFolder, Record, Session
+from agentevo.prompts.folder import RUN, SearchBegun, Candidate, OptimizeFolder, Record, SearchSession
 from agentevo.prompts.playing import HELD_OUT, Playing
 from agentevo.prompts.report import report_of
-from agentevo.prompts.search import Judged, Search
-from agentevo.prompts.writing import POLICY, Writer, ask_of
+from agentevo.prompts.search import Judged, TextSearch
+from agentevo.prompts.writing import POLICY, TextWriter, ask_of
 from agentevo.registry import nearest
 from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.task_source import TaskSource
@@ -49,7 +49,7 @@ WRITTEN: dict[str, tuple[Kind, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimization:
+class TextOptimization:
     """What is to be searched."""
 
     contestant: Contestant
@@ -63,13 +63,13 @@ class Optimization:
 
 
 @dataclass(frozen=True)
-class _Tasks:
+class _SearchTasks:
     learning: Sequence[Task]
     judging: Sequence[Task]
     held_out: Sequence[Task]
 
 
-def optimize(what: Optimization, note: Callable[[str], None]) -> dict[str, Any]:
+def optimize(what: TextOptimization, note: Callable[[str], None]) -> dict[str, Any]:
     """Searches, compares, and gives the summary. Raises ConfigError before anything is created, and
     AttemptsFailedError where the agent's own texts let nothing be played."""
     config = with_cost(what.contestant.config)
@@ -95,9 +95,9 @@ def optimize(what: Optimization, note: Callable[[str], None]) -> dict[str, Any]:
 
 
 async def _optimize_in_folder(
-    what: Optimization,
+    what: TextOptimization,
     config: RunConfig,
-    tasks: _Tasks,
+    tasks: _SearchTasks,
     folder: OptimizeFolder,
     settings: Mapping[str, Any],
     goes_on: bool,
@@ -117,18 +117,18 @@ async def _optimize_in_folder(
         start, kinds = _start(config, declared, method)
         if not goes_on:
             folder.begin(settings, declared)
-            folder.add(Begun(candidate="", task=tasks.learning[0].id, label=PROBE, number=1))
+            folder.add(SearchBegun(candidate="", task=tasks.learning[0].id, label=PROBE, number=1))
 
-        folder.add(Session(lead_s=budget.used_s - budget.before_s))
+        folder.add(SearchSession(lead_s=budget.used_s - budget.before_s))
         most = max(1, config.engine.max_running // section.attempts_per_task)
         playing = Playing(sampler, folder, budget, records, config.agent.texts, most)
 
         writer = None
         if section.writer is not None and method in ("apo", "gepa"):
             ask = ask_of(config, sampler)
-            writer = Writer(ask, folder, records, section.max_chars, note)
+            writer = TextWriter(ask, folder, records, section.max_chars, note)
 
-        search = Search(
+        search = TextSearch(
             section=section,
             method=method,
             seed=config.run.seed,
@@ -156,7 +156,7 @@ async def _optimize_in_folder(
 
 @asynccontextmanager
 async def _open_sampler(
-    what: Optimization, config: RunConfig, run: Path, note: Callable[[str], None]
+    what: TextOptimization, config: RunConfig, run: Path, note: Callable[[str], None]
 ) -> AsyncIterator[Sampler]:
     if what.agent is None and what.given is None:
         async with open_player(what.contestant, config, note, run) as sampler:
@@ -256,7 +256,7 @@ def _check_config(config: RunConfig) -> None:
 
 def _tasks_of(
     config: RunConfig, given: Sequence[Task] | None, note: Callable[[str], None]
-) -> _Tasks:
+) -> _SearchTasks:
     """What is searched with, and what is held out. A task that asks what a held-out one asks is
     left out of the search. A curriculum, which follows what training has solved, decides nothing
     here: no step is trained."""
@@ -290,7 +290,7 @@ def _tasks_of(
         )
 
     third = len(tasks) // 3
-    return _Tasks(tasks[:third], tasks[third:], held_out)
+    return _SearchTasks(tasks[:third], tasks[third:], held_out)
 
 
 def _question(task: Task) -> tuple[str | int | None, ...]:
@@ -299,7 +299,7 @@ def _question(task: Task) -> tuple[str | int | None, ...]:
     return task.environment, task.seed, task.query, repr(task.answer)
 
 
-def _settings(config: RunConfig, contestant: Contestant, tasks: _Tasks) -> dict[str, Any]:
+def _settings(config: RunConfig, contestant: Contestant, tasks: _SearchTasks) -> dict[str, Any]:
     """What has to be the same for a search to go on."""
     every = [*tasks.learning, *tasks.judging]
     optimize = config.optimize.model_dump(mode="json", exclude={"minutes", "cost", "attempts"})
@@ -375,7 +375,7 @@ async def _compare_held_out(
 
 
 def _summary(
-    search: Search, best: Judged, compared: _Compared, budget: Budget, config: RunConfig
+    search: TextSearch, best: Judged, compared: _Compared, budget: Budget, config: RunConfig
 ) -> dict[str, Any]:
     difference = compared.difference
     fails_more = compared.failed[1] > compared.failed[0]

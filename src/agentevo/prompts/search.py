@@ -25,10 +25,10 @@ from agentevo.agents.texts import Kind
 from agentevo.config.optimize import OptimizeSection
 from agentevo.prompts.budget import BudgetSpentError
 from agentevo.prompts.examples import chosen_examples
-from agentevo.prompts.folder import Candidate, OptimizeFolder, Played, Record
+from agentevo.prompts.folder import Candidate, OptimizeFolder, PlayedAttempt, Record
 from agentevo.prompts.phrases import edit
 from agentevo.prompts.playing import JUDGED, SAMPLED, Playing
-from agentevo.prompts.writing import Writer, WriterGoneError, shown_attempts
+from agentevo.prompts.writing import TextWriter, WriterGoneError, shown_attempts
 from agentevo.seeds import derive_seed
 from agentevo.types import Task
 
@@ -55,7 +55,7 @@ class Judged:
 
 
 @dataclass
-class Search:
+class TextSearch:
     """See the module."""
 
     section: OptimizeSection
@@ -64,7 +64,7 @@ class Search:
     kinds: dict[str, Kind]
     """Of the texts that are searched."""
     playing: Playing
-    writer: Writer | None
+    writer: TextWriter | None
     folder: OptimizeFolder
     learning: Sequence[Task]
     judging: Sequence[Task]
@@ -192,7 +192,7 @@ class Search:
         return Candidate(texts=texts, parent=parent.id, how=f"{name}: {how}")
 
     async def _written(
-        self, writer: Writer, parent: Candidate, name: str, draw: random.Random
+        self, writer: TextWriter, parent: Candidate, name: str, draw: random.Random
     ) -> str | None:
         before = parent.texts[name]
         number = draw.getrandbits(32)
@@ -209,7 +209,7 @@ class Search:
         """From the parent's attempts at the tasks to learn from, sampled ones too where there are
         too few good ones."""
         greedy = await self.playing.play(parent, self.learning)
-        played: list[Played] = [one for of_it in greedy.values() for one in of_it]
+        played: list[PlayedAttempt] = [one for of_it in greedy.values() for one in of_it]
         if sum(one.success for one in played) < self.section.examples:
             more = await self.playing.play(parent, self.learning, label=SAMPLED, attempts=SAMPLES)
             played += [one for of_it in more.values() for one in of_it]

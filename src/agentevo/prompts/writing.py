@@ -16,7 +16,7 @@ from typing import Protocol
 from agentevo.config.recipe import RunConfig
 from agentevo.config.texts import digest_of_text, text_problem
 from agentevo.errors import AgentEvoError
-from agentevo.prompts.folder import OptimizeFolder, Played, Record, Written
+from agentevo.prompts.folder import OptimizeFolder, PlayedAttempt, Record, Written
 from agentevo.rollout.sampler import Sampler
 from agentevo.seeds import derive_seed
 from agentevo.types import Message, Task
@@ -34,18 +34,18 @@ class WriterGoneError(AgentEvoError):
     """The writer has failed too often in a row."""
 
 
-class Ask(Protocol):
+class WritingRequest(Protocol):
     """One question to a model."""
 
     async def __call__(self, messages: Sequence[Message], key: str) -> str: ...
 
 
-class Writer:
+class TextWriter:
     """See the module."""
 
     def __init__(
         self,
-        ask: Ask,
+        ask: WritingRequest,
         folder: OptimizeFolder,
         records: Sequence[Record],
         max_chars: int,
@@ -166,7 +166,7 @@ def fence(content: str) -> str:
     return f"{mark}\n{content}\n{mark}"
 
 
-def shown_attempts(tasks: Sequence[Task], played: Sequence[Sequence[Played]]) -> str:
+def shown_attempts(tasks: Sequence[Task], played: Sequence[Sequence[PlayedAttempt]]) -> str:
     """Attempts for a writer, each between marks, with what it was worth."""
     parts = []
     for task, of_it in zip(tasks, played, strict=True):
@@ -191,7 +191,7 @@ def _shorten(talk: str) -> str:
     return f"{talk[:half]}\n[... {len(talk) - 2 * half} characters ...]\n{talk[-half:]}"
 
 
-def ask_of(config: RunConfig, sampler: Sampler) -> Ask:
+def ask_of(config: RunConfig, sampler: Sampler) -> WritingRequest:
     """What asks the writer that `optimize.writer` names. Raises UnknownNameError."""
     name = config.optimize.writer or ""
     if name != POLICY:

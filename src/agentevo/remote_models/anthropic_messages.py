@@ -10,7 +10,7 @@ from agentevo.errors import BadRequestError
 from agentevo.models.answer_form import ANY_OBJECT, AnswerForm
 from agentevo.models.tool_calls import ContentDelta, ReasoningDelta
 from agentevo.remote_models.wire import (
-    Asked,
+    WireRequest,
     BadAnswerError,
     RemoteReply,
     Usage,
@@ -23,7 +23,7 @@ VERSION = "2023-06-01"
 _CHOICES = {"auto": {"type": "auto"}, "none": {"type": "none"}, "required": {"type": "any"}}
 
 
-def body_of(url: str, model: str, asked: Asked) -> dict[str, Any]:
+def body_of(url: str, model: str, asked: WireRequest) -> dict[str, Any]:
     """See Wire.body. The API has no seeds: one changes nothing."""
     sampling = asked.sampling
     if sampling.min_p is not None:

@@ -22,7 +22,7 @@ from agentevo.models.tool_calls import ContentDelta, ReasoningDelta
 from agentevo.remote_models.wire import Listen, RemoteReply
 from agentevo.seeds import derive_seed
 from agentevo.store.call_log import AttemptCalls, RunningCall
-from agentevo.store.trace_context import Said
+from agentevo.store.trace_context import TracedMessage
 from agentevo.types import Message, RemoteTurn, SamplingOverrides
 
 POLICY = "policy"
@@ -230,7 +230,7 @@ def _tell(
 ) -> None:
     """What was said, for the call's span if there is one."""
     if (tracing := call.tracing) is not None:
-        call.said = Said(
+        call.said = TracedMessage(
             asked=tuple(messages) if tracing.contents else (),
             answers=[reply.message for reply in replies] if tracing.contents else (),
             tools=tools if tracing.contents else "",

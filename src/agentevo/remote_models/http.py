@@ -50,7 +50,7 @@ class Unanswered(AgentEvoError):
         self.retry_after_s = retry_after_s
 
 
-class Server:
+class ModelServer:
     """See the module. Any thread may use it."""
 
     def __init__(

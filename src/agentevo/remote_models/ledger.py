@@ -59,7 +59,7 @@ class Spent(msgspec.Struct, kw_only=True):
         self.cost += sign * other.cost
 
 
-class Line(msgspec.Struct, kw_only=True, omit_defaults=True):
+class LedgerLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One line of the log."""
 
     id: str
@@ -110,7 +110,7 @@ class Ledger:
         if not self._budget.limits:
             return secrets.token_hex(8)
 
-        line = Line(
+        line = LedgerLine(
             id=secrets.token_hex(8),
             state="begun",
             model=self._name,
@@ -134,7 +134,7 @@ class Ledger:
 
                 self._settled.wait(max(0.0, min(1.0, until - time.monotonic())))
 
-    def end(self, line: Line) -> None:
+    def end(self, line: LedgerLine) -> None:
         """A request has ended, with what it used."""
         with self._thread_lock:
             with self._lock():
@@ -208,7 +208,7 @@ class Ledger:
             with FileLock(self._path.with_name(f".{self._path.name}.lock"), timeout=LOCK_S):
                 yield
 
-    def _write(self, line: Line) -> None:
+    def _write(self, line: LedgerLine) -> None:
         if self._path is None:
             self._take(line)
             return
@@ -244,11 +244,11 @@ class Ledger:
         *whole, self._rest = (self._rest + new).split(b"\n")
         for text in whole:
             try:
-                self._take(msgspec.json.decode(text, type=Line))
+                self._take(msgspec.json.decode(text, type=LedgerLine))
             except msgspec.MsgspecError:
                 continue  # half a line of a process that was killed
 
-    def _take(self, line: Line) -> None:
+    def _take(self, line: LedgerLine) -> None:
         spent = Spent(requests=line.requests, tokens=line.tokens, cost=line.cost)
         if line.state == "begun":
             self._open[line.id] = spent

@@ -22,7 +22,7 @@ from agentevo.event_loop import TaskScope
 from agentevo.rollout.failures import TOO_LONG, ShowFailure
 from agentevo.signals import Interrupt
 from agentevo.store.call_log import AttemptCalls, RunningCall
-from agentevo.store.trace_context import Said
+from agentevo.store.trace_context import TracedMessage
 from agentevo.tracebacks import traceback_of
 from agentevo.types import Outcome, Status, Task, Trajectory, group_of_agent
 
@@ -53,7 +53,7 @@ def _heard(task: asyncio.Task[Outcome]) -> None:
         task.exception()
 
 
-class Attempt:
+class GroupAttempt:
     """One attempt at `task` in the name of a group. `limit_s` is the longest that the agent may
     take, while the engine is awake."""
 
@@ -121,7 +121,7 @@ class Attempt:
         if call.tracing.contents and trajectory.turns:
             first = trajectory.turns[0]
             last = trajectory.turns[-1]
-            call.said = Said(asked=first.messages[:-1], answers=last.messages[-1:])
+            call.said = TracedMessage(asked=first.messages[:-1], answers=last.messages[-1:])
 
     async def _run(self, task_id: str, group_id: str, number: int) -> list[Trajectory]:
         """The only place where an agent's failure is caught."""
@@ -269,7 +269,7 @@ class Attempt:
         return outcome
 
 
-class Group:
+class RolloutGroup:
     """The attempts at one task that are compared with each other, and the greedy one beside them,
     which belongs to a group of its own."""
 
@@ -277,10 +277,10 @@ class Group:
         self,
         task_id: str,
         group_id: str,
-        members: Sequence[Attempt],
+        members: Sequence[GroupAttempt],
         *,
         wanted: int,
-        beside: tuple[str, Attempt] | None,
+        beside: tuple[str, GroupAttempt] | None,
         score: Score,
         ended: Callable[[int], None] = lambda number: None,
     ) -> None:
@@ -295,7 +295,7 @@ class Group:
         self._ended = ended
 
     @property
-    def attempts(self) -> list[Attempt]:
+    def attempts(self) -> list[GroupAttempt]:
         return [*self.members, *([self.beside[1]] if self.beside is not None else [])]
 
     async def run(self) -> list[Trajectory]:

@@ -38,10 +38,10 @@ from agentevo.errors import (
     describe_error,
 )
 from agentevo.gateway.refusals import Refusal
-from agentevo.gateway.session import Session
+from agentevo.gateway.session import GatewaySession
 from agentevo.inference.engine import Engine
 from agentevo.retry import STORE_RETRY_S, with_retries
-from agentevo.rollout.group import Group
+from agentevo.rollout.group import RolloutGroup
 from agentevo.rollout.sampler import BASELINE, Sampler
 from agentevo.rollout.unstorable import written
 from agentevo.store.records import Lease, Split
@@ -97,7 +97,7 @@ class OutsideSession:
         self.group_id, _, self.attempt = policy.name.rpartition("#")
         self.trace: Mapping[str, str] = {}
         """Headers that name its place in a trace."""
-        self.door: Session | None = None
+        self.door: GatewaySession | None = None
         """How its agent reaches the policy, once it has been claimed."""
         self.opened_at = 0.0
         self.claimed = asyncio.Event()
@@ -170,7 +170,7 @@ class OutsideAgent:
                 await self._until_claimed(session)
 
             door = policy.session
-            assert isinstance(door, Session)
+            assert isinstance(door, GatewaySession)
 
             session.door = door
             session.opened_at = time.time()
@@ -225,13 +225,13 @@ class OutsideAgent:
 
 
 @dataclass(eq=False)
-class _Opened:
+class _OpenedGroup:
     """A group whose attempts are opened from outside."""
 
     name: str
     task: Task
     size: int
-    group: Group
+    group: RolloutGroup
     split: Split
     step: int
     lease: Lease | None
@@ -264,9 +264,9 @@ class OutsideSessions:
         self._engine = engine
         self._store = store
         self._note = note
-        self._groups: dict[str, _Opened] = {}
+        self._groups: dict[str, _OpenedGroup] = {}
         """Those under way, by the name that was given."""
-        self._sessions: dict[str, tuple[OutsideSession, _Opened]] = {}
+        self._sessions: dict[str, tuple[OutsideSession, _OpenedGroup]] = {}
         self._ended: dict[str, None] = {}
         """Ids of sessions whose group has been written; the oldest first."""
         self._opening = asyncio.Lock()
@@ -375,7 +375,7 @@ class OutsideSessions:
         size: int | None,
         shown: Task | None,
         lease: Lease | None,
-    ) -> _Opened:
+    ) -> _OpenedGroup:
         if name is not None:
             await self._check_group(name)
 
@@ -412,7 +412,7 @@ class OutsideSessions:
             shown=shown,
         )
         split: Split = "eval" if name is None else "train"
-        opened = _Opened(label, task, size, group, split, step, lease)
+        opened = _OpenedGroup(label, task, size, group, split, step, lease)
         self._groups[label] = opened
         opened.playing = asyncio.create_task(self._play(opened))
         return opened
@@ -462,7 +462,7 @@ class OutsideSessions:
                 param="group",
             )
 
-    def _check_same(self, opened: _Opened, task: Task | None, size: int | None) -> None:
+    def _check_same(self, opened: _OpenedGroup, task: Task | None, size: int | None) -> None:
         """Raises Refusal for a session that does not belong to the group."""
         if task is not None and task != opened.task:
             raise Refusal(
@@ -479,7 +479,7 @@ class OutsideSessions:
         if opened.num_claimed >= opened.size:
             raise Refusal(f"the group {opened.name} has all its attempts", status=409)
 
-    async def _play(self, opened: _Opened) -> None:
+    async def _play(self, opened: _OpenedGroup) -> None:
         """From its first attempt until it is written, or why it never is."""
         lease = opened.lease
         beats = asyncio.create_task(self._keep(lease, opened)) if lease is not None else None
@@ -512,7 +512,7 @@ class OutsideSessions:
 
         self._remember(opened, trajectories)
 
-    async def _keep(self, lease: Lease, opened: _Opened) -> None:
+    async def _keep(self, lease: Lease, opened: _OpenedGroup) -> None:
         """Renews the lease; breaks the group off once it is somebody else's."""
         while True:
             await asyncio.sleep(self._config.rollout.lease_s / 3)
@@ -524,7 +524,7 @@ class OutsideSessions:
                 opened.group.cut("the lease on its task is lost")
                 return
 
-    def _remember(self, opened: _Opened, trajectories: Sequence[Trajectory]) -> None:
+    def _remember(self, opened: _OpenedGroup, trajectories: Sequence[Trajectory]) -> None:
         by_id = {trajectory.id: trajectory for trajectory in trajectories}
         for session in opened.sessions:
             session.trajectory = by_id.get(session.policy.name)

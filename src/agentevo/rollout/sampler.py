@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from agentevo.agents.agent import Agent
-from agentevo.agents.policy import Door, Policy
+from agentevo.agents.policy import PolicyDoor, Policy
 from agentevo.agents.texts import Declared, TextKeeper, Texts
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import remote_agents, trained_agents
@@ -35,9 +35,9 @@ from agentevo.models.chat import ChatFormat
 from agentevo.progress import bar
 from agentevo.remote_models import RemoteConversations, RemoteModels
 from agentevo.retry import STORE_RETRY_S, with_retries
-from agentevo.rewards.baselines import Baselines
+from agentevo.rewards.baselines import BaselineScorers
 from agentevo.rollout.failures import FirstFailures
-from agentevo.rollout.group import Attempt, Group, InfrastructureFailure
+from agentevo.rollout.group import GroupAttempt, RolloutGroup, InfrastructureFailure
 from agentevo.rollout.policy_scores import BASELINES, PolicyScores
 from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.self_play import role_of
@@ -132,7 +132,7 @@ class Sampler:
         )
         self.remote_models = RemoteModels(config.remote_models, config.run_dir / REMOTE_MODELS)
         self._scoring = Scoring(config.rewards, show=self.failures.show, models=self.remote_models)
-        self._baselines = Baselines(config.run_dir / BASELINES)
+        self._baselines = BaselineScorers(config.run_dir / BASELINES)
         self._given = given
         self._preparing: asyncio.Task[None] | None = None
         self._keep_text = TextKeeper(config.run_dir)
@@ -249,7 +249,7 @@ class Sampler:
         engines: Mapping[str, Engine] = MappingProxyType({}),
         ended: Callable[[int], None] = lambda number: None,
         texts: Mapping[str, str] | None = None,
-    ) -> Group:
+    ) -> RolloutGroup:
         """The attempts at a task, not yet begun: `attempts` that are wanted and `extra` ones, of
         which the last to complete are broken off.
 
@@ -260,9 +260,9 @@ class Sampler:
         limit = self._config.agent.timeout_s
         name = group_of_agent(name, role_of(task)) if self._has_roles else name
 
-        def attempt(group_id: str, number: int, temperature: float) -> Attempt:
+        def attempt(group_id: str, number: int, temperature: float) -> GroupAttempt:
             own = f"{group_id}#{number}"
-            return Attempt(
+            return GroupAttempt(
                 self._agent,
                 copy_of_task(shown or task),
                 self.policy(own, temperature, engines, texts=texts),
@@ -274,7 +274,7 @@ class Sampler:
         members = [attempt(name, number, temperature) for number in range(attempts + extra)]
         beside = group_name(task.id, BASELINE, step)
         greedy = (beside, attempt(beside, 0, 0.0)) if baseline else None
-        return Group(
+        return RolloutGroup(
             task.id,
             name,
             members,
@@ -332,7 +332,7 @@ class Sampler:
         temperature: float,
         engines: Mapping[str, Engine] = MappingProxyType({}),
         *,
-        door: Door | None = None,
+        door: PolicyDoor | None = None,
         texts: Mapping[str, str] | None = None,
     ) -> Policy:
         """What the attempt of that name asks. `engines`: in the place of the run's own, by the

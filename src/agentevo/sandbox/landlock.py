@@ -29,7 +29,7 @@ from agentevo.sandbox.launch import (
     INSIDE,
     SYSTEM,
     SYSTEM_FILES,
-    Launch,
+    SandboxLaunch,
     new_uid,
     package_folders,
     python_folders,
@@ -69,14 +69,14 @@ class Landlock(LocalKind):
         reasons = "; ".join(f"{way}: {_try_way(way)}" for way in _possible_ways())
         return f"no way works here ({reasons})"
 
-    def launch(self, section: SandboxSection) -> Launch:
+    def launch(self, section: SandboxSection) -> SandboxLaunch:
         way = working_way()
         if not way:
             raise SandboxError(f"landlock: {self.obstacle()}")
         return launch_by(way, section)
 
 
-def launch_by(way: str, section: SandboxSection) -> Launch:
+def launch_by(way: str, section: SandboxSection) -> SandboxLaunch:
     """The start of a sandbox by one of WAYS."""
     uid = new_uid() if way in ("namespaces", "own user") else None
     has_namespace = "namespaces" in way
@@ -91,7 +91,7 @@ def launch_by(way: str, section: SandboxSection) -> Launch:
         section, work=str(folder), counts_processes=has_namespace or uid is not None
     )
 
-    return Launch(
+    return SandboxLaunch(
         [*argv, python_program(), "-I", "-S", "-B", str(INSIDE / "supervisor.py")],
         settings,
         pass_fds=(read,),

@@ -25,7 +25,7 @@ MIB = 2**20
 
 
 @dataclass
-class Watched:
+class WatchedSandbox:
     """One sandbox. `end` is called in the watching thread, with the kind of limit and words."""
 
     pid: int
@@ -73,15 +73,15 @@ class Watched:
             self.end("DiskFull", f"more than {self.disk_mib} MiB of files")
 
 
-class Watch:
+class SandboxWatch:
     """The thread, which runs while there is something to watch."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._watched: dict[int, Watched] = {}
+        self._watched: dict[int, WatchedSandbox] = {}
         self._thread: threading.Thread | None = None
 
-    def add(self, watched: Watched) -> None:
+    def add(self, watched: WatchedSandbox) -> None:
         with self._lock:
             self._watched[watched.pid] = watched
             if self._thread is None:
@@ -113,7 +113,7 @@ class Watch:
                     one.end("SandboxDied", f"what can't be watched ({describe_error(error)})")
 
 
-watch = Watch()
+watch = SandboxWatch()
 
 
 def descendants(pid: int) -> list[int]:

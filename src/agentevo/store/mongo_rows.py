@@ -34,7 +34,7 @@ LET_GO: Document = {
 _READY: Document = {"state": "ready", "trained_step": None}
 
 
-class Rows(Queries):
+class MongoRows(Queries):
     """Everything that a transaction does to the collections of a database."""
 
     async def _held(self, lease: Lease, wanted: str | tuple[str, ...]) -> Document | None:
@@ -90,12 +90,12 @@ class Rows(Queries):
         if await self._held(lease, "queued") is not None:
             await self._set_task(lease.task.id, LET_GO | {"state": "queued"})
 
-    async def _places(self, ids: Iterable[str]) -> dict[str, rules.Place]:
+    async def _places(self, ids: Iterable[str]) -> dict[str, rules.TrajectoryPlace]:
         documents = await self.by_id(
             self.trajectories, ids, "split", "state", "trained_step", "drop_reason"
         )
         return {
-            name: rules.Place(d["split"], d["state"], d["trained_step"], d["drop_reason"])
+            name: rules.TrajectoryPlace(d["split"], d["state"], d["trained_step"], d["drop_reason"])
             for name, d in documents.items()
         }
 

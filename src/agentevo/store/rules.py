@@ -21,7 +21,7 @@ class TaskPlace(NamedTuple):
     fencing_id: int
 
 
-class Place(NamedTuple):
+class TrajectoryPlace(NamedTuple):
     """The state of a trajectory that the rules need."""
 
     split: str
@@ -88,8 +88,8 @@ def _refusal(name: str, move: str, reason: str) -> StoreError:
 
 
 def _stored_places(
-    ids: Iterable[str], rows: Mapping[str, Place], move: str
-) -> Iterator[tuple[str, Place]]:
+    ids: Iterable[str], rows: Mapping[str, TrajectoryPlace], move: str
+) -> Iterator[tuple[str, TrajectoryPlace]]:
     """Each of the ids once, with its row. Raises StoreError for one that is not in the store."""
     for name in dict.fromkeys(ids):
         if name not in rows:
@@ -97,7 +97,7 @@ def _stored_places(
         yield name, rows[name]
 
 
-def moving_to_reserved(ids: Iterable[str], rows: Mapping[str, Place], step: int) -> list[str]:
+def moving_to_reserved(ids: Iterable[str], rows: Mapping[str, TrajectoryPlace], step: int) -> list[str]:
     move = f"reserved for step {step}"
     moving = []
     for name, row in _stored_places(ids, rows, move):
@@ -140,7 +140,7 @@ def must_commit(
     return known is None
 
 
-def moving_to_dropped(ids: Iterable[str], rows: Mapping[str, Place], reason: str) -> list[str]:
+def moving_to_dropped(ids: Iterable[str], rows: Mapping[str, TrajectoryPlace], reason: str) -> list[str]:
     move = f"dropped ({reason})"
     moving = []
     for name, row in _stored_places(ids, rows, move):

@@ -97,7 +97,7 @@ class _Limit:
         self.stop_at = stop_at
 
 
-class _Connection:
+class _SqliteConnection:
     """A blocking connection with an asynchronous one's methods, none of which ever waits: `_drive`
     runs what awaits only them."""
 
@@ -267,7 +267,7 @@ class SQLiteStore(SQLStore):
             with engine.begin() as connection:
                 result = _drive(
                     cast(
-                        Coroutine[Any, Any, T], work(cast(AsyncConnection, _Connection(connection)))
+                        Coroutine[Any, Any, T], work(cast(AsyncConnection, _SqliteConnection(connection)))
                     )
                 )
                 if time.monotonic() > limit.stop_at:

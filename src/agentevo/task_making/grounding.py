@@ -15,10 +15,10 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from agentevo.task_making.calls import Answered, World, call_tool
+from agentevo.task_making.calls import CallResult, ToolWorld, call_tool
 from agentevo.task_making.databases import answer_of
-from agentevo.task_making.questions import Question
-from agentevo.task_making.scenario import Scenario, Step
+from agentevo.task_making.questions import DatabaseQuestion
+from agentevo.task_making.scenario import Scenario, ScenarioStep
 from agentevo.task_making.survey import Survey
 from agentevo.task_making.values import properties
 from agentevo.task_making.walks import first_value
@@ -43,7 +43,7 @@ class UngroundedError(Exception):
 
 
 async def ground_scenario(
-    world: World, known: Survey, steps: Sequence[Step], number: int, draw: random.Random
+    world: ToolWorld, known: Survey, steps: Sequence[ScenarioStep], number: int, draw: random.Random
 ) -> Scenario:
     """The scenario of these calls in the world of that number. Raises UngroundedError."""
     has_state = any(one.changes for one in steps)
@@ -84,9 +84,9 @@ async def ground_scenario(
     return Scenario(steps=made, world=number, checks=checks)
 
 
-async def _carried_out(tools: AttemptTools, known: Survey, steps: Sequence[Step]) -> list[Step]:
+async def _carried_out(tools: AttemptTools, known: Survey, steps: Sequence[ScenarioStep]) -> list[ScenarioStep]:
     """The calls with what they give now, which has to hold the values that are to be found."""
-    made: list[Step] = []
+    made: list[ScenarioStep] = []
     for step in steps:
         schemas = properties(known.schemas[step.tool])
         for name, found in step.found.items():
@@ -99,7 +99,7 @@ async def _carried_out(tools: AttemptTools, known: Survey, steps: Sequence[Step]
             raise UngroundedError("a call is refused without the calls that were left out")
 
         made.append(
-            Step(
+            ScenarioStep(
                 tool=step.tool,
                 arguments=step.arguments,
                 found=step.found,
@@ -112,7 +112,7 @@ async def _carried_out(tools: AttemptTools, known: Survey, steps: Sequence[Step]
     return made
 
 
-async def _value(tools: AttemptTools, known: Survey, step: Step) -> str | None:
+async def _value(tools: AttemptTools, known: Survey, step: ScenarioStep) -> str | None:
     """The answer to a question of a database; None for other calls."""
     if step.question is None:
         return None
@@ -126,7 +126,7 @@ async def _value(tools: AttemptTools, known: Survey, step: Step) -> str | None:
 
 
 def _questions(
-    known: Survey, steps: Sequence[Step], draw: random.Random
+    known: Survey, steps: Sequence[ScenarioStep], draw: random.Random
 ) -> list[tuple[str, dict[str, Any]]]:
     """Calls that tell of the state that these leave: of each tool that changes nothing, with the
     arguments that the walk has for its parameters, else with some that are known."""
@@ -138,7 +138,7 @@ def _questions(
     found = [(step.tool, step.arguments) for step in steps if not step.changes]
     for tool in known.asking:
         if (database := known.databases.get(tool)) is not None:
-            counts = [Question(table=one.name).sql for one in database.tables[:GUESSES]]
+            counts = [DatabaseQuestion(table=one.name).sql for one in database.tables[:GUESSES]]
             found += [(tool, {database.parameter: sql}) for sql in counts]
             continue
 
@@ -167,7 +167,7 @@ def _frozen(value: Any) -> str:
 
 async def _all(
     tools: AttemptTools, questions: Sequence[tuple[str, dict[str, Any]]]
-) -> list[Answered]:
+) -> list[CallResult]:
     return [await call_tool(tools, tool, arguments) for tool, arguments in questions]
 
 

@@ -20,9 +20,9 @@ import msgspec
 
 from agentevo.config.tools import ToolSection
 from agentevo.errors import AgentEvoError, ConfigError
-from agentevo.task_making.calls import Answered, World, call_tool
+from agentevo.task_making.calls import CallResult, ToolWorld, call_tool
 from agentevo.task_making.grounding import UngroundedError, ground_scenario
-from agentevo.task_making.scenario import HARDEST, Scenario, Step, is_held_out, steps_of
+from agentevo.task_making.scenario import HARDEST, Scenario, ScenarioStep, is_held_out, steps_of
 from agentevo.task_making.survey import Survey, survey
 from agentevo.task_making.walks import MAX_CALLS, Coverage, asked_further, prune_steps, walk
 from agentevo.task_making.wording import (
@@ -49,7 +49,7 @@ SAME_SHARE = 0.03
 agent could guess it."""
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class WantedTasks(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be made."""
 
     train: int = 200
@@ -68,7 +68,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     """Parameter -> values that somebody names."""
 
 
-class Made(msgspec.Struct, kw_only=True):
+class MadeTasks(msgspec.Struct, kw_only=True):
     """What was made."""
 
     train: list[dict[str, Any]] = []
@@ -96,7 +96,7 @@ class Made(msgspec.Struct, kw_only=True):
         }
 
 
-def check_wanted(wanted: Wanted) -> None:
+def check_wanted(wanted: WantedTasks) -> None:
     """Raises ConfigError for what can't be made."""
     for given, known, what in (
         (wanted.languages, tuple(LANGUAGES), "--language"),
@@ -116,19 +116,19 @@ def check_wanted(wanted: Wanted) -> None:
 
 async def make_tasks(
     sections: Sequence[ToolSection],
-    wanted: Wanted,
+    wanted: WantedTasks,
     *,
     taken: frozenset[str] = frozenset(),
     harder_than: Sequence[Mapping[str, Any]] = (),
     tell: Callable[[str], None] = lambda line: None,
     progress: Callable[[int], None] = lambda done: None,
-) -> Made:
+) -> MadeTasks:
     """The tasks. `taken`: contents that are not made again; `harder_than`: rows of tasks that were
     made, which every task goes on from, by further calls. Raises ToolUnavailableError where the
     server can't be reached, ConfigError where it has no tool that answers, AgentEvoError where
     nothing can be asked of it."""
     check_wanted(wanted)
-    world = World(sections)
+    world = ToolWorld(sections)
     try:
         known = await survey(world, wanted.values, seed=wanted.seed)
         for name, why in known.silent.items():
@@ -143,9 +143,9 @@ class _Maker:
 
     def __init__(
         self,
-        world: World,
+        world: ToolWorld,
         known: Survey,
-        wanted: Wanted,
+        wanted: WantedTasks,
         taken: frozenset[str],
         parents: Sequence[Mapping[str, Any]],
         progress: Callable[[int], None],
@@ -158,13 +158,13 @@ class _Maker:
         self._used = Coverage()
         self._taken = set(taken)
         self._queries = set[str]()
-        self._made = Made(known=known)
+        self._made = MadeTasks(known=known)
         self._graded = Counter[int]()
         self._misses = 0
         self._patience = MAX_MISSES // 2
         self._parents = parents
 
-    async def make(self) -> Made:
+    async def make(self) -> MadeTasks:
         """See make_tasks."""
         made = self._made
         wanted = self._wanted
@@ -199,7 +199,7 @@ class _Maker:
     def _draw(self, number: int, purpose: str = "words") -> random.Random:
         return random.Random(f"{purpose}-{self._wanted.seed}-{number}")
 
-    async def _walk(self, number: int) -> tuple[Scenario | None, list[Answered]]:
+    async def _walk(self, number: int) -> tuple[Scenario | None, list[CallResult]]:
         """One walk of a round: what it became, and what was heard in it. Only what earlier rounds
         have learnt counts in it, so that walks beside it change nothing."""
         draw = self._draw(number, "walk")
@@ -207,7 +207,7 @@ class _Maker:
 
         parent = ""
         world = draw.randrange(wanted.worlds)
-        start = list[Step]()
+        start = list[ScenarioStep]()
         if self._parents:
             row = draw.choice(self._parents)
             start = steps_of(row)
@@ -234,7 +234,7 @@ class _Maker:
         return await self._scenario(steps, world, parent, draw), heard
 
     async def _scenario(
-        self, steps: list[Step], world: int, parent: str, draw: random.Random
+        self, steps: list[ScenarioStep], world: int, parent: str, draw: random.Random
     ) -> Scenario | None:
         planned = Scenario(steps=steps, world=world)
         takes_open = "open" in self._wanted.kinds

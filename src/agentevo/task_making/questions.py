@@ -33,7 +33,7 @@ class Link(msgspec.Struct, frozen=True):
     """That one's column."""
 
 
-class Condition(msgspec.Struct, frozen=True, kw_only=True):
+class QueryCondition(msgspec.Struct, frozen=True, kw_only=True):
     """What the rows have to meet."""
 
     column: str
@@ -58,14 +58,14 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True):
         return own if self.link is None else f"{plain(self.link.table)} of {own}"
 
 
-class Question(msgspec.Struct, frozen=True, kw_only=True):
+class DatabaseQuestion(msgspec.Struct, frozen=True, kw_only=True):
     """What is asked of one table."""
 
     table: str
     what: What = "count"
     column: str = ""
     """Whose value, sum or extreme is asked for; none for a count."""
-    conditions: tuple[Condition, ...] = ()
+    conditions: tuple[QueryCondition, ...] = ()
     most: str = ""
     """With `value`: of the row in which this column is largest."""
 

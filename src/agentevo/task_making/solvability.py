@@ -15,7 +15,7 @@ from typing import Any
 
 from agentevo.data.rows import read_json_lines
 from agentevo.errors import ConfigError
-from agentevo.evaluation.evaluate import Evaluation, check_attempts, evaluate
+from agentevo.evaluation.evaluate import EvaluationRun, check_attempts, evaluate
 from agentevo.evaluation.results import ResultsFolder
 from agentevo.parsing import read_json_object
 from agentevo.rollout.task_files import HELD_OUT, TRAIN, write_rows
@@ -122,7 +122,7 @@ def _measure_solved(
         played = Path(scratch) / "tasks.jsonl"
         results = Path(scratch) / "results"
         write_rows(rows, played)
-        asked = Evaluation(
+        asked = EvaluationRun(
             target=target,
             overrides=overrides,
             tasks=[str(played)],

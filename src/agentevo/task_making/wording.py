@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from agentevo.task_making.scenario import Scenario, Step
+from agentevo.task_making.scenario import Scenario, ScenarioStep
 
 _FIRST = re.compile(r"^(.+?)(?:[.!?](?:\s|$)|\n\s*\n|$)", re.DOTALL)
 _VOWELS = "aeiou"
@@ -106,7 +106,7 @@ def word_scenario(
 
 
 def _said(
-    steps: Sequence[Step], number: int, descriptions: Mapping[str, str], phrases: Phrases
+    steps: Sequence[ScenarioStep], number: int, descriptions: Mapping[str, str], phrases: Phrases
 ) -> str:
     """A call, and within it those that its arguments are found by."""
     step = steps[number]

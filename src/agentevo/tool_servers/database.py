@@ -96,7 +96,7 @@ Tables = dict[str, tuple[tuple[str, ...], list[tuple[Any, ...]]]]
 
 
 @tool("database")
-class Database:
+class DatabaseTools:
     """A SQLite database."""
 
     def __init__(

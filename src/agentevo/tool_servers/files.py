@@ -44,7 +44,7 @@ _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @tool("files")
-class Files:
+class FileTools:
     """Files in a folder."""
 
     def __init__(self, task: Task, root: str | None = None, read_only: bool = False) -> None:

@@ -33,7 +33,7 @@ from agentevo.errors import (
     describe_error,
 )
 from agentevo.extras import load_extra
-from agentevo.tool_servers.door import Door
+from agentevo.tool_servers.door import ToolServerDoor
 from agentevo.tools.functions import FunctionTools
 from agentevo.tools.shorten import shorten_text
 from agentevo.tools.task_headers import SEED_HEADER, TASK_HEADER
@@ -65,7 +65,7 @@ class ToolServer:
         self._section = section
         self._task = task
         self._seed = seed
-        self._open: dict[str, _Opened] = {}
+        self._open: dict[str, _OpenedToolset] = {}
         self._told = set[str]()
 
     async def check(self) -> None:
@@ -100,7 +100,7 @@ class ToolServer:
             max_sessions=MAX_SESSIONS,
             max_request_body_size=MAX_BODY,
         )
-        return Door(served, key, MAX_SESSIONS)
+        return ToolServerDoor(served, key, MAX_SESSIONS)
 
     async def close(self) -> None:
         """Ends the sessions that are left."""
@@ -182,7 +182,7 @@ class ToolServer:
         opened = self._open.get(name)
         if opened is None:
             task, seed = (_told_task(headers), _told_seed(headers)) if name else (None, self._seed)
-            opened = self._open[name] = _Opened()
+            opened = self._open[name] = _OpenedToolset()
             if name:
                 # The SDK has no other way to hear of a session's end (mcp 2.3).
                 connection = context.session._connection
@@ -208,7 +208,7 @@ class ToolServer:
             await opened.stack.aclose()
 
 
-class _Opened:
+class _OpenedToolset:
     """The tools of one session."""
 
     def __init__(self) -> None:

@@ -58,14 +58,14 @@ class FunctionTools:
             raise UnknownNameError(f"{error}{OF_YOUR_OWN}") from None
 
         self._options = dict(section.options)
-        self._function: _Function | None = None
+        self._function: _ToolFunction | None = None
         if not inspect.isclass(self._item):
             if self._options:
                 raise ConfigError(
                     f"the tool {section.name!r} is a function, and takes no options: make it a "
                     "class to have some"
                 )
-            self._function = _Function(section.name, self._item, says_cached(section.name))
+            self._function = _ToolFunction(section.name, self._item, says_cached(section.name))
             return
 
         if section.cache:
@@ -157,7 +157,7 @@ class FunctionTools:
             )
 
 
-class _Function:
+class _ToolFunction:
     """One function, which serves every attempt."""
 
     instructions = ""

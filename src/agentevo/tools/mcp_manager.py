@@ -39,7 +39,7 @@ class MCPManager:
         self._known: Sequence[ToolSpec] | None = None
         self._learning = asyncio.Lock()
         self._room = asyncio.Semaphore(section.max_sessions)
-        self._shared = _Session(self._api, section)
+        self._shared = _ManagerSession(self._api, section)
 
     @property
     def has_outcome(self) -> bool:
@@ -55,14 +55,14 @@ class MCPManager:
             return
 
         async with self._room:
-            session = _Session(self._api, self._section)
+            session = _ManagerSession(self._api, self._section)
             try:
                 await self._learn(session)
                 yield session
             finally:
                 await session.close()
 
-    async def _learn(self, session: _Session) -> None:
+    async def _learn(self, session: _ManagerSession) -> None:
         """Which tools there are is asked once in a process."""
         async with self._learning:
             if self._known is None:
@@ -75,7 +75,7 @@ class MCPManager:
         await _loop.run(self._api.close)
 
 
-class _Session:
+class _ManagerSession:
     """Calls of one node."""
 
     def __init__(self, api: ManagerAPI, section: MCPManagerSection) -> None:

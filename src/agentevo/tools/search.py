@@ -22,7 +22,7 @@ TIMEOUT_S = 30.0
 
 
 @tool("search")
-class Search:
+class CorpusSearch:
     """Finds passages of a corpus: the option `corpus` is a file of them, or `url` a retriever."""
 
     def __init__(

@@ -28,7 +28,7 @@ _TEXTS = {
 """Format -> a text of it."""
 
 
-class Tried(msgspec.Struct, frozen=True, kw_only=True):
+class TriedCall(msgspec.Struct, frozen=True, kw_only=True):
     """One call."""
 
     name: str
@@ -45,7 +45,7 @@ async def try_calls(
     sections: Sequence[ToolSection],
     task: Task,
     calls: Sequence[ToolCall] = (),
-) -> AsyncIterator[Tried]:
+) -> AsyncIterator[TriedCall]:
     """These calls, one after the other in one session; without any, one of each tool. Raises what
     opening the tools raises."""
     toolbox = Toolbox(sections)
@@ -65,7 +65,7 @@ async def try_calls(
                     if result.is_error
                     else "answered"
                 )
-                yield Tried(
+                yield TriedCall(
                     name=call.name,
                     arguments=call.arguments,
                     text=result.text,

@@ -57,7 +57,7 @@ class VerlTools:
     @asynccontextmanager
     async def session(self, task: Task, seed: int) -> AsyncIterator[ToolSession]:
         """See Toolset.session."""
-        session = _Session(self._tools, task)
+        session = _VerlSession(self._tools, task)
         try:
             yield session
         finally:
@@ -67,7 +67,7 @@ class VerlTools:
         """See Toolset.close."""
 
 
-class _Session:
+class _VerlSession:
     """One attempt's instances."""
 
     instructions = ""

@@ -40,7 +40,7 @@ _MARGIN = 64
 """Characters of a text besides what is said, such as the count of what is left out."""
 
 
-class Texts:
+class SpanTexts:
     """See the module. `longest`: characters of one text."""
 
     def __init__(self, longest: int, environment: Mapping[str, str] = os.environ) -> None:

@@ -61,7 +61,7 @@ class Exporter(Protocol):
     def close(self) -> None: ...
 
 
-class Limits:
+class TraceLimits:
     """How much waits, and for how long."""
 
     def __init__(self, *, queue: int = 4096, batch: int = 512, delay_s: float = 1.0) -> None:
@@ -84,7 +84,7 @@ class Tracer:
         share: float = 1.0,
         contents: bool = False,
         token2text: bool = False,
-        limits: Limits | None = None,
+        limits: TraceLimits | None = None,
         flush_s: float = FLUSH_S,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
@@ -98,7 +98,7 @@ class Tracer:
         self._run_id = run_id
         self._share = share
         self._tell = tell
-        self._limits = limits or Limits()
+        self._limits = limits or TraceLimits()
         self._flush_s = flush_s
         self._queue: deque[RunningCall] = deque()
         self._num_taken = 0

@@ -8,9 +8,9 @@ committed: a row for each step, once, also by a run that is resumed.
 """
 
 from agentevo.trackers.tracker import (
-    Begun,
-    Row,
-    Table,
+    TrackingBegun,
+    TrackedRow,
+    TrackedTable,
     TrackedRun,
     Tracker,
     TrackerConfig,
@@ -19,9 +19,9 @@ from agentevo.trackers.tracker import (
 from agentevo.trackers.tracking import Tracking
 
 __all__ = [
-    "Begun",
-    "Row",
-    "Table",
+    "TrackingBegun",
+    "TrackedRow",
+    "TrackedTable",
     "TrackedRun",
     "Tracker",
     "TrackerConfig",

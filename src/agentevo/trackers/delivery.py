@@ -23,7 +23,7 @@ import msgspec
 from agentevo.credentials import without_passwords
 from agentevo.errors import describe_error
 from agentevo.files import write_atomic
-from agentevo.trackers.tracker import Row, TrackedRun, Tracker
+from agentevo.trackers.tracker import TrackedRow, TrackedRun, Tracker
 
 MAX_WAITING = 1000
 """Rows that a slow tracker may be behind."""
@@ -69,7 +69,7 @@ class Record:
                 write_atomic(self._path, json.dumps(self._entries, indent=1))
 
 
-class Delivery:
+class TrackerDelivery:
     """Starts its thread at once. `say` is called by that thread and must be quick."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Delivery:
         self._record = record
         self._say = say
         self._first_pause_s = first_pause_s
-        self._rows: deque[Row] = deque()
+        self._rows: deque[TrackedRow] = deque()
         self._last: list[Callable[[Tracker], None]] | None = None
         self._wake = threading.Condition()
         self._id = run.id
@@ -100,7 +100,7 @@ class Delivery:
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
-    def put(self, row: Row) -> None:
+    def put(self, row: TrackedRow) -> None:
         """Rows come in rising order of steps; what the tracker has is passed over."""
         with self._wake:
             if self._given_up or self._last is not None or row.step <= self._run.last_step:
@@ -195,7 +195,7 @@ class Delivery:
     def _kept(self) -> None:
         self._record.keep(self.name, self._id, self._step)
 
-    def _next(self) -> Row | None:
+    def _next(self) -> TrackedRow | None:
         """The next row; None at the end."""
         with self._wake:
             while not self._rows and self._last is None and not self._given_up:

@@ -64,7 +64,7 @@ class _Added(torch.autograd.Function):
         return grads[0], None
 
 
-class _Columns(torch.autograd.Function):
+class _RankColumns(torch.autograd.Function):
     """Slices [..., n_i] of the last dimension -> all of them, on every process, whose loss is the
     same."""
 
@@ -126,7 +126,7 @@ def add_over_group(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 def columns_gathered(x: torch.Tensor, ranks: Ranks, sizes: tuple[int, ...]) -> torch.Tensor:
     """Slices [..., sizes[i]] of a tensor group -> the whole, which every process then uses
     alike."""
-    out: torch.Tensor = _Columns.apply(x, ranks, sizes)
+    out: torch.Tensor = _RankColumns.apply(x, ranks, sizes)
     return out
 
 

@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor
 
 from agentevo.config import MemorySection, TrainerSection
 from agentevo.errors import CheckpointError, TrainingError
-from agentevo.models.parts import Part, Stored
+from agentevo.models.parts import WeightPart, Stored
 from agentevo.training.master_weights import MasterWeights, needs_masters
 from agentevo.training.parallel import loss_share, stages, sum_gradients
 from agentevo.training.phases import phase
 from agentevo.training.quantized_optimizer import adamw_8bit, step_8bit
 from agentevo.training.sharding.layouts import (
-    Layout,
+    ShardLayout,
     clip,
     gradient_norm,
     kept,
@@ -106,7 +106,7 @@ class Optimization:
         memory: MemorySection | None = None,
         learning_rate: float | None = None,
         key: str = "trainer",
-        layouts: Mapping[torch.nn.Parameter, Layout] = MappingProxyType({}),
+        layouts: Mapping[torch.nn.Parameter, ShardLayout] = MappingProxyType({}),
     ) -> None:
         """`key` is the recipe's section that has this learning rate; error messages name it.
         `layouts`: how parameters lie that processes have slices of (sharding/layouts.py)."""
@@ -232,7 +232,7 @@ class Optimization:
             self.masters.give_weights()
 
     def state_dict(self) -> dict[str, Any]:
-        masters: list[torch.Tensor | Part] | None = None
+        masters: list[torch.Tensor | WeightPart] | None = None
         if self.masters is not None or self.sharded:
             masters = [self._kept(m, p) for m, p in self._stepped_parameters()]
 

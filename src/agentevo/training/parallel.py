@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 
 from agentevo.errors import AgentEvoError, TrainingError
 from agentevo.training.collectives import Ranks
-from agentevo.training.sharding.layouts import Layout, add_parts, local
+from agentevo.training.sharding.layouts import ShardLayout, add_parts, local
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -163,7 +163,7 @@ def sum_over_ranks(values: Mapping[str, float]) -> dict[str, float]:
 
 def sum_gradients(
     parameters: Iterable[torch.nn.Parameter],
-    layouts: Mapping[torch.nn.Parameter, Layout] = MappingProxyType({}),
+    layouts: Mapping[torch.nn.Parameter, ShardLayout] = MappingProxyType({}),
 ) -> None:
     """Replaces each gradient by its sum over all processes that have a share of it; called by all
     of them. A parameter that none of them has used keeps none."""

@@ -25,12 +25,12 @@ from agentevo.config import (
     TrainerSection,
 )
 from agentevo.models.grammar import Grammars
-from agentevo.progress import Bar, bar
+from agentevo.progress import ProgressBar, bar
 from agentevo.training.batching.credit import TurnCredits
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.passes import device_of, keep_pace, micro_batches, null_batches
 from agentevo.training.batching.staleness import effective_sizes, mask_stale, of_first_update
-from agentevo.training.kernels.output_layer import Listener
+from agentevo.training.kernels.output_layer import OutputListener
 from agentevo.training.learner import PreparedBatch
 from agentevo.training.optimization import Optimization, minibatches, over_updates
 from agentevo.training.parallel import gather, num_processes, sum_over_ranks
@@ -195,7 +195,7 @@ class Trainer:
 
         return over_updates(of_first_update(updates)) | first
 
-    def _update(self, samples: list[Sample], passed: Bar) -> dict[str, float]:
+    def _update(self, samples: list[Sample], passed: ProgressBar) -> dict[str, float]:
         """Makes one optimizer step of the policy over a minibatch, and one of the critic."""
         device = device_of(self.model)
         merge = self.section.prefix_merging
@@ -229,7 +229,7 @@ class Trainer:
             self.flops.count_training([samples[i] for i in indices], batch)
             with (
                 phase("forward"),
-                Listener(self.model) if joint is not None else nullcontext() as heard,
+                OutputListener(self.model) if joint is not None else nullcontext() as heard,
             ):
                 loss, token_sums = self.objective.loss(
                     self.model,

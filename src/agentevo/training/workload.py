@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from agentevo.models.flops import (
     ModelFlops,
-    Work,
+    ForwardWork,
     model_flops,
     work_of_depths,
     work_of_sequences,
@@ -60,10 +60,10 @@ class FlopCounter:
         self._sums = {DISTINCT: 0.0, LOGICAL: 0.0}
         return sum_over_ranks(sums)
 
-    def _distinct(self, batch: PackedBatch) -> Work:
+    def _distinct(self, batch: PackedBatch) -> ForwardWork:
         return work_of_depths(batch.position_ids, len(batch.logit_nodes), self.of_model.windows)
 
-    def _logical(self, samples: Sequence[Sample]) -> Work:
+    def _logical(self, samples: Sequence[Sample]) -> ForwardWork:
         return work_of_sequences(
             [len(s.ids) for s in samples],
             sum(s.num_trained for s in samples),

@@ -31,7 +31,7 @@ from agentevo.console import to_stderr
 from agentevo.inference.http_server import is_own_host
 from agentevo.ui.forms import (
     FORM_TOKEN,
-    Form,
+    PostedForm,
     FormRefusedError,
     Visitor,
     check_from_here,
@@ -144,7 +144,7 @@ class Access:
         return f"{base}/?{CONTROL}={self.control}"
 
 
-class Guard:
+class AccessGuard:
     """The application behind `Access`; ASGI."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
@@ -175,7 +175,7 @@ class Guard:
 
         try:
             visitor = self._access.visitor(headers.get("cookie", ""), _address_of(scope))
-            scope = {**scope, VISITOR: visitor, FORM: Form()}
+            scope = {**scope, VISITOR: visitor, FORM: PostedForm()}
             if scope["method"] == "POST":
                 form, body = await self._form(receive, headers, visitor)
                 scope[FORM] = form
@@ -196,7 +196,7 @@ class Guard:
 
     async def _form(
         self, receive: Receive, headers: dict[str, str], visitor: Visitor
-    ) -> tuple[Form, bytes]:
+    ) -> tuple[PostedForm, bytes]:
         """Of a request that may change something. Raises FormRefusedError for any other."""
         if not visitor.may_change:
             raise FormRefusedError(403, "that takes the other URL that `agentevo ui` has printed")

@@ -33,7 +33,7 @@ from agentevo.ui import (
     start_page,
     try_page,
 )
-from agentevo.ui.access import VISITOR, Access, Guard
+from agentevo.ui.access import VISITOR, Access, AccessGuard
 from agentevo.ui.confirmations import Confirmations
 from agentevo.ui.context import Dashboard, NotFoundError, WrongFormError, page
 from agentevo.ui.indexes import Indexes
@@ -68,7 +68,7 @@ FOR_GOOD = "private, max-age=31536000, immutable"
 
 def make_app(
     sources: Sources, access: Access, priority: Priority | None = None
-) -> tuple[Guard, Dashboard]:
+) -> tuple[AccessGuard, Dashboard]:
     """The application behind its guard, and what is to be closed at the end. Made on the event loop
     on which it runs."""
     app = FastAPI(
@@ -96,7 +96,7 @@ def make_app(
     app.exception_handler(HTTPException)(_http)
     app.exception_handler(Exception)(_broken)
 
-    return Guard(SharedAnswers(app, watcher, VISITOR), access), shared
+    return AccessGuard(SharedAnswers(app, watcher, VISITOR), access), shared
 
 
 async def _static(digest: str, name: str) -> Response:

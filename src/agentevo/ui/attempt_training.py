@@ -18,7 +18,7 @@ from agentevo.store.records import StoredTrajectory
 from agentevo.store.store import Store
 from agentevo.types import Sample, Trajectory
 from agentevo.ui.index.advantages import Rule, config_of, rule_of, step_samples, without_words
-from agentevo.ui.index.reader import IndexAway, IndexReader, Row
+from agentevo.ui.index.reader import IndexAway, IndexReader, IndexRow
 from agentevo.ui.run_state import RunView
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ MAX_ATTEMPTS = 2_048
 """Attempts of a step that are read for the advantages of one of them."""
 
 
-class Cache(Generic[T]):
+class TrainingCache(Generic[T]):
     """The few last results of something slow. Belongs to one event loop."""
 
     def __init__(self, size: int) -> None:
@@ -100,7 +100,7 @@ def _make_tools(folder: Path | None) -> Tools:
     )
 
 
-steps: Cache[dict[str, list[Sample]]] = Cache(2)
+steps: TrainingCache[dict[str, list[Sample]]] = TrainingCache(2)
 
 
 async def training_of(
@@ -108,7 +108,7 @@ async def training_of(
     store: Store,
     reader: IndexReader,
     stored: StoredTrajectory,
-    row: Row | None,
+    row: IndexRow | None,
     rule: Rule | str,
 ) -> tuple[Training, str]:
     """And why there are no advantages; empty where there are."""
@@ -127,7 +127,7 @@ async def _advantages(
     view: RunView,
     store: Store,
     stored: StoredTrajectory,
-    row: Row | None,
+    row: IndexRow | None,
     rule: Rule | str,
     step: int,
     bound: int | None,

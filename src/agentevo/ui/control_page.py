@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from agentevo.event_loop import in_thread
 from agentevo.pages.navigation import run_url
-from agentevo.runs.control import ACTIONS, Session, ask
+from agentevo.runs.control import ACTIONS, ControlSession, ask
 from agentevo.ui.asking import session_of
 from agentevo.ui.changes import WRITE_S, ask_again, changes, records_of, see
 from agentevo.ui.context import NotFoundError, run_of
@@ -42,7 +42,7 @@ ASKED = {
 """Action -> (words of its button, what will happen)."""
 
 
-async def _session(view: RunView) -> tuple[Session | None, str]:
+async def _session(view: RunView) -> tuple[ControlSession | None, str]:
     folder = view.source.folder
     if folder is None:
         return None, "this run is known by its store alone"

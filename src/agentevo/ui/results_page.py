@@ -70,7 +70,7 @@ class Changed(NamedTuple):
     worse: list[tuple[str, float, float]]
 
 
-class _Kept:
+class _KeptResults:
     """The folders that were read last, until their files change. May be asked by any thread."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class _Kept:
         return found
 
 
-_kept = _Kept()
+_kept = _KeptResults()
 
 
 @router.get("/results/{key}", response_class=HTMLResponse)

@@ -32,14 +32,14 @@ from agentevo.console import to_stderr
 from agentevo.errors import AgentEvoError, describe_error
 from agentevo.evaluation import player_words as words
 from agentevo.event_loop import in_thread
-from agentevo.observability.attempt_tokens import Tokens
-from agentevo.observability.attempt_view import Part
+from agentevo.observability.attempt_tokens import TurnTokens
+from agentevo.observability.attempt_view import ShownPart
 from agentevo.pages import render
 from agentevo.runs.checkpoint_list import KeptCheckpoints, kept_checkpoints
 from agentevo.types import Message, Task
 from agentevo.ui.changes import changes, see
 from agentevo.ui.context import dashboard, part, run_of, visitor
-from agentevo.ui.players import Key, Player, PlayerError
+from agentevo.ui.players import PlayerKey, PlayerProcess, PlayerError
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
 
@@ -195,7 +195,7 @@ async def _stream(
     if which == words.START and choices.missing:
         return _refusal(choices.missing)
 
-    return EventStream(request, view, Key(folder, which, device), asked)
+    return TryEventStream(request, view, PlayerKey(folder, which, device), asked)
 
 
 def _wire(value: Any) -> Any:
@@ -216,12 +216,12 @@ def _number(value: Any, otherwise: float) -> float:
     return float(value) if known and 0 <= value < 1e6 else otherwise
 
 
-class EventStream(Response):
+class TryEventStream(Response):
     """The stream of one request. It ends, and breaks the request off, as soon as the browser does
     not listen any more."""
 
     def __init__(
-        self, request: Request, view: RunView, key: Key, asked: words.Chat | words.Play
+        self, request: Request, view: RunView, key: PlayerKey, asked: words.Chat | words.Play
     ) -> None:
         super().__init__(media_type="text/event-stream")
         del self.headers["content-length"]
@@ -269,14 +269,14 @@ class EventStream(Response):
         await _tell(send, "done", {})
         await send({"type": "http.response.body", "body": b""})
 
-    def _shown(self, event: words.Event | Player) -> list[tuple[str, Mapping[str, Any]]]:
-        if isinstance(event, Player):
+    def _shown(self, event: words.Event | PlayerProcess) -> list[tuple[str, Mapping[str, Any]]]:
+        if isinstance(event, PlayerProcess):
             text = render("try_state.html", player=event).strip()
             return [("state", {"html": text, "ready": event.state == "ready"})]
 
         if isinstance(event, words.Text):
             return [("text", {"text": event.text})]
-        if isinstance(event, words.Failed):
+        if isinstance(event, words.FailedPlay):
             return [("failed", {"text": event.error})]
 
         if isinstance(event, words.Replied):
@@ -285,7 +285,7 @@ class EventStream(Response):
 
         if isinstance(event, words.Turned):
             tokens = None if event.tokens is None else _tokens(event.tokens)
-            turns = Part([event.turn], None, 1)
+            turns = ShownPart([event.turn], None, 1)
             html = self._render("try_turn.html", event, tokens=tokens, part=turns)
             return [("part", {"id": f"call-{event.number}", "html": html})]
 
@@ -293,7 +293,7 @@ class EventStream(Response):
             html = self._render("try_call.html", event)
             return [("part", {"id": f"call-{event.number}", "html": html})]
 
-        if isinstance(event, words.Began | words.Ended):
+        if isinstance(event, words.Began | words.EndedPlay):
             name = "began" if isinstance(event, words.Began) else f"ended-{event.agent}"
             html = self._render("try_task.html", event, name=name)
             return [("part", {"id": name, "html": html})]
@@ -306,7 +306,7 @@ class EventStream(Response):
 
 
 def _tokens(block: Any) -> dict[str, Any]:
-    return {"found": Tokens([block], None)}
+    return {"found": TurnTokens([block], None)}
 
 
 async def _tell(send: Send, name: str, data: Mapping[str, Any]) -> None:

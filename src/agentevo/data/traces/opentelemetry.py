@@ -46,7 +46,7 @@ def is_telemetry(row: Mapping[str, Any]) -> bool:
 
 
 @dataclass
-class Span:
+class ImportedSpan:
     """What is known of one span."""
 
     where: str
@@ -71,7 +71,7 @@ class Span:
         )
 
 
-def add_spans(spans: dict[str, Span], where: str, row: Mapping[str, Any]) -> None:
+def add_spans(spans: dict[str, ImportedSpan], where: str, row: Mapping[str, Any]) -> None:
     """Adds what a row has recorded to the spans, by trace and span."""
     for number, (kind, record) in enumerate(_records(row)):
         context = record.get("context") or record
@@ -79,7 +79,7 @@ def add_spans(spans: dict[str, Span], where: str, row: Mapping[str, Any]) -> Non
         if name == "/":
             name = f"{where}#{number}"
 
-        span = spans.setdefault(name, Span(f"{where}, span {name.rpartition('/')[2] or number}"))
+        span = spans.setdefault(name, ImportedSpan(f"{where}, span {name.rpartition('/')[2] or number}"))
         attributes = _attributes(record.get("attributes"))
         if kind == "log":
             event = record.get("eventName") or record.get("event_name")
@@ -100,7 +100,7 @@ def add_spans(spans: dict[str, Span], where: str, row: Mapping[str, Any]) -> Non
             span.failed = str(failed)
 
 
-def call_of(span: Span) -> RecordedCall:
+def call_of(span: ImportedSpan) -> RecordedCall:
     """The call that a span is. Raises RowError."""
     if span.failed:
         raise RowError("failed_call", f"it failed: {span.failed[:200]}")

@@ -18,7 +18,7 @@ OURS = ("agentevo", "verifiers")
 """Modules that are no environment."""
 
 
-class World(Protocol):
+class VerifiersWorld(Protocol):
     """An environment that is loaded."""
 
     name: str
@@ -31,7 +31,7 @@ class World(Protocol):
         """One attempt. Raises what the environment raises."""
 
 
-def load(name: str, args: Mapping[str, Any], max_tasks: int) -> World:
+def load(name: str, args: Mapping[str, Any], max_tasks: int) -> VerifiersWorld:
     """The installed environment of that name. Raises MissingExtraError without the package,
     ConfigError for an unknown name, another generation than the package's, and with what its own
     code raised."""
@@ -70,7 +70,7 @@ def load(name: str, args: Mapping[str, Any], max_tasks: int) -> World:
         ) from error
 
 
-def wrap(environment: Any, max_tasks: int) -> World:
+def wrap(environment: Any, max_tasks: int) -> VerifiersWorld:
     """An environment that a program has made. Raises ConfigError for anything else."""
     _check_package()
     if _has_classic():

@@ -12,7 +12,7 @@ HIDDEN = ".tmp"
 LONGEST_PATH = 1024
 
 
-class Refused(Exception):
+class RefusedFile(Exception):
     """A path or a file that is none of the sandbox's."""
 
 
@@ -69,9 +69,9 @@ class WorkFolder:
         with open(handle, "rb") as file:
             what = os.fstat(handle)
             if not stat.S_ISREG(what.st_mode):
-                raise Refused(f"{path} is no regular file")
+                raise RefusedFile(f"{path} is no regular file")
             if what.st_size > self._largest:
-                raise Refused(f"{path} has {what.st_size:,} bytes, at most {self._largest:,}")
+                raise RefusedFile(f"{path} has {what.st_size:,} bytes, at most {self._largest:,}")
             return file.read(self._largest)
 
     def write(self, path: str, content: bytes) -> None:
@@ -113,7 +113,7 @@ class WorkFolder:
             or "\0" in path
             or any(part in ("", ".", "..") for part in parts)
         ):
-            raise Refused(f"{path[:200]!r} is no path in the work folder")
+            raise RefusedFile(f"{path[:200]!r} is no path in the work folder")
 
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         folder = os.open(".", flags)
@@ -127,6 +127,6 @@ class WorkFolder:
                 folder = below
         except OSError as error:
             os.close(folder)
-            raise Refused(f"{path[:200]!r}: {part!r} is no folder that can be opened") from error
+            raise RefusedFile(f"{path[:200]!r}: {part!r} is no folder that can be opened") from error
 
         return folder, parts[-1]

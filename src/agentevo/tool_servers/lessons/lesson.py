@@ -32,7 +32,7 @@ _TRIES = 2000
 
 
 @dataclass(frozen=True)
-class Call:
+class LessonCall:
     """A step of a solver: a call of one tool."""
 
     name: str
@@ -61,7 +61,7 @@ class Lesson(Protocol):
         """A task: `query`, `answer` where one is judged, and the tool's own metadata."""
         ...
 
-    def step(self, task: Mapping[str, Any], results: Sequence[str]) -> Call | str:
+    def step(self, task: Mapping[str, Any], results: Sequence[str]) -> LessonCall | str:
         """What solves it, after these results: the next call, or the answer."""
         ...
 
@@ -150,7 +150,7 @@ async def _play(
     results: list[str] = []
     while True:
         step = lesson.step(row, results)
-        if isinstance(step, Call) and draw.random() < quits:
+        if isinstance(step, LessonCall) and draw.random() < quits:
             step = GIVES_UP
         if isinstance(step, str):
             break

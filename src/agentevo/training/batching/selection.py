@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from agentevo.algorithms.filters import Kept, dynamic_sampling, is_informative, overlong, starpo_s
+from agentevo.algorithms.filters import FilterResult, dynamic_sampling, is_informative, overlong, starpo_s
 from agentevo.config import AlgorithmSection
 from agentevo.types import Trajectory
 
@@ -70,7 +70,7 @@ def rewards_by_group(trajectories: Sequence[Trajectory]) -> dict[str, list[float
 
 
 def _filter(
-    trajectories: Sequence[Trajectory], filtered: Kept, reason: str, dropped: dict[str, str]
+    trajectories: Sequence[Trajectory], filtered: FilterResult, reason: str, dropped: dict[str, str]
 ) -> list[Trajectory]:
     dropped |= {trajectories[position].id: reason for position in filtered.dropped}
     return [trajectories[position] for position in filtered.kept]

@@ -29,7 +29,7 @@ SHOWN = 16
 """The number of hex digits of each trajectory's digest that a plan keeps."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """See the module."""
 
     ids: list[str]

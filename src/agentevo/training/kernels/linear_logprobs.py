@@ -70,7 +70,7 @@ def linear_logprobs(  # noqa: PLR0913 (the factors of a score, and what bounds i
     weight and bias. Products are made in their dtype, all else in float32 at least. Memory beside
     the gradients: KEPT_BYTES and a few cells.
     """
-    tail = _Tail(temperature, softcap, logit_scale, masks, penalties, num_tokens).within(own)
+    tail = _FusedLogprobs(temperature, softcap, logit_scale, masks, penalties, num_tokens).within(own)
     targets, outside = tail.within_tokens(targets)
     trained = torch.is_grad_enabled() and (
         weight.requires_grad or (bias is not None and bias.requires_grad)
@@ -106,7 +106,7 @@ def linear_logprobs_and_squares(  # noqa: PLR0913 (those of linear_logprobs)
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `linear_logprobs`, without gradient: log-probs [M], and for each row the sum over the
     vocabulary of p^2 [R], the chance that two draws agree."""
-    tail = _Tail(temperature, softcap, logit_scale, masks, penalties, num_tokens).within(own)
+    tail = _FusedLogprobs(temperature, softcap, logit_scale, masks, penalties, num_tokens).within(own)
     targets, outside = tail.within_tokens(targets)
     mine = tail.mine(targets)
     cells = Cells.of(hidden, tail.width(weight), rows[mine], targets[mine] - tail.first)
@@ -117,7 +117,7 @@ def linear_logprobs_and_squares(  # noqa: PLR0913 (those of linear_logprobs)
     return (logp if outside is None else logp.masked_fill(outside, LOWEST)), chance
 
 
-class _Tail(NamedTuple):
+class _FusedLogprobs(NamedTuple):
     """What turns products into scores, the logits over the temperature."""
 
     temperature: float
@@ -131,7 +131,7 @@ class _Tail(NamedTuple):
     own: VocabularySlice | None = None
     """The tokens that the weight is of; masks and penalties are of these alone."""
 
-    def within(self, own: VocabularySlice | None) -> _Tail:
+    def within(self, own: VocabularySlice | None) -> _FusedLogprobs:
         """For the tokens of a slice; given masks and penalties of the whole vocabulary."""
         if own is None:
             return self
@@ -281,7 +281,7 @@ def _sweep(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     cells: Cells,
-    tail: _Tail,
+    tail: _FusedLogprobs,
     room: int,
     *,
     squares: bool = False,
@@ -330,7 +330,7 @@ class _LinearLogprobs(torch.autograd.Function):
         bias: torch.Tensor | None,
         rows: torch.Tensor,
         targets: torch.Tensor,
-        tail: _Tail,
+        tail: _FusedLogprobs,
         room: int,
         ahead: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -412,7 +412,7 @@ class _Slopes(NamedTuple):
     total: torch.Tensor
     mean: torch.Tensor
     """[R] each: a, s and t / s of the module's docstring."""
-    tail: _Tail
+    tail: _FusedLogprobs
 
     @classmethod
     def of(
@@ -422,7 +422,7 @@ class _Slopes(NamedTuple):
         top: torch.Tensor,
         total: torch.Tensor,
         mean: torch.Tensor,
-        tail: _Tail,
+        tail: _FusedLogprobs,
     ) -> _Slopes:
         grad_logp, grad_entropy = grads
         of_logp = total.new_zeros(len(rows)) if grad_logp is None else grad_logp * tail.slope

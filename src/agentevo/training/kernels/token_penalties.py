@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from agentevo.penalties import Changes
+from agentevo.penalties import PenaltyChanges
 
 
 class PenaltyTable(NamedTuple):
@@ -24,7 +24,7 @@ class PenaltyTable(NamedTuple):
     """[N] float32: by what a positive logit is divided and another one multiplied"""
 
     @classmethod
-    def of(cls, changes: Mapping[int, Changes], device: torch.device) -> PenaltyTable | None:
+    def of(cls, changes: Mapping[int, PenaltyChanges], device: torch.device) -> PenaltyTable | None:
         """Of a batch by its rows; None where nothing changes."""
         if not changes:
             return None

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from agentevo.errors import TrainingError
 from agentevo.training.collectives import Ranks, add_over_group, copy_to_group, exchange_rows
-from agentevo.training.sharding.layouts import Layout, lay_out
+from agentevo.training.sharding.layouts import ShardLayout, lay_out
 
 STACKS = ("gate_up_proj", "down_proj")
 _JOINT: WeakSet[nn.Module] = WeakSet()
@@ -122,7 +122,7 @@ def _cut(stack: Any, ranks: Ranks, sharing: tuple[Ranks, ...] | None) -> int:
     """Cuts this process's experts out; returns the number of the first."""
     count = len(stack.down_proj) // ranks.size
     for name in STACKS:
-        lay_out(stack, name, Layout(ranks, 0, (count,) * ranks.size, sharing))
+        lay_out(stack, name, ShardLayout(ranks, 0, (count,) * ranks.size, sharing))
     stack.num_experts = count
     stack._is_expert_parallel = True
     return ranks.rank * count

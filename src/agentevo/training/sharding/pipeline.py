@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from agentevo.errors import TrainingError
 from agentevo.training.collectives import Ranks
 from agentevo.training.kernels.stages import Stage, be_stage, receive_hidden
-from agentevo.training.sharding.layouts import Layout, lay_out
+from agentevo.training.sharding.layouts import ShardLayout, lay_out
 
 PLAN = {"embed_tokens", "layers", "norm"}
 """What transformers' `base_model_pp_plan` has for decoders whose layers take nothing from one
@@ -147,4 +147,4 @@ def _give(part: nn.Module, owner: int, ranks: Ranks) -> None:
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
                 sizes = tuple(len(parameter) * (rank == owner) for rank in range(ranks.size))
-                lay_out(module, name, Layout(ranks, 0, sizes))
+                lay_out(module, name, ShardLayout(ranks, 0, sizes))

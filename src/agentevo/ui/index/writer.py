@@ -52,7 +52,7 @@ _UPSERT = (
 )
 
 
-class Writer:
+class IndexWriter:
     """See the module. `rewards`: as in `derived.judge_gap`."""
 
     def __init__(
