@@ -10,7 +10,7 @@ from remote_server import RemoteServer, chat, fails, gives, hangs
 
 from agentevo.agents import Policy, ToolAgent
 from agentevo.agents.browse import FAILED, LEFT_OUT
-from agentevo.agents.remote_policy import RemotePolicyConversation, RemoteModelPolicy
+from agentevo.agents.remote_policy import RemoteModelPolicy, RemotePolicyConversation
 from agentevo.config import build_config
 from agentevo.config import tools as tool_config
 from agentevo.config.agents import ToolAgentSection

@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 
 from agentevo.environments import sokoban
 from agentevo.environments.sokoban import SokobanConfig, SokobanEnvironment
-from agentevo.environments.sokoban_rooms import PLAYER_BITS, SokobanRoom, distances, random_player_success
+from agentevo.environments.sokoban_rooms import (
+    PLAYER_BITS,
+    SokobanRoom,
+    distances,
+    random_player_success,
+)
 from agentevo.errors import EnvironmentFailure
 from examples import examples
 

@@ -16,7 +16,7 @@ from broadcast_rounds import assert_has, looked_after, settled, source_of, until
 
 from agentevo.errors import WeightsLostError, WeightsNotSentError
 from agentevo.inference import broadcast_group, broadcast_sender
-from agentevo.inference.broadcast_files import PlaceAnswer, Incoming
+from agentevo.inference.broadcast_files import Incoming, PlaceAnswer
 from agentevo.inference.broadcast_sender import BroadcastSender
 from agentevo.inference.broadcast_source import receive_place
 from agentevo.models.parameters import trained_weights

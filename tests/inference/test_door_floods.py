@@ -187,7 +187,10 @@ def test_numbers_out_of_range_are_refused_and_the_connection_stays(tmp_path):
             right = SamplingParams()
             strange = (math.nan, math.inf, -math.inf)
             frame = [
-                *(WatchRequest(id=number, every_s=value) for number, value in enumerate(strange, 1)),
+                *(
+                    WatchRequest(id=number, every_s=value)
+                    for number, value in enumerate(strange, 1)
+                ),
                 *(
                     Generate(id=number, prompt_ids=[1], sampling=right, deadline_s=value)
                     for number, value in enumerate(strange, 4)

@@ -95,7 +95,9 @@ class Rig:
         sample = msgspec.structs.replace(Sample.given("t", "g", ids, mask), routed_experts=told)
         batch = pack([sample], torch.device("cpu"))
         with torch.no_grad():
-            logp, _ = token_logprobs(self.model, batch.with_routing(RouterReplay(batch.routed_experts)))
+            logp, _ = token_logprobs(
+                self.model, batch.with_routing(RouterReplay(batch.routed_experts))
+            )
         return float(np.abs(batch.table(logp)[0].numpy() - found.logprobs).max())
 
 

@@ -24,10 +24,10 @@ from agentevo.errors import (
 from agentevo.inference import messages
 from agentevo.inference.listening import StreamedTokens
 from agentevo.inference.messages import (
+    DrawnTokens,
     Generate,
     Outbox,
     StateReport,
-    DrawnTokens,
     WatchRequest,
     read_answers,
 )

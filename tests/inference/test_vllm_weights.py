@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from agentevo.inference import vllm_weights
-from agentevo.inference.broadcast_files import PlaceAnswer, Incoming
+from agentevo.inference.broadcast_files import Incoming, PlaceAnswer
 from agentevo.inference.vllm_weights import WeightLoader
 
 

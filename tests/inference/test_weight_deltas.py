@@ -16,7 +16,7 @@ from agentevo.errors import EngineError
 from agentevo.inference import weight_versions, weights
 from agentevo.inference.publication import Publication
 from agentevo.inference.version_manifest import VersionManifest
-from agentevo.inference.weight_delta import apply_change, find_change, checksum, pack_change
+from agentevo.inference.weight_delta import apply_change, checksum, find_change, pack_change
 from agentevo.inference.weights import WeightsFolder
 from examples import examples
 
@@ -46,7 +46,9 @@ def made(seed=0):
 
 
 def manifest(folder, version):
-    return msgspec.json.decode((folder.path(version) / "manifest.json").read_bytes(), type=VersionManifest)
+    return msgspec.json.decode(
+        (folder.path(version) / "manifest.json").read_bytes(), type=VersionManifest
+    )
 
 
 @settings(max_examples=examples(30), deadline=None)

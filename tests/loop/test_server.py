@@ -28,7 +28,7 @@ from agentevo.errors import (
 )
 from agentevo.loop.client import Client
 from agentevo.loop.errors import ModelNotOpenError, SealError, UnknownAttemptError
-from agentevo.loop.wire import WireFailure, failure_of, error_of
+from agentevo.loop.wire import WireFailure, error_of, failure_of
 from agentevo.observability import read_metrics
 
 

@@ -17,7 +17,7 @@ from agentevo.models.cpu_build import (
     _openmp,
     load_library,
 )
-from agentevo.models.cpu_kernels import FEW_ROWS, KernelCache, CpuKernels, Matrix, Prefix, why_not
+from agentevo.models.cpu_kernels import FEW_ROWS, CpuKernels, KernelCache, Matrix, Prefix, why_not
 from agentevo.models.linear import PackedMatrix
 
 HERE = torch.backends.cpu.get_cpu_capability()

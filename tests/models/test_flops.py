@@ -22,7 +22,13 @@ from transformers import (
 
 from agentevo.config import LoraSection
 from agentevo.models.adapters import add_adapter, load_adapter, use_adapter
-from agentevo.models.flops import ModelFlops, ForwardWork, model_flops, work_of_depths, work_of_sequences
+from agentevo.models.flops import (
+    ForwardWork,
+    ModelFlops,
+    model_flops,
+    work_of_depths,
+    work_of_sequences,
+)
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 193,

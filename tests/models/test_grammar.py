@@ -47,7 +47,9 @@ def test_a_model_may_have_more_logits_than_its_tokenizer_has_tokens(vocabulary):
     state = Grammars(tiny_policy().tokenizer, vocabulary).begin(CALL, (END,))
     mask = state.mask()
     assert len(mask) == -(-vocabulary // 32)
-    assert np.flatnonzero(unpack_mask(mask, vocabulary)).tolist() == tiny_policy().tokenizer.encode("<")
+    assert np.flatnonzero(unpack_mask(mask, vocabulary)).tolist() == tiny_policy().tokenizer.encode(
+        "<"
+    )
 
 
 def test_the_same_masks_again_or_none_at_all():

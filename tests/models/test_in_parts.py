@@ -11,7 +11,7 @@ from safetensors.torch import load, load_file
 from transformers import AutoModelForCausalLM
 
 from agentevo.models.in_parts import InParts, write_from_parts
-from agentevo.models.parts import WeightPart, Spec
+from agentevo.models.parts import Spec, WeightPart
 from agentevo.models.tensor_file import TensorFile
 
 

@@ -12,7 +12,7 @@ import pytest
 from agentevo.errors import TrainingError
 from agentevo.orchestration import rollout_sources as attempts
 from agentevo.orchestration.lost_attempts import IN_VAIN_STEPS, PAGE, LostAttempts
-from agentevo.orchestration.rollout_sources import RolloutRound, GroupStream
+from agentevo.orchestration.rollout_sources import GroupStream, RolloutRound
 from agentevo.rollout.sampler import group_name
 from agentevo.rollout.task_source import TaskSource
 from agentevo.store import open_store

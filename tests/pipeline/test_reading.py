@@ -12,7 +12,12 @@ import pytest
 from agentevo.config import sources
 from agentevo.errors import ConfigError
 from agentevo.pipeline import Pipeline, build_pipeline
-from agentevo.pipeline.references import StageReference, ReferenceProblem, parse_reference, replace_references
+from agentevo.pipeline.references import (
+    ReferenceProblem,
+    StageReference,
+    parse_reference,
+    replace_references,
+)
 from agentevo.pipeline.when import condition
 
 LAKE: dict[str, Any] = {

@@ -67,7 +67,9 @@ def test_refused_weights_are_tried_again_after_a_while_though_they_look_the_same
     """What failed may have been the reading: a disk or a network with a bad moment."""
     engine = TorchEngine(copy.deepcopy(run.model))
     asyncio.run(engine.begin(-1))
-    follower = VersionFollower(run.weights, engine, "continue", deadline_s=300, note=lambda line: None)
+    follower = VersionFollower(
+        run.weights, engine, "continue", deadline_s=300, note=lambda line: None
+    )
     real = WeightsFolder.read
 
     def bad(self, version, **options):

@@ -27,7 +27,13 @@ from agentevo.config.optimize import OptimizeSection
 from agentevo.errors import ConfigError
 from agentevo.prompts.budget import Budget, BudgetSpentError, budget_of
 from agentevo.prompts.examples import best_attempts, chosen_examples
-from agentevo.prompts.folder import SearchBegun, Candidate, OptimizeFolder, PlayedAttempt, SearchSession
+from agentevo.prompts.folder import (
+    Candidate,
+    OptimizeFolder,
+    PlayedAttempt,
+    SearchBegun,
+    SearchSession,
+)
 from agentevo.prompts.optimize import _tasks_of
 from agentevo.prompts.phrases import edit
 from agentevo.prompts.writing import TextWriter, fence, shown_attempts
@@ -256,7 +262,9 @@ def test_a_writer_finds_the_better_text_and_never_sees_a_held_out_task(
     assert summary["budget"]["attempts"] <= 200
 
     records = OptimizeFolder(out).records()
-    held_out = {one.task for one in records if isinstance(one, PlayedAttempt) and one.label == "held_out"}
+    held_out = {
+        one.task for one in records if isinstance(one, PlayedAttempt) and one.label == "held_out"
+    }
     assert len(held_out) == 8
 
     asked = [one["messages"][0]["content"] for one in server.received if one and _is_writers(one)]

@@ -164,5 +164,7 @@ def test_the_order_of_refills_is_the_curriculums(tmp_path):
     source = TaskSource(config, None)
     played = [*source.train(1), *source.refill(1)]
     assert len(played) == len({task.id for task in played}) == 16
-    assert [task.id for task in source.tasks_to_queue(1)] == [f"{task.id}~1" for task in source.train(1)]
+    assert [task.id for task in source.tasks_to_queue(1)] == [
+        f"{task.id}~1" for task in source.train(1)
+    ]
     assert source.as_given(source.tasks_to_queue(1)[0]) == source.train(1)[0]

@@ -66,7 +66,9 @@ def test_what_the_engine_sleeps_is_not_the_attempts_time(comes, loaded, chat, mo
         conversation = Conversation(
             engine, chat, sampling, name=name, seed=1, context_length=256, timeout_s=LIMIT_S
         )
-        return GroupAttempt(Asks(tool), Task(id="t"), Policy(conversation), name=name, limit_s=LIMIT_S)
+        return GroupAttempt(
+            Asks(tool), Task(id="t"), Policy(conversation), name=name, limit_s=LIMIT_S
+        )
 
     async def work():
         quick_tool = asyncio.Event()

@@ -15,7 +15,7 @@ from open_sandbox import OpenSandbox
 from agentevo.config.sandbox import SandboxSection
 from agentevo.errors import SandboxError
 from agentevo.sandbox import cgroups, local
-from agentevo.sandbox.cgroups import ControlGroup, CgroupPlace
+from agentevo.sandbox.cgroups import CgroupPlace, ControlGroup
 
 
 @pytest.fixture

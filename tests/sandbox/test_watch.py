@@ -70,7 +70,9 @@ def test_what_can_not_be_watched_is_ended_and_others_are_watched_on() -> None:
     ended: dict[int, str] = {}
     watching = watch.SandboxWatch()
     for pid in (-1, -2):
-        one = watch.WatchedSandbox(pid, 1, 1, 1, 1, None, "/", lambda _, words, pid=pid: end(pid, words))
+        one = watch.WatchedSandbox(
+            pid, 1, 1, 1, 1, None, "/", lambda _, words, pid=pid: end(pid, words)
+        )
         one.look = broken  # type: ignore[method-assign]
         watching.add(one)
 

@@ -17,7 +17,7 @@ from agentevo.task_making import databases
 from agentevo.task_making.calls import ToolWorld, call_tool
 from agentevo.task_making.demonstrations import demonstration
 from agentevo.task_making.making import WantedTasks, make_tasks
-from agentevo.task_making.questions import QueryCondition, Link, DatabaseQuestion
+from agentevo.task_making.questions import DatabaseQuestion, Link, QueryCondition
 from agentevo.task_making.scenario import steps_of
 from agentevo.task_making.survey import survey
 from agentevo.tools.state_checks import SOLVED_BY_CALLS
@@ -243,7 +243,9 @@ def test_servers_that_lie_about_databases_are_no_databases():
     """What one says its tables are is read without running anything of it."""
     with pytest.raises(AgentEvoError):
         made_for([FunctionToolSection(name="claims_sql")], WantedTasks(train=2, held_out=0))
-    known = made_for([FunctionToolSection(name="repeats_sql")], WantedTasks(train=2, held_out=0)).known
+    known = made_for(
+        [FunctionToolSection(name="repeats_sql")], WantedTasks(train=2, held_out=0)
+    ).known
     assert known.databases == {}
 
 

@@ -239,7 +239,9 @@ def test_looking_for_other_difficulties_in_vain_costs_walks_once():
             return Scenario(steps=[step], world=0), []
 
     known = Survey(schemas={}, descriptions={"greet": "Greet somebody."}, specs=[], values=Values())
-    maker = OneCall(None, known, WantedTasks(train=100, held_out=0), frozenset(), (), lambda done: None)
+    maker = OneCall(
+        None, known, WantedTasks(train=100, held_out=0), frozenset(), (), lambda done: None
+    )
     made = asyncio.run(maker.make())
     assert len(made.train) == 100 and {row["difficulty"] for row in made.train} == {1}
     assert 100 + making.MAX_MISSES // 2 < maker.walks < 150 + making.MAX_MISSES

@@ -10,7 +10,7 @@ import pytest
 
 from agentevo.errors import AgentEvoError
 from agentevo.remote_models.ledger import RemoteModelError
-from agentevo.task_making.scenario import ValueSource, Scenario, ScenarioStep
+from agentevo.task_making.scenario import Scenario, ScenarioStep, ValueSource
 from agentevo.task_making.writer import reword_tasks
 
 STEPS = [

@@ -160,7 +160,9 @@ def test_a_database_does_not_grow_without_bound():
 
 
 def test_many_rows_are_cut_and_bytes_are_named():
-    world = DatabaseTools(task(setup="CREATE TABLE t (x); INSERT INTO t VALUES (x'00ff'), (NULL), (3);"))
+    world = DatabaseTools(
+        task(setup="CREATE TABLE t (x); INSERT INTO t VALUES (x'00ff'), (NULL), (3);")
+    )
     assert world.query("SELECT x FROM t") == "x\n[2 bytes]\nNULL\n3"
     world = DatabaseTools(task(setup=GOODS), max_rows=1)
     assert world.query("SELECT name FROM goods").endswith("pear\n(only the first 1 rows are shown)")

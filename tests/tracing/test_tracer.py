@@ -15,7 +15,7 @@ from collector import Collector, received, request_of_json
 from otel_encoder import request_of_sdk
 
 from agentevo.store.call_log import AttemptCalls, CallLog, asked_by, record_call
-from agentevo.store.trace_context import TracePlace, TracedMessage, read_traceparent
+from agentevo.store.trace_context import TracedMessage, TracePlace, read_traceparent
 from agentevo.trace_header import traceparent
 from agentevo.tracing import tracer as tracer_module
 from agentevo.tracing.otlp import OTLP

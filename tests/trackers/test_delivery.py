@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from agentevo.trackers import TrackingBegun, TrackedRow, TrackedRun, Tracker, TrackerConfig, Tracking
+from agentevo.trackers import (
+    TrackedRow,
+    TrackedRun,
+    Tracker,
+    TrackerConfig,
+    Tracking,
+    TrackingBegun,
+)
 from agentevo.trackers import delivery as delivery_module
 
 PATIENCE_S = 300.0

@@ -14,7 +14,7 @@ from torch import distributed
 
 from agentevo.config import build_config
 from agentevo.orchestration.tracking import Lines, track
-from agentevo.trackers import TrackingBegun, TrackedRow, TrackedRun, Tracker, trackers
+from agentevo.trackers import TrackedRow, TrackedRun, Tracker, TrackingBegun, trackers
 
 STEPS = 3
 

@@ -14,7 +14,7 @@ import sys
 import zlib
 from pathlib import Path
 
-from agentevo.trackers import TrackedRow, TrackedTable, TrackedRun, Tracking, trackers
+from agentevo.trackers import TrackedRow, TrackedRun, TrackedTable, Tracking, trackers
 from agentevo.trackers.secrets import without_secrets
 
 CONFIG = {

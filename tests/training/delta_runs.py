@@ -116,7 +116,9 @@ def same(found: Any, model: torch.nn.Module) -> bool:
 
 
 def manifest(folder: WeightsFolder, version: int) -> VersionManifest:
-    return msgspec.json.decode((folder.path(version) / "manifest.json").read_bytes(), type=VersionManifest)
+    return msgspec.json.decode(
+        (folder.path(version) / "manifest.json").read_bytes(), type=VersionManifest
+    )
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from agentevo.config import (
 from agentevo.models.activations import keep_activations
 from agentevo.models.attention import prepare
 from agentevo.models.routers import enable_routing, routers_of
-from agentevo.models.sharded import note_change, make_plain
+from agentevo.models.sharded import make_plain, note_change
 from agentevo.routed_experts import RoutedExperts
 from agentevo.training.batching.passes import micro_batches, token_tables
 from agentevo.training.kernels import output_layer

@@ -258,7 +258,8 @@ def test_ktos_baseline_is_the_mean_log_ratio_of_mismatched_answers(
         groups = mismatch_answers([a for pair in pairs for a in pair.answers], 10**6)
         ratios = [
             float(
-                slow_logp(alone, CandidateAnswer("", tuple(r))) - slow_logp(reference, CandidateAnswer("", tuple(r)))
+                slow_logp(alone, CandidateAnswer("", tuple(r)))
+                - slow_logp(reference, CandidateAnswer("", tuple(r)))
             )
             for r in groups
         ]

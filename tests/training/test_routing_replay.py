@@ -255,7 +255,9 @@ def test_samples_that_were_routed_apart_share_nothing_from_there_on(ways):
     def logprobs(samples) -> torch.Tensor:
         batch = pack(samples, CPU)
         with torch.no_grad():
-            found, _ = token_logprobs(trainer, batch.with_routing(RouterReplay(batch.routed_experts)))
+            found, _ = token_logprobs(
+                trainer, batch.with_routing(RouterReplay(batch.routed_experts))
+            )
         return batch.table(found)
 
     together = logprobs([one, other])
@@ -288,7 +290,9 @@ def test_reference_and_own_critic_choose_for_themselves(ways):
         prepared = one.prepare(trajectories)
         values = torch.cat([torch.from_numpy(s.columns["values"]) for s in prepared.samples])
         whole = pack(prepared.samples, CPU)
-        passed = whole.with_routing(RouterReplay(whole.routed_experts)) if trunk == "shared" else whole
+        passed = (
+            whole.with_routing(RouterReplay(whole.routed_experts)) if trunk == "shared" else whole
+        )
         with torch.no_grad():
             wanted = one.roles.critic.values(passed)
 
@@ -300,7 +304,9 @@ def test_reference_and_own_critic_choose_for_themselves(ways):
 @pytest.mark.parametrize("memory", ["none", "full", "selective"])
 def test_with_adapters_and_checkpointing(random_model, memory):
     bare = copy.deepcopy(random_model("qwen3-moe").alone)
-    policy = enable_routing(prepare(adapted(bare, LoraSection(rank=4, targets=("q_proj", "v_proj")))))
+    policy = enable_routing(
+        prepare(adapted(bare, LoraSection(rank=4, targets=("q_proj", "v_proj"))))
+    )
     kept = keep_activations(policy, MemorySection(checkpointing=memory))
     trajectories = [drawn(kept, "g", n) for n in range(2)]
     rows = join_experts([turn.routed_experts for t in trajectories for turn in t.turns])

@@ -247,7 +247,12 @@ def test_batches_by_tokens_and_by_conversations():
 
 def test_the_learning_rate_over_the_steps():
     section = SFTSection(learning_rate=2.0, warmup_ratio=0.2, min_lr_ratio=0.1, schedule="linear")
-    assert [round(scheduled_rate(section, step, 10), 6) for step in (0, 1, 2, 6)] == [1.0, 2.0, 2.0, 1.1]
+    assert [round(scheduled_rate(section, step, 10), 6) for step in (0, 1, 2, 6)] == [
+        1.0,
+        2.0,
+        2.0,
+        1.1,
+    ]
     cosine = section.model_copy(update={"schedule": "cosine", "min_lr_ratio": 0.0})
     assert scheduled_rate(cosine, 6, 10) == pytest.approx(1.0)
     assert scheduled_rate(section.model_copy(update={"schedule": "constant"}), 9, 10) == 2.0

@@ -31,7 +31,7 @@ from agentevo.types import Message, Task
 from agentevo.ui import players as players_module
 from agentevo.ui.access import Access
 from agentevo.ui.app import make_app
-from agentevo.ui.players import PlayerKey, PlayerProcess, PlayerError, Players
+from agentevo.ui.players import PlayerError, PlayerKey, PlayerProcess, Players
 from agentevo.ui.sources import Sources
 
 TOKEN = "the-token-of-the-tests"

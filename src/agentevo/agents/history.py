@@ -66,7 +66,9 @@ class History:
         if limit is not None and _num_tokens(policy, turn) > limit:
             await self.cut(policy, tools)
 
-    async def ask_within_context(self, ask: Callable[[list[Message]], Awaitable[T]], policy: Policy) -> T:
+    async def ask_within_context(
+        self, ask: Callable[[list[Message]], Awaitable[T]], policy: Policy
+    ) -> T:
         """What `ask` gives for the history, which is cut where it is too long for the context.
         Raises RequestTooLongError where nothing is left to cut."""
         while True:
@@ -87,7 +89,10 @@ class History:
 
         recent = self._rounds[len(old) :]
         if section.strategy == "discard_results":
-            cut = [HistoryRound(one.reply, [_without_content(answer) for answer in one.answers]) for one in old]
+            cut = [
+                HistoryRound(one.reply, [_without_content(answer) for answer in one.answers])
+                for one in old
+            ]
             if cut == old:
                 return False
             self._rounds = [*cut, *recent]
@@ -102,7 +107,10 @@ class History:
     async def _summarise(self, old: list[HistoryRound], policy: Policy, tools: Tools) -> str:
         """Where all of it is too long to be asked about, the summary is of the replies alone; where
         these are too long as well, what was summarised before stays."""
-        replies = [HistoryRound(one.reply, [_without_content(answer) for answer in one.answers]) for one in old]
+        replies = [
+            HistoryRound(one.reply, [_without_content(answer) for answer in one.answers])
+            for one in old
+        ]
         for rounds in (old, replies):
             try:
                 return await self._summary_of(rounds, policy, tools)

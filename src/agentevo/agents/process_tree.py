@@ -90,7 +90,9 @@ class ProcessTree:
             _alive.discard(self)
             self.ended.set()
 
-        return EndedProcess(self._process.returncode, self.written("stdout"), self.written("stderr"))
+        return EndedProcess(
+            self._process.returncode, self.written("stdout"), self.written("stderr")
+        )
 
     def _read_until_over(self, process: subprocess.Popen[bytes]) -> None:
         with selectors.DefaultSelector() as streams:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from agentevo.agents.policy import PolicyDoor, Policy
+from agentevo.agents.policy import Policy, PolicyDoor
 from agentevo.agents.texts import Texts
 from agentevo.errors import BadRequestError, EngineError
 from agentevo.models.answer_form import AnswerForm

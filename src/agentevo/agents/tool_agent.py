@@ -91,7 +91,9 @@ class ToolAgent:
             tools.condense = None if reader is None else reader.condense
             progress = _ToolProgress()
             form = _FORMATS[self._section.format](policy, policy.texts.of_tools(tools.schemas))
-            opening = form.opening(with_system(self._opening_messages(task, policy), tools.instructions))
+            opening = form.opening(
+                with_system(self._opening_messages(task, policy), tools.instructions)
+            )
             history = History(opening, self._section.context)
             end = await self._play(form, history, policy, tools, progress)
             said = await said_by(tools)

@@ -163,7 +163,9 @@ def grpo_passk(inputs: Inputs, *, scale_by_std: bool, epsilon: float) -> Tensor:
         best - others.highest(score),
         0.0,
     )
-    return divide(lead, members.std(members.subtract_mean(score)) + epsilon) if scale_by_std else lead
+    return (
+        divide(lead, members.std(members.subtract_mean(score)) + epsilon) if scale_by_std else lead
+    )
 
 
 def rloo(inputs: Inputs) -> Tensor:

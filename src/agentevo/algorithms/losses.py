@@ -93,7 +93,9 @@ class PolicyLoss:
         loss, measured = self.formula(inputs)
         measured.setdefault("ppo_kl", -bounded_gap(inputs.log_ratio.detach()))
         if self.importance is not None:
-            rollout_logp = inputs.require("rollout_logp", f"policy loss {self.name} with importance")
+            rollout_logp = inputs.require(
+                "rollout_logp", f"policy loss {self.name} with importance"
+            )
             weights = self.importance(inputs.old_logp - rollout_logp, inputs.mask)
             loss = loss * weights
             measured["rollout_is_mean"] = weights

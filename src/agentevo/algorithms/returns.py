@@ -75,7 +75,9 @@ def make_stream(inputs: Inputs) -> TurnStream:
     width = max(inputs.mask.shape[1], 1)
     index = inputs.mask.reshape(-1).nonzero()[:, 0]
     if inputs.turn_ids is None:
-        return TurnStream(index, width, inputs.row_length[inputs.row_length > 0.0].long(), None, None)
+        return TurnStream(
+            index, width, inputs.row_length[inputs.row_length > 0.0].long(), None, None
+        )
 
     owner = inputs.trajectory[index // width]
     turn = inputs.turn_ids.reshape(-1)[index]
@@ -159,7 +161,9 @@ def estimate(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam
 
     Source: GAE, arXiv 1506.02438, eq. 16.
     """
-    return discount_sums(rewards + gamma * following(values, lengths) - values, lengths, gamma * lam)
+    return discount_sums(
+        rewards + gamma * following(values, lengths) - values, lengths, gamma * lam
+    )
 
 
 def reinforce_pp(inputs: Inputs, stream: TurnStream, *, gamma: float) -> tuple[Tensor, Tensor]:

@@ -233,7 +233,9 @@ def _count_ages(stored: StoredTrajectory, plan: StepPlan, step: int, report: Aud
                 f"{count} of its tokens are of version {version}, which weights had only "
                 f"after step {version}"
             )
-            report.violations.append(AuditViolation(what, step=step, trajectory=stored.trajectory.id))
+            report.violations.append(
+                AuditViolation(what, step=step, trajectory=stored.trajectory.id)
+            )
 
         if age > plan.staleness:
             masked += count

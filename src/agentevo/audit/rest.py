@@ -131,7 +131,9 @@ def _check_states(
                 row = unused.get(name)
                 if row is None or row.state not in ("dropped", "failed"):
                     now = "not in the store as such" if row is None else row.state
-                    add_violation(f"step {record.step} has dropped it ({reason}), and it is {now}", name)
+                    add_violation(
+                        f"step {record.step} has dropped it ({reason}), and it is {now}", name
+                    )
                 elif row.state == "dropped" and row.drop_reason != reason:
                     add_violation(
                         f"step {record.step} has dropped it for {reason}, its row says for "
@@ -143,7 +145,9 @@ def _check_states(
         if (row.state == "failed") == (row.status == "completed"):
             add_violation(f"it is {row.state}, though it {row.status}", name)
         if row.state != "dropped" and row.drop_reason is not None:
-            add_violation(f"it is {row.state}, and has a reason for its drop: {row.drop_reason}", name)
+            add_violation(
+                f"it is {row.state}, and has a reason for its drop: {row.drop_reason}", name
+            )
         if row.split != "train":
             continue
 

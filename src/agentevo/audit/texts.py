@@ -36,5 +36,7 @@ def check_texts(folder: Path, report: Audit) -> None:
 
         if not is_same:
             report.violations.append(
-                AuditViolation(f"the text {path.name} was changed: it has another digest than its name")
+                AuditViolation(
+                    f"the text {path.name} was changed: it has another digest than its name"
+                )
             )

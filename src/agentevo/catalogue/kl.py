@@ -44,7 +44,9 @@ KL = by_name(
             "verl; arXiv 2510.01555",
             peers={"verl": "k1+"},
         ),
-        CatalogueEntry("k2+", f"k2: {_THROUGH}", "d^2 / 2: the same as k2", "verl", peers={"verl": "k2+"}),
+        CatalogueEntry(
+            "k2+", f"k2: {_THROUGH}", "d^2 / 2: the same as k2", "verl", peers={"verl": "k2+"}
+        ),
         CatalogueEntry(
             "k3+",
             f"k3: {_THROUGH}",

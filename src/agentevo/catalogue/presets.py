@@ -24,7 +24,10 @@ KINDS: Mapping[Kind, Mapping[str, CatalogueEntry]] = {
     "aggregation": AGGREGATIONS,
 }
 """The kinds of entries that a preset combines."""
-TUNABLE: Mapping[Kind, Mapping[str, CatalogueEntry]] = {**KINDS, "preference loss": PREFERENCE_LOSSES}
+TUNABLE: Mapping[Kind, Mapping[str, CatalogueEntry]] = {
+    **KINDS,
+    "preference loss": PREFERENCE_LOSSES,
+}
 """Kinds whose hyper-parameters are keys of a recipe."""
 
 

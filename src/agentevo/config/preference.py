@@ -115,7 +115,9 @@ def preference_contradictions(config: RunConfig) -> list[str]:
         )
 
     idle = (
-        [] if data.pairs is None else _changed_keys(section, ("pairs", "pairs_per_group", "pair_margin"))
+        []
+        if data.pairs is None
+        else _changed_keys(section, ("pairs", "pairs_per_group", "pair_margin"))
     )
     if idle:
         problems.append(

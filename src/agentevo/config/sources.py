@@ -17,7 +17,12 @@ from typing import Any
 
 import pydantic
 
-from agentevo.config.interpolation import InterpolationError, Resolver, is_interpolation, resolve_tree
+from agentevo.config.interpolation import (
+    InterpolationError,
+    Resolver,
+    is_interpolation,
+    resolve_tree,
+)
 from agentevo.credentials import without_passwords
 from agentevo.errors import ConfigError, UnknownNameError, shown
 from agentevo.parsing import MAX_DEPTH, MAX_KEY, ParseError, parse_yaml, read_text

@@ -42,7 +42,8 @@ def check_installation() -> list[Check]:
         )
     ]
     results += [
-        checks.judge_version(name, _installed_version(name), wanted) for name, wanted in _required_versions().items()
+        checks.judge_version(name, _installed_version(name), wanted)
+        for name, wanted in _required_versions().items()
     ]
 
     num_threads = torch.get_num_threads()

@@ -244,7 +244,9 @@ class _Measuring:
 
         return float(np.mean([one.place_slope for one in compared]))
 
-    async def _measure_rotations(self, judge: Ruler, group: KnownGroup, shown: ShownAttempt) -> float:
+    async def _measure_rotations(
+        self, judge: Ruler, group: KnownGroup, shown: ShownAttempt
+    ) -> float:
         num = len(shown.attempts)
         order = order_of_vote(num, 0, group.task.id, "rotated")
         rotations = []
@@ -289,7 +291,9 @@ class _Measuring:
             raised = after is not None and after > before + RAISED
             return {"text": text, "before": before, "after": after, "raised": raised}
 
-        found = await gather_all([try_injection(number, text) for number, text in enumerate(INJECTIONS)])
+        found = await gather_all(
+            [try_injection(number, text) for number, text in enumerate(INJECTIONS)]
+        )
         self._found.injections += found
         raised = sum(one["raised"] for one in found)
         self._found.measured["max_injected"] = _share(raised, len(found))

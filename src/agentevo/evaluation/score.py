@@ -87,7 +87,9 @@ def _score_attempts(
     note: Callable[[str], None],
 ) -> dict[str, Any]:
     by_id = {task.id: task for task in tasks}
-    what = PlaySettings(tasks, settings["attempts"], settings["temperature"], settings.get("sources", {}))
+    what = PlaySettings(
+        tasks, settings["attempts"], settings["temperature"], settings.get("sources", {})
+    )
     models = RemoteModels(config.remote_models, config.run_dir / PRICE_LOGS)
     scoring = Scoring(config.rewards, show=FirstFailures(note).show, models=models)
     by_model: dict[str, list[AttemptLine]] = {label: [] for label in settings["played_models"]}

@@ -234,7 +234,9 @@ def last_run(folder: Path) -> Path | None:
     return folder / RUN / "stages" / done[-1] if done else None
 
 
-def _source_of(tree: Mapping[str, Any], section: EvolveSection, home: Path, seed: int) -> TaskOrigin:
+def _source_of(
+    tree: Mapping[str, Any], section: EvolveSection, home: Path, seed: int
+) -> TaskOrigin:
     """Raises ConfigError."""
     system = str((tree.get("agent") or {}).get("system_prompt") or "")
     models = _models_of(tree)

@@ -46,7 +46,7 @@ from agentevo.gateway import (
 )
 from agentevo.gateway.api import Api
 from agentevo.gateway.body import json_body, record_of
-from agentevo.gateway.delivery import Awaited, EventStream, DeliveredTokens, WholeAnswer
+from agentevo.gateway.delivery import Awaited, DeliveredTokens, EventStream, WholeAnswer
 from agentevo.gateway.door_metrics import DoorMetrics
 from agentevo.gateway.kept_responses import forget, found, input_items
 from agentevo.gateway.memory import Memory
@@ -231,7 +231,12 @@ class Routes:
         return WholeAnswer(content, delivery, session)
 
     async def _stream_answer(
-        self, api: Api[Any], session: GatewaySession, asked: Any, delivery: Delivery, client: AdmittedConnection
+        self,
+        api: Api[Any],
+        session: GatewaySession,
+        asked: Any,
+        delivery: Delivery,
+        client: AdmittedConnection,
     ) -> Response:
         """The answer as it comes. What fails before the first token is an answer of its own."""
         heard = DeliveredTokens()
@@ -258,7 +263,9 @@ class Routes:
         return Awaited(work, client, within_s + MARGIN_S, who)
 
     async def _count_tokens(self, request: Request) -> Response:
-        async def count(session: GatewaySession, body: dict[str, Any], client: AdmittedConnection) -> Response:
+        async def count(
+            session: GatewaySession, body: dict[str, Any], client: AdmittedConnection
+        ) -> Response:
             counted = anthropic_messages.counted_of(body)
             work = session.submit(session.count_tokens(counted))
             with self._await_within(work, client, "the policy", self._timeout_s) as awaited:
@@ -267,7 +274,9 @@ class Routes:
         return await self._respond(request, count, anthropic_messages.API)
 
     async def _reward(self, request: Request) -> Response:
-        async def post(session: GatewaySession, body: dict[str, Any], client: AdmittedConnection) -> Response:
+        async def post(
+            session: GatewaySession, body: dict[str, Any], client: AdmittedConnection
+        ) -> Response:
             reward = record_of(body, PostedReward, "the reward")
 
             async def post_reward() -> None:

@@ -411,7 +411,9 @@ class ResponsesStream:
         (reply,) = replies
         events = self._output.finish(whole=reply.finish_reason != "length")
         whole = self.whole(reply)
-        return self._number_events([*events, {"type": f"response.{whole['status']}", "response": whole}])
+        return self._number_events(
+            [*events, {"type": f"response.{whole['status']}", "response": whole}]
+        )
 
     def failure_events(self, refusal: Refusal) -> list[Event]:
         code = "rate_limit_exceeded" if refusal.status == 429 else "server_error"

@@ -31,7 +31,7 @@ from torch import distributed
 
 from agentevo import devices
 from agentevo.errors import ConfigError, EngineError, WeightsLostError
-from agentevo.inference.broadcast_files import PlaceAnswer, BroadcastFiles, Sent
+from agentevo.inference.broadcast_files import BroadcastFiles, PlaceAnswer, Sent
 from agentevo.inference.fingerprints import fingerprint
 from agentevo.models.parts import Spec, as_bytes
 

@@ -25,7 +25,13 @@ from torch import nn
 from agentevo.devices import identity
 from agentevo.errors import EngineError, WeightsLostError
 from agentevo.event_loop import in_thread, to_its_end
-from agentevo.inference.broadcast_files import MOST_PLACES, PlaceAnswer, PlaceRequest, BroadcastFiles, Contents
+from agentevo.inference.broadcast_files import (
+    MOST_PLACES,
+    BroadcastFiles,
+    Contents,
+    PlaceAnswer,
+    PlaceRequest,
+)
 from agentevo.inference.broadcast_group import backend_of, send
 from agentevo.inference.weight_transport import Latest
 from agentevo.models.in_parts import in_parts
@@ -175,7 +181,9 @@ class BroadcastSender:
             answers = dict[str, PlaceAnswer]()
             rank = 1
             for ask in taken:
-                answers[ask.id] = PlaceAnswer(round_id, latest.sha256, backend, rank, len(places) + 1)
+                answers[ask.id] = PlaceAnswer(
+                    round_id, latest.sha256, backend, rank, len(places) + 1
+                )
                 rank += len(ask.places)
 
             with self._files.round(round_id, answers):

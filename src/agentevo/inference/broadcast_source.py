@@ -19,7 +19,13 @@ import torch
 
 from agentevo.devices import identity
 from agentevo.errors import EngineError, WeightsLostError, WeightsNotSentError
-from agentevo.inference.broadcast_files import RENEW_S, PlaceAnswer, PlaceRequest, BroadcastFiles, Incoming
+from agentevo.inference.broadcast_files import (
+    RENEW_S,
+    BroadcastFiles,
+    Incoming,
+    PlaceAnswer,
+    PlaceRequest,
+)
 from agentevo.inference.broadcast_group import receive
 from agentevo.inference.engine import Weights
 from agentevo.inference.weight_transport import Latest

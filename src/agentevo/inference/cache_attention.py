@@ -40,7 +40,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from agentevo.inference.kv_cache import KEY_BLOCK, KVCache, PrefixSegment, in_rows, num_blocks
-from agentevo.models.cpu_kernels import WHOLE, KernelCache, CpuKernels, Prefix, cpu_kernels
+from agentevo.models.cpu_kernels import WHOLE, CpuKernels, KernelCache, Prefix, cpu_kernels
 from agentevo.models.linear import ORDERED, available, product, weighted_sums
 from agentevo.models.routers import Routing
 
@@ -90,7 +90,9 @@ def attention(
     return torch.matmul(weights, v.float()).to(v.dtype), lse
 
 
-def _mask_scores(scores: torch.Tensor, mask: torch.Tensor | None, cap: float | None) -> torch.Tensor:
+def _mask_scores(
+    scores: torch.Tensor, mask: torch.Tensor | None, cap: float | None
+) -> torch.Tensor:
     """Scores [..., Q, K] with their cap and mask, in place."""
     if cap is not None:
         scores = scores.div_(cap).tanh_().mul_(cap)
@@ -449,7 +451,9 @@ def _attend_few_in_order(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> tor
                 batch, num, dim
             )
             if whole is not None:
-                whole[:, head] = _multiply_in_order(of_head[:, :ends], v[:ends]).view(batch, num, dim)
+                whole[:, head] = _multiply_in_order(of_head[:, :ends], v[:ends]).view(
+                    batch, num, dim
+                )
 
         weights = torch.nn.functional.pad(weights[..., prefix:], (1, 0), value=1.0)
 
@@ -477,7 +481,9 @@ def _multiply_in_order(weights: torch.Tensor, values: torch.Tensor) -> torch.Ten
     return out
 
 
-def _attend_many_in_order(rows: CacheRows, q: torch.Tensor, layer: _Layer, out: torch.Tensor) -> None:
+def _attend_many_in_order(
+    rows: CacheRows, q: torch.Tensor, layer: _Layer, out: torch.Tensor
+) -> None:
     """Attention of many queries per sequence, in order: q [T, G, R, D] of the whole step,
     into `out`, which is like it. Matrix products of one stretch's key-value heads, of as many
     queries at once as leave the scores in the processor's cache."""

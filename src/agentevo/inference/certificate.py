@@ -141,7 +141,9 @@ def new_certificate(hosts: Sequence[str] = ()) -> str:
         .not_valid_before(datetime.datetime(2020, 1, 1))
         .not_valid_after(datetime.datetime(9999, 12, 31, 23, 59, 59))
         .add_extension(
-            x509.SubjectAlternativeName([_host_name(host) for host in dict.fromkeys([HOST, *hosts])]),
+            x509.SubjectAlternativeName(
+                [_host_name(host) for host in dict.fromkeys([HOST, *hosts])]
+            ),
             critical=False,
         )
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)

@@ -36,7 +36,7 @@ from agentevo.errors import (
 from agentevo.event_loop import gather_all, in_thread, outside_scopes
 from agentevo.inference.drift import Drift, DriftPlace, TokenDifference, first_difference
 from agentevo.inference.engine import Engine, SleepingEngine, TokenListener
-from agentevo.inference.history import HistoryMatch, Histories, HistoryNode
+from agentevo.inference.history import Histories, HistoryMatch, HistoryNode
 from agentevo.inference.listening import StreamedTokens
 from agentevo.inference.plain_prompts import PlainTexts, checked_ids, recorded_beginning
 from agentevo.models.answer_form import AnswerForm, grammar_of

@@ -29,8 +29,8 @@ from agentevo.inference.weight_delta import box_keys, change_of, checksum, combi
 from agentevo.models.parts import (
     Box,
     Grid,
-    WeightPart,
     Spec,
+    WeightPart,
     as_bytes,
     boxes_of,
     boxes_of_all,
@@ -162,7 +162,10 @@ class PartsDelta:
 
     @classmethod
     def of(
-        cls, own: Mapping[str, WeightPart], found: list[dict[str, BoxDifference]], parts: PublishedParts
+        cls,
+        own: Mapping[str, WeightPart],
+        found: list[dict[str, BoxDifference]],
+        parts: PublishedParts,
     ) -> PartsDelta:
         """`found`: of each process. Raises ModelError where it is not all of a tensor."""
         made = cls({}, {}, {}, [], parts)

@@ -425,7 +425,9 @@ class RemoteEngine:
 
         return able
 
-    def _choose(self, session: str | None, refused: Mapping[str, EngineError]) -> _KnownEngine | None:
+    def _choose(
+        self, session: str | None, refused: Mapping[str, EngineError]
+    ) -> _KnownEngine | None:
         """The conversation's engine if it may be asked, else the one with the least to do among
         those of the newest version: an engine that is late with new weights gets no more
         conversations whose tokens would be old. One that sleeps is asked when all of them do."""

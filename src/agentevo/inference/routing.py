@@ -122,7 +122,9 @@ def record(batch: StepBatch, recording: Recording) -> None:
         begin += count
 
 
-def told(sequence: Sequence, request: EngineRequest, routers: Routers | None) -> RoutedExperts | None:
+def told(
+    sequence: Sequence, request: EngineRequest, routers: Routers | None
+) -> RoutedExperts | None:
     """What the completion of a request says, whose tokens but the last are all cached; None of an
     engine that doesn't record."""
     if routers is None:

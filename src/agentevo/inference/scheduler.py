@@ -348,7 +348,9 @@ class Scheduler:
                 and wanted_key not in self.pending_prefixes
                 and wanted_key not in self.unshareable
             ):
-                request = EngineRequest(ids, SamplingParams(max_new_tokens=0), None, version=version)
+                request = EngineRequest(
+                    ids, SamplingParams(max_new_tokens=0), None, version=version
+                )
                 if self.routing is not None:
                     request.known_rows = self.routing.known_to_any(fresh, ids)
                 self.pending_prefixes[wanted_key] = request

@@ -16,9 +16,9 @@ from agentevo.errors import EngineError
 from agentevo.inference.engine import TokenListener
 from agentevo.inference.listening import tell
 from agentevo.inference.sglang_wire import (
-    SglangTokens,
     ServerFacts,
     SglangClient,
+    SglangTokens,
     generate_body,
     read_answer,
 )

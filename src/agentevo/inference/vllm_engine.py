@@ -242,7 +242,10 @@ class VllmEngine:
         while True:  # once more when new weights have come in the middle
             began = self._version
             one = VllmTokens()
-            async with self._open_request(whole, scoring(), ends - time.monotonic()) as (_, outputs):
+            async with self._open_request(whole, scoring(), ends - time.monotonic()) as (
+                _,
+                outputs,
+            ):
                 async for answer in outputs:
                     (output,) = answer.outputs
                     one.add(output, SamplingParams())

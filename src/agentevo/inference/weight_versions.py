@@ -36,8 +36,8 @@ from agentevo.inference.version_manifest import (
     LATEST_FILE,
     MANIFEST_FILE,
     Base,
-    VersionManifest,
     ManifestPart,
+    VersionManifest,
     base_of,
     delta_manifest,
     folder_name,
@@ -226,7 +226,9 @@ class WeightVersions(ABC):
         taken = [base.latest.version, *(link.version for link in chain)]
         return len(chain) + 2 <= self._full_every and version not in taken  # it would replace it
 
-    def _base_of_delta(self, trained: Mapping[str, torch.Tensor], version: int) -> HeldVersion | None:
+    def _base_of_delta(
+        self, trained: Mapping[str, torch.Tensor], version: int
+    ) -> HeldVersion | None:
         """What a delta of whole tensors builds on; None for a full version."""
         held = self._held
         if held is None or not self._may_follow(held.base, version):

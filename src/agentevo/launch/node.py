@@ -156,7 +156,9 @@ def _end_of_head(ended: Callable[[], int | None]) -> int | None:
     return code
 
 
-def _children(node: FleetNode, words: list[str], run_dir: Path, is_shared: bool) -> list[ChildProcess]:
+def _children(
+    node: FleetNode, words: list[str], run_dir: Path, is_shared: bool
+) -> list[ChildProcess]:
     """`is_shared`: other machines ask these engines too."""
     announced = EngineDirectory(run_dir / "engines")
     agentevo = [sys.executable, "-m", "agentevo"]
@@ -190,7 +192,9 @@ class _TrainerProcess:
     """The trainer's ranks on this node, which are ended with the context. One of them is asked to
     end: the first of all, which others pass it on to, stops after its step and sends them home."""
 
-    def __init__(self, plan: LaunchPlan, rank: int, head: str, words: list[str], run_dir: Path) -> None:
+    def __init__(
+        self, plan: LaunchPlan, rank: int, head: str, words: list[str], run_dir: Path
+    ) -> None:
         going_on = ["--resume"] if (run_dir / "config.yaml").is_file() else []
         command = ["learn" if plan.is_apart else "train", *words, *going_on]
         self._command = [sys.executable, "-m", "agentevo", *command]

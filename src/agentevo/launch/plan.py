@@ -69,7 +69,9 @@ class PlannedLaunch:
         _check(self.config, fleet, self.nodes)
         own = self.config.run_dir
         place = f"run.dir={f'{runs}/{own.name}' if runs else own}"
-        self.plan = LaunchPlan(name=self.name, recipe=RECIPE_FILE, overrides=(place,), nodes=self.nodes)
+        self.plan = LaunchPlan(
+            name=self.name, recipe=RECIPE_FILE, overrides=(place,), nodes=self.nodes
+        )
         self.runs = runs
         self.shared_paths: dict[str, str] = {}
         """Key -> the path of this machine that the nodes read, as `files` has found them."""

@@ -68,7 +68,9 @@ def fleet_of(target: str, values: Mapping[str, Any]) -> Fleet:
         raise ConfigError("\n".join(lines)) from error
 
 
-def make(target: str, recipe: str, overrides: list[str], fleet: Fleet, folder: Path) -> WrittenLaunch:
+def make(
+    target: str, recipe: str, overrides: list[str], fleet: Fleet, folder: Path
+) -> WrittenLaunch:
     """Writes the folder; files of an earlier launch are replaced, others (logs) stay.
 
     Raises ConfigError for a recipe that can't run there, and a folder that holds something else.

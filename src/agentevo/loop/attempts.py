@@ -25,11 +25,11 @@ from agentevo.loop.contents import check_id
 from agentevo.loop.errors import UnknownAttemptError
 from agentevo.loop.records import (
     Answers,
-    ServiceRequest,
-    EndedAttempts,
     EndedAgent,
+    EndedAttempts,
     NewAttempt,
     OpenedService,
+    ServiceRequest,
     Settled,
     SettledAgent,
 )

@@ -33,12 +33,12 @@ from agentevo.loop.model import TrainableModel
 from agentevo.loop.program_parts import ProgramParts
 from agentevo.loop.records import (
     Answers,
-    ServiceRequest,
     Checkpoint,
     EndedAttempts,
     ModelState,
     NewAttempt,
     OpenedService,
+    ServiceRequest,
     Settled,
     Submitted,
     TrainedSubmission,
@@ -48,11 +48,11 @@ from agentevo.loop.wire import (
     ASK_AGAIN,
     NAME,
     PREFIX,
-    WireFailure,
     ListedModel,
     Named,
     NewGroup,
     OpenModel,
+    WireFailure,
     error_of,
 )
 from agentevo.remote_models import RemoteConversations
@@ -274,7 +274,9 @@ class _ServedModel:
     async def end(self, attempt: OpenedService) -> EndedAttempts:
         return await self._of_attempt(attempt, "end", {}, kind=EndedAttempts)
 
-    async def _of_attempt(self, attempt: OpenedService, what: str, body: Any, *, kind: type[T]) -> T:
+    async def _of_attempt(
+        self, attempt: OpenedService, what: str, body: Any, *, kind: type[T]
+    ) -> T:
         path = f"{self._path}/attempts/{attempt.handle}/{what}"
         try:
             return await self._client.request("POST", path, body, kind=kind)

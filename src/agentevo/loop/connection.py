@@ -11,12 +11,12 @@ from agentevo.agents.policy import DoorSession
 from agentevo.loop.group import Group
 from agentevo.loop.records import (
     Answers,
-    ServiceRequest,
     Checkpoint,
     EndedAttempts,
     ModelState,
     NewAttempt,
     OpenedService,
+    ServiceRequest,
     Settled,
     TrainedSubmission,
 )

@@ -13,7 +13,7 @@ from agentevo.agents.policy import DoorSession, Policy
 from agentevo.agents.posted_rewards import PostedReward
 from agentevo.errors import EngineError, EngineUnavailableError
 from agentevo.loop.connection import LoopConnection
-from agentevo.loop.records import ServiceRequest, EndedAttempts, EndedAgent, OpenedService, Settled
+from agentevo.loop.records import EndedAgent, EndedAttempts, OpenedService, ServiceRequest, Settled
 from agentevo.models.answer_form import AnswerForm
 from agentevo.remote_models import RemoteConversations
 from agentevo.store.call_log import AttemptCalls

@@ -33,15 +33,15 @@ from agentevo.gateway.app import Routes
 from agentevo.inference.admission import AdmittedConnection
 from agentevo.inference.secret import RunSecret
 from agentevo.loop.encoding import decode, encode
-from agentevo.loop.records import ServiceRequest, NewAttempt, Submitted
+from agentevo.loop.records import NewAttempt, ServiceRequest, Submitted
 from agentevo.loop.wire import (
     ASK_AGAIN,
     PREFIX,
     WAIT_S,
-    WireFailure,
     Named,
     NewGroup,
     OpenModel,
+    WireFailure,
     failure_of,
 )
 

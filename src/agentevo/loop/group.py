@@ -82,7 +82,9 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         except (TypeError, ValueError) as error:
             raise ConfigError(f"the group {self.id}: {error}") from error
 
-        return self._of_each(lambda one: _with_reward(one, given[one.id]) if one.id in given else one)
+        return self._of_each(
+            lambda one: _with_reward(one, given[one.id]) if one.id in given else one
+        )
 
     def without(self, *ids: str) -> Group:
         """The group without these attempts."""

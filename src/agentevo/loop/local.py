@@ -21,12 +21,12 @@ from agentevo.loop.group import Group
 from agentevo.loop.model import TrainableModel
 from agentevo.loop.records import (
     Answers,
-    ServiceRequest,
     Checkpoint,
     EndedAttempts,
     ModelState,
     NewAttempt,
     OpenedService,
+    ServiceRequest,
     Settled,
     TrainedSubmission,
 )

@@ -18,7 +18,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agentevo.agents.policy import PolicyDoor, Policy
+from agentevo.agents.policy import Policy, PolicyDoor
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import by_rank, trained_agents
 from agentevo.config.parallel import check_alone
@@ -40,7 +40,7 @@ from agentevo.loop.errors import ModelNotOpenError
 from agentevo.loop.group import Group, baseline_name
 from agentevo.loop.records import Checkpoint, ModelState, NewAttempt, TrainedSubmission
 from agentevo.loop.seals import Sealer
-from agentevo.loop.wire import failure_of, error_of
+from agentevo.loop.wire import error_of, failure_of
 from agentevo.models import checkpoint_manifest as manifest
 from agentevo.models.positions import context_length
 from agentevo.models.template_rendering import templates_of_strangers

@@ -85,7 +85,9 @@ def seal(
         digests = list(pool.map(_hash_and_sync, (folder / name for name in own)))
 
     files = {**known, **dict(zip(own, digests, strict=True))}
-    manifest = CheckpointManifest(step=step, value=value, files=files, sha256=_sha256(step, value, files))
+    manifest = CheckpointManifest(
+        step=step, value=value, files=files, sha256=_sha256(step, value, files)
+    )
     (folder / NAME).write_bytes(_encode(manifest))
 
     for path in [folder / NAME, *(path for path in folder.rglob("*") if path.is_dir()), folder]:

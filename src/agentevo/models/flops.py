@@ -78,7 +78,9 @@ class ModelFlops:
         )
 
 
-def work_of_sequences(lengths: Iterable[int], predictions: int, windows: Iterable[Window]) -> ForwardWork:
+def work_of_sequences(
+    lengths: Iterable[int], predictions: int, windows: Iterable[Window]
+) -> ForwardWork:
     """Sequences that are computed one by one, with causal attention."""
     lengths = list(lengths)
     return ForwardWork(
@@ -88,7 +90,9 @@ def work_of_sequences(lengths: Iterable[int], predictions: int, windows: Iterabl
     )
 
 
-def work_of_depths(depths: torch.Tensor, predictions: int, windows: Iterable[Window]) -> ForwardWork:
+def work_of_depths(
+    depths: torch.Tensor, predictions: int, windows: Iterable[Window]
+) -> ForwardWork:
     """Tokens that see themselves and all before them: depths, of any shape, are numbers of tokens
     before each."""
     seen = depths + 1

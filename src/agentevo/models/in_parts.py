@@ -21,7 +21,7 @@ from torch import distributed, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from agentevo.models.parts import WeightPart, Spec, Wholes
+from agentevo.models.parts import Spec, WeightPart, Wholes
 from agentevo.models.tensor_file import split_files, write_files
 
 FILE_BYTES = 5 * 2**30

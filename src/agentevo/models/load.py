@@ -116,7 +116,9 @@ def _load(
         return LoadedModel(_place(model, device), tokenizer, section.name)
 
     quantized = (
-        {} if section.lora.quantize == "none" else _quantization_arguments(section.lora.quantize, dtype, device)
+        {}
+        if section.lora.quantize == "none"
+        else _quantization_arguments(section.lora.quantize, dtype, device)
     )
     loaded = _from_pretrained(
         section.name,

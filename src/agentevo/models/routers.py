@@ -199,7 +199,9 @@ class _Router:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         routing = _ROUTING.get()
-        return self.alone(args, kwargs) if routing is None else routing.answer_call(self, args, kwargs)
+        return (
+            self.alone(args, kwargs) if routing is None else routing.answer_call(self, args, kwargs)
+        )
 
     def alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The router's own answer."""

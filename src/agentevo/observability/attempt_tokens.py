@@ -154,7 +154,9 @@ def _advantages(turn: Turn, place: slice, training: Training) -> list[float] | N
     return None if values is None else [round(float(v), 6) for v in values[place]]
 
 
-def _token_numbers(of: Mapping[int, np.ndarray], turn: Turn, place: slice) -> list[float | None] | None:
+def _token_numbers(
+    of: Mapping[int, np.ndarray], turn: Turn, place: slice
+) -> list[float | None] | None:
     values = of.get(turn.index)
     if values is None:
         return None

@@ -181,7 +181,9 @@ def turn_view(
     )
 
 
-def said(message: Message, number: int, tools: list[ShownToolUse], legend: Legend = NO_LEGEND) -> ShownMessage:
+def said(
+    message: Message, number: int, tools: list[ShownToolUse], legend: Legend = NO_LEGEND
+) -> ShownMessage:
     """A message with its first FIRST characters."""
     text = message.text
     return ShownMessage(

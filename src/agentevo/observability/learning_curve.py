@@ -146,7 +146,9 @@ def _draw_greedy(
             )
 
 
-def _draw_sampled(axes: Axes, points: list[tuple[float, EvaluationMetrics]], color: str, of: str) -> None:
+def _draw_sampled(
+    axes: Axes, points: list[tuple[float, EvaluationMetrics]], color: str, of: str
+) -> None:
     sampled = [
         (step, result.success_sampled)
         for step, result in points

@@ -77,7 +77,9 @@ def read_evaluations(metrics: Mapping[str, float | None]) -> list[EvaluationMetr
         match = EVALUATION_KEY.match(key)
         if match:
             scores_of.setdefault(match["environment"], {})[match["name"].replace("/", "_")] = value
-    return [EvaluationMetrics(environment=name, **scores) for name, scores in sorted(scores_of.items())]
+    return [
+        EvaluationMetrics(environment=name, **scores) for name, scores in sorted(scores_of.items())
+    ]
 
 
 def not_comparable(before: Sequence[EvaluationMetrics], after: Sequence[EvaluationMetrics]) -> str:
@@ -181,7 +183,9 @@ class MetricsLog:
         """sha256 of the rows so far, as they are in the file."""
         return self._digest.hexdigest()
 
-    def log(self, step: int, metrics: Mapping[str, float], tables: Sequence[TrackedTable] = ()) -> None:
+    def log(
+        self, step: int, metrics: Mapping[str, float], tables: Sequence[TrackedTable] = ()
+    ) -> None:
         """Appends one row. Values may be anything `float()` takes. `tables` are for trackers alone.
         Raises `TrainingError` if the row would break the file's invariants."""
         taken = [key for key in RESERVED if key in metrics]
@@ -239,7 +243,9 @@ class MetricsLog:
                 for name, value in row.items()
                 if name not in RESERVED
             }
-            old = TrackedRow(step=int(row["step"] or 0), time=row.get("time") or 0.0, metrics=numbers)
+            old = TrackedRow(
+                step=int(row["step"] or 0), time=row.get("time") or 0.0, metrics=numbers
+            )
             self._ahead[old.step] = merge_rows(self._ahead.get(old.step), old)
 
         self.hand_over(step)

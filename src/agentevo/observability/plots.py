@@ -79,7 +79,9 @@ def write_plots(
     return written
 
 
-def _draw_supervised(figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> bool:
+def _draw_supervised(
+    figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[str, Any]
+) -> bool:
     """Draws a run of `agentevo sft`: the loss of the batches and of the held-out conversations, and
     the share of held-out tokens that the model ranks first."""
     loss = series(rows, "sft/loss")

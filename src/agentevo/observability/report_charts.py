@@ -157,7 +157,9 @@ def _held_out(rows: Sequence[MetricsRow], number: float) -> list[Chart]:
     return charts
 
 
-def _evaluation_chart(title: str, points: list[tuple[float, EvaluationMetrics]], number: float) -> Chart:
+def _evaluation_chart(
+    title: str, points: list[tuple[float, EvaluationMetrics]], number: float
+) -> Chart:
     x = [step for step, _ in points]
     lines: list[ChartLine] = []
     for name, rates in (

@@ -176,7 +176,9 @@ def result(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> ReportResu
     if random is not None and low <= random:
         caveats.append("The result can't be told from random play.")
 
-    return ReportResult(before, after, random, optimal, "; ".join(words), list(filter(None, caveats)))
+    return ReportResult(
+        before, after, random, optimal, "; ".join(words), list(filter(None, caveats))
+    )
 
 
 def facts(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:

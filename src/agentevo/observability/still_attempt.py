@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from agentevo.observability.attempt_tokens import TurnTokens, Training, tokens_part
+from agentevo.observability.attempt_tokens import Training, TurnTokens, tokens_part
 from agentevo.observability.attempt_view import (
     CallRow,
-    ShownPart,
     ShownMessage,
+    ShownPart,
     Verdict,
     ending,
     part_of,

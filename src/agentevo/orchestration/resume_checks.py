@@ -192,7 +192,9 @@ class ResumeChecks:
         for record in steps:
             stored = await self._read(trained_step=record.step)
             try:
-                StepPlan.of(record.step, record.record).restore_trained(one.trajectory for one in stored)
+                StepPlan.of(record.step, record.record).restore_trained(
+                    one.trajectory for one in stored
+                )
             except TrainingError as error:
                 raise CheckpointError(
                     f"step {record.step} can't be done again: {error}; {REMEDY}"

@@ -205,7 +205,9 @@ class GroupStream:
 
     async def _own(self, step: int) -> RolloutRound:
         """`wait`: the groups of the step's own tasks, in their order."""
-        groups = {task.id: group_name(task.id, "train", step) for task in self._tasks.tasks_to_queue(step)}
+        groups = {
+            task.id: group_name(task.id, "train", step) for task in self._tasks.tasks_to_queue(step)
+        }
         aside: list[StoredTask] = []
 
         async def is_finished() -> bool:

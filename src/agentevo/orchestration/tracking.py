@@ -22,7 +22,14 @@ from agentevo.observability import LiveView
 from agentevo.observability.moment import Moment
 from agentevo.runs.lock import only_trainer
 from agentevo.runs.now_file import NowFile
-from agentevo.trackers import TrackedRow, TrackedTable, TrackedRun, TrackerConfig, Tracking, trackers
+from agentevo.trackers import (
+    TrackedRow,
+    TrackedRun,
+    TrackedTable,
+    TrackerConfig,
+    Tracking,
+    trackers,
+)
 from agentevo.trackers.secrets import without_secrets
 from agentevo.trackers.tracker import State
 from agentevo.trackers.tracking import clean_table
@@ -126,7 +133,9 @@ def report_evaluation(
         tracking.put(TrackedRow(step=step, time=time.time(), metrics=dict(metrics)))
 
 
-def attempts_table(config: RunConfig, trajectories: Sequence[Trajectory]) -> tuple[TrackedTable, ...]:
+def attempts_table(
+    config: RunConfig, trajectories: Sequence[Trajectory]
+) -> tuple[TrackedTable, ...]:
     """The first attempts of a step for people, as many as the configuration lets out."""
     count = config.tracking.attempts
     if not count or not trajectories:

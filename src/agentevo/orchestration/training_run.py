@@ -40,8 +40,8 @@ from agentevo.orchestration.progress import RunProgress
 from agentevo.orchestration.ranks import Leader, Led, RunRanks
 from agentevo.orchestration.resume import ResumePoint, replay_step
 from agentevo.orchestration.rollout_sources import (
-    StopAskedError,
     SamplerSupervisor,
+    StopAskedError,
     SynchronousRollouts,
 )
 from agentevo.orchestration.row_digests import RowDigests

@@ -7,7 +7,7 @@
 under the entry-point group `agentevo.stage_kinds`. More: docs/pipelines.md.
 """
 
-from agentevo.pipeline.kinds import Job, StageResult, NoOptions, StageKind, stage_kinds
+from agentevo.pipeline.kinds import Job, NoOptions, StageKind, StageResult, stage_kinds
 from agentevo.pipeline.plan import Instance, PipelinePlan
 from agentevo.pipeline.reading import Pipeline, build_pipeline, load_pipeline, packaged_pipelines
 from agentevo.pipeline.runner import StageChoice, run_pipeline
@@ -15,17 +15,17 @@ from agentevo.pipeline.schema import PipelineConfig, StageConfig
 from agentevo.pipeline.state import PipelineState, StageState, read_state
 
 __all__ = [
-    "StageChoice",
     "Instance",
     "Job",
-    "StageResult",
     "NoOptions",
     "Pipeline",
     "PipelineConfig",
-    "PipelineState",
     "PipelinePlan",
+    "PipelineState",
+    "StageChoice",
     "StageConfig",
     "StageKind",
+    "StageResult",
     "StageState",
     "build_pipeline",
     "load_pipeline",

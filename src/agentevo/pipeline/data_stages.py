@@ -10,7 +10,7 @@ from pydantic import Field
 from agentevo.config import RunConfig, Section
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.parsing import read_json_object
-from agentevo.pipeline.kinds import AGENTEVO, Job, StageResult, StageKind
+from agentevo.pipeline.kinds import AGENTEVO, Job, StageKind, StageResult
 from agentevo.types import LARGEST_TEMPERATURE, LOWEST_TEMPERATURE
 
 SUMMARY = "summary.json"

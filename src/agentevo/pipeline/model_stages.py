@@ -10,7 +10,7 @@ from pydantic import Field
 
 from agentevo.config import RunConfig, Section
 from agentevo.errors import ConfigError
-from agentevo.pipeline.kinds import AGENTEVO, Job, StageResult, StageKind
+from agentevo.pipeline.kinds import AGENTEVO, Job, StageKind, StageResult
 
 
 class SourceOptions(Section):

@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 
 from agentevo.errors import ConfigError
 from agentevo.pipeline.kinds import StageKind, stage_kinds
-from agentevo.pipeline.references import StageReference, ReferenceProblem, references_in
+from agentevo.pipeline.references import ReferenceProblem, StageReference, references_in
 from agentevo.pipeline.schema import PipelineConfig, StageConfig
 from agentevo.pipeline.when import condition
 from agentevo.registry import nearest
@@ -204,7 +204,9 @@ def _all_of(plan: PipelinePlan, of: Instance, name: str) -> list[str]:
     return [one.id for one in rounds if one.round == max(other.round for other in rounds)]
 
 
-def _referenced_stages(plan: PipelinePlan, one: Instance, reference: StageReference) -> dict[str, None]:
+def _referenced_stages(
+    plan: PipelinePlan, one: Instance, reference: StageReference
+) -> dict[str, None]:
     """What a reference waits for, its fallback's too. Raises ReferenceProblem."""
     needs: dict[str, None] = {}
     if isinstance(reference.fallback, StageReference):

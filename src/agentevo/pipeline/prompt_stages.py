@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from agentevo.config import RunConfig
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.parsing import read_json_object
-from agentevo.pipeline.kinds import AGENTEVO, Job, StageResult, StageKind
+from agentevo.pipeline.kinds import AGENTEVO, Job, StageKind, StageResult
 
 
 class PromptsStage(StageKind):

@@ -26,7 +26,12 @@ from agentevo.paths import name_problem
 from agentevo.pipeline.leaks import LeakError, Leaks
 from agentevo.pipeline.plan import Instance, PipelinePlan, make_plan
 from agentevo.pipeline.recipes import Recipes
-from agentevo.pipeline.references import StageReference, ReferenceProblem, references_in, replace_references
+from agentevo.pipeline.references import (
+    ReferenceProblem,
+    StageReference,
+    references_in,
+    replace_references,
+)
 from agentevo.pipeline.schema import PipelineConfig, StageConfig
 from agentevo.registry import nearest
 

@@ -32,7 +32,7 @@ from agentevo.paths import short
 from agentevo.pipeline.reading import Pipeline
 from agentevo.pipeline.results import points, success, write_results
 from agentevo.pipeline.servers import Servers
-from agentevo.pipeline.standing import StageChoice, Decided, Standing, names_of
+from agentevo.pipeline.standing import Decided, StageChoice, Standing, names_of
 from agentevo.pipeline.state import FILE, LOCK, STATE, is_pipeline_folder
 from agentevo.processes.members import held_lock, last_lines, why_failed
 from agentevo.registry import nearest

@@ -11,7 +11,7 @@ from pydantic import Field
 from agentevo.config import RunConfig, Section
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.inference.secret import RunSecret
-from agentevo.pipeline.kinds import AGENTEVO, Job, StageResult, StageKind
+from agentevo.pipeline.kinds import AGENTEVO, Job, StageKind, StageResult
 from agentevo.processes.client_door import SERVING, read_url
 
 LOG = "server.log"

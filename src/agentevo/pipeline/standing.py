@@ -29,8 +29,8 @@ from agentevo.pipeline.references import StageReference, parse_reference, replac
 from agentevo.pipeline.setting import files_outside, replaced_texts, without_places
 from agentevo.pipeline.state import (
     Input,
-    StageOutput,
     PipelineState,
+    StageOutput,
     StageState,
     as_setting,
     digest_of,
@@ -386,7 +386,9 @@ class Standing:
         digests[file] = f"{one.measures}:{inputs[-1].sha256}"
         return sources.overlay(tree, {"agent": {"texts": file}})
 
-    def _meaning(self, one: Instance, reference: StageReference, inputs: list[Input]) -> str | float:
+    def _meaning(
+        self, one: Instance, reference: StageReference, inputs: list[Input]
+    ) -> str | float:
         """Raises NothingThereError."""
         if reference.scope == "round":
             return one.round
@@ -466,7 +468,9 @@ class Standing:
 
         return job
 
-    def record_end(self, decided: Decided, code: int, seconds: float, *, asked: bool = False) -> str:
+    def record_end(
+        self, decided: Decided, code: int, seconds: float, *, asked: bool = False
+    ) -> str:
         """Records how its process ended; what went wrong, or empty. `asked`: it was asked to stop,
         and may have ended by the signal itself."""
         one = decided.one

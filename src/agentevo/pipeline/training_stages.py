@@ -11,7 +11,7 @@ from agentevo.config.rm import check_rm
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.observability.summary import is_complete, read_summary
 from agentevo.parsing import read_json_object
-from agentevo.pipeline.kinds import AGENTEVO, Job, StageResult, StageKind, TrainsOn
+from agentevo.pipeline.kinds import AGENTEVO, Job, StageKind, StageResult, TrainsOn
 from agentevo.runs.folder import is_run_folder
 
 

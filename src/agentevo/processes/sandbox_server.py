@@ -29,7 +29,7 @@ from agentevo.config.sandbox import SandboxSection
 from agentevo.console import to_stderr
 from agentevo.errors import AgentEvoError, ConfigError, SandboxError, describe_error, storable
 from agentevo.event_loop import run_coroutine
-from agentevo.inference.admission import AdmittedConnection, AdmissionLimits, WebSocketProtocol
+from agentevo.inference.admission import AdmissionLimits, AdmittedConnection, WebSocketProtocol
 from agentevo.inference.http_server import serving, url_of
 from agentevo.inference.secret import RunSecret
 from agentevo.processes.client_door import client_door

@@ -228,7 +228,9 @@ class SessionRoutes:
 
         return await self._respond(request, respond)
 
-    async def _count_refusals(self, request: Request, work: Callable[[], Awaitable[Response]]) -> Response:
+    async def _count_refusals(
+        self, request: Request, work: Callable[[], Awaitable[Response]]
+    ) -> Response:
         try:
             return await work()
         except Refusal as refusal:
@@ -236,9 +238,7 @@ class SessionRoutes:
                 self._rate.take_wrong_key(address_of(request))
             raise
 
-    async def _respond(
-        self, request: Request, work: Callable[[], Awaitable[Response]]
-    ) -> Response:
+    async def _respond(self, request: Request, work: Callable[[], Awaitable[Response]]) -> Response:
         """The one place where a failure becomes an answer."""
         try:
             return await self._count_refusals(request, work)

@@ -126,7 +126,9 @@ class ChildProcess:
 class Children:
     """See the module. Entering it starts the processes."""
 
-    def __init__(self, children: Sequence[ChildProcess], note: Callable[[str], None], logs: Path) -> None:
+    def __init__(
+        self, children: Sequence[ChildProcess], note: Callable[[str], None], logs: Path
+    ) -> None:
         self._children = children
         self._note = note
         self._logs = logs

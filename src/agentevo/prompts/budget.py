@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from agentevo.config.optimize import OptimizeSection
 from agentevo.config.recipe import RunConfig
 from agentevo.errors import AgentEvoError, ConfigError
-from agentevo.prompts.folder import SearchBegun, Candidate, Record, SearchSession
+from agentevo.prompts.folder import Candidate, Record, SearchBegun, SearchSession
 
 SAFETY = 1.3
 """How much longer than its mean so far an attempt of the comparison may take."""

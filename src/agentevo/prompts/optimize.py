@@ -28,7 +28,14 @@ from agentevo.evaluation.results import task_digest
 from agentevo.event_loop import run_coroutine
 from agentevo.orchestration.components import AgentFunction, load_policy, open_components
 from agentevo.prompts.budget import Budget, BudgetSpentError, budget_of, comparison, with_cost
-from agentevo.prompts.folder import RUN, SearchBegun, Candidate, OptimizeFolder, Record, SearchSession
+from agentevo.prompts.folder import (
+    RUN,
+    Candidate,
+    OptimizeFolder,
+    Record,
+    SearchBegun,
+    SearchSession,
+)
 from agentevo.prompts.playing import HELD_OUT, Playing
 from agentevo.prompts.report import report_of
 from agentevo.prompts.search import Judged, TextSearch
@@ -91,7 +98,9 @@ def optimize(what: TextOptimization, note: Callable[[str], None]) -> dict[str, A
         goes_on = what.resume and folder.go_on(settings)
         if not goes_on:
             folder.check_new()
-        return run_coroutine(_optimize_in_folder(what, config, tasks, folder, settings, goes_on, note))
+        return run_coroutine(
+            _optimize_in_folder(what, config, tasks, folder, settings, goes_on, note)
+        )
 
 
 async def _optimize_in_folder(

@@ -16,11 +16,11 @@ from agentevo.event_loop import gather_all
 from agentevo.prompts.budget import Budget, BudgetSpentError
 from agentevo.prompts.folder import (
     LONGEST_TALK,
-    SearchBegun,
     Candidate,
     OptimizeFolder,
     PlayedAttempt,
     Record,
+    SearchBegun,
 )
 from agentevo.remote_models.ledger import BudgetExceededError
 from agentevo.rollout.sampler import Sampler
@@ -103,7 +103,9 @@ class Playing:
     async def _group(self, candidate: Candidate, task: Task, label: str, size: int) -> None:
         temperature = 1.0 if label == SAMPLED else self.budget.section.temperature
         async with self._room:
-            self._folder.add(SearchBegun(candidate=candidate.id, task=task.id, label=label, number=size))
+            self._folder.add(
+                SearchBegun(candidate=candidate.id, task=task.id, label=label, number=size)
+            )
             trajectories = await self._sampler.play(
                 task,
                 attempts=size,

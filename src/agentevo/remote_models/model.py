@@ -43,7 +43,7 @@ from agentevo.remote_models import anthropic_messages, openai_chat
 from agentevo.remote_models.cache import ReplyCache
 from agentevo.remote_models.http import ModelServer, Unanswered
 from agentevo.remote_models.ledger import Ledger, LedgerLine, RemoteModelError, Spent
-from agentevo.remote_models.wire import WireRequest, Listen, RemoteReply, Usage
+from agentevo.remote_models.wire import Listen, RemoteReply, Usage, WireRequest
 from agentevo.seeds import derive_seed
 from agentevo.trace_header import trace_headers
 from agentevo.types import Message, SamplingOverrides

@@ -11,11 +11,11 @@ from agentevo.errors import BadRequestError
 from agentevo.models.answer_form import ANY_OBJECT, AnswerForm
 from agentevo.models.tool_calls import ContentDelta, ReasoningDelta
 from agentevo.remote_models.wire import (
-    WireRequest,
     BadAnswerError,
     RemoteReply,
     Usage,
     Wire,
+    WireRequest,
     with_call_ids,
 )
 from agentevo.types import Message

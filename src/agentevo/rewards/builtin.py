@@ -58,7 +58,9 @@ class ExactMatch:
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
         """See Scorer.score."""
-        right = [normalise_text(str(answer), self.config.ignore_case) for answer in right_answers(task)]
+        right = [
+            normalise_text(str(answer), self.config.ignore_case) for answer in right_answers(task)
+        ]
         stated = await stated_answer(trajectory, task, self.config.place)
         return Score(
             float(stated is not None and normalise_text(stated, self.config.ignore_case) in right)

@@ -11,7 +11,14 @@ from pydantic import Field
 from agentevo.event_loop import in_thread
 from agentevo.rewards.judging import JudgeOptions
 from agentevo.rewards.reward import Score, Unscored
-from agentevo.rewards.transcripts import TranscriptLimits, ShownAttempt, escape_json_line, fence, mark_of, shown_group
+from agentevo.rewards.transcripts import (
+    ShownAttempt,
+    TranscriptLimits,
+    escape_json_line,
+    fence,
+    mark_of,
+    shown_group,
+)
 from agentevo.types import Task, Trajectory
 
 RUBRIC = """- Reaching the goal counts most: whoever reaches it is ahead by a wide margin of whoever
@@ -53,7 +60,9 @@ class GroupJudgeOptions(JudgeOptions):
     """What is left to chance is made from it and from the group."""
 
 
-async def shown_attempts(config: GroupJudgeOptions, trajectories: Sequence[Trajectory]) -> ShownAttempt:
+async def shown_attempts(
+    config: GroupJudgeOptions, trajectories: Sequence[Trajectory]
+) -> ShownAttempt:
     """What the judge is shown of a group. Raises ValueError for an attempt without words."""
     limits = TranscriptLimits(config.max_message_chars, config.max_chars)
     return await in_thread(shown_group, trajectories, limits)

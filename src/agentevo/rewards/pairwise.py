@@ -195,7 +195,9 @@ class Pairwise:
         return Score(value, success=value >= self.config.solved_from, reason=words)
 
 
-def question(config: PairwiseConfig, shown: ShownAttempt, task: Task, order: tuple[int, int]) -> str:
+def question(
+    config: PairwiseConfig, shown: ShownAttempt, task: Task, order: tuple[int, int]
+) -> str:
     """What the judge is asked of two attempts."""
     rules, records = records_of(config, shown, task, order)
     return _QUESTION.format(rubric=config.rubric, rules=rules, records=records)

@@ -220,7 +220,9 @@ class Rlpr:
             return found, found
 
         without = [
-            measure_logprobs((await self._kept(policy, task, directly)).logprobs, self.config.measure)
+            measure_logprobs(
+                (await self._kept(policy, task, directly)).logprobs, self.config.measure
+            )
             for directly in self._directly(policy, task, _prompt_of(trajectory), answer)
         ]
         return min(max(found - max(without), 0.0), 1.0), found

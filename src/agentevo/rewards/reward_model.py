@@ -148,7 +148,9 @@ class Classifier:
             size = 1 if alone else self.config.batch
             with torch.inference_mode():
                 parts = [
-                    self._values_of(outputs(model, rows[begin : begin + size]).float(), model.config)
+                    self._values_of(
+                        outputs(model, rows[begin : begin + size]).float(), model.config
+                    )
                     for begin in range(0, len(rows), size)
                 ]
 

@@ -120,7 +120,9 @@ def _lines_of_turns(trajectory: Trajectory, longest: int) -> dict[int, list[_Tra
     }
 
 
-def _histories_of(trajectory: Trajectory, lines: Mapping[int, list[_TranscriptLine]]) -> list[list[_TranscriptLine]]:
+def _histories_of(
+    trajectory: Trajectory, lines: Mapping[int, list[_TranscriptLine]]
+) -> list[list[_TranscriptLine]]:
     """The messages along each path from a root to a leaf, in the order of the leaves; of more than
     MAX_HISTORIES the first and the last ones."""
     turns = _turns(trajectory)
@@ -153,7 +155,9 @@ def _common(histories: Sequence[Sequence[_TranscriptLine]]) -> int:
     return sum(1 for _ in takewhile(lambda column: len({x.whole for x in column}) == 1, columns))
 
 
-def _attempt_lines(histories: Sequence[Sequence[_TranscriptLine]], common: int, cut_off: bool) -> list[str]:
+def _attempt_lines(
+    histories: Sequence[Sequence[_TranscriptLine]], common: int, cut_off: bool
+) -> list[str]:
     lines: list[str] = []
     for number, history in enumerate(histories):
         shared = common
@@ -227,9 +231,7 @@ def _schemas(text: str) -> list[str]:
         )
         for tool in (tools if isinstance(tools, list) else [tools])
     )
-    return [
-        one if len(one) <= MAX_TOOLS // 2 else json.dumps(clip(one, 1000)) for one in written
-    ]
+    return [one if len(one) <= MAX_TOOLS // 2 else json.dumps(clip(one, 1000)) for one in written]
 
 
 def clip(text: str | None, longest: int | None) -> str | None:

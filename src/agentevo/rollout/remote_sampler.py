@@ -7,8 +7,8 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from agentevo.agents.agent import Agent
-from agentevo.agents.policy import PolicyDoor, Policy
-from agentevo.agents.remote_policy import RemotePolicyConversation, RemoteModelPolicy
+from agentevo.agents.policy import Policy, PolicyDoor
+from agentevo.agents.remote_policy import RemoteModelPolicy, RemotePolicyConversation
 from agentevo.config import RunConfig
 from agentevo.inference.engine import Engine
 from agentevo.remote_models import RemoteConversations
@@ -69,6 +69,8 @@ class RemoteSampler(Sampler):
         calls = AttemptCalls(self._calls, name)
         seed = derive_seed(self._config.run.seed, name)
         remote = RemoteConversations(self.remote_models, name=name, seed=seed, calls=calls)
-        conversation = RemotePolicyConversation(remote, self._model, sampling, name=name, calls=calls)
+        conversation = RemotePolicyConversation(
+            remote, self._model, sampling, name=name, calls=calls
+        )
         own = self.texts(texts)
         return RemoteModelPolicy(conversation, door or self._gateway, remote, self._model, own)

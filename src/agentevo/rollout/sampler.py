@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from agentevo.agents.agent import Agent
-from agentevo.agents.policy import PolicyDoor, Policy
+from agentevo.agents.policy import Policy, PolicyDoor
 from agentevo.agents.texts import Declared, TextKeeper, Texts
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import remote_agents, trained_agents
@@ -37,7 +37,7 @@ from agentevo.remote_models import RemoteConversations, RemoteModels
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rewards.baselines import BaselineScorers
 from agentevo.rollout.failures import FirstFailures
-from agentevo.rollout.group import GroupAttempt, RolloutGroup, InfrastructureFailure
+from agentevo.rollout.group import GroupAttempt, InfrastructureFailure, RolloutGroup
 from agentevo.rollout.policy_scores import BASELINES, PolicyScores
 from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.self_play import role_of

@@ -458,7 +458,9 @@ class Scoring:
     ) -> Trajectory:
         failures = [score for score in scores if isinstance(score, ScorerFailure)]
         if failures:
-            return self._failed_trajectory(trajectory, "; ".join(map(str, failures)), failures[0].raised)
+            return self._failed_trajectory(
+                trajectory, "; ".join(map(str, failures)), failures[0].raised
+            )
         try:
             return _with_scores(trajectory, rewards, weights, scores)
         except ValueError as error:

@@ -41,7 +41,7 @@ from agentevo.errors import (
 )
 from agentevo.inference.engine import Engine, VersionedEngine
 from agentevo.retry import STORE_RETRY_S, with_retries
-from agentevo.rollout.group import RolloutGroup, InfrastructureFailure
+from agentevo.rollout.group import InfrastructureFailure, RolloutGroup
 from agentevo.rollout.sampler import Sampler, group_name
 from agentevo.rollout.task_source import TaskSource
 from agentevo.rollout.unstorable import written

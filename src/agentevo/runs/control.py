@@ -182,7 +182,9 @@ class RunControl:
 
     def answer(self, request: ControlRequest, result: str, *, is_done: bool = True) -> None:
         """Says what became of a request, and deletes it."""
-        one = ControlAnswer(id=request.id, do=request.do, result=result, is_done=is_done, at=time.time())
+        one = ControlAnswer(
+            id=request.id, do=request.do, result=result, is_done=is_done, at=time.time()
+        )
         with self._lock:
             answers = [*self._session.answers, one][-KEPT_ANSWERS:]
             self._session = msgspec.structs.replace(self._session, answers=answers)

@@ -117,7 +117,9 @@ def make_rows(results: Sequence[RunResult], *, each: bool = False) -> list[Resul
     groups: dict[tuple[str, frozenset[tuple[str, str]]], list[RunResult]] = {}
     for result in results:
         groups.setdefault((result.name, result.setting), []).append(result)
-    return [ResultRow(tuple(sorted(group, key=lambda result: result.seed))) for group in groups.values()]
+    return [
+        ResultRow(tuple(sorted(group, key=lambda result: result.seed))) for group in groups.values()
+    ]
 
 
 def markdown(rows: Sequence[ResultRow]) -> str:

@@ -28,14 +28,14 @@ import msgspec
 from agentevo.errors import AgentEvoError, SandboxError, storable
 from agentevo.event_loop import in_thread
 from agentevo.sandbox.cgroups import ControlGroup, new_group
-from agentevo.sandbox.ending import end_all_of, kill, end_with_this_process
+from agentevo.sandbox.ending import end_all_of, end_with_this_process, kill
 from agentevo.sandbox.exporting import export_files
 from agentevo.sandbox.inside.frames import LARGEST_CALL
 from agentevo.sandbox.launch import SandboxLaunch
 from agentevo.sandbox.replies import (
-    SandboxEnded,
     ProgramReply,
     RunReply,
+    SandboxEnded,
     is_unicode,
     longest_message,
     refused_code,
@@ -334,7 +334,9 @@ class LocalSandbox:
 
     async def export(self, folder: Path) -> tuple[str, ...]:
         """See Sandbox.export. Raises SandboxError, and OSError where it can't be written."""
-        return await export_files(self, folder, self._section.disk_mib, lambda: self._process is None)
+        return await export_files(
+            self, folder, self._section.disk_mib, lambda: self._process is None
+        )
 
     async def close(self) -> None:
         """See Sandbox.close."""

@@ -61,7 +61,9 @@ class Walls:
     def __init__(self, section: ProgramSandboxSection) -> None:
         """Before its start. Blocks for a moment. Raises SandboxError and OSError."""
         self._section = section
-        self._group = new_group(_ProgramLimits(section.memory_mib, section.disk_mib, section.processes))
+        self._group = new_group(
+            _ProgramLimits(section.memory_mib, section.disk_mib, section.processes)
+        )
         self._pid: int | None = None
 
     def surround(self, pid: int, tell: Callable[[str], None]) -> None:
@@ -140,7 +142,9 @@ def sandbox_command(
     words = [
         bwrap,
         *_namespaces(way, section.network),
-        *visible_words(_SeenFolders(section.disk_mib), read_only, list(map(_there, section.read_write))),
+        *visible_words(
+            _SeenFolders(section.disk_mib), read_only, list(map(_there, section.read_write))
+        ),
         "--setenv",
         "HOME",
         "/sandbox",

@@ -40,7 +40,7 @@ from agentevo.errors import (
 from agentevo.event_loop import in_thread
 from agentevo.store.calls import LOST_S
 from agentevo.store.store import Store, open_store
-from agentevo.store.trace_context import Asker, TracePlace, TracedMessage, Tracing, span_of
+from agentevo.store.trace_context import Asker, TracedMessage, TracePlace, Tracing, span_of
 from agentevo.types import Call, Status
 
 FLUSH_S = 0.5

@@ -129,7 +129,9 @@ class MongoCalls(Transactions, Streaming):
         after = 0
         while True:
             page = await self._places_of_calls(after)
-            doomed = await self._find_doomed({call["trajectory_id"] for call in page}, dropped=dropped)
+            doomed = await self._find_doomed(
+                {call["trajectory_id"] for call in page}, dropped=dropped
+            )
             old = now.wall - grace_s
             running = now.steady - LOST_S
             ids = [

@@ -97,7 +97,9 @@ def _stored_places(
         yield name, rows[name]
 
 
-def moving_to_reserved(ids: Iterable[str], rows: Mapping[str, TrajectoryPlace], step: int) -> list[str]:
+def moving_to_reserved(
+    ids: Iterable[str], rows: Mapping[str, TrajectoryPlace], step: int
+) -> list[str]:
     move = f"reserved for step {step}"
     moving = []
     for name, row in _stored_places(ids, rows, move):
@@ -140,7 +142,9 @@ def must_commit(
     return known is None
 
 
-def moving_to_dropped(ids: Iterable[str], rows: Mapping[str, TrajectoryPlace], reason: str) -> list[str]:
+def moving_to_dropped(
+    ids: Iterable[str], rows: Mapping[str, TrajectoryPlace], reason: str
+) -> list[str]:
     move = f"dropped ({reason})"
     moving = []
     for name, row in _stored_places(ids, rows, move):

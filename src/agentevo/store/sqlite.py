@@ -267,7 +267,8 @@ class SQLiteStore(SQLStore):
             with engine.begin() as connection:
                 result = _drive(
                     cast(
-                        Coroutine[Any, Any, T], work(cast(AsyncConnection, _SqliteConnection(connection)))
+                        Coroutine[Any, Any, T],
+                        work(cast(AsyncConnection, _SqliteConnection(connection))),
                     )
                 )
                 if time.monotonic() > limit.stop_at:

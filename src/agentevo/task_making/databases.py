@@ -20,7 +20,15 @@ from typing import Any, NamedTuple
 import msgspec
 
 from agentevo.task_making.calls import CallResult, call_tool
-from agentevo.task_making.questions import QueryCondition, Link, DatabaseQuestion, Sign, What, literal, quote_identifier
+from agentevo.task_making.questions import (
+    DatabaseQuestion,
+    Link,
+    QueryCondition,
+    Sign,
+    What,
+    literal,
+    quote_identifier,
+)
 from agentevo.task_making.values import properties
 from agentevo.tools.toolbox import AttemptTools
 
@@ -88,7 +96,9 @@ class SurveyedDatabase(NamedTuple):
         kinds += ["value"] * 3 if plain else []
         what = draw.choice(kinds)
         if what == "count":
-            return _with_conditions(self, table, DatabaseQuestion(table=table.name), max(1, number), draw)
+            return _with_conditions(
+                self, table, DatabaseQuestion(table=table.name), max(1, number), draw
+            )
 
         if what != "value":
             question = DatabaseQuestion(table=table.name, what=what, column=draw.choice(numbers))
@@ -106,7 +116,11 @@ class SurveyedDatabase(NamedTuple):
 
 
 def _with_conditions(
-    database: SurveyedDatabase, table: DatabaseTable, question: DatabaseQuestion, number: int, draw: random.Random
+    database: SurveyedDatabase,
+    table: DatabaseTable,
+    question: DatabaseQuestion,
+    number: int,
+    draw: random.Random,
 ) -> DatabaseQuestion:
     """The question with so many conditions, or as many as the table has columns for."""
     named = {question.column, question.most, *(one.column for one in question.conditions)}
@@ -137,7 +151,9 @@ def _with_conditions(
         signs: tuple[Sign, ...] = (">", "<") if is_range else ("=",)
         sign = draw.choice(signs)
         conditions.append(
-            QueryCondition(column=column.name, sign=sign, value=draw.choice(column.values), link=link)
+            QueryCondition(
+                column=column.name, sign=sign, value=draw.choice(column.values), link=link
+            )
         )
         named.add(column.name)
 
@@ -176,7 +192,9 @@ async def find_database(
         return None
 
     first = DatabaseQuestion(table=known[0].name).sql
-    return SurveyedDatabase(parameter, tuple(known)), await call_tool(tools, name, {parameter: first})
+    return SurveyedDatabase(parameter, tuple(known)), await call_tool(
+        tools, name, {parameter: first}
+    )
 
 
 async def _with_values(
@@ -257,7 +275,9 @@ def _table(sql: Any) -> DatabaseTable | None:
                 "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
             )
             columns = connection.execute(f"PRAGMA table_info({quote_identifier(name)})").fetchall()
-            links = connection.execute(f"PRAGMA foreign_key_list({quote_identifier(name)})").fetchall()
+            links = connection.execute(
+                f"PRAGMA foreign_key_list({quote_identifier(name)})"
+            ).fetchall()
         except (sqlite3.Error, sqlite3.Warning, ValueError):
             return None
 

@@ -72,7 +72,9 @@ async def show_lookups(
                 query = what_to_look_for(str(row["query"]))
                 answered = await call_tool(tools, SEARCH, {"query": query})
                 if texts[row["passage"]] in " ".join(answered.text.split()):
-                    step = ScenarioStep(tool=SEARCH, arguments={"query": query}, result=answered.text)
+                    step = ScenarioStep(
+                        tool=SEARCH, arguments={"query": query}, result=answered.text
+                    )
                     found.append({**row, SOLVED_BY_CALLS: msgspec.to_builtins([step])})
     finally:
         await world.close()

@@ -256,7 +256,9 @@ def parts_of(text: str) -> Iterator[str]:
     pieces = (
         piece
         for one in paragraphs
-        for piece in ([one] if len(one) <= LONGEST_PASSAGE else _pack_neighbours(_sentences(one), " "))
+        for piece in (
+            [one] if len(one) <= LONGEST_PASSAGE else _pack_neighbours(_sentences(one), " ")
+        )
     )
     return _pack_neighbours(pieces, "\n\n")
 

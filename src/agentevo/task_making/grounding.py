@@ -84,7 +84,9 @@ async def ground_scenario(
     return Scenario(steps=made, world=number, checks=checks)
 
 
-async def _carried_out(tools: AttemptTools, known: Survey, steps: Sequence[ScenarioStep]) -> list[ScenarioStep]:
+async def _carried_out(
+    tools: AttemptTools, known: Survey, steps: Sequence[ScenarioStep]
+) -> list[ScenarioStep]:
     """The calls with what they give now, which has to hold the values that are to be found."""
     made: list[ScenarioStep] = []
     for step in steps:

@@ -271,7 +271,9 @@ class _Maker:
         wanted = self._wanted
         language = draw.choice(wanted.languages)
         persona = draw.choice(wanted.personas)
-        query = word_scenario(scenario, self._known.descriptions, language=language, persona=persona)
+        query = word_scenario(
+            scenario, self._known.descriptions, language=language, persona=persona
+        )
         reason = self._superfluous(scenario) or self._problem(scenario, query)
         if reason:
             self._reasons[reason] += 1

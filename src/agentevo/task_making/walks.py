@@ -16,7 +16,7 @@ import msgspec
 
 from agentevo.task_making.calls import CallResult, call_tool
 from agentevo.task_making.questions import DatabaseQuestion
-from agentevo.task_making.scenario import ValueSource, ScenarioStep, pairs_of
+from agentevo.task_making.scenario import ScenarioStep, ValueSource, pairs_of
 from agentevo.task_making.survey import Survey
 from agentevo.task_making.values import mine_values, properties
 from agentevo.tools.toolbox import AttemptTools
@@ -189,7 +189,9 @@ def _found(
     return taken
 
 
-def _first(known: Survey, steps: Sequence[ScenarioStep], tool: str, name: str) -> tuple[ValueSource, Any] | None:
+def _first(
+    known: Survey, steps: Sequence[ScenarioStep], tool: str, name: str
+) -> tuple[ValueSource, Any] | None:
     """The newest call that changes nothing and names the parameter, with the first value that it
     gives and that the agent is not told."""
     schema = properties(known.schemas[tool])[name]

@@ -22,7 +22,7 @@ from agentevo.credentials import REFERENCE
 from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
 from agentevo.http_clients import is_this_machine
-from agentevo.inference.admission import AdmittedConnection, AdmissionLimits
+from agentevo.inference.admission import AdmissionLimits, AdmittedConnection
 from agentevo.inference.http_server import is_own_host, open_socket, serving, url_of
 from agentevo.signals import LOOK_S, asked_to_stop
 

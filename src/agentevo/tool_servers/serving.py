@@ -168,7 +168,9 @@ class ToolServer:
                 self._told.add(kind)
                 to_stderr(f"{self._section.name}.{name}: {text}\n{traceback_of(error)}")
 
-        text = shorten_text(text, MAX_RESULT).encode("utf-8", "replace").decode()  # JSON takes Unicode
+        text = (
+            shorten_text(text, MAX_RESULT).encode("utf-8", "replace").decode()
+        )  # JSON takes Unicode
         return CallToolResult(content=[TextContent(text=text)], is_error=is_error)
 
     async def _session(self, context: Any) -> ToolSession:

@@ -113,7 +113,9 @@ def _server(where: str, name: str, given: Any, section: MCPFileSection) -> McpSe
         command=None if entry.command is None else fill_variables(entry.command),
         args=[fill_variables(one) for one in entry.args],
         env={key: fill_variables(one) for key, one in entry.env.items()},
-        cwd=None if entry.cwd is None else section.file.expanduser().parent / fill_variables(entry.cwd),
+        cwd=None
+        if entry.cwd is None
+        else section.file.expanduser().parent / fill_variables(entry.cwd),
         url=None if url is None else fill_variables(url),
         transport="sse" if kind == "sse" else "http",
         headers={key: fill_variables(one) for key, one in entry.headers.items()},

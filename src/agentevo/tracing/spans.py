@@ -17,7 +17,7 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-from agentevo.store.trace_context import AttemptTrace, TracePlace, TracedMessage, span_of
+from agentevo.store.trace_context import AttemptTrace, TracedMessage, TracePlace, span_of
 from agentevo.tracing import conventions as names
 from agentevo.tracing.span import Event, Kind, Shared, Span, Value
 from agentevo.tracing.texts import SpanTexts

@@ -12,7 +12,15 @@ from typing import Any
 from pydantic import Field
 
 from agentevo.credentials import with_environment
-from agentevo.trackers.tracker import TrackingBegun, TrackedRow, State, TrackedRun, Tracker, TrackerConfig, flat
+from agentevo.trackers.tracker import (
+    State,
+    TrackedRow,
+    TrackedRun,
+    Tracker,
+    TrackerConfig,
+    TrackingBegun,
+    flat,
+)
 
 STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 MOST_AT_ONCE = 500

@@ -11,7 +11,14 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from agentevo.trackers.tracker import TrackingBegun, TrackedRow, State, TrackedRun, Tracker, TrackerConfig
+from agentevo.trackers.tracker import (
+    State,
+    TrackedRow,
+    TrackedRun,
+    Tracker,
+    TrackerConfig,
+    TrackingBegun,
+)
 
 
 class SwanLabConfig(TrackerConfig):

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from agentevo.trackers.tracker import TrackingBegun, TrackedRow, State, TrackedTable, TrackedRun, Tracker, TrackerConfig
+from agentevo.trackers.tracker import (
+    State,
+    TrackedRow,
+    TrackedRun,
+    TrackedTable,
+    Tracker,
+    TrackerConfig,
+    TrackingBegun,
+)
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary

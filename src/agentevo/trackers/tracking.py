@@ -10,9 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentevo.trackers.delivery import TrackerDelivery, Record, with_identity
+from agentevo.trackers.delivery import Record, TrackerDelivery, with_identity
 from agentevo.trackers.secrets import clean_text, known_secrets
-from agentevo.trackers.tracker import TrackedRow, State, TrackedTable, TrackedRun, Tracker, TrackerConfig
+from agentevo.trackers.tracker import (
+    State,
+    TrackedRow,
+    TrackedRun,
+    TrackedTable,
+    Tracker,
+    TrackerConfig,
+)
 
 RECORD = "tracking.json"
 

@@ -9,7 +9,14 @@ from typing import Any
 
 from pydantic import Field
 
-from agentevo.trackers.tracker import TrackingBegun, TrackedRow, State, TrackedRun, Tracker, TrackerConfig
+from agentevo.trackers.tracker import (
+    State,
+    TrackedRow,
+    TrackedRun,
+    Tracker,
+    TrackerConfig,
+    TrackingBegun,
+)
 
 
 class TrackioConfig(TrackerConfig):

@@ -12,7 +12,14 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from agentevo.errors import ConfigError
-from agentevo.trackers.tracker import TrackingBegun, TrackedRow, State, TrackedRun, Tracker, TrackerConfig
+from agentevo.trackers.tracker import (
+    State,
+    TrackedRow,
+    TrackedRun,
+    Tracker,
+    TrackerConfig,
+    TrackingBegun,
+)
 
 CLOUD = "https://api.wandb.ai"
 KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")

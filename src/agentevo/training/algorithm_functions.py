@@ -148,7 +148,9 @@ def _refusal(what: str, error: Exception, remedy: str) -> TrainingError:
         to_stderr(f"{what}:\n{shown}")
     if isinstance(error, AttributeError) and isinstance(error.obj, LossInputs | Inputs):
         remedy = f"inputs has {', '.join(one.name for one in fields(error.obj))}"
-    return TrainingError(f"{what}: {describe_error(error)}: {remedy} (the weights were not changed)")
+    return TrainingError(
+        f"{what}: {describe_error(error)}: {remedy} (the weights were not changed)"
+    )
 
 
 def _try_loss(function: Callable[[LossInputs], Any]) -> None:

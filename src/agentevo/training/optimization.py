@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from agentevo.config import MemorySection, TrainerSection
 from agentevo.errors import CheckpointError, TrainingError
-from agentevo.models.parts import WeightPart, Stored
+from agentevo.models.parts import Stored, WeightPart
 from agentevo.training.master_weights import MasterWeights, needs_masters
 from agentevo.training.parallel import loss_share, stages, sum_gradients
 from agentevo.training.phases import phase
@@ -275,7 +275,9 @@ class Optimization:
         masters = state.get("masters")
         if masters is not None and (self.masters is not None or self.sharded):
             with torch.no_grad():
-                for (master, parameter), whole in zip(self._stepped_parameters(), masters, strict=True):
+                for (master, parameter), whole in zip(
+                    self._stepped_parameters(), masters, strict=True
+                ):
                     master.copy_(self._part(whole, parameter))
 
         self.steps = state["steps"]
@@ -312,7 +314,9 @@ class Optimization:
     def _parameter_of(self, index: int) -> torch.nn.Parameter:
         """The model's parameter of an index in the optimizer's state."""
         stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
-        return next(parameter for one, parameter in self._stepped_parameters() if one is stepped[index])
+        return next(
+            parameter for one, parameter in self._stepped_parameters() if one is stepped[index]
+        )
 
     def _kept(self, value: Any, parameter: torch.nn.Parameter) -> Any:
         """What a checkpoint keeps of a tensor that lies as the parameter does (`kept`); other

@@ -194,7 +194,9 @@ def sum_gradients(
     if _context is not None:
         _sum_over(parameters, _context.group)
     if _pipeline is not None:
-        _used_gradients(parameters, _pipeline.group)  # slices of length 0 are stepped with the others
+        _used_gradients(
+            parameters, _pipeline.group
+        )  # slices of length 0 are stepped with the others
 
     own = {id(parameter) for parameter in parameters}
     add_parts({p: layout for p, layout in layouts.items() if id(p) in own})

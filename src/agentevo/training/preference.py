@@ -325,7 +325,10 @@ class _PreferenceComparison:
     [P]."""
 
     def __init__(
-        self, pairs: Sequence[Pair], answers: Sequence[CandidateAnswer], reference: Mapping[str, float]
+        self,
+        pairs: Sequence[Pair],
+        answers: Sequence[CandidateAnswer],
+        reference: Mapping[str, float],
     ) -> None:
         numbers = {answer.name: number for number, answer in enumerate(answers)}
         self.pairs = sorted(pairs, key=lambda pair: [answer.name for answer in pair.answers])

@@ -259,7 +259,9 @@ class Trainer:
         if joint is not None:
             metrics["critic/grad_norm"] = joint.optimization.finish()
 
-        metrics |= _means(sum_over_ranks(sums)) | {"actor/logprob_diff_max": max(gather(largest_diff))}
+        metrics |= _means(sum_over_ranks(sums)) | {
+            "actor/logprob_diff_max": max(gather(largest_diff))
+        }
         self.mean_entropy = metrics["actor/entropy"]
         if "actor/kl_loss" in metrics:
             self.kl.update(metrics["actor/kl_loss"], len(samples))

@@ -90,5 +90,6 @@ def segments(tree: TokenTree) -> list[TreeSegment]:
     lasts = np.append(np.flatnonzero(~goes_on) + 1, tree.num_nodes)
     firsts = np.append(0, lasts[:-1])
     return [
-        TreeSegment(*map(int, bounds)) for bounds in zip(firsts, lasts, tree.ends[firsts], strict=True)
+        TreeSegment(*map(int, bounds))
+        for bounds in zip(firsts, lasts, tree.ends[firsts], strict=True)
     ]

@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from agentevo.models.flops import (
-    ModelFlops,
     ForwardWork,
+    ModelFlops,
     model_flops,
     work_of_depths,
     work_of_sequences,

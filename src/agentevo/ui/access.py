@@ -31,8 +31,8 @@ from agentevo.console import to_stderr
 from agentevo.inference.http_server import is_own_host
 from agentevo.ui.forms import (
     FORM_TOKEN,
-    PostedForm,
     FormRefusedError,
+    PostedForm,
     Visitor,
     check_from_here,
     read_form,

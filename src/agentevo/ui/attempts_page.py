@@ -20,7 +20,7 @@ from agentevo.event_loop import in_thread
 from agentevo.pages.histograms import HistogramBar, histogram
 from agentevo.pages.navigation import run_url
 from agentevo.ui.context import NotFoundError, dashboard, is_part, part, run_of
-from agentevo.ui.index.reader import IndexAway, IndexReader, Listing, IndexRow, IndexState
+from agentevo.ui.index.reader import IndexAway, IndexReader, IndexRow, IndexState, Listing
 from agentevo.ui.index.selection import ORDERS, Selection, exact
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
@@ -87,7 +87,9 @@ async def reader_of(request: Request, view: RunView) -> tuple[IndexReader, str]:
     return shared.indexes.reader(url, view.source.folder), url
 
 
-async def ready_index(request: Request, view: RunView) -> tuple[IndexReader, tuple[IndexState, str]]:
+async def ready_index(
+    request: Request, view: RunView
+) -> tuple[IndexReader, tuple[IndexState, str]]:
     """The index of a run, waited for a moment where it is made for the first time; how far it is,
     and what keeps it from going on. Raises ConfigError."""
     shared = dashboard(request)
@@ -116,7 +118,9 @@ def _view(reader: IndexReader, selection: Selection, base: str) -> View:
 
     choices = []
     if selection.task:
-        choices.append(AttemptChoice("Task", "task", selection.task, [_task(reader, selection, link)]))
+        choices.append(
+            AttemptChoice("Task", "task", selection.task, [_task(reader, selection, link)])
+        )
 
     for name, title in TITLES.items():
         chosen = selection.choices.get(name, "")
@@ -146,7 +150,9 @@ def _view(reader: IndexReader, selection: Selection, base: str) -> View:
             highest = bar.high if bar is counted[-1] else math.nextafter(bar.high, -math.inf)
             href = link(**{edges[0]: exact(bar.low), edges[1]: exact(highest)})
             is_chosen = low <= bar.low and highest <= high
-            bars.append(HistogramBar(bar.low, bar.high, bar.size, bar.good, href, is_chosen=is_chosen))
+            bars.append(
+                HistogramBar(bar.low, bar.high, bar.size, bar.good, href, is_chosen=is_chosen)
+            )
 
         picture = histogram(title, bars, is_whole=name != "reward")
         back = link(**dict.fromkeys(edges)) if name in selection.ranges else ""

@@ -59,7 +59,9 @@ SHOWN_RECORDS = 200
 class RequestedChange:
     """One request to change something, by somebody who may."""
 
-    def __init__(self, who: Visitor, form: PostedForm, path: str, confirmations: Confirmations) -> None:
+    def __init__(
+        self, who: Visitor, form: PostedForm, path: str, confirmations: Confirmations
+    ) -> None:
         self.visitor = who
         self.path = path
         self._confirmations = confirmations
@@ -124,7 +126,9 @@ def changes(request: Request) -> RequestedChange:
     """What a POST wants to change. Only for handlers of POST: see the module."""
     form = request.scope[FORM]
     assert isinstance(form, PostedForm)
-    return RequestedChange(visitor(request), form, request.url.path, dashboard(request).confirmations)
+    return RequestedChange(
+        visitor(request), form, request.url.path, dashboard(request).confirmations
+    )
 
 
 def ask_again(

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from agentevo.event_loop import in_thread
 from agentevo.pages.navigation import run_url
-from agentevo.runs.control import ACTIONS, ControlSession, ask
+from agentevo.runs.control import ACTIONS, ControlSession
 from agentevo.ui.asking import session_of
 from agentevo.ui.changes import WRITE_S, ask_again, changes, records_of, see
 from agentevo.ui.context import NotFoundError, run_of

@@ -21,7 +21,7 @@ from agentevo.pages.navigation import run_url
 from agentevo.ui import held_out
 from agentevo.ui.attempts_page import ready_index
 from agentevo.ui.context import NotFoundError, dashboard, run_of
-from agentevo.ui.held_out import Account, SettingChanges, HeldOut
+from agentevo.ui.held_out import Account, HeldOut, SettingChanges
 from agentevo.ui.index.reader import IndexAway, IndexReader
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
@@ -94,7 +94,9 @@ async def evaluation(
 ) -> HTMLResponse:
     """The results, as a page."""
     view = await run_of(request, run)
-    asked = EvaluationQuery(decoding, agent, first, last, tuple(dict.fromkeys(beside))[:MOST_BESIDE])
+    asked = EvaluationQuery(
+        decoding, agent, first, last, tuple(dict.fromkeys(beside))[:MOST_BESIDE]
+    )
     found, missing, (state, trouble) = await _find(request, view, asked)
     players = newest_evaluation(view) if not view.summary else (view.summary.get("eval") or {})
     base = run_url(view.key, "evaluation")
@@ -226,7 +228,9 @@ def _beside(
             if not steps:
                 return [], []
             own = held_out.account_at(attempts, steps[-1])
-            return [EvaluationResult(other.title, other.key, steps[-1], own)], held_out.curve(attempts)
+            return [EvaluationResult(other.title, other.key, steps[-1], own)], held_out.curve(
+                attempts
+            )
     except IndexAway:
         return [], []
 

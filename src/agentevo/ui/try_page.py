@@ -39,7 +39,7 @@ from agentevo.runs.checkpoint_list import KeptCheckpoints, kept_checkpoints
 from agentevo.types import Message, Task
 from agentevo.ui.changes import changes, see
 from agentevo.ui.context import dashboard, part, run_of, visitor
-from agentevo.ui.players import PlayerKey, PlayerProcess, PlayerError
+from agentevo.ui.players import PlayerError, PlayerKey, PlayerProcess
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
 

@@ -177,4 +177,6 @@ def test_trained_refuses_other_trajectories():
     with pytest.raises(TrainingError, match="names 'b'"):
         plan.restore_trained([trajectory("a")])
     with pytest.raises(TrainingError, match="not those that were trained on"):
-        plan.restore_trained([trajectory("a"), msgspec.structs.replace(trajectory("b"), reward=2.0)])
+        plan.restore_trained(
+            [trajectory("a"), msgspec.structs.replace(trajectory("b"), reward=2.0)]
+        )

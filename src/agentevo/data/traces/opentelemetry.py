@@ -79,7 +79,9 @@ def add_spans(spans: dict[str, ImportedSpan], where: str, row: Mapping[str, Any]
         if name == "/":
             name = f"{where}#{number}"
 
-        span = spans.setdefault(name, ImportedSpan(f"{where}, span {name.rpartition('/')[2] or number}"))
+        span = spans.setdefault(
+            name, ImportedSpan(f"{where}, span {name.rpartition('/')[2] or number}")
+        )
         attributes = _attributes(record.get("attributes"))
         if kind == "log":
             event = record.get("eventName") or record.get("event_name")

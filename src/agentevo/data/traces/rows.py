@@ -69,7 +69,9 @@ def import_traces(sources: Sequence[str], form: str = "auto") -> Imported:
     return Imported(list(_merge_calls(calls, report)), report, others)
 
 
-def _read(row: SourceRow, form: str, spans: dict[str, opentelemetry.ImportedSpan]) -> list[RecordedCall]:
+def _read(
+    row: SourceRow, form: str, spans: dict[str, opentelemetry.ImportedSpan]
+) -> list[RecordedCall]:
     """The calls in a row. What it says of spans is added to those."""
     if isinstance(row.value, RowError):
         raise row.value

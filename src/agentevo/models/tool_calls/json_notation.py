@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Generator
 
 from agentevo.models.tool_calls.output import OpenCall, ParsedOutput, Recover, read_call
-from agentevo.models.tool_calls.text import Emit, MalformedError, CallText, Wait, ignore
+from agentevo.models.tool_calls.text import CallText, Emit, MalformedError, Wait, ignore
 
 MAX_DEPTH = 100
 """Lists and objects within one another: far below where clients' parsers give up."""

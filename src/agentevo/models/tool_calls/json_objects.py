@@ -12,7 +12,7 @@ from functools import partial
 
 from agentevo.models.tool_calls.json_notation import FIRST_KEYS, read_objects
 from agentevo.models.tool_calls.output import ParsedOutput, skip
-from agentevo.models.tool_calls.text import Marks, CallText, Wait, marks
+from agentevo.models.tool_calls.text import CallText, Marks, Wait, marks
 
 FENCE = "```"
 OBJECT = rf"\{{(?=\s*(?:{'|'.join(FIRST_KEYS)}|\"?\Z))"

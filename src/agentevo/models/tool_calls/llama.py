@@ -17,7 +17,7 @@ from agentevo.models.tool_calls.json_notation import read_objects
 from agentevo.models.tool_calls.json_objects import OBJECT
 from agentevo.models.tool_calls.output import OpenCall, ParsedOutput, Recover, read_call, skip
 from agentevo.models.tool_calls.python_notation import read_expression
-from agentevo.models.tool_calls.text import Marks, CallText, Wait
+from agentevo.models.tool_calls.text import CallText, Marks, Wait
 
 PYTHON_TAG = "<|python_tag|>"
 ENDS = {"<|python_start|>": "<|python_end|>", "<|tool_call_start|>": "<|tool_call_end|>"}
@@ -97,7 +97,9 @@ def _skip_end(out: ParsedOutput, end: str) -> Wait:
         out.content(space)
 
 
-def _read_expressions(out: ParsedOutput, recover: Recover, *, lead: str = "", bare: bool = False) -> Wait:
+def _read_expressions(
+    out: ParsedOutput, recover: Recover, *, lead: str = "", bare: bool = False
+) -> Wait:
     text = out.text
     first = True
     separator = ""

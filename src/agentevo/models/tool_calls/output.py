@@ -21,7 +21,7 @@ from agentevo.models.tool_calls.parsed import (
     MalformedCall,
     ReasoningDelta,
 )
-from agentevo.models.tool_calls.text import MalformedError, CallText, Wait, ignore, marks
+from agentevo.models.tool_calls.text import CallText, MalformedError, Wait, ignore, marks
 from agentevo.types import ToolCall
 
 PARAGRAPH = "\n\n"

@@ -19,7 +19,7 @@ from agentevo.models.tool_calls.harmony import read_harmony
 from agentevo.models.tool_calls.output import ParsedOutput
 from agentevo.models.tool_calls.parameters import ParameterTypes
 from agentevo.models.tool_calls.parsed import Delta, Parsed
-from agentevo.models.tool_calls.text import Marks, CallText, Wait, marks
+from agentevo.models.tool_calls.text import CallText, Marks, Wait, marks
 
 THOUGHTS = {
     "<think>": "</think>",

@@ -13,7 +13,7 @@ from collections.abc import Generator
 from agentevo.models.tool_calls.json_notation import checked_name, read_word
 from agentevo.models.tool_calls.output import OpenCall, ParsedOutput
 from agentevo.models.tool_calls.parameters import json_text
-from agentevo.models.tool_calls.text import Emit, MalformedError, CallText, Wait
+from agentevo.models.tool_calls.text import CallText, Emit, MalformedError, Wait
 
 MAX_DEPTH = 64
 """Lists and dictionaries within one another."""

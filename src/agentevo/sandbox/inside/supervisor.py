@@ -89,7 +89,9 @@ class ProgramOutput:
 class SandboxedChild:
     """A process of the code's: the interpreter, or a program."""
 
-    def __init__(self, pid: int, outputs: tuple[ProgramOutput, ProgramOutput], control: int | None) -> None:
+    def __init__(
+        self, pid: int, outputs: tuple[ProgramOutput, ProgramOutput], control: int | None
+    ) -> None:
         self.pid = pid
         self.outputs = outputs
         self.control = control

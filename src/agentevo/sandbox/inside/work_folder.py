@@ -127,6 +127,8 @@ class WorkFolder:
                 folder = below
         except OSError as error:
             os.close(folder)
-            raise RefusedFile(f"{path[:200]!r}: {part!r} is no folder that can be opened") from error
+            raise RefusedFile(
+                f"{path[:200]!r}: {part!r} is no folder that can be opened"
+            ) from error
 
         return folder, parts[-1]

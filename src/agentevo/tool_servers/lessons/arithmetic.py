@@ -30,7 +30,9 @@ class Arithmetic:
 
     def step(self, task: Mapping[str, Any], results: Sequence[str]) -> LessonCall | str:
         """See Lesson.step."""
-        return results[0] if results else LessonCall("calculator", {"expression": task["expression"]})
+        return (
+            results[0] if results else LessonCall("calculator", {"expression": task["expression"]})
+        )
 
     def corpus(self) -> list[dict[str, str]]:
         """See Lesson.corpus."""

@@ -138,7 +138,9 @@ def _finish_sample(
     return msgspec.structs.replace(sample, advantages=of_token, columns=trained)
 
 
-def _reward_table(rows: Sequence[SampleRow], *, per_turn: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _reward_table(
+    rows: Sequence[SampleRow], *, per_turn: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Rewards [S, T] float64 and turns [S, T] int64 (-1 where nothing is trained)."""
     width = max(len(row.turns) for row in rows)
     rewards = torch.zeros(len(rows), width, dtype=torch.float64)

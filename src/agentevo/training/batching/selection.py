@@ -5,7 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from agentevo.algorithms.filters import FilterResult, dynamic_sampling, is_informative, overlong, starpo_s
+from agentevo.algorithms.filters import (
+    FilterResult,
+    dynamic_sampling,
+    is_informative,
+    overlong,
+    starpo_s,
+)
 from agentevo.config import AlgorithmSection
 from agentevo.types import Trajectory
 

@@ -148,7 +148,9 @@ def _check(trainer_version: int, bound: int | None) -> None:
         raise ValueError(f"bound={bound} would leave no token: give rollout.staleness, 0 or more")
 
 
-def _ages_of(name: str, versions: np.ndarray, trainer_version: int, bound: int | None) -> _AgedTokens:
+def _ages_of(
+    name: str, versions: np.ndarray, trainer_version: int, bound: int | None
+) -> _AgedTokens:
     if len(versions) and versions.min() < 0:
         raise TrainingError(
             f"trajectory {name} has a token without a version, so nobody can say how old it is: "

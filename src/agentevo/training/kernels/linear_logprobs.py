@@ -70,7 +70,9 @@ def linear_logprobs(  # noqa: PLR0913 (the factors of a score, and what bounds i
     weight and bias. Products are made in their dtype, all else in float32 at least. Memory beside
     the gradients: KEPT_BYTES and a few cells.
     """
-    tail = _FusedLogprobs(temperature, softcap, logit_scale, masks, penalties, num_tokens).within(own)
+    tail = _FusedLogprobs(temperature, softcap, logit_scale, masks, penalties, num_tokens).within(
+        own
+    )
     targets, outside = tail.within_tokens(targets)
     trained = torch.is_grad_enabled() and (
         weight.requires_grad or (bias is not None and bias.requires_grad)
@@ -106,7 +108,9 @@ def linear_logprobs_and_squares(  # noqa: PLR0913 (those of linear_logprobs)
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `linear_logprobs`, without gradient: log-probs [M], and for each row the sum over the
     vocabulary of p^2 [R], the chance that two draws agree."""
-    tail = _FusedLogprobs(temperature, softcap, logit_scale, masks, penalties, num_tokens).within(own)
+    tail = _FusedLogprobs(temperature, softcap, logit_scale, masks, penalties, num_tokens).within(
+        own
+    )
     targets, outside = tail.within_tokens(targets)
     mine = tail.mine(targets)
     cells = Cells.of(hidden, tail.width(weight), rows[mine], targets[mine] - tail.first)

@@ -22,7 +22,7 @@ from agentevo.devices import compiles
 from agentevo.models.routers import Routing
 from agentevo.training.kernels.attention_kernels import HIDDEN, Flash, Kernel, Math
 from agentevo.training.kernels.flex_tree import FlexTree
-from agentevo.training.tree import TreeSegment, TokenTree, segments
+from agentevo.training.tree import TokenTree, TreeSegment, segments
 
 BLOCK = 128
 """Queries of a segment computed at once; and the nodes of a subtree that is computed whole, with a
@@ -142,7 +142,9 @@ def lay_out(tree: TokenTree, window: int | None, device: torch.device) -> _TreeL
     return layout
 
 
-def _own(ranges: list[tuple[int, int]], window: int | None, device: torch.device) -> list[_AttentionBlock]:
+def _own(
+    ranges: list[tuple[int, int]], window: int | None, device: torch.device
+) -> list[_AttentionBlock]:
     """Nodes of unbranched stretches, each with all before it. All masks are views of one."""
     if not ranges:
         return []
@@ -158,15 +160,21 @@ def _own(ranges: list[tuple[int, int]], window: int | None, device: torch.device
             stop = min(start + BLOCK, last)
             start_of_keys = max(first, start - back)
             part = seen[: stop - start, back - (start - start_of_keys) : back + stop - start]
-            blocks.append(_AttentionBlock(slice(start, stop), slice(start_of_keys, stop), part[None, None]))
+            blocks.append(
+                _AttentionBlock(slice(start, stop), slice(start_of_keys, stop), part[None, None])
+            )
 
     return blocks
 
 
-def _below(tree: TokenTree, segment: TreeSegment, window: int | None, device: torch.device) -> _AttentionBlock:
+def _below(
+    tree: TokenTree, segment: TreeSegment, window: int | None, device: torch.device
+) -> _AttentionBlock:
     """The nodes below a segment that see something of it, against what they see."""
     if window is None:
-        return _AttentionBlock(slice(segment.last, segment.end), slice(segment.first, segment.last), None)
+        return _AttentionBlock(
+            slice(segment.last, segment.end), slice(segment.first, segment.last), None
+        )
 
     depth = tree.positions
     keys = slice(max(segment.first, segment.last - window + 1), segment.last)

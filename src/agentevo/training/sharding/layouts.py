@@ -18,7 +18,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
-from agentevo.models.parts import Cut, WeightPart, Saved, own_part
+from agentevo.models.parts import Cut, Saved, WeightPart, own_part
 from agentevo.training.collectives import Ranks, owned_given, slices_gathered
 
 _KEY = "_agentevo_layouts"
@@ -153,7 +153,9 @@ def clip(parameters: Iterable[nn.Parameter], norm: torch.Tensor, largest: float)
             local(parameter.grad).mul_(factor.to(parameter.grad.device))
 
 
-def whole_of(part: torch.Tensor, parameter: torch.Tensor, layout: ShardLayout | None) -> torch.Tensor:
+def whole_of(
+    part: torch.Tensor, parameter: torch.Tensor, layout: ShardLayout | None
+) -> torch.Tensor:
     """What this process has of a tensor that lies as the parameter does (its weights, a moment) ->
     the whole one on every process, detached; called by all of them. `part` may be what FSDP has
     left here, or stand for that."""
