@@ -35,7 +35,7 @@ from agentevo.inference.weight_transport import WeightSender, WeightSource
 from agentevo.inference.weights import WeightsFolder
 from agentevo.models.attention import prepare
 from agentevo.models.load import load_model
-from agentevo.processes.serve import Follower
+from agentevo.processes.serve import VersionFollower
 
 MODEL = "smollm2-135m-instruct"
 LOOK_S = 0.02
@@ -64,7 +64,7 @@ def follow(way: str, folder: str, dtype: str, told: Connection) -> None:
         engine = TorchEngine(loaded.model, loaded.tokenizer, EngineSection(kv_cache_gb=0.1))
         await engine.begin(NO_VERSION)
         source = source_of(way, Path(folder))
-        follower = Follower(source, engine, "continue", deadline_s=WAIT_S, note=print)
+        follower = VersionFollower(source, engine, "continue", deadline_s=WAIT_S, note=print)
 
         told.send(("ready", 0.0))
         while True:

@@ -15,7 +15,7 @@ from statistics import median
 from transformers import PreTrainedModel
 
 from agentevo.inference.torch_engine import TorchEngine
-from agentevo.models.flops import Work, model_flops
+from agentevo.models.flops import ForwardWork, model_flops
 from figures import Figure
 from machine import Rate
 from ours import time_generate
@@ -72,7 +72,7 @@ def generation_flops(model: PreTrainedModel, prompts: list[int], completions: li
     repeated = (share - 1) * sum(length * (length + 1) // 2 for length in prompts)
     pairs = sum(end * (end + 1) // 2 for end in ends) - repeated
     tokens = sum(prompts) + sum(completions)
-    return flops.forward(Work(tokens, sum(completions), dict.fromkeys(flops.windows, pairs)))
+    return flops.forward(ForwardWork(tokens, sum(completions), dict.fromkeys(flops.windows, pairs)))
 
 
 def rate(model: PreTrainedModel, num_prompts: int, length: int, count: int, speed: float) -> Rate:

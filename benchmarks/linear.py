@@ -68,7 +68,7 @@ def main() -> None:
             ways: dict[str, list[Callable[[], object]]] = {
                 "F.linear": [partial(torch.nn.functional.linear, x, weight) for weight in weights],
                 "oneDNN": [partial(product, x, weight) for weight in weights],
-                "oneDNN packed": [partial(matrix._multiplied, x, "none") for matrix in packed],
+                "oneDNN packed": [partial(matrix._multiply, x, "none") for matrix in packed],
                 "PackedMatrix": [partial(matrix.product, x) for matrix in packed],
             }
             seconds = {name: seconds_each(calls) for name, calls in ways.items()}

@@ -33,7 +33,7 @@ from agentevo.inference.weights import WeightsFolder
 from agentevo.models.in_parts import InParts, lies_in_parts
 from agentevo.models.load import load_model
 from agentevo.models.parts import give
-from agentevo.models.sharded import changed, shard, skeleton_of
+from agentevo.models.sharded import note_change, shard, skeleton_of
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.mesh import make_meshes
@@ -143,7 +143,7 @@ def process(rank: int, asked: argparse.Namespace, folder: str) -> None:
             logprobs, _ = token_logprobs(model, batch)
             optimization.backward(-logprobs.sum() / (TOKENS - 1) / asked.processes)
             optimization.finish()
-            changed(model)
+            note_change(model)
 
         row = measure(version, folders, model, reader)
         if rank == 0:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from agentevo.config import AlgorithmSection, EngineSection, TrainerSection
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.models.attention import prepare
-from agentevo.models.routers import routed
+from agentevo.models.routers import enable_routing
 from agentevo.store.codec import encode_trajectories
 from agentevo.training.trainer import Trainer
 from agentevo.types import SamplingParams, Trajectory, Turn
@@ -50,7 +50,7 @@ def mixture() -> PreTrainedModel:
         norm_topk_prob=True,
         initializer_range=0.05,
     )
-    return routed(prepare(Qwen3MoeForCausalLM(config).eval()))
+    return enable_routing(prepare(Qwen3MoeForCausalLM(config).eval()))
 
 
 def drawn(model: PreTrainedModel, records: bool) -> tuple[list[Trajectory], float]:

@@ -40,12 +40,12 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 from agentevo.store import call_log
 from agentevo.store.call_log import AttemptCalls, CallLog, record_call
-from agentevo.store.trace_context import Said
+from agentevo.store.trace_context import TracedMessage
 from agentevo.tracing.opening import source
 from agentevo.tracing.otlp_json import JsonLines
 from agentevo.tracing.spans import RunFacts, Spans
-from agentevo.tracing.texts import Texts
-from agentevo.tracing.tracer import Limits, Tracer
+from agentevo.tracing.texts import SpanTexts
+from agentevo.tracing.tracer import TraceLimits, Tracer
 from agentevo.types import Message
 from figures import Figure, write_results
 from machine import describe_machine
@@ -78,7 +78,7 @@ async def play(log: CallLog, contents: bool) -> float:
                 with record_call("policy", "generate", prompt_tokens=400) as call:
                     call.note(turn=turn, completion_tokens=40, completions=1, version=3)
                     if (tracing := call.tracing) is not None and tracing.contents:
-                        call.said = Said(
+                        call.said = TracedMessage(
                             asked=[Message("user", WORDS)] * (turn + 1),
                             answers=[Message("assistant", WORDS)],
                             finish_reasons=["stop"],
@@ -136,7 +136,7 @@ def spans(kind: str, folder: Path, repeats: int) -> dict[str, Any]:
             plain, _ = asyncio.run(recorded(None))
             facts = RunFacts("bench", "run-1", "tiny", False)
             has_contents = kind == "contents"
-            made = Spans(facts, Texts(16384), contents=has_contents)
+            made = Spans(facts, SpanTexts(16384), contents=has_contents)
 
             exporter: Any = JsonLines(folder / f"{kind}-{repeat}.jsonl", source())
             if kind == "otlp":
@@ -144,7 +144,7 @@ def spans(kind: str, folder: Path, repeats: int) -> dict[str, Any]:
 
                 exporter = OTLP(source(), url)
 
-            limits = Limits(queue=number)
+            limits = TraceLimits(queue=number)
             tracer = Tracer(
                 exporter, made, run_id="r", contents=has_contents, limits=limits, flush_s=600
             )

@@ -24,8 +24,8 @@ import torch
 
 from agentevo.config import ModelSection
 from agentevo.inference.object_store import ObjectStoreWeights
-from agentevo.inference.version_manifest import Manifest
-from agentevo.inference.weight_delta import changed
+from agentevo.inference.version_manifest import VersionManifest
+from agentevo.inference.weight_delta import find_change
 from agentevo.inference.weight_versions import WeightVersions
 from agentevo.inference.weights import WeightsFolder
 from agentevo.models.load import load_model
@@ -40,7 +40,7 @@ def other_forms(
     old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]
 ) -> tuple[int, int, float]:
     """Changed elements; bytes of xor under zlib level 1; the seconds that takes."""
-    count = sum(len(changed(old[name], new[name]).indices) for name in new)
+    count = sum(len(find_change(old[name], new[name]).indices) for name in new)
     began = time.perf_counter()
     size = 0
     for name, tensor in new.items():
@@ -62,7 +62,7 @@ def measure(
     for name, tensor in trained_weights(model).items():
         assert torch.equal(found[name].view(torch.int16), tensor.view(torch.int16)), name
 
-    manifest: Manifest = writer._manifest(version, sha256)
+    manifest: VersionManifest = writer._manifest(version, sha256)
     return {
         "bytes": manifest.bytes,
         "is_delta": bool(manifest.chain),

@@ -77,7 +77,7 @@ def test_a_bar_is_gone_at_the_end(soon: None, monkeypatch: pytest.MonkeyPatch) -
 def test_the_time_left_grows_in_a_standstill(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    bar = progress.Bar("work", 100, "rows")
+    bar = progress.ProgressBar("work", 100, "rows")
     assert bar.left(bar.pace()) is None
 
     now[0] += 10

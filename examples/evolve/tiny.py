@@ -23,7 +23,7 @@ from agentevo.config import TinyModel
 from agentevo.config.tool_entries import ToolEntry
 from agentevo.models.tiny import make_tiny
 from agentevo.task_making.demonstrations import demonstration
-from agentevo.task_making.making import Wanted, make_tasks
+from agentevo.task_making.making import WantedTasks, make_tasks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "frameworks"))
 from cold_start import CHAT_TEMPLATE, CONTEXT, _prepare_to_repeat, _texts
@@ -57,7 +57,7 @@ def rows_of(tool: Mapping[str, Any], tasks: Mapping[str, Any]) -> list[dict[str,
         for key, one in tasks.items()
         if key not in ("train", "held_out")
     }
-    wanted = Wanted(**{**given, "train": 150, "held_out": 0, "seed": 999})
+    wanted = WantedTasks(**{**given, "train": 150, "held_out": 0, "seed": 999})
     made = asyncio.run(make_tasks([_entry.validate_python(tool)], wanted))
     return [demonstration(row, made.known.specs) for row in made.train]
 

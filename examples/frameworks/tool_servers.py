@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from agentevo.evaluation.evaluate import Evaluation, evaluate
+from agentevo.evaluation.evaluate import EvaluationRun, evaluate
 from agentevo.tool_servers.lessons import LESSONS
 from agentevo.tool_servers.lessons.lesson import demonstrations, lesson_tasks
 from agentevo.tool_servers.lessons.writing import HELD_OUT, SHOWN, TRAIN, write_lesson
@@ -67,7 +67,7 @@ def earlier(folder: Path) -> dict[str, float]:
     """Greedy success on the held-out tasks of the policy with random weights, and after reading
     alone, before any demonstration gave up."""
     stages = {"untrained": folder / "base", "read": folder / "reading"}
-    asked = Evaluation(target=str(folder / "run"), against=[str(one) for one in stages.values()])
+    asked = EvaluationRun(target=str(folder / "run"), against=[str(one) for one in stages.values()])
     models = {one["model"]: one for one in evaluate(asked, print)["models"]}
     return {stage: models[str(policy)]["pass_at"]["1"]["value"] for stage, policy in stages.items()}
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from agentevo.agents.search_tags import RULES
-from agentevo.tools.search import Search
+from agentevo.tools.search import CorpusSearch
 from arms import Arm, Results, main
 from stages import Row, Size, imitate, make_policy, reinforce, taught, write_rows
 from world import SIZE, TOP_K, VALUES, Question, World, reading
@@ -54,7 +54,7 @@ def searching(corpus: Path) -> dict[str, Any]:
     }
 
 
-def shown_search(question: Question, search: Search, *, hasty: bool = False) -> Row:
+def shown_search(question: Question, search: CorpusSearch, *, hasty: bool = False) -> Row:
     """A demonstration: the entities of the path are looked for, one after the other, and what was
     learnt of each is said again. A hasty one answers with what the first search has taught."""
     messages = [{"role": "user", "content": f"{RULES}\n\nQuestion: {question.text}"}]
@@ -97,7 +97,7 @@ def search(folder: Path, seed: int, size: SearchSize, world_size: int) -> Result
     """With it; what was found is trained or not."""
     world, tasks, shown = _questions(folder, seed, size, world_size)
     corpus = world.write_corpus(folder / "corpus.jsonl")
-    tool = Search(corpus=str(corpus), top_k=TOP_K)
+    tool = CorpusSearch(corpus=str(corpus), top_k=TOP_K)
     draw = random.Random(f"hasty {seed}")
     rows = [shown_search(one, tool, hasty=draw.random() < size.hasty) for one in shown]
     policy = taught(_reader(folder, seed, size, world), rows, folder / "sft", size, seed)

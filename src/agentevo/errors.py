@@ -15,7 +15,7 @@ SHOWN = 200
 """Characters of a value that a message shows."""
 
 
-def described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """`Kind: message` of anything that a user's code raised, as a text that any database takes."""
     if isinstance(error, OverreachError):
         return str(error)
@@ -58,7 +58,7 @@ class OverreachError(AgentEvoError):
     def __init__(self, error: BaseException, who: str) -> None:
         what = f"SystemExit({shown(error.code)})" if isinstance(error, SystemExit) else ""
         super().__init__(
-            f"{what or described(error)}: {who} can't end the process that it plays in"
+            f"{what or describe_error(error)}: {who} can't end the process that it plays in"
         )
 
 

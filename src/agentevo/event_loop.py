@@ -74,7 +74,7 @@ def outside_scopes() -> Iterator[None]:
         _scope.reset(token)
 
 
-class _Task(asyncio.Task[Any]):
+class _LoopTask(asyncio.Task[Any]):
     """A task that code of another scope can't cancel."""
 
     def __init__(self, work: Any, *, context: contextvars.Context | None = None, **more: Any):
@@ -207,7 +207,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
     own_threads = ThreadPoolExecutor(thread_name_prefix="agentevo")
     loop.set_default_executor(threads)
     _own_threads[loop] = own_threads
-    loop.set_task_factory(lambda loop, work, **more: _Task(work, loop=loop, **more))
+    loop.set_task_factory(lambda loop, work, **more: _LoopTask(work, loop=loop, **more))
     asyncio.set_event_loop(loop)
     try:
         main = loop.create_task(work)

@@ -35,7 +35,7 @@ class OwnLoop:
         """What the coroutine returns or raises on that loop; it is cancelled with whoever awaits
         this. Raises EnvironmentFailure if too many loops are blocked."""
         loop = self._running()
-        future = asyncio.run_coroutine_threadsafe(_guarded(work), loop)
+        future = asyncio.run_coroutine_threadsafe(_guard(work), loop)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -57,7 +57,7 @@ class OwnLoop:
         return self._loop
 
 
-async def _guarded(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+async def _guard(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """SystemExit and KeyboardInterrupt would end the loop of all others."""
     try:
         return await work()

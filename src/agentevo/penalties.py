@@ -75,7 +75,7 @@ class Penalties(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return None if self == Penalties() else self
 
 
-class Changes(NamedTuple):
+class PenaltyChanges(NamedTuple):
     """What penalties change at one place, for K different tokens."""
 
     tokens: np.ndarray
@@ -113,9 +113,9 @@ class PenaltyState:
             self._drawn.add(token)
             self._offsets[place] -= penalties.presence
 
-    def changes(self) -> Changes:
+    def changes(self) -> PenaltyChanges:
         """What they change at the next token."""
-        return Changes(
+        return PenaltyChanges(
             np.fromiter(self._places, dtype=np.int64, count=len(self._places)),
             np.array(self._offsets, dtype=np.float32),
             np.array(self._repeated, dtype=np.float32),
@@ -139,7 +139,7 @@ class TokenPenalties(NamedTuple):
     """[T] int32: where the completion that the token belongs to begins."""
 
     @classmethod
-    def joined(cls, parts: Sequence[tuple[int, Penalties | None]]) -> TokenPenalties | None:
+    def join(cls, parts: Sequence[tuple[int, Penalties | None]]) -> TokenPenalties | None:
         """Those of a text from those of its stretches, each with its length."""
         table = [penalties for _, penalties in parts if penalties is not None]
         if not table:
@@ -156,10 +156,10 @@ class TokenPenalties(NamedTuple):
             np.repeat(starts.astype(np.int32), sizes),
         )
 
-    def changes(self, ids: np.ndarray, places: np.ndarray) -> Mapping[int, Changes]:
+    def changes(self, ids: np.ndarray, places: np.ndarray) -> Mapping[int, PenaltyChanges]:
         """Place -> what they change there, of the given places [M] in ascending order at which they
         change anything; `ids` [T] is the text."""
-        found: dict[int, Changes] = {}
+        found: dict[int, PenaltyChanges] = {}
         state = None
         start = -1
         done = 0

@@ -50,15 +50,15 @@ class Hidden:
     """Bars that are not drawn."""
 
     def __init__(self) -> None:
-        self._bars: tuple[Bar, ...] = ()
+        self._bars: tuple[ProgressBar, ...] = ()
 
-    def newest(self) -> Bar | None:
+    def newest(self) -> ProgressBar | None:
         """The bar that began last, of those under way. For any thread."""
         bars = self._bars
         return bars[-1] if bars else None
 
     @contextmanager
-    def has(self, bar: Bar) -> Iterator[None]:
+    def has(self, bar: ProgressBar) -> Iterator[None]:
         """Around the work that the bar counts."""
         self._bars = (*self._bars, bar)
         try:
@@ -98,7 +98,7 @@ def is_shown() -> bool:
     return isinstance(display, Display) and not display.taken.locked()
 
 
-class Bar:
+class ProgressBar:
     """The number of what is done, for whoever does it."""
 
     def __init__(
@@ -145,7 +145,7 @@ class Bar:
     def elapsed(self) -> float:
         return time.monotonic() - self._began
 
-    def counted(self) -> str:
+    def count_text(self) -> str:
         """`12,000 of 50,000 rows (24%)`; of what has no number nothing."""
         if self.total is None:
             return f"{_amount(self.done, self.unit)}" if self.done else ""
@@ -158,7 +158,7 @@ class Bar:
         """The number, the rate, and the time left, or else the time taken."""
         pace = self.pace()
         left = self.left(pace)
-        found = [self.counted(), f"{_amount(pace, self.unit, rate=True)}/s" if pace else ""]
+        found = [self.count_text(), f"{_amount(pace, self.unit, rate=True)}/s" if pace else ""]
         found.append(
             f"{format_duration(self.elapsed)} so far"
             if left is None
@@ -173,10 +173,10 @@ def bar(
     total: float | None = None,
     unit: str = "rows",
     look: Callable[[], float] | None = None,
-) -> Iterator[Bar]:
+) -> Iterator[ProgressBar]:
     """A bar around the block. `unit`: a plural noun, or `bytes`. `look` says what is done, where
     nobody counts it; it is called by another thread."""
-    made = Bar(what, total, unit, look)
+    made = ProgressBar(what, total, unit, look)
     display = _display.get()
     if isinstance(display, Hidden):
         with display.has(made):
@@ -208,7 +208,7 @@ def over(
             made.advance()
 
 
-def _draw(made: Bar, display: Display, over: threading.Event) -> None:
+def _draw(made: ProgressBar, display: Display, over: threading.Event) -> None:
     if over.wait(FIRST_BAR_S):
         return
 
@@ -222,7 +222,7 @@ def _draw(made: Bar, display: Display, over: threading.Event) -> None:
         return
 
 
-def _print_lines(made: Bar, stream: TextIO, over: threading.Event) -> None:
+def _print_lines(made: ProgressBar, stream: TextIO, over: threading.Event) -> None:
     if over.wait(FIRST_LINE_S - FIRST_BAR_S):
         return
 
@@ -234,7 +234,7 @@ def _print_lines(made: Bar, stream: TextIO, over: threading.Event) -> None:
             return
 
 
-def _draw_frames(made: Bar, console: Console, over: threading.Event) -> None:
+def _draw_frames(made: ProgressBar, console: Console, over: threading.Event) -> None:
     from rich.live import Live
 
     frame = _frame(made)
@@ -245,7 +245,7 @@ def _draw_frames(made: Bar, console: Console, over: threading.Event) -> None:
             live.update(_frame(made), refresh=True)
 
 
-def _frame(made: Bar) -> RenderableType:
+def _frame(made: ProgressBar) -> RenderableType:
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text

@@ -49,7 +49,7 @@ async def with_retries(
                     raise StoreUnavailableError(
                         f"{what}: given up after {within_s:g} s: {error}"
                     ) from error
-                reporter.failed(error)
+                reporter.note_failure(error)
             else:
                 reporter.over()
                 return result
@@ -74,7 +74,7 @@ class _Reporter:
         self._said = False
         self._next = asyncio.get_running_loop().call_later(SILENT_S, self._say)
 
-    def failed(self, error: Exception) -> None:
+    def note_failure(self, error: Exception) -> None:
         self._why = str(error)
         if not self._failed:
             self._failed = True

@@ -87,7 +87,7 @@ def rows_of_turn(prompt: int, completion: int, *, is_root: bool) -> int:
     return max(prompt + completion - is_root, 0)
 
 
-def misaligned(turn: Any) -> str:
+def why_misaligned(turn: Any) -> str:
     """What is wrong with the number of rows of a turn (types.Turn) that has some; empty where
     nothing is."""
     routed: RoutedExperts = turn.routed_experts
@@ -101,7 +101,7 @@ def misaligned(turn: Any) -> str:
     )
 
 
-def joined(parts: Sequence[RoutedExperts]) -> RoutedExperts:
+def join_experts(parts: Sequence[RoutedExperts]) -> RoutedExperts:
     """Rows of several parts, one after the other. Raises ValueError for parts of different
     routers."""
     shapes = {(part.layers, part.top_k, part.num_experts) for part in parts}

@@ -14,7 +14,7 @@ from types import CodeType
 from typing import Any
 
 import agentevo
-from agentevo.errors import AgentEvoError, ToolUnavailableError, described, storable
+from agentevo.errors import AgentEvoError, ToolUnavailableError, describe_error, storable
 
 MAX_FRAMES = 20
 LONGEST_PLACE = 1000
@@ -74,7 +74,7 @@ def describe_failure(error: BaseException) -> str:
     has_run = any(not frame.filename.startswith((_OURS, *_RELAYS)) for frame in frames)
     is_refused_call = isinstance(error, TypeError) and not has_run
     trace = "" if is_refused_call else traceback_of(error)
-    return f"{described(error)}\n{trace}" if trace else described(error)
+    return f"{describe_error(error)}\n{trace}" if trace else describe_error(error)
 
 
 def describe_function(function: Any) -> str:

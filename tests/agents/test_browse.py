@@ -10,7 +10,7 @@ from remote_server import RemoteServer, chat, fails, gives, hangs
 
 from agentevo.agents import Policy, ToolAgent
 from agentevo.agents.browse import FAILED, LEFT_OUT
-from agentevo.agents.remote_policy import RemoteConversation, RemoteModelPolicy
+from agentevo.agents.remote_policy import RemoteModelPolicy, RemotePolicyConversation
 from agentevo.config import build_config
 from agentevo.config import tools as tool_config
 from agentevo.config.agents import ToolAgentSection
@@ -199,7 +199,7 @@ def test_a_remote_policy_has_long_results_summarised_by_its_characters(settings,
         with closing(RemoteModels(sections)) as models:
             calls = AttemptCalls(None, "a")
             remote = RemoteConversations(models, name="a", seed=1)
-            conversation = RemoteConversation(
+            conversation = RemotePolicyConversation(
                 remote, "player", SamplingOverrides(), name="a", calls=calls
             )
             policy = RemoteModelPolicy(conversation, None, remote, "player")

@@ -15,7 +15,7 @@ import pytest
 from fake_gateway import FakeGateway
 
 from agentevo.agents import capture
-from agentevo.agents.capture import captured, untracked
+from agentevo.agents.capture import capture_calls, untracked
 from agentevo.agents.client_environment import PLACEHOLDER_KEY, client_variables
 from agentevo.errors import AgentEvoError
 
@@ -119,7 +119,7 @@ def test_requests_to_the_gateway_carry_the_key_and_others_are_as_they_were(
 
     client(f"{gateway.url}/v1/chat")
     client(f"{elsewhere.url}/v1/chat")
-    with captured(gateway.url, "key-a"):
+    with capture_calls(gateway.url, "key-a"):
         client(f"{gateway.url}/v1/chat")
         client(f"{elsewhere.url}/v1/chat")
         with untracked():
@@ -138,7 +138,7 @@ def test_requests_to_the_gateway_carry_the_key_and_others_are_as_they_were(
 
 
 def test_only_the_gateways_own_url_counts(gateway):
-    with captured("http://127.0.0.1:80", "key-a"):
+    with capture_calls("http://127.0.0.1:80", "key-a"):
         assert capture._key_for("http://127.0.0.1:80/v1") == "key-a"
         assert capture._key_for("http://127.0.0.1:80") == "key-a"
         for other in ("http://127.0.0.1:8080/v1", "http://127.0.0.1:80.evil.com/", "https://a/"):
@@ -150,7 +150,7 @@ def test_attempts_at_once_are_told_apart(gateway):
     url = f"{gateway.url}/v1/chat"
 
     async def attempt(key):
-        with captured(gateway.url, key):
+        with capture_calls(gateway.url, key):
             async with httpx.AsyncClient(trust_env=False, timeout=300) as client:
                 for _ in range(3):
                     await client.post(url, json={"key": key})
@@ -173,7 +173,7 @@ def test_threads_belong_to_the_attempt_that_started_them(gateway):
         def run(self):
             by_urllib_text(f"{gateway.url}/own-class")
 
-    with captured(gateway.url, "key-a"):
+    with capture_calls(gateway.url, "key-a"):
         threads = [
             threading.Thread(target=by_urllib_text, args=(f"{gateway.url}/target",)),
             Worker(),
@@ -191,14 +191,14 @@ def test_a_pool_serves_whoever_submits(gateway):
     """Also one whose thread an attempt has started."""
     with ThreadPoolExecutor(1) as pool:
         for key in ("key-a", "key-b"):
-            with captured(gateway.url, key):
+            with capture_calls(gateway.url, key):
                 pool.submit(by_urllib_text, gateway.url).result(300)
 
-        with captured(gateway.url, "key-c"), untracked():
+        with capture_calls(gateway.url, "key-c"), untracked():
             pool.submit(by_urllib_text, gateway.url).result(300)
 
         pool.submit(by_urllib_text, gateway.url).result(300)
-        with captured(gateway.url, "key-d"):
+        with capture_calls(gateway.url, "key-d"):
             asyncio.run(in_executor(pool, gateway.url))
 
     assert sessions(gateway) == ["key-a", "key-b", None, None, "key-d"]
@@ -206,10 +206,10 @@ def test_a_pool_serves_whoever_submits(gateway):
 
 def test_forked_processes_are_nobodys(gateway):
     """A pool of them that one attempt has started serves others."""
-    with captured(gateway.url, "key-a"):
+    with capture_calls(gateway.url, "key-a"):
         pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork"))
         pool.submit(by_urllib_text, gateway.url).result(300)
-    with captured(gateway.url, "key-b"), pool:
+    with capture_calls(gateway.url, "key-b"), pool:
         pool.submit(by_httpx, gateway.url).result(300)
     assert sessions(gateway) == [None, None]
 
@@ -248,7 +248,7 @@ def test_a_request_that_is_made_once_belongs_to_each_attempt_that_sends_it(gatew
     request, send = reusable(name, f"{gateway.url}/v1/chat")
     before = dict(request.headers)
     for key in ("key-a", "key-b"):
-        with captured(gateway.url, key):
+        with capture_calls(gateway.url, key):
             assert send() is request
 
     send()
@@ -270,7 +270,7 @@ def test_a_client_that_is_imported_in_the_attempt_is_patched_then(gateway, tmp_p
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(capture._MODULES, "late_client", capture._MODULES["requests"])
 
-    with captured(gateway.url, "key-a"):
+    with capture_calls(gateway.url, "key-a"):
         late = importlib.import_module("late_client")
         request = late.Request(f"{gateway.url}/v1")
         assert late.Session().send(request) == {capture.HEADER: "key-a"}
@@ -280,7 +280,7 @@ def test_a_client_that_is_imported_in_the_attempt_is_patched_then(gateway, tmp_p
     assert "send" not in repr(capture._capture._patches)
 
     sys.modules.pop("late_client")
-    with captured(gateway.url, "key-b"), captured(gateway.url, "key-c"):
+    with capture_calls(gateway.url, "key-b"), capture_calls(gateway.url, "key-c"):
         late = importlib.import_module("late_client")
         assert late.Session().send(late.Request(gateway.url)) == {capture.HEADER: "key-c"}
 
@@ -295,8 +295,8 @@ def test_nothing_stays_behind(gateway, monkeypatch):
     methods = [httpx.Client.send, threading.Thread.start, ThreadPoolExecutor.submit]
     finders = list(sys.meta_path)
 
-    with captured(gateway.url, "key-a"):
-        with captured(gateway.url, "key-b"):
+    with capture_calls(gateway.url, "key-a"):
+        with capture_calls(gateway.url, "key-b"):
             assert os.environ["OPENAI_API_KEY"] == os.environ["ANTHROPIC_API_KEY"] == "agentevo"
 
         assert os.environ["OPENAI_BASE_URL"] == f"{gateway.url}/v1"
@@ -307,7 +307,7 @@ def test_nothing_stays_behind(gateway, monkeypatch):
         with untracked() as outside:
             assert outside["OPENAI_API_KEY"] == "secret" and "OPENAI_BASE_URL" not in outside
 
-    with pytest.raises(ValueError, match="bad"), captured(gateway.url, "key-a"):
+    with pytest.raises(ValueError, match="bad"), capture_calls(gateway.url, "key-a"):
         raise ValueError("bad")
 
     assert dict(os.environ) == before
@@ -320,7 +320,7 @@ def test_nothing_stays_behind(gateway, monkeypatch):
 
 def test_what_an_agent_sets_itself_stays(gateway, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    with captured(gateway.url, "key-a"):
+    with capture_calls(gateway.url, "key-a"):
         os.environ["OPENAI_API_KEY"] = "other"
     assert os.environ["OPENAI_API_KEY"] == "other"
 
@@ -329,7 +329,7 @@ def test_methods_that_others_patch_meanwhile_are_patched_once(gateway, monkeypat
     """An observer that is installed in an attempt keeps ours inside of its own."""
     calls = []
     monkeypatch.setattr(httpx.Client, "send", httpx.Client.send)  # put back at the end
-    with captured(gateway.url, "key-a"):
+    with capture_calls(gateway.url, "key-a"):
         ours = httpx.Client.send
 
         def observed(self, request, **options):
@@ -339,7 +339,7 @@ def test_methods_that_others_patch_meanwhile_are_patched_once(gateway, monkeypat
         httpx.Client.send = observed
 
     for key in ("key-b", "key-c"):
-        with captured(gateway.url, key):
+        with capture_calls(gateway.url, key):
             assert httpx.Client.send is observed
             by_httpx(gateway.url)
 
@@ -352,13 +352,13 @@ def test_methods_that_others_patch_meanwhile_are_patched_once(gateway, monkeypat
 
 def test_two_gateways_at_once_are_refused(gateway, elsewhere):
     with (
-        captured(gateway.url, "key-a"),
+        capture_calls(gateway.url, "key-a"),
         pytest.raises(AgentEvoError, match=r"the environment variables are theirs"),
-        captured(elsewhere.url, "key-b"),
+        capture_calls(elsewhere.url, "key-b"),
     ):
         pass
 
-    with captured(elsewhere.url, "key-b"):
+    with capture_calls(elsewhere.url, "key-b"):
         by_httpx(elsewhere.url)
 
     assert sessions(elsewhere) == ["key-b"]

@@ -16,12 +16,12 @@ from fake_gateway import FakeGateway
 import agentevo
 from agentevo.agents import CommandAgent, FunctionAgent, Policy, process_tree
 from agentevo.agents.posted_rewards import PostedReward, outcome_of_rewards, printed_reward
-from agentevo.api import _trained, resolve
+from agentevo.api import _trainable_of, resolve
 from agentevo.config.agents import CommandAgentSection
 from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
 from agentevo.inference.conversation import Conversation
-from agentevo.rollout.group import Attempt
+from agentevo.rollout.group import GroupAttempt
 from agentevo.store.call_log import AttemptCalls
 from agentevo.types import Message, Outcome, SamplingParams, Task
 
@@ -97,7 +97,7 @@ def played(loaded, chat, scripted_engine):
             calls=AttemptCalls(recorded, task.id),
         )
         policy = Policy(conversation, gateway)
-        return Attempt(FunctionAgent(agent.run), task, policy, name=task.id, limit_s=limit_s)
+        return GroupAttempt(FunctionAgent(agent.run), task, policy, name=task.id, limit_s=limit_s)
 
     def play(command, *, tasks=TASKS, limit_s=300.0, cut=None, **options):
         attempts = []
@@ -392,11 +392,11 @@ def test_a_command_and_its_folder_are_in_the_runs_configuration(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
     config, agent = resolve(
-        _trained(None, ["node", "agent.js"], []), has_tasks=True, agent={"timeout_s": 5}
+        _trainable_of(None, ["node", "agent.js"], []), has_tasks=True, agent={"timeout_s": 5}
     )
     assert agent is None and config.run.name == "command"
     assert (config.agent.command, config.agent.timeout_s) == (("node", "agent.js"), 5.0)
     assert config.agent.cwd == tmp_path
 
-    config, _ = resolve(_trained(None, ["node"], []), has_tasks=True, agent={"cwd": "there"})
+    config, _ = resolve(_trainable_of(None, ["node"], []), has_tasks=True, agent={"cwd": "there"})
     assert config.agent.cwd == tmp_path / "there"

@@ -18,7 +18,7 @@ from agentevo.agents import agent as agent_module
 from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
 from agentevo.inference.conversation import Conversation
-from agentevo.rollout.group import Attempt
+from agentevo.rollout.group import GroupAttempt
 from agentevo.types import Message, Outcome, SamplingParams, Task
 
 ASKED = [Message("user", "Go on.")]
@@ -34,7 +34,7 @@ def attempt_of(loaded, chat, scripted_engine):
             engine, chat, SamplingParams(), name="a", seed=1, context_length=256, timeout_s=300
         )
         policy = Policy(conversation, door)
-        return Attempt(
+        return GroupAttempt(
             FunctionAgent(function), Task(id="t", query="?"), policy, name="a", limit_s=limit_s
         )
 

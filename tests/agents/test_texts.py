@@ -14,7 +14,7 @@ from agentevo.config.texts import MAX_CHARS, check_texts, digest_of_text, read_t
 from agentevo.errors import BadRequestError, ConfigError
 from agentevo.event_loop import run_coroutine
 from agentevo.inference.conversation import Conversation
-from agentevo.rollout.group import Attempt
+from agentevo.rollout.group import GroupAttempt
 from agentevo.store.codec import content_digest, decode_stored, encode_trajectories
 from agentevo.types import Message, SamplingParams, Task, ToolCall
 
@@ -31,7 +31,7 @@ def played(loaded, chat, scripted_engine):
             engine, chat, SamplingParams(), name="a", seed=1, context_length=256, timeout_s=300
         )
         policy = Policy(conversation, texts=texts)
-        attempt = Attempt(agent, Task(id="t", query="left?"), policy, name="a", limit_s=300)
+        attempt = GroupAttempt(agent, Task(id="t", query="left?"), policy, name="a", limit_s=300)
         (trajectory,) = run_coroutine(attempt.run(task_id="t", group_id="g", number=0))
         assert trajectory.status == "completed", trajectory.error
         return trajectory

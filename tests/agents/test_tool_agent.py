@@ -19,7 +19,7 @@ from agentevo.event_loop import run_coroutine
 from agentevo.inference.conversation import Conversation
 from agentevo.models.chat import ChatFormat
 from agentevo.models.tiny_tokenizer import byte_tokenizer
-from agentevo.tools.search import Search
+from agentevo.tools.search import CorpusSearch
 from agentevo.types import SamplingParams, Task
 
 
@@ -298,7 +298,7 @@ def test_react_is_plain_text(played):
 def test_searches_may_be_tags(played, tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"text": "Canberra is the capital of Australia."}\n')
-    tool("search")(Search)
+    tool("search")(CorpusSearch)
     entry = {"name": "search", "options": {"corpus": str(corpus)}}
     outcome, turns, prompts = played(
         "<think>Hm.</think><search>capital Australia</search>",

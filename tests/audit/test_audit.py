@@ -213,7 +213,7 @@ def test_another_checkpoint_in_its_place_is_a_violation_unless_head_json_has_it(
     (found,) = violations(run)
     assert "is whole, but neither its record nor head.json" in found
 
-    HeadFile(run).saved(2, saved["sha256"])
+    HeadFile(run).note_checkpoint(2, saved["sha256"])
     found = audited(run)
     assert (found.ok, found.checkpoints, found.remade) == (True, [], [2])
     assert "1 whole, saved after their step's commit" in dict(found.lines())["checkpoints"]
@@ -262,7 +262,7 @@ def test_a_run_that_goes_on_meanwhile_breaks_nothing(run):
 def test_a_checkpoint_that_is_pruned_while_it_is_read_is_no_torn_one(run, monkeypatch):
     verify = manifest.verify
 
-    def pruned(path: Path) -> manifest.Manifest:
+    def pruned(path: Path) -> manifest.CheckpointManifest:
         (path / "model.safetensors").unlink()
         try:
             return verify(path)
@@ -310,7 +310,7 @@ def test_stale_tokens_are_masked_or_a_violation(tmp_path):
             await commit(store, 4, [mixed], staleness=2, policy=policy, masked_tokens=masked)
             last = await store.last_step()
 
-        HeadFile(folder).committed(End(4, last.record["chain"]))
+        HeadFile(folder).note_commit(End(4, last.record["chain"]))
         return folder
 
     found = audited(asyncio.run(fill_one(1, "mask")))

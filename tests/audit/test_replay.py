@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from agentevo.api.run import Run, train
 from agentevo.audit import rebuilt_weights as rebuild_module
-from agentevo.audit.replay import Replay, replay, versions_of
+from agentevo.audit.replay import TrajectoryReplay, replay, versions_of
 from agentevo.audit.resampling import EXACT, request_uniforms, resample
 from agentevo.audit.stored_weights import PolicyAt, StoredVersions
 from agentevo.cli.main import main
@@ -112,7 +112,7 @@ def read(config: RunConfig) -> dict[str, Trajectory]:
     return {t.id: t for t in Run(config).trajectories()}
 
 
-def replayed(config: RunConfig, trajectory_id: str, **options: Any) -> Replay:
+def replayed(config: RunConfig, trajectory_id: str, **options: Any) -> TrajectoryReplay:
     (found,) = run_coroutine(replay(config, trajectory_id, **options))
     return found
 

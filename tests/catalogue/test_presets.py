@@ -20,7 +20,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_resolves_and_is_explained(name):
-    resolved = AlgorithmSection(name=name).resolved()
+    resolved = AlgorithmSection(name=name).resolve()
     assert resolved == resolve_preset(name, {})
     text = describe(name)[0]
     assert all(
@@ -29,10 +29,10 @@ def test_every_preset_resolves_and_is_explained(name):
 
 
 def test_what_a_recipe_chooses_wins_and_the_rest_is_the_presets():
-    dapo = AlgorithmSection(name="dapo", clip_low=0.1, aggregation="seq-mean-token-mean").resolved()
+    dapo = AlgorithmSection(name="dapo", clip_low=0.1, aggregation="seq-mean-token-mean").resolve()
     assert dict(dapo.loss_hyper) == {"clip_low": 0.1, "clip_high": 0.28, "dual_clip": 0.0}
     assert dapo.aggregation == "seq-mean-token-mean"
-    swapped = AlgorithmSection(name="dr_grpo", advantage="rloo").resolved()
+    swapped = AlgorithmSection(name="dr_grpo", advantage="rloo").resolve()
     assert (swapped.advantage, dict(swapped.advantage_hyper)) == ("rloo", {}), (
         "scale_by_std went with the advantage that has it"
     )

@@ -147,7 +147,7 @@ def test_a_dry_run_downloads_nothing_and_says_what_a_run_would(agentevo, monkeyp
     def download(*_):
         raise AssertionError("a dry run has downloaded a model")
 
-    monkeypatch.setattr(resolve, "cached", download)
+    monkeypatch.setattr(resolve, "ensure_cached", download)
     for name in ("smollm2-135m-instruct", "hf://org/name"):
         code, out, err = agentevo("train", "plain.yaml", f"model.name={name}", "--dry-run")
         assert code == 0 and name in out
@@ -270,7 +270,7 @@ def test_a_dry_run_gives_the_account_of_the_rows_that_a_run_would_give(agentevo)
 
 
 def test_all_that_is_refused_is_listed_at_once_a_line_each(agentevo, folder, monkeypatch):
-    monkeypatch.setattr(resolve, "cached", lambda *_: pytest.fail("downloaded for a refused run"))
+    monkeypatch.setattr(resolve, "ensure_cached", lambda *_: pytest.fail("downloaded for a refused run"))
     words = [
         "rows.yaml",
         "tasks.train=[nothing.jsonl]",

@@ -87,7 +87,7 @@ def stopped_at_work(monkeypatch) -> None:
         "agentevo.processes.serve_model._serve",
         "agentevo.processes.gateway._serve",
         "agentevo.launch.node.asked_to_stop",
-        "agentevo.launch.targets.submitted",
+        "agentevo.launch.targets.submit_launch",
         "agentevo.loop.server.run_coroutine",
         "agentevo.processes.sample._sample",
         "agentevo.processes.sandbox_server.run_coroutine",
@@ -97,7 +97,7 @@ def stopped_at_work(monkeypatch) -> None:
         "agentevo.tool_servers.serving.ToolServer.serve_stdio",
         "agentevo.processes.sweep._run_members",
         "agentevo.pipeline.runner._Life.run",
-        "agentevo.models.resolve.cached",
+        "agentevo.models.resolve.ensure_cached",
         "huggingface_hub.snapshot_download",
     ):
         monkeypatch.setattr(place, stop)

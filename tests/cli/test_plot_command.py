@@ -15,7 +15,7 @@ from matplotlib.image import imread
 from agentevo.config import build_config, to_yaml
 from agentevo.observability import comparison_plot
 from agentevo.observability.comparison_plot import LOOKS, write_comparison
-from agentevo.pages.charts import Chart, Line
+from agentevo.pages.charts import Chart, ChartLine
 
 HELD_OUT = "val-core/coins/success/greedy"
 
@@ -119,7 +119,7 @@ def test_what_can_not_be_drawn_is_refused_and_writes_nothing(agentevo):
 
 def test_names_are_no_formulas_and_every_line_can_be_told_apart(tmp_path: Path) -> None:
     names = ["_hidden", "$\\frac", "", *(f"n{place}" for place in range(len(LOOKS) - 3))]
-    lines = [Line(name, [0.0, 1.0]) for name in names]
+    lines = [ChartLine(name, [0.0, 1.0]) for name in names]
     write_comparison([Chart("$x", [1, 2], lines)], tmp_path / "all.png")
     with pytest.raises(Exception, match="tells 28 apart"):
         write_comparison([Chart("x", [1, 2], [*lines, lines[0]])], tmp_path / "more.png")
@@ -140,6 +140,6 @@ def test_a_line_goes_over_the_steps_at_which_only_others_have_values(
 
     monkeypatch.setattr(Axes, "plot", noted)
     gap = float("nan")
-    lines = [Line("a", [0.0, 0.5, gap, 1.0]), Line("b", [0.25, gap, 0.75, gap])]
+    lines = [ChartLine("a", [0.0, 0.5, gap, 1.0]), ChartLine("b", [0.25, gap, 0.75, gap])]
     write_comparison([Chart("x", [0, 3, 5, 8], lines)], tmp_path / "both.png")
     assert drawn == [([0, 3, 8], [0.0, 0.5, 1.0], None), ([0, 5], [0.25, 0.75], "o")]

@@ -142,15 +142,15 @@ def test_presets_bring_their_filters_and_a_recipe_may_take_them_away():
     assert (
         starpo_s.keep_groups,
         starpo_s.kl_coef,
-        starpo_s.resolved().loss_hyper["clip_high"],
+        starpo_s.resolve().loss_hyper["clip_high"],
     ) == (0.25, 0.0, 0.28)
-    assert starpo_s.resolved().aggregation == "per-trajectory-token-mean"
+    assert starpo_s.resolve().aggregation == "per-trajectory-token-mean"
     assert (
         AlgorithmSection(name="rlpr").rlpr_beta,
         AlgorithmSection(name="rlpr", rlpr_beta=None).rlpr_beta,
     ) == (0.5, None)
 
-    remax = AlgorithmSection(name="remax").resolved()
+    remax = AlgorithmSection(name="remax").resolve()
     assert (remax.advantage, remax.policy_loss, remax.aggregation) == (
         "remax",
         "reinforce",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agentevo.cli.main import main
 from agentevo.config import build_config, sources, to_tree, to_yaml
-from agentevo.config.interpolation import escaped, resolved
+from agentevo.config.interpolation import escape_tree, resolve_tree
 from agentevo.errors import ConfigError
 from agentevo.parsing import MAX_BYTES, ParseError, parse_yaml
 
@@ -86,7 +86,7 @@ def test_a_value_refers_to_itself(capsys):
     assert "run.name: refers to itself" in refused_at_once(["train", "r.yaml"], capsys)
     for tree in ({"a": "${b}", "b": ["${a}"]}, {"a": {"b": "${a}"}}, {"a": "${..}"}, {"a": "${.}"}):
         with pytest.raises(ValueError, match=r"refers to itself|names no key"):
-            resolved(tree)
+            resolve_tree(tree)
 
 
 def test_a_text_of_aliases_is_counted_with_what_they_stand_for():
@@ -142,7 +142,7 @@ def test_what_it_stands_for(text, value, monkeypatch):
         "word": "b",
         "here": {"it": text, "other": "next"},
     }
-    assert resolved(tree)["here"]["it"] == value
+    assert resolve_tree(tree)["here"]["it"] == value
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_what_it_can_not_stand_for(text, expected):
 
 
 def test_what_two_keys_share_is_each_ones_own():
-    tree = resolved({"a": {"b": [1]}, "c": "${a}", "d": "${a.b}"})
+    tree = resolve_tree({"a": {"b": [1]}, "c": "${a}", "d": "${a.b}"})
     tree["a"]["b"].append(2)
     assert (tree["c"], tree["d"]) == ({"b": [1]}, [1])
 
@@ -187,7 +187,7 @@ def test_what_two_keys_share_is_each_ones_own():
 def test_an_escaped_tree_is_resolved_to_itself(value):
     if "???" not in str(value):
         tree = {"a": value}
-        assert resolved(escaped(tree)) == tree
+        assert resolve_tree(escape_tree(tree)) == tree
 
 
 def test_a_text_with_a_dollar_brace_survives_the_folder_of_a_run():

@@ -35,8 +35,8 @@ def test_the_remedy_is_one():
     assert told("algorithm.name=gspo", *remedy) == []
     config = build_config(TREE, ["algorithm.name=gspo", *remedy])
     assert (
-        config.algorithm.resolved().loss_hyper["clip_high"]
-        == AlgorithmSection(name="gspo").resolved().loss_hyper["clip_high"]
+        config.algorithm.resolve().loss_hyper["clip_high"]
+        == AlgorithmSection(name="gspo").resolve().loss_hyper["clip_high"]
     )
 
 
@@ -80,7 +80,7 @@ def test_own_values_are_what_the_preset_computes_with(name: str):
     if preference is not None:
         used = dict(preference.hyper)
     else:
-        algorithm = section.resolved()
+        algorithm = section.resolve()
         used = {**algorithm.advantage_hyper, **algorithm.loss_hyper, **algorithm.aggregation_hyper}
 
     assert {key: own[key] for key in used} == used

@@ -234,7 +234,7 @@ def test_weights_that_the_engine_keeps_beside_the_trainer_s_take_memory(
     storages = {
         p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
         for version in range(2, 5)
-        for p in earlier.served(version, 5)[1].parameters()
+        for p in earlier.model_serving(version, 5)[1].parameters()
     }
     packed = packed_bytes(loaded.model, loaded.model.device)
     in_turn = parts()

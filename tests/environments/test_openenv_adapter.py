@@ -17,7 +17,7 @@ from agentevo.agents.environment_thread import EnvironmentThread, Pace
 from agentevo.environments import make, openenv_adapter
 from agentevo.environments.openenv_adapter import OpenEnvConfig
 from agentevo.errors import ConfigError, EnvironmentFailure
-from agentevo.store.trace_context import Place
+from agentevo.store.trace_context import TracePlace
 from agentevo.trace_header import current
 
 NUMBER = {"type": "integer", "description": "a number"}
@@ -104,7 +104,7 @@ def test_an_episode_is_played_and_paid_by_the_server(server):
 
 
 def test_the_server_is_told_of_the_attempt_that_plays(server):
-    place = Place(7, 9, True)
+    place = TracePlace(7, 9, True)
     server.says[:] = [seen("begin"), seen("begin")]
 
     async def attempt(call):

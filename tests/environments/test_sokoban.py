@@ -11,12 +11,17 @@ from hypothesis import strategies as st
 
 from agentevo.environments import sokoban
 from agentevo.environments.sokoban import SokobanConfig, SokobanEnvironment
-from agentevo.environments.sokoban_rooms import PLAYER_BITS, Room, distances, random_player_success
+from agentevo.environments.sokoban_rooms import (
+    PLAYER_BITS,
+    SokobanRoom,
+    distances,
+    random_player_success,
+)
 from agentevo.errors import EnvironmentFailure
 from examples import examples
 
 
-def parse(drawing: str) -> tuple[Room, int]:
+def parse(drawing: str) -> tuple[SokobanRoom, int]:
     """A room and its state from RAGEN's symbols."""
     rows = drawing.splitlines()
     cells = "".join(rows)
@@ -26,7 +31,7 @@ def parse(drawing: str) -> tuple[Room, int]:
 
     floor = {index for index, symbol in enumerate(cells) if symbol != "#"}
     player = next(index for index, symbol in enumerate(cells) if symbol in "PS")
-    return Room.build(len(rows), len(rows[0]), floor, bits("O√S")), bits(
+    return SokobanRoom.build(len(rows), len(rows[0]), floor, bits("O√S")), bits(
         "X√"
     ) << PLAYER_BITS | player
 
@@ -115,7 +120,7 @@ def test_a_lost_room_has_no_optimal_action() -> None:
     assert environment.solution_length() is None
 
 
-def forward_distances(room: Room, state: int) -> dict[int, int]:
+def forward_distances(room: SokobanRoom, state: int) -> dict[int, int]:
     """Fewest actions from `state` to every state, stepping forwards."""
     found = {state: 0}
     queue = deque([state])

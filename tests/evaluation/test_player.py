@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from agentevo.evaluation import player_words as words
-from agentevo.evaluation.player import Player
+from agentevo.evaluation.player import CheckpointPlayer
 from agentevo.types import Message
 
 
@@ -16,7 +16,7 @@ def test_what_is_stopped_before_it_begins_is_told_to_have_ended() -> None:
     told: list[Any] = []
 
     async def ask_and_stop_at_once() -> None:
-        asked = Player(None, told.append)
+        asked = CheckpointPlayer(None, told.append)
         request = words.Chat(id="b", conversation="c", messages=[Message("user", "Where?")])
         asked.hear(msgspec.json.encode(request))
         asked.hear(msgspec.json.encode(words.Stop("b")))
@@ -25,4 +25,4 @@ def test_what_is_stopped_before_it_begins_is_told_to_have_ended() -> None:
                 await asyncio.sleep(0.01)
 
     asyncio.run(ask_and_stop_at_once())
-    assert told == [words.Failed("b", "stopped"), words.Done("b")]
+    assert told == [words.FailedPlay("b", "stopped"), words.Done("b")]

@@ -141,9 +141,9 @@ def test_models_stay_in_their_order(tmp_path):
 def test_two_processes_do_not_share_a_folder(tmp_path):
     folder = made(tmp_path)
     with (
-        folder.locked(),
+        folder.lock(),
         pytest.raises(ConfigError, match="another process"),
-        ResultsFolder(folder.path).locked(),
+        ResultsFolder(folder.path).lock(),
     ):
         pass
 

@@ -19,7 +19,7 @@ from agentevo.event_loop import run_coroutine
 from agentevo.inference.conversation import Conversation
 from agentevo.models.chat import ChatFormat
 from agentevo.models.tiny_tokenizer import byte_tokenizer, word_tokenizer
-from agentevo.tools.search import Search
+from agentevo.tools.search import CorpusSearch
 from agentevo.types import SamplingParams, Task
 
 FOLDER = Path(__file__).parents[2] / "examples" / "search_and_code"
@@ -92,7 +92,7 @@ def test_questions_differ_and_are_the_same_for_the_same_seed(world):
 
 
 def test_a_search_for_a_name_finds_its_passage(world, tmp_path):
-    tool = Search(corpus=str(world.write_corpus(tmp_path / "corpus.jsonl")), top_k=TOP_K)
+    tool = CorpusSearch(corpus=str(world.write_corpus(tmp_path / "corpus.jsonl")), top_k=TOP_K)
     sought = world.entities[::10]
     assert all(f"Of {one.name}: " in tool.search(one.name) for one in sought)
 
@@ -147,7 +147,7 @@ def played(scripted_engine):
 @pytest.mark.parametrize("place", [0, 1], ids=["1hop", "2hop"])
 def test_demonstrations_about_the_world_are_what_the_agents_show(played, world, tmp_path, place):
     corpus = world.write_corpus(tmp_path / "corpus.jsonl")
-    tool = Search(corpus=str(corpus), top_k=TOP_K)
+    tool = CorpusSearch(corpus=str(corpus), top_k=TOP_K)
     question = some(world, 2, held_out=False, seed=0)[place]
     task = Task(id="t", query=question.text, answer=question.answer)
     searching = ToolAgent(ToolAgentSection(**search_r1.searching(corpus)))
@@ -163,7 +163,7 @@ def test_demonstrations_about_the_world_are_what_the_agents_show(played, world, 
 
 def test_a_hasty_demonstration_answers_with_what_the_first_search_taught(world, tmp_path):
     corpus = world.write_corpus(tmp_path / "corpus.jsonl")
-    tool = Search(corpus=str(corpus), top_k=TOP_K)
+    tool = CorpusSearch(corpus=str(corpus), top_k=TOP_K)
     one, two = some(world, 2, held_out=False, seed=0)
     assert search_r1.shown_search(one, tool, hasty=True) == search_r1.shown_search(one, tool)
 
@@ -201,7 +201,7 @@ def test_the_table_is_of_all_results(tmp_path):
 def test_no_word_of_a_demonstration_falls_apart(world, tmp_path):
     """Every arm's policy has the words of all arms."""
     corpus = world.write_corpus(tmp_path / "corpus.jsonl")
-    tool = Search(corpus=str(corpus), top_k=TOP_K)
+    tool = CorpusSearch(corpus=str(corpus), top_k=TOP_K)
     tokenizer = word_tokenizer(search_r1._texts(world), 2048)
     for question in some(world, 100, held_out=True, seed=0):
         row = search_r1.shown_search(question, tool)

@@ -277,7 +277,7 @@ def test_turns_through_the_gateway_are_trained_at_ratio_1(gateway_of):
             for body in [*(chat_body(**wish)[1] for wish in wishes), auto]:
                 answer = await opened.post(policy, body)
                 assert answer.status_code == 200, answer.text
-            turns = policy.conversation.recorded({})
+            turns = policy.conversation.turns_to_record({})
 
         return Trajectory(
             id=f"t{number}", task_id="t", group_id="g", turns=turns, reward=float(number)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from written_calls import WHOLE, texts
 
 from agentevo.gateway import anthropic_messages, chat_completions, responses
-from agentevo.gateway.answer import Answer
+from agentevo.gateway.answer import AnswerInProgress
 from agentevo.gateway.memory import Memory
 from agentevo.gateway.request import PromptSize
 from agentevo.models.tool_calls import parser_named, parser_names
@@ -57,7 +57,7 @@ class Letters:
 def answered(name, text, cuts, request):
     """The pieces that come before the end, and with it, and the reply."""
     chat = SimpleNamespace(text_stream=lambda stops: Letters(), parser=parser_named(name))
-    answer = Answer(request, chat, "")
+    answer = AnswerInProgress(request, chat, "")
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     pieces = []
     for begin, end in pairwise(places):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentevo.store.call_log import AttemptCalls, CallLog
-from agentevo.store.trace_context import AttemptTrace, Place, read_traceparent
+from agentevo.store.trace_context import AttemptTrace, TracePlace, read_traceparent
 from agentevo.types import Task
 
 ASK = {"messages": [{"role": "user", "content": "Go."}]}
@@ -43,8 +43,8 @@ async def nowhere() -> Any:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("asked", ["ours", "another", "none", "bad", "twice"])
 def test_the_door_takes_a_place_in_a_trace_and_gives_one(gateway_of, stream, asked) -> None:
-    ours = Place(99, 5, True)
-    another = Place(7, 5, True)
+    ours = TracePlace(99, 5, True)
+    another = TracePlace(7, 5, True)
     headers = {
         "ours": [("traceparent", ours.header)],
         "another": [("traceparent", another.header), ("tracestate", "a=b")],
@@ -95,7 +95,7 @@ def test_a_program_is_told_its_place_in_its_environment() -> None:
     from agentevo.agents.command import variables
 
     session = FakeSession("http://127.0.0.1:1", "key")
-    with variables(Task(id="t"), session, Place(1, 2, True).header) as told:
-        assert read_traceparent(str(told["TRACEPARENT"])) == Place(1, 2, True)
+    with variables(Task(id="t"), session, TracePlace(1, 2, True).header) as told:
+        assert read_traceparent(str(told["TRACEPARENT"])) == TracePlace(1, 2, True)
     with variables(Task(id="t"), session) as told:
         assert told["TRACEPARENT"] is None

@@ -16,9 +16,9 @@ from broadcast_rounds import assert_has, looked_after, settled, source_of, until
 
 from agentevo.errors import WeightsLostError, WeightsNotSentError
 from agentevo.inference import broadcast_group, broadcast_sender
-from agentevo.inference.broadcast_files import Answer, Incoming
+from agentevo.inference.broadcast_files import Incoming, PlaceAnswer
 from agentevo.inference.broadcast_sender import BroadcastSender
-from agentevo.inference.broadcast_source import received
+from agentevo.inference.broadcast_source import receive_place
 from agentevo.models.parameters import trained_weights
 
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def test_round_after_round_each_engine_has_the_newest(folder, sender, notes):
         source = source_of(folder)
         found = (-1, {})
         while found[0] < last:
-            latest = source.announced()
+            latest = source.latest_version()
             if latest is not None and latest.version > found[0]:
                 found = taken(source)
         return found
@@ -93,10 +93,10 @@ def test_every_place_of_an_engine_is_a_member(folder, sender, notes):
     def incoming():
         while True:
             with suppress(WeightsNotSentError):
-                return source.incoming(source.announced(), ["cpu", "cpu"])
+                return source.incoming(source.latest_version(), ["cpu", "cpu"])
 
     def place(number, given):
-        return 1, received(given, number, CPU)
+        return 1, receive_place(given, number, CPU)
 
     with ThreadPoolExecutor(4) as threads:
         alone = threads.submit(taken, source_of(folder))
@@ -126,7 +126,7 @@ def test_who_is_cancelled_waits_for_the_round_that_reads_the_model(
 ):
     """Else the model could change in the middle, and each tensor would still be as it was sent."""
     asyncio.run(sender.begin(1))
-    real = broadcast_group.Group.broadcast
+    real = broadcast_group.BroadcastGroup.broadcast
     goes_on = threading.Event()
     is_in_it = threading.Event()
 
@@ -135,7 +135,7 @@ def test_who_is_cancelled_waits_for_the_round_that_reads_the_model(
         assert goes_on.wait(300)
         real(self, tensor)
 
-    monkeypatch.setattr(broadcast_group.Group, "broadcast", held_up)
+    monkeypatch.setattr(broadcast_group.BroadcastGroup, "broadcast", held_up)
 
     async def cancelled():
         looking = asyncio.ensure_future(sender.look_after())
@@ -237,7 +237,7 @@ def test_an_engine_that_asks_and_never_joins_keeps_nobody_from_the_weights(
         source = source_of(folder)
         while not ended.is_set():
             with suppress(WeightsNotSentError):
-                source.incoming(source.announced(), ["cpu"])
+                source.incoming(source.latest_version(), ["cpu"])
 
     last = 4
     has = [-1]
@@ -247,7 +247,7 @@ def test_an_engine_that_asks_and_never_joins_keeps_nobody_from_the_weights(
         found = (-1, {})
         while found[0] < last:
             with suppress(WeightsLostError):
-                latest = source.announced()
+                latest = source.latest_version()
                 found = taken(source) if latest.version > found[0] else found
             has[0] = found[0]
 
@@ -298,7 +298,7 @@ def test_a_trainer_that_dies_in_the_middle_leaves_nothing_and_the_next_one_goes_
 
 
 def test_a_bit_that_flips_on_the_way_is_found_and_told(folder, sender, notes, monkeypatch):
-    real = broadcast_group.Group.broadcast
+    real = broadcast_group.BroadcastGroup.broadcast
     flips = [True]
 
     def flipped(self, tensor):
@@ -307,7 +307,7 @@ def test_a_bit_that_flips_on_the_way_is_found_and_told(folder, sender, notes, mo
             flips.clear()
             tensor[7] ^= 1
 
-    monkeypatch.setattr(broadcast_group.Group, "broadcast", flipped)
+    monkeypatch.setattr(broadcast_group.BroadcastGroup, "broadcast", flipped)
     asyncio.run(sender.begin(1))
 
     source = source_of(folder)
@@ -324,9 +324,9 @@ def test_who_comes_to_a_round_that_is_over_goes_at_once(folder, sender):
     """A worker of vLLM, say, which begins between two long steps of its model."""
     asyncio.run(sender.begin(1))
     sha256 = sender._latest.sha256
-    given = Incoming(str(folder), Answer("a" * 32, sha256, "gloo", first_rank=1, world=2))
+    given = Incoming(str(folder), PlaceAnswer("a" * 32, sha256, "gloo", first_rank=1, world=2))
     with pytest.raises(WeightsLostError, match="the round was over"):
-        received(given, 0, CPU)
+        receive_place(given, 0, CPU)
 
 
 def test_a_newer_version_is_asked_for_in_place_of_the_one_before(folder, sender, monkeypatch):

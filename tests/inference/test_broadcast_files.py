@@ -69,7 +69,7 @@ def test_asks_of_engines_that_are_gone_go_by_themselves(folder, sender, notes, m
 def test_an_answer_that_is_torn_or_for_other_weights_is_not_followed(folder, sender):
     asyncio.run(sender.begin(1))
     source = source_of(folder)
-    latest = source.announced()
+    latest = source.latest_version()
     with pytest.raises(WeightsNotSentError):
         source.read(1, sha256=latest.sha256)
     with pytest.raises(WeightsNotSentError, match="not the newest"):
@@ -140,7 +140,7 @@ def test_a_latest_that_was_lost_is_written_again(folder, sender):
     for damage in (lambda path: path.unlink(), lambda path: path.write_text("{")):
         damage(folder / "latest.json")
         asyncio.run(sender.look_after())
-        assert source_of(folder).announced().version == 1
+        assert source_of(folder).latest_version().version == 1
 
 
 def test_a_network_that_is_not_there_is_refused_before_the_first_round(monkeypatch):

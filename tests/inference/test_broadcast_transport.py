@@ -26,7 +26,7 @@ from agentevo.listings import LISTS
 from agentevo.models.adapters import add_adapter
 from agentevo.models.parts import Spec
 from agentevo.orchestration.components import load_policy
-from agentevo.processes.serve import Follower
+from agentevo.processes.serve import VersionFollower
 from agentevo.types import SamplingParams
 
 
@@ -99,12 +99,12 @@ def test_an_engine_follows_and_refuses_once(tmp_path, small_config):
         await engine.begin(NO_VERSION)
         sender = BroadcastSender(tmp_path / "weights", model, note=sent.append)
         source = BroadcastSource(tmp_path / "weights", torch.device("cpu"))
-        follower = Follower(source, engine, "continue", deadline_s=300, note=notes.append)
+        follower = VersionFollower(source, engine, "continue", deadline_s=300, note=notes.append)
 
         async def look(version):
             publishing = asyncio.ensure_future(sender.publish(version))
             async with asyncio.timeout(300):
-                while source.announced() is None or source.announced().version < version:
+                while source.latest_version() is None or source.latest_version().version < version:
                     await asyncio.sleep(0.01)
                 looking = asyncio.ensure_future(follower.look())
                 while not looking.done():
@@ -146,7 +146,7 @@ def test_an_engine_that_ends_asks_no_more(tmp_path):
     sender = BroadcastSender(folder, torch.nn.Linear(2, 2), note=notes.append)
     engine = SimpleNamespace(version=NO_VERSION)
     source = BroadcastSource(folder, torch.device("cpu"))
-    follower = Follower(source, engine, "continue", deadline_s=300, note=notes.append)
+    follower = VersionFollower(source, engine, "continue", deadline_s=300, note=notes.append)
 
     async def work():
         await sender.begin(1)

@@ -16,7 +16,7 @@ from agentevo.config import EngineSection
 from agentevo.errors import GrammarError
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.models import linear
-from agentevo.models.grammar import Grammars, allowed
+from agentevo.models.grammar import Grammars, unpack_mask
 from agentevo.types import Constraint
 
 PROMPT = list(range(40, 60))
@@ -59,7 +59,7 @@ def test_what_is_drawn_is_of_the_grammar_and_its_log_probs_are_those_of_the_allo
 
         for place, token in enumerate(completion.ids):
             row = logits[len(prompt) + place - 1].double() / asked.temperature
-            kept = torch.from_numpy(allowed(masks.table[masks.rows[place]], len(row)))
+            kept = torch.from_numpy(unpack_mask(masks.table[masks.rows[place]], len(row)))
             logprob = row[token] - row[kept].logsumexp(0)
             assert completion.logprobs[place] == pytest.approx(float(logprob), abs=1e-5)
 

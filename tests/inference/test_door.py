@@ -338,6 +338,6 @@ def test_what_the_system_still_holds_was_not_taken():
             writer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
             writer.setblocking(False)
             assert writer.send(bytes(2**19)) > 2 * admission.UNNOTICED
-            connection = admission.Connection(None, writer, 0.0)
+            connection = admission.AdmittedConnection(None, writer, 0.0)
             connection.transport = Written(writer)
             assert not asyncio.run(connection.took_all(0.05))

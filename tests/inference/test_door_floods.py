@@ -14,7 +14,7 @@ from engine_door import SOON_S, WRONG_SAMPLING, CountingEngine, a_door, last_wor
 
 from agentevo.errors import EngineError
 from agentevo.inference import server_connection
-from agentevo.inference.messages import Generate, Release, Watch
+from agentevo.inference.messages import Generate, Release, WatchRequest
 from agentevo.types import SamplingParams
 
 
@@ -155,7 +155,7 @@ def test_many_watches_in_a_frame_are_one_answer(tmp_path):
     async def work():
         async with a_door(tmp_path) as door:
             websocket = await door.websocket()
-            frame = [Watch(id=number, every_s=60.0) for number in range(1, 4001)]
+            frame = [WatchRequest(id=number, every_s=60.0) for number in range(1, 4001)]
             await websocket.send(msgspec.msgpack.encode(frame))
             answers = []
             async with asyncio.timeout(SOON_S):
@@ -187,7 +187,10 @@ def test_numbers_out_of_range_are_refused_and_the_connection_stays(tmp_path):
             right = SamplingParams()
             strange = (math.nan, math.inf, -math.inf)
             frame = [
-                *(Watch(id=number, every_s=value) for number, value in enumerate(strange, 1)),
+                *(
+                    WatchRequest(id=number, every_s=value)
+                    for number, value in enumerate(strange, 1)
+                ),
                 *(
                     Generate(id=number, prompt_ids=[1], sampling=right, deadline_s=value)
                     for number, value in enumerate(strange, 4)

@@ -20,7 +20,7 @@ from agentevo.agents.policy import Policy
 from agentevo.inference import history as history_module
 from agentevo.inference.equivalence import canonical_arguments, key_of
 from agentevo.orchestration.step_metrics import rollout_metrics
-from agentevo.rollout.group import Attempt
+from agentevo.rollout.group import GroupAttempt
 from agentevo.training.batching.samples import trajectory_rows
 from agentevo.types import Message, Outcome, Task, TextPart, ToolCall, Turn
 
@@ -374,7 +374,7 @@ def test_an_answer_that_nobody_received_is_not_recorded() -> None:
     conversation.discard(lost.index)
     client.go_on()
     client.go_on()
-    turns = conversation.recorded({0: 1.0, 1: 5.0, 2: 2.0})
+    turns = conversation.turns_to_record({0: 1.0, 1: 5.0, 2: 2.0})
     assert [(turn.index, turn.parent, turn.reward) for turn in turns] == [
         (0, None, 1.0), (1, 0, 2.0), (2, 1, 0.0),
     ]  # fmt: skip
@@ -400,7 +400,7 @@ def test_the_trajectory_holds_and_trains_what_was_received_and_says_what_drifted
         last = await policy.generate([ASKED[0], Message("assistant", "yes"), ASKED[1]])
         return Outcome(reward=1.0, turn_rewards={last.turn: 0.5}, metrics={"own": 2.0})
 
-    attempt = Attempt(
+    attempt = GroupAttempt(
         FunctionAgent(agent), Task(id="t"), Policy(conversation), name="a", limit_s=300
     )
     (played,) = asyncio.run(attempt.run(task_id="t", group_id="g", number=0))
@@ -431,7 +431,7 @@ def test_a_list_of_rewards_is_for_the_turns_that_were_received() -> None:
         await policy.generate([ASKED[0], first.message, ASKED[1]])
         return [1.0, 2.0]
 
-    attempt = Attempt(
+    attempt = GroupAttempt(
         FunctionAgent(agent), Task(id="t"), Policy(conversation), name="a", limit_s=300
     )
     (played,) = asyncio.run(attempt.run(task_id="t", group_id="g", number=0))
@@ -456,7 +456,7 @@ def test_an_answer_that_somebody_goes_on_from_was_received() -> None:
     conversation = client.conversation
     conversation.discard(client.go_on().index)
     client.go_on()
-    assert len(conversation.recorded({})) == 2
+    assert len(conversation.turns_to_record({})) == 2
     assert "num_undelivered" not in conversation.metrics()
 
 

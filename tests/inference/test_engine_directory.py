@@ -29,7 +29,7 @@ def test_an_engine_is_found_while_it_is_announced(tmp_path):
 
     async def work():
         assert reader.living(5.0) == [], "no folder yet"
-        async with directory.announced(engine("b")), directory.announced(engine("a")):
+        async with directory.keep_announced(engine("b")), directory.keep_announced(engine("a")):
             assert reader.living(5.0) == [engine("a"), engine("b")]
         assert reader.living(5.0) == []
 
@@ -62,7 +62,7 @@ def test_a_heart_that_stops_is_noticed_and_one_that_beats_lives_on(tmp_path, clo
 
     async def work():
         directory.announce(engine("dead"))
-        async with directory.announced(engine("alive"), every_s=0.02):
+        async with directory.keep_announced(engine("alive"), every_s=0.02):
             assert names(reader) == ["alive", "dead"]
             clock.passed_s += 1000.0
             async with asyncio.timeout(300):
@@ -116,7 +116,7 @@ def test_each_beat_tells_the_version_and_the_end_withdraws_whatever_it_was(tmp_p
     async def serve():
         directory = EngineDirectory(tmp_path)
         serving = [4]
-        async with directory.announced(engine("a"), serves=lambda: serving[0], every_s=0.01):
+        async with directory.keep_announced(engine("a"), serves=lambda: serving[0], every_s=0.01):
             assert directory.find("a").version == 4
             serving[0] = 5
             async with asyncio.timeout(300):
@@ -165,9 +165,9 @@ def test_a_name_is_one_living_engines(tmp_path, monkeypatch):
     one = EngineDirectory(tmp_path / "engines")
     other = EngineDirectory(tmp_path / "engines")
     told = pytest.raises(ConfigError, match="an engine named a is running: give another --name")
-    with one.named("a"), one.named("b"), told, other.named("a"):
+    with one.hold_name("a"), one.hold_name("b"), told, other.hold_name("a"):
         raise AssertionError
-    with other.named("a"):
+    with other.hold_name("a"):
         assert (tmp_path / "engines" / ".a.lock").is_file()
 
     assert list((tmp_path / "engines").iterdir()) == []
@@ -177,7 +177,7 @@ def test_who_is_about_to_end_is_waited_for(tmp_path):
     held = threading.Event()
 
     def hold():
-        with EngineDirectory(tmp_path).named("a"):
+        with EngineDirectory(tmp_path).hold_name("a"):
             held.set()
             time.sleep(0.5)
 
@@ -185,7 +185,7 @@ def test_who_is_about_to_end_is_waited_for(tmp_path):
     thread.start()
     held.wait()
 
-    with EngineDirectory(tmp_path).named("a"):
+    with EngineDirectory(tmp_path).hold_name("a"):
         thread.join()
 
 
@@ -213,13 +213,13 @@ def test_who_starts_an_engine_deletes_what_has_been_dead_for_an_hour(tmp_path):
         os.utime(tmp_path / name, (1.0, 1.0))
 
     async def work():
-        async with directory.announced(engine("new")):
+        async with directory.keep_announced(engine("new")):
             left = {"ahead.json", "younger.json", "new.json", "secret", ".held.lock"}
             assert {file.name for file in tmp_path.iterdir()} == left
             assert RunSecret(tmp_path).value() == value
             directory.beat(engine("old"))
             assert (tmp_path / "old.json").is_file(), "it lives after all"
 
-    with EngineDirectory(tmp_path).named("held"):
+    with EngineDirectory(tmp_path).hold_name("held"):
         os.utime(tmp_path / ".held.lock", (1.0, 1.0))
         asyncio.run(work())

@@ -54,15 +54,15 @@ def test_a_killed_parent_takes_its_server_along(tmp_path):
 def test_close_ends_it_and_an_end_of_its_own_is_told_with_the_log(tmp_path):
     server = GuardedServer([sys.executable, "-c", CHILD], tmp_path / "one.log")
     pid = _pid(tmp_path / "one.log")
-    assert server.ended() == ""
+    assert server.describe_end() == ""
 
     server.close()
     _until_gone(pid)
 
     broken = GuardedServer([sys.executable, "-c", "raise SystemExit('no GPU')"], tmp_path / "two")
     until = time.monotonic() + 300
-    while not broken.ended() and time.monotonic() < until:
+    while not broken.describe_end() and time.monotonic() < until:
         time.sleep(0.02)
-    assert "exit code 1" in broken.ended() and "no GPU" in broken.ended()
+    assert "exit code 1" in broken.describe_end() and "no GPU" in broken.describe_end()
 
     broken.close()

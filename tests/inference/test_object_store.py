@@ -294,7 +294,7 @@ def test_a_real_s3_server(tmp_path, monkeypatch):
             step(model)
             asyncio.run(trainer.publish(version))
             asyncio.run(trainer.look_after())
-            latest = reader.announced()
+            latest = reader.latest_version()
             assert same(reader.read(version, sha256=latest.sha256), model)
 
         assert same(rooms.reader().read(3), model)

@@ -14,7 +14,7 @@ from agentevo.inference.weight_delta import (
     box_keys,
     change_of,
     checksum,
-    combined,
+    combine_checksums,
     with_delta,
 )
 from agentevo.models.parts import Box, boxes_of, grid_of
@@ -57,7 +57,7 @@ def test_what_changed_of_boxes_is_what_changed_of_the_tensor(case, share, seed):
 
     if several:
         whole = checksum(found["w"], grid)
-        assert whole == combined(checksum(new[box.slices]) for box in boxes)
+        assert whole == combine_checksums(checksum(new[box.slices]) for box in boxes)
         flipped = new.clone()
         flipped.view(torch.int16).view(-1)[-1] ^= 1
         assert checksum(flipped, grid) != whole

@@ -22,7 +22,7 @@ from agentevo.inference.weights import WeightsFolder
 from agentevo.orchestration import rollout_sources as attempts
 from agentevo.orchestration.components import load_policy
 from agentevo.orchestration.rollout_sources import DisaggregatedRollouts, StopAskedError
-from agentevo.processes.serve import Follower
+from agentevo.processes.serve import VersionFollower
 from agentevo.rollout.task_source import TaskSource
 from agentevo.store import open_store
 
@@ -212,7 +212,7 @@ def test_while_a_trainer_waits_engines_get_what_was_damaged(small_config, tmp_pa
     async def follower():
         engine = TorchEngine(copy.deepcopy(model), config=config.engine)
         await engine.begin(NO_VERSION)
-        return Follower(weights, engine, "continue", deadline_s=300, note=log.append)
+        return VersionFollower(weights, engine, "continue", deadline_s=300, note=log.append)
 
     def damaged(said):
         return [note for note in said if "was damaged after it was published" in note]

@@ -15,7 +15,7 @@ from agentevo.config import EngineSection
 from agentevo.errors import EngineError
 from agentevo.inference.messages import Completed, read_answers
 from agentevo.inference.torch_engine import TorchEngine
-from agentevo.models.routers import Recording, routed, routers_of
+from agentevo.models.routers import Recording, enable_routing, routers_of
 from agentevo.routed_experts import RoutedExperts
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import token_logprobs
@@ -29,7 +29,7 @@ SESSION = "one"
 
 @pytest.fixture(scope="module", params=["mixtral", "qwen3-moe"])
 def model(request, random_model):
-    return routed(copy.deepcopy(random_model(request.param).model))
+    return enable_routing(copy.deepcopy(random_model(request.param).model))
 
 
 def chosen(model, ids: list[int]) -> np.ndarray:
@@ -38,7 +38,7 @@ def chosen(model, ids: list[int]) -> np.ndarray:
     batch = pack([sample], torch.device("cpu"))
     recording = Recording(routers_of(model))
     with torch.no_grad():
-        token_logprobs(model, batch.routed(recording))
+        token_logprobs(model, batch.with_routing(recording))
     return recording.rows()[batch.plan.tree.paths[0]]
 
 

@@ -17,14 +17,14 @@ from near_ties import ROUTER_WEIGHTS, nudged
 from transformers import PreTrainedModel
 
 from agentevo.config import EngineSection
-from agentevo.inference.requests import Request
+from agentevo.inference.requests import EngineRequest
 from agentevo.inference.routing import TokenRows
 from agentevo.inference.routing_memory import RoutingMemory
 from agentevo.inference.scheduler import Sequence
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.models.linear import drop_packed
-from agentevo.models.routers import Replay, Routers, routed
-from agentevo.routed_experts import RoutedExperts, joined
+from agentevo.models.routers import RouterReplay, Routers, enable_routing
+from agentevo.routed_experts import RoutedExperts, join_experts
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.types import Completion, Sample, SamplingParams
@@ -45,7 +45,7 @@ class Rig:
     """An engine whose near ties `flip` turns, and a client that goes on from what it was told."""
 
     def __init__(self, bare, **settings) -> None:
-        self.model = nudged(routed(copy.deepcopy(bare)), 1.0)
+        self.model = nudged(enable_routing(copy.deepcopy(bare)), 1.0)
         keys = {"routed_experts": True, "prefill_tokens": 16} | settings
         self.engine = TorchEngine(self.model, config=EngineSection(**keys))
 
@@ -90,12 +90,14 @@ class Rig:
         """Largest distance of the turn's log-probs from those of one pass under its record."""
         ids, found, rows = turn
         mask = [False] * (len(ids) - len(found.ids)) + [True] * len(found.ids)
-        told = joined(rows)
+        told = join_experts(rows)
         assert told.num_tokens == len(ids) - 1
         sample = msgspec.structs.replace(Sample.given("t", "g", ids, mask), routed_experts=told)
         batch = pack([sample], torch.device("cpu"))
         with torch.no_grad():
-            logp, _ = token_logprobs(self.model, batch.routed(Replay(batch.routed_experts)))
+            logp, _ = token_logprobs(
+                self.model, batch.with_routing(RouterReplay(batch.routed_experts))
+            )
         return float(np.abs(batch.table(logp)[0].numpy() - found.logprobs).max())
 
 
@@ -224,7 +226,7 @@ def test_a_request_that_is_interrupted_and_goes_on_under_the_same_weights(bare, 
         await rig.engine.wake()
         await rig.drawn(6)
         rig.engine.keep(1)
-        kept = rig.engine._earlier.served(0, 1)[1]
+        kept = rig.engine._earlier.model_serving(0, 1)[1]
         await rig.engine.publish(
             1, {name: p * 1.5 for name, p in rig.model.named_parameters()}, in_flight="continue"
         )
@@ -325,7 +327,7 @@ def test_how_much_is_kept():
     routing = RoutingMemory(Routers(3, 2, 200), 3000, lambda version: version or max(serving))
 
     def known(session: str, ids: list[int], version: int | None = None) -> int:
-        request = Request([*ids, 9], SamplingParams(), None, session, version)
+        request = EngineRequest([*ids, 9], SamplingParams(), None, session, version)
         return routing.known(request).num_tokens
 
     ids = list(range(20))
@@ -366,5 +368,5 @@ def test_how_much_is_kept():
 
 
 def test_who_does_not_record_keeps_nothing(bare):
-    engine = TorchEngine(routed(copy.deepcopy(bare)))
+    engine = TorchEngine(enable_routing(copy.deepcopy(bare)))
     assert engine.scheduler.routing is None and "engine/routing_bytes" not in engine.stats()

@@ -24,11 +24,11 @@ from agentevo.errors import (
 from agentevo.inference import messages
 from agentevo.inference.listening import StreamedTokens
 from agentevo.inference.messages import (
+    DrawnTokens,
     Generate,
     Outbox,
-    State,
-    Tokens,
-    Watch,
+    StateReport,
+    WatchRequest,
     read_answers,
 )
 from agentevo.inference.secret import RunSecret
@@ -259,9 +259,9 @@ def test_no_tokens_come_after_the_answer_which_has_them_all(tmp_path):
                 came = []
                 while len(came) < 2:
                     frame = read_answers(await websocket.recv(decode=False))
-                    came += [one for one in frame if not isinstance(one, State)]
+                    came += [one for one in frame if not isinstance(one, StateReport)]
 
-                await websocket.send(msgspec.msgpack.encode([Watch(id=3, every_s=60)]))
+                await websocket.send(msgspec.msgpack.encode([WatchRequest(id=3, every_s=60)]))
                 came += read_answers(await websocket.recv(decode=False))
                 assert [type(one).__name__ for one in came] == ["Completed", "Failed", "State"]
 
@@ -387,7 +387,7 @@ def test_tokens_leave_the_engine_s_process_before_its_next_step(llama, tmp_path,
     async def watched(self, frame) -> None:
         await send(self, frame)
         for message in read_answers(frame):
-            if isinstance(message, Tokens):
+            if isinstance(message, DrawnTokens):
                 sent[len(sent) + 1] = steps
 
     monkeypatch.setattr(engine, "_step", counted)
@@ -427,7 +427,7 @@ def test_tokens_wait_as_one_list_and_never_change_their_order(events):
         assert len(frame) <= messages.FRAME_BYTES + 20 * messages.MAX_TOKENS
 
         for message in read_answers(frame):
-            if isinstance(message, Tokens):
+            if isinstance(message, DrawnTokens):
                 assert 1 <= len(message.ids) == len(message.logprobs) <= messages.MAX_TOKENS
                 assert message.logprobs == [-token / 2 for token in message.ids]
                 got.setdefault(message.id, []).extend(message.ids)
@@ -443,7 +443,7 @@ def test_tokens_wait_as_one_list_and_never_change_their_order(events):
             put[request] += ids
             outbox.put_tokens(request, ids, [-token / 2 for token in ids])
         elif event == "answer":
-            outbox.put(messages.failed(1000 + number, EngineError("no")))
+            outbox.put(messages.failure_of(1000 + number, EngineError("no")))
         elif event == "drop":
             outbox.drop_tokens(request)
             assert put.get(request, [])[: len(got.get(request, []))] == got.get(request, [])

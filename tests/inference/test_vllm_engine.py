@@ -22,7 +22,7 @@ from agentevo.inference.broadcast_source import BroadcastSource
 from agentevo.inference.engines import engines
 from agentevo.inference.vllm_weights import write_weights
 from agentevo.inference.vllm_words import engine_arguments
-from agentevo.processes.serve import Follower
+from agentevo.processes.serve import VersionFollower
 
 pytestmark = [
     pytest.mark.slow,
@@ -103,7 +103,7 @@ class Sending:
         self.version = version
         self.sender = BroadcastSender(folder, self.model, note=self.sent.append)
         self.source = BroadcastSource(folder, torch.device("cpu"))
-        self.follower = Follower(
+        self.follower = VersionFollower(
             self.source, case.engine, "continue", deadline_s=PATIENCE_S, note=self.notes.append
         )
 
@@ -206,7 +206,7 @@ def test_each_of_several_workers_receives(tmp_path, monkeypatch):
         sending = Sending(two, tmp_path / "weights", 2, two.new)
         assert await sending.look()
 
-        specs = sending.source.specs(sending.source.announced())
+        specs = sending.source.specs(sending.source.latest_version())
         assert await two.engine.places(specs) == ["cpu", "cpu"]
         found = await two.draw()
         assert set(found.versions) == {2}

@@ -15,8 +15,8 @@ from agentevo import files
 from agentevo.errors import EngineError
 from agentevo.inference import weight_versions, weights
 from agentevo.inference.publication import Publication
-from agentevo.inference.version_manifest import Manifest
-from agentevo.inference.weight_delta import applied, changed, checksum, packed
+from agentevo.inference.version_manifest import VersionManifest
+from agentevo.inference.weight_delta import apply_change, checksum, find_change, pack_change
 from agentevo.inference.weights import WeightsFolder
 from examples import examples
 
@@ -46,7 +46,9 @@ def made(seed=0):
 
 
 def manifest(folder, version):
-    return msgspec.json.decode((folder.path(version) / "manifest.json").read_bytes(), type=Manifest)
+    return msgspec.json.decode(
+        (folder.path(version) / "manifest.json").read_bytes(), type=VersionManifest
+    )
 
 
 @settings(max_examples=examples(30), deadline=None)
@@ -62,10 +64,10 @@ def test_a_packed_change_gives_the_new_bits(num, places, dtype):
     for place in places:
         new[int(place * num)] = -0.0 if place < 0.5 else float("nan")
 
-    gaps, values = packed(changed(old, new), new)
-    found = applied(old, gaps, values)
+    gaps, values = pack_change(find_change(old, new), new)
+    found = apply_change(old, gaps, values)
     assert torch.equal(bits(found), bits(new)) and checksum(found) == checksum(new)
-    assert torch.equal(bits(applied(found, gaps, values)), bits(new)), "twice is as once"
+    assert torch.equal(bits(apply_change(found, gaps, values)), bits(new)), "twice is as once"
     assert not bits(old).any(), "the base stays"
 
 
@@ -116,7 +118,7 @@ def test_any_history_serves_the_trainers_bits_or_nothing(actions, seed, tmp_path
         return Publication(WeightsFolder(root, full_every=5), model, keep=2, note=notes.append)
 
     def remember():
-        latest = WeightsFolder(root).announced()
+        latest = WeightsFolder(root).latest_version()
         if latest is not None and latest not in written:
             written[latest] = {n: p.detach().clone() for n, p in model.named_parameters()}
 
@@ -161,7 +163,7 @@ def test_any_history_serves_the_trainers_bits_or_nothing(actions, seed, tmp_path
     asyncio.run(trainer.look_after())
     remember()
 
-    trainer_saw = WeightsFolder(root).announced()
+    trainer_saw = WeightsFolder(root).latest_version()
     for source in (follower, late, WeightsFolder(root, full_every=5)):
         found = source.read(trainer_saw.version, sha256=trainer_saw.sha256)
         assert all(torch.equal(bits(found[n]), bits(t)) for n, t in written[trainer_saw].items())
@@ -322,7 +324,7 @@ def test_two_writers_never_give_a_mixture(published, tmp_path):
 )
 def test_what_can_not_be_of_a_tensor_is_refused(gaps, values, problem):
     with pytest.raises(EngineError, match=problem):
-        applied(torch.zeros(3, 3, dtype=torch.bfloat16), gaps, values)
+        apply_change(torch.zeros(3, 3, dtype=torch.bfloat16), gaps, values)
 
 
 def test_large_versions_lie_in_several_files(published, tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ import pytest
 from agentevo.device_names import visible
 from agentevo.errors import ConfigError
 from agentevo.launch import node as node_module
-from agentevo.launch.fleet import Node
+from agentevo.launch.fleet import FleetNode
 from agentevo.launch.node import HeadWatch, Heart, LostNodeError, run_node
 from agentevo.launch.targets import fleet_of, make
 from agentevo.runs.identity import ensure_run_folder
@@ -123,7 +123,7 @@ def test_a_node_waits_for_its_recipe_and_says_so(small_config, tmp_path, monkeyp
     monkeypatch.setattr(node_module, "Children", lambda *given: begun.append(given) or Began())
 
     config = small_config(tmp_path / "run", "trainer.steps=7")
-    given = (Node(), [], config, False, lambda: next(looks), lambda: False, notes.append)
+    given = (FleetNode(), [], config, False, lambda: next(looks), lambda: False, notes.append)
     node_module._look_after(*given)
 
     assert notes == ["waiting for the trainer to go on with trainer.steps as given here"]

@@ -11,7 +11,7 @@ from own_loop import TASKS, gathered, loop
 
 import agentevo
 from agentevo.errors import AgentEvoError, ConfigError
-from agentevo.loop.records import Ask, NewAttempt
+from agentevo.loop.records import NewAttempt, ServiceRequest
 from agentevo.types import Message, Task, Trajectory
 
 replaced = msgspec.structs.replace
@@ -41,7 +41,9 @@ async def greedily(model):
     for number in range(4):
         new = NewAttempt(task_id="g", group_id="g/train@1", number=number, greedy=True)
         opened = await model.connection.open(new)
-        await model.connection.generate(opened, Ask(id="1", messages=[Message("user", "Hi.")]))
+        await model.connection.generate(
+            opened, ServiceRequest(id="1", messages=[Message("user", "Hi.")])
+        )
         ended = (await model.connection.end(opened)).agents[""]
         one = Trajectory(
             id=opened.names[""],

@@ -28,7 +28,7 @@ from agentevo.errors import (
 )
 from agentevo.loop.client import Client
 from agentevo.loop.errors import ModelNotOpenError, SealError, UnknownAttemptError
-from agentevo.loop.wire import Failure, failure_of, raised
+from agentevo.loop.wire import WireFailure, error_of, failure_of
 from agentevo.observability import read_metrics
 
 
@@ -120,7 +120,7 @@ def test_what_the_door_refuses(tmp_path):
 def test_a_failure_is_the_same_on_the_other_side(error):
     status, failure = failure_of(error)
     assert 400 <= status < 600
-    again = raised(Failure(type=failure.type, message=failure.message))
+    again = error_of(WireFailure(type=failure.type, message=failure.message))
     assert (type(again), str(again)) == (type(error), str(error))
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from agentevo.errors import ModelError
 from agentevo.models import cache, convert
-from agentevo.models.cache import MANIFEST, cache_folder, cached, is_complete
+from agentevo.models.cache import MANIFEST, cache_folder, ensure_cached, is_complete
 from agentevo.models.known import GgufWheel, KnownModel, known_models
 
 
@@ -98,7 +98,7 @@ def test_a_model_is_built_once_and_used_again(
     model: KnownModel, builds: Builds, tmp_path: Path
 ) -> None:
     told: list[str] = []
-    folder = cached(model, told.append)
+    folder = ensure_cached(model, told.append)
     assert folder == tmp_path / "cache" / "models" / "test-model"
     assert (folder / "model.safetensors").read_bytes() == b"12345678"
     assert left_behind(folder) == ["test-model"]
@@ -109,7 +109,7 @@ def test_a_model_is_built_once_and_used_again(
         "converting",
         "ready",
     ]
-    assert cached(model, told.append) == folder
+    assert ensure_cached(model, told.append) == folder
     assert builds.count == 1
     progress = [line for line in told if "have come" in line]  # every few seconds
     assert len(told) == 3 + len(progress)
@@ -138,7 +138,7 @@ def test_default_cache_is_in_the_home_folder(
 def test_a_damaged_or_outdated_model_is_rebuilt(
     model: KnownModel, builds: Builds, damage: str
 ) -> None:
-    folder = cached(model)
+    folder = ensure_cached(model)
     manifest = json.loads((folder / MANIFEST).read_text())
     if damage == "file cut short":
         (folder / "model.safetensors").write_bytes(b"1234")
@@ -154,7 +154,7 @@ def test_a_damaged_or_outdated_model_is_rebuilt(
         (folder / MANIFEST).write_text(json.dumps({**manifest, "source": "0" * 64}))
 
     assert not is_complete(model, folder)
-    assert cached(model) == folder
+    assert ensure_cached(model) == folder
     assert builds.count == 2
     assert (folder / "model.safetensors").read_bytes() == b"12345678"
     assert left_behind(folder) == ["test-model"]
@@ -168,7 +168,7 @@ def test_many_at_once_build_once(model: KnownModel, builds: Builds) -> None:
 
     def ask() -> Path:
         started.wait(timeout=300)
-        return cached(model, told.append)
+        return ensure_cached(model, told.append)
 
     with ThreadPoolExecutor(4) as pool:
         folders = {future.result(timeout=300) for future in [pool.submit(ask) for _ in range(4)]}
@@ -184,7 +184,7 @@ def test_what_a_killed_build_left_is_swept(model: KnownModel, builds: Builds) ->
     for name in (".test-model.0a1b2c3d.partial", ".test-model.download.partial"):
         (folder.parent / name).mkdir(parents=True)
         (folder.parent / name / "half.whl").write_bytes(b"half")
-    cached(model)
+    ensure_cached(model)
     assert left_behind(folder) == ["test-model"]
 
 
@@ -210,7 +210,7 @@ def test_a_call_that_was_stopped_while_converting_is_gone_on_with_and_says_how_f
     builds.before = stop
     told: list[str] = []
     with pytest.raises(KeyboardInterrupt):
-        cached(model, told.append)
+        ensure_cached(model, told.append)
 
     folder = cache_folder(model.name)
     assert left_behind(folder) == [".test-model.wheel"] and not is_complete(model, folder)
@@ -218,7 +218,7 @@ def test_a_call_that_was_stopped_while_converting_is_gone_on_with_and_says_how_f
     assert any(" of 0 MB have come" in line for line in told), "pip takes longer than that"
 
     builds.before = lambda: None
-    cached(model, told.append)
+    ensure_cached(model, told.append)
     assert len(downloads) == 1 and "downloaded by an earlier call" in " ".join(told)
     assert left_behind(folder) == ["test-model"] and is_complete(model, folder)
 
@@ -230,7 +230,7 @@ def test_a_torn_wheel_of_an_earlier_call_is_downloaded_anew(
     kept = cache_folder(model.name).with_name(".test-model.wheel")
     kept.mkdir(parents=True)
     (kept / "agentevo_test_model-1.0-py3-none-any.whl").write_bytes(b"half")
-    cached(model)
+    ensure_cached(model)
     assert builds.count == 1 and left_behind(cache_folder(model.name)) == ["test-model"]
 
 
@@ -241,7 +241,7 @@ def test_a_failed_conversion_leaves_nothing(model: KnownModel, builds: Builds) -
 
     builds.before = fail
     with pytest.raises(ModelError, match="not what it should be"):
-        cached(model)
+        ensure_cached(model)
     assert left_behind(cache_folder(model.name)) == []
 
 
@@ -249,7 +249,7 @@ def test_a_failed_conversion_leaves_nothing(model: KnownModel, builds: Builds) -
 def test_another_wheel_than_the_pinned_one_is_refused(model: KnownModel, builds: Builds) -> None:
     other = replace(model, source=replace(model.source, sha256="0" * 64))
     with pytest.raises(ModelError, match="is not the pinned 0000"):
-        cached(other)
+        ensure_cached(other)
     assert builds.count == 0
     assert left_behind(cache_folder(model.name)) == []
 
@@ -261,7 +261,7 @@ def test_offline_says_what_to_do(
     with pytest.raises(
         ModelError, match=r"could not download agentevo-test-model==1\.0.*PIP_FIND_LINKS"
     ):
-        cached(model)
+        ensure_cached(model)
     assert left_behind(cache_folder(model.name)) == []
 
 
@@ -270,7 +270,7 @@ def test_a_download_that_never_ends_is_given_up(
 ) -> None:
     monkeypatch.setattr(cache, "DOWNLOAD_TIMEOUT_S", 0.01)
     with pytest.raises(ModelError, match="took more than"):
-        cached(model)
+        ensure_cached(model)
     assert left_behind(cache_folder(model.name)) == []
 
 
@@ -280,4 +280,4 @@ def test_a_cache_that_cannot_be_made_is_explained(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("AGENTEVO_CACHE", str(tmp_path / "file"))
     with pytest.raises(ModelError, match="set AGENTEVO_CACHE"):
-        cached(model)
+        ensure_cached(model)

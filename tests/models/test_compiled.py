@@ -111,7 +111,7 @@ def test_a_copy_computes_with_its_own_layers(random_model):
 
 def test_the_engine_computes_with_the_layers_themselves(random_model, monkeypatch):
     model = compile_layers(plain(random_model, "llama"))
-    monkeypatch.setattr("agentevo.models.compiled._compiled", lambda kind: pytest.fail)
+    monkeypatch.setattr("agentevo.models.compiled._compile_forward", lambda kind: pytest.fail)
     with torch.inference_mode():
         token_logprobs(model, batch_of(0))
 

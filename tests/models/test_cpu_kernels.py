@@ -17,7 +17,7 @@ from agentevo.models.cpu_build import (
     _openmp,
     load_library,
 )
-from agentevo.models.cpu_kernels import FEW_ROWS, Cache, CpuKernels, Matrix, Prefix, why_not
+from agentevo.models.cpu_kernels import FEW_ROWS, CpuKernels, KernelCache, Matrix, Prefix, why_not
 from agentevo.models.linear import PackedMatrix
 
 HERE = torch.backends.cpu.get_cpu_capability()
@@ -60,7 +60,7 @@ def test_products_have_the_bits_of_onednn(inputs, outputs, with_bias):
 
     x = torch.randn(FEW_ROWS + 1, inputs)
     more = torch.randn(FEW_ROWS + 1, outputs)
-    alone = matrix._multiplied(x, "none")
+    alone = matrix._multiply(x, "none")
     plus = matrix.product_plus(x, more)
     for rows in range(1, FEW_ROWS + 1):
         assert torch.equal(matrix.product(x[:rows]), alone[:rows]), rows
@@ -208,14 +208,14 @@ class Sequences:
 
         self.prefix = Prefix.of(*self.of_prefix) if prefix else None
 
-    def empty(self, slots: int, places: int) -> tuple[torch.Tensor, torch.Tensor, Cache]:
+    def empty(self, slots: int, places: int) -> tuple[torch.Tensor, torch.Tensor, KernelCache]:
         """Memory that holds no number where nothing was written."""
         blocks = -(-places // KEY_BLOCK)
         keys = torch.full((slots, self.groups, blocks, self.dim, KEY_BLOCK), torch.nan)
         values = torch.full((slots, self.groups, KEY_BLOCK * blocks + 3, self.dim), torch.nan)
-        return keys, values, Cache.of(keys, values)
+        return keys, values, KernelCache.of(keys, values)
 
-    def keep(self, cache: Cache, slot: int, kv: torch.Tensor) -> None:
+    def keep(self, cache: KernelCache, slot: int, kv: torch.Tensor) -> None:
         places = torch.arange(kv.shape[1])
         self.kernels.keep(cache, kv[0], kv[1], torch.full_like(places, slot), places)
 
@@ -320,7 +320,7 @@ def test_a_matrix_whose_bits_are_not_onednns_is_multiplied_by_onednn(monkeypatch
     matrix = PackedMatrix(torch.randn(64, 64))
     x = torch.randn(8, 64)
     assert matrix._few is None
-    assert torch.equal(matrix.product(x), matrix._multiplied(x, "none"))
+    assert torch.equal(matrix.product(x), matrix._multiply(x, "none"))
 
 
 def test_the_threads_are_pytorchs():

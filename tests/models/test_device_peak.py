@@ -44,7 +44,7 @@ def test_float32_is_by_what_pytorch_may_use():
 
 
 def test_a_cpu_is_measured_once_and_no_program_is_faster(monkeypatch):
-    module._measured.cache_clear()
+    module._measure.cache_clear()
     found = device_peak(torch.device("cpu"), torch.float32)
     assert found.source.endswith("float32, measured")
 

@@ -22,7 +22,13 @@ from transformers import (
 
 from agentevo.config import LoraSection
 from agentevo.models.adapters import add_adapter, load_adapter, use_adapter
-from agentevo.models.flops import ModelFlops, Work, model_flops, work_of_depths, work_of_sequences
+from agentevo.models.flops import (
+    ForwardWork,
+    ModelFlops,
+    model_flops,
+    work_of_depths,
+    work_of_sequences,
+)
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 193,
@@ -74,7 +80,7 @@ def _counted(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def _computed(flops: ModelFlops) -> tuple[float, float]:
-    work = Work(TOKENS, len(PREDICTED), dict.fromkeys(flops.windows, TOKENS**2))
+    work = ForwardWork(TOKENS, len(PREDICTED), dict.fromkeys(flops.windows, TOKENS**2))
     return flops.forward(work), flops.training(work)
 
 
@@ -137,5 +143,5 @@ def test_pairs_of_sequences_are_those_of_their_masks(window: int | None):
     )
     depths = torch.cat([torch.arange(n) for n in lengths])[None]
 
-    assert work_of_sequences(lengths, 5, [window]) == Work(14, 5, {window: slow})
-    assert work_of_depths(depths, 5, [window]) == Work(14, 5, {window: slow})
+    assert work_of_sequences(lengths, 5, [window]) == ForwardWork(14, 5, {window: slow})
+    assert work_of_depths(depths, 5, [window]) == ForwardWork(14, 5, {window: slow})

@@ -11,7 +11,7 @@ import pytest
 from constrained import CALL, END, FACT, tiny_policy
 
 from agentevo.errors import GrammarError
-from agentevo.models.grammar import Grammars, allowed
+from agentevo.models.grammar import Grammars, unpack_mask
 from agentevo.types import Constraint
 
 
@@ -21,7 +21,7 @@ def grammars(tokenizer: str = "byte") -> Grammars:
 
 
 def texts_of(mask, tokenizer) -> set[str]:
-    ids = np.flatnonzero(allowed(mask, len(tokenizer))).tolist()
+    ids = np.flatnonzero(unpack_mask(mask, len(tokenizer))).tolist()
     return {str(tokenizer.decode([token])) for token in ids}
 
 
@@ -47,7 +47,9 @@ def test_a_model_may_have_more_logits_than_its_tokenizer_has_tokens(vocabulary):
     state = Grammars(tiny_policy().tokenizer, vocabulary).begin(CALL, (END,))
     mask = state.mask()
     assert len(mask) == -(-vocabulary // 32)
-    assert np.flatnonzero(allowed(mask, vocabulary)).tolist() == tiny_policy().tokenizer.encode("<")
+    assert np.flatnonzero(unpack_mask(mask, vocabulary)).tolist() == tiny_policy().tokenizer.encode(
+        "<"
+    )
 
 
 def test_the_same_masks_again_or_none_at_all():
@@ -94,6 +96,6 @@ def test_a_hostile_schema_costs_a_second_at_most(what):
     with contextlib.suppress(GrammarError):
         state = grammars().begin("start: %json " + json.dumps(HOSTILE[what]), (END,))
         for _ in range(20):
-            tokens = np.flatnonzero(allowed(state.mask(), 266))
+            tokens = np.flatnonzero(unpack_mask(state.mask(), 266))
             state.take(int(tokens[-1]))
     assert time.process_time() - started < 30

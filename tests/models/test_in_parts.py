@@ -11,14 +11,14 @@ from safetensors.torch import load, load_file
 from transformers import AutoModelForCausalLM
 
 from agentevo.models.in_parts import InParts, write_from_parts
-from agentevo.models.parts import Part, Spec
+from agentevo.models.parts import Spec, WeightPart
 from agentevo.models.tensor_file import TensorFile
 
 
 def whole_parts(model):
-    found = {name: Part.of(p) for name, p in model.named_parameters()}
+    found = {name: WeightPart.of(p) for name, p in model.named_parameters()}
     named = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return found | {n: Part.of(t) for n, t in model.state_dict().items() if n not in named}
+    return found | {n: WeightPart.of(t) for n, t in model.state_dict().items() if n not in named}
 
 
 def tensors_of(folder):

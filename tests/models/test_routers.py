@@ -16,7 +16,7 @@ from agentevo.config import MemorySection
 from agentevo.errors import ModelError
 from agentevo.models.activations import keep_activations
 from agentevo.models.attention import prepare
-from agentevo.models.routers import Recording, Replay, Routers, routed, routers_of
+from agentevo.models.routers import Recording, RouterReplay, Routers, enable_routing, routers_of
 from agentevo.models.sharded import make_plain
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import token_logprobs
@@ -94,21 +94,21 @@ def recorded(model, batch) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", [*QUICK, *slow(*SLOW)])
 def test_replaying_what_was_chosen_changes_no_bit_and_other_experts_are_taken(name, tiny):
-    model = routed(tiny(name))
+    model = enable_routing(tiny(name))
     batch = batch_of()
     own = gradient(model, batch)
     rows = recorded(model, batch)
     routers = routers_of(model)
     assert rows.shape == (batch.num_distinct, routers.layers, routers.top_k)
 
-    replay = Replay(rows)
-    again = gradient(model, batch.routed(replay))
+    replay = RouterReplay(rows)
+    again = gradient(model, batch.with_routing(replay))
     assert not replay.differs().any()
     assert own.keys() == again.keys()
     assert all(torch.equal(own[key], again[key]) for key in own)
 
-    other = Replay((rows + 1) % routers.num_experts)
-    moved = gradient(model, batch.routed(other))
+    other = RouterReplay((rows + 1) % routers.num_experts)
+    moved = gradient(model, batch.with_routing(other))
     assert other.differs().any(1).all()
     assert any(not torch.allclose(own[key], moved[key], atol=1e-3) for key in own)
 
@@ -119,7 +119,7 @@ def test_replaying_what_was_chosen_changes_no_bit_and_other_experts_are_taken(na
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
 def test_weights_are_the_softmax_of_present_logits_over_the_recorded_experts(name, random_model):
     """g_i = exp(z_i) / sum of exp(z_j) over the recorded j (arXiv 2510.11370, section 3.2)."""
-    model = routed(copy.deepcopy(random_model(name).model))
+    model = enable_routing(copy.deepcopy(random_model(name).model))
     batch = batch_of()
     routers = routers_of(model)
     draws = torch.Generator().manual_seed(0)
@@ -128,7 +128,7 @@ def test_weights_are_the_softmax_of_present_logits_over_the_recorded_experts(nam
     gates = [module for key, module in model.named_modules() if key.endswith("mlp.gate")]
     heard = []
     hooks = [gate.register_forward_hook(lambda *given: heard.append(given[2])) for gate in gates]
-    token_logprobs(model, batch.routed(Replay(rows)))
+    token_logprobs(model, batch.with_routing(RouterReplay(rows)))
 
     for hook in hooks:
         hook.remove()
@@ -143,21 +143,21 @@ def test_weights_are_the_softmax_of_present_logits_over_the_recorded_experts(nam
 
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 def test_layers_that_are_computed_again_choose_the_same_experts(checkpointing, random_model):
-    model = routed(copy.deepcopy(random_model("qwen3-moe").model))
+    model = enable_routing(copy.deepcopy(random_model("qwen3-moe").model))
     batch = batch_of()
     rows = (recorded(model, batch) + 1) % 4
-    wanted = gradient(model, batch.routed(Replay(rows)))
+    wanted = gradient(model, batch.with_routing(RouterReplay(rows)))
     kept = keep_activations(model, MemorySection(checkpointing=checkpointing))
-    found = gradient(kept, batch.routed(Replay(rows)))
+    found = gradient(kept, batch.with_routing(RouterReplay(rows)))
     assert all(torch.equal(wanted[key], found[key]) for key in wanted)
 
     make_plain(kept)  # as a sharded model is
-    plain = gradient(kept, batch.routed(Replay(rows)))
+    plain = gradient(kept, batch.with_routing(RouterReplay(rows)))
     assert all(torch.allclose(wanted[key], plain[key], atol=1e-5) for key in wanted)
 
 
 def test_a_copy_has_routers_of_its_own(random_model):
-    model = routed(copy.deepcopy(random_model("mixtral").model))
+    model = enable_routing(copy.deepcopy(random_model("mixtral").model))
     twin = copy.deepcopy(model)
     assert routers_of(twin) == routers_of(model) == Routers(2, 2, 4)
     for parameter in model.parameters():
@@ -190,7 +190,7 @@ def test_what_cant_be_replayed_is_refused_and_left_as_it_was(name, settings, why
     model = tiny(name, **settings)
     before = {key: vars(module).get("forward") for key, module in model.named_modules()}
     with pytest.raises(ModelError, match=f"^trainer.routing_replay: what .*{why}.*: set trainer"):
-        routed(model)
+        enable_routing(model)
     after = {key: vars(module).get("forward") for key, module in model.named_modules()}
     assert before == after and routers_of(model) is None
 
@@ -206,4 +206,4 @@ def test_experts_that_are_chosen_elsewhere_too_are_refused(random_model, monkeyp
 
     monkeypatch.setattr(layer, "forward", choosing)
     with pytest.raises(ModelError, match="it chooses experts elsewhere than in its routers"):
-        routed(model)
+        enable_routing(model)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentevo.observability.chart_lines import line_of, places, thinned
+from agentevo.observability.chart_lines import line_of, places, thin_peaks
 from agentevo.observability.metrics_table import MetricsTable
 
 
@@ -103,7 +103,7 @@ def test_lines_stand_by_step_tokens_and_hours(tmp_path: Path) -> None:
 
 @given(st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), max_size=300), st.integers(4, 40))
 def test_thinned_lines_keep_every_peak_and_both_ends(values: list[float], most: int) -> None:
-    x, kept = thinned([float(i) for i in range(len(values))], values, most)
+    x, kept = thin_peaks([float(i) for i in range(len(values))], values, most)
     assert len(kept) <= max(most + 4, min(len(values), most))
     assert x == sorted(x)
     finite = [value for value in values if math.isfinite(value)]

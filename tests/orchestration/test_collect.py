@@ -15,7 +15,7 @@ from agentevo.api.run import train
 from agentevo.config import build_config
 from agentevo.orchestration.collect import Collector, next_round
 from agentevo.orchestration.components import open_components
-from agentevo.orchestration.rollout_sources import Round, SynchronousRollouts
+from agentevo.orchestration.rollout_sources import RolloutRound, SynchronousRollouts
 from agentevo.rollout.task_source import TaskSource
 from agentevo.types import Task, Trajectory, Turn
 
@@ -47,7 +47,7 @@ class ScriptedAttempts:
             if self.baseline:
                 found.append(_attempt(task, f"{task.id}/baseline@{step}", 0, self._greedy(place)))
 
-        return Round(found)
+        return RolloutRound(found)
 
 
 def _attempt(task: Task, group: str, number: int, reward: float | None) -> Trajectory:
@@ -262,7 +262,7 @@ def test_groups_that_a_killed_step_had_chosen_are_not_chosen_among_again():
         """Gives what a step had reserved: its two groups of the largest spread."""
 
         async def round(self, step, tasks):
-            return Round((await super().round(step, tasks[:2])).trajectories, last=True)
+            return RolloutRound((await super().round(step, tasks[:2])).trajectories, last=True)
 
     half = {"keep_groups": 0.5}
     whole = run(collector(ScriptedAttempts(lambda place, _: [spreads[place], 0.0]), half))

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from agentevo.api.run import train
 from agentevo.config.sections import EvaluationSection
 from agentevo.errors import CheckpointError
-from agentevo.orchestration.progress import Progress
+from agentevo.orchestration.progress import RunProgress
 from agentevo.orchestration.training_run import TrainingRun
 from agentevo.runs.folder import finished_summary
 from agentevo.training import checkpoint
@@ -35,8 +35,8 @@ QUICK = (
 )
 
 
-def rated(*values: float | None) -> Progress:
-    progress = Progress()
+def rated(*values: float | None) -> RunProgress:
+    progress = RunProgress()
     for step, value in enumerate(values):
         progress.step = step
         progress.rate(value)

@@ -31,7 +31,7 @@ def played(engines, is_stopped=lambda: False):
         elsewhere=engines, config=SimpleNamespace(evaluation=SimpleNamespace(samples=0))
     )
     run = SimpleNamespace(parts=parts, players=None, is_stopped=is_stopped)
-    return TrainingRun._played(run, 1, full=True, label="")
+    return TrainingRun._play_evaluation(run, 1, full=True, label="")
 
 
 def test_an_engine_that_lost_the_version_has_it_before_the_evaluation_ends(

@@ -134,7 +134,7 @@ def test_a_run_whose_disk_fills_up_is_resumed_without_a_loss(
 ) -> None:
     config = small_config(tmp_path / "run", "cold_start.episodes=8", "trainer.steps=2")
     begin_at = MetricsLog._begin_at
-    committed = chain.HeadFile.committed
+    committed = chain.HeadFile.note_commit
 
     def filling(self: MetricsLog, lines: list[bytes]) -> None:
         begin_at(self, lines)
@@ -148,7 +148,7 @@ def test_a_run_whose_disk_fills_up_is_resumed_without_a_loss(
     if where == "metrics":
         monkeypatch.setattr(MetricsLog, "_begin_at", filling)
     elif where == "head":
-        monkeypatch.setattr(chain.HeadFile, "committed", full_after)
+        monkeypatch.setattr(chain.HeadFile, "note_commit", full_after)
     else:
         monkeypatch.setattr(chain, "write_atomic", no_room_for_summary)
 

@@ -12,7 +12,7 @@ import pytest
 from agentevo.errors import TrainingError
 from agentevo.orchestration import rollout_sources as attempts
 from agentevo.orchestration.lost_attempts import IN_VAIN_STEPS, PAGE, LostAttempts
-from agentevo.orchestration.rollout_sources import Round, Stream
+from agentevo.orchestration.rollout_sources import GroupStream, RolloutRound
 from agentevo.rollout.sampler import group_name
 from agentevo.rollout.task_source import TaskSource
 from agentevo.store import open_store
@@ -69,7 +69,7 @@ def opened(small_config, tmp_path, monkeypatch):
                 store,
                 lost,
                 notes,
-                Stream(parts, lost, lambda: False, lambda: None, serves_early=True),
+                GroupStream(parts, lost, lambda: False, lambda: None, serves_early=True),
             )
 
     return make
@@ -184,7 +184,7 @@ def test_under_wait_a_step_goes_on_with_the_tasks_that_are_left_in_their_order_a
             notes,
             stream,
         ):
-            names = [task.id for task in TaskSource(config, None).queued(1)]
+            names = [task.id for task in TaskSource(config, None).tasks_to_queue(1)]
             await poison(store, names[:1])
             for name in reversed(names[1:]):
                 group = group_name(name, "train", 1)
@@ -198,7 +198,7 @@ def test_under_wait_a_step_goes_on_with_the_tasks_that_are_left_in_their_order_a
             ]
             assert len(notes) == 1 and names[0] in notes[0]
 
-            await poison(store, [task.id for task in TaskSource(config, None).queued(2)])
+            await poison(store, [task.id for task in TaskSource(config, None).tasks_to_queue(2)])
             with pytest.raises(
                 TrainingError,
                 match=rf"step 2: all of its {len(names)} tasks were set aside, .* with: CUDA error",
@@ -233,7 +233,7 @@ def test_a_step_whose_weights_served_though_it_trained_on_nothing_is_repeated_so
 
             found = await stream.round(2, [Task(id="any")] * groups)
             assert (
-                found == Round([], last=True)
+                found == RolloutRound([], last=True)
                 if repeated
                 else len(found.trajectories) == size * groups
             )

@@ -333,7 +333,7 @@ def test_a_step_that_comes_out_differently_is_told_of(tmp_path, small_config, qu
         tree["chain"] = link(1, tree, "")
         store.execute("UPDATE steps SET record = ? WHERE step = 1", (json.dumps(tree),))
 
-    HeadFile(config.run_dir).committed(End(1, tree["chain"]))
+    HeadFile(config.run_dir).note_commit(End(1, tree["chain"]))
     again = train(config, resume=True, view=quiet_view()).summary["warnings"]
     told = [
         line

@@ -20,7 +20,7 @@ from agentevo.config import RunConfig, TinyModel, build_config, to_yaml
 from agentevo.errors import ModelError
 from agentevo.models.tiny_tokenizer import tiny_tokenizer
 from agentevo.observability import read_metrics
-from agentevo.routed_experts import misaligned
+from agentevo.routed_experts import why_misaligned
 from agentevo.runs.folder import read_store
 
 pytestmark = pytest.mark.slow
@@ -93,7 +93,7 @@ def records(config: RunConfig) -> dict:
         return {
             one.trajectory.id: [turn.routed_experts for turn in one.trajectory.turns]
             async for one in store.trajectories(split="train")
-            if not any(misaligned(turn) for turn in one.trajectory.turns)
+            if not any(why_misaligned(turn) for turn in one.trajectory.turns)
         }
 
     return read_store(config.run_dir, stored)

@@ -10,12 +10,12 @@ from byte_policy import byte_policy
 from agentevo.agents import Outcome
 from agentevo.api.run import train
 from agentevo.config import build_config
-from agentevo.orchestration.progress import Progress
+from agentevo.orchestration.progress import RunProgress
 from agentevo.types import Message, Task
 
 
-def progress(num_steps: int = 3, **more: float) -> Progress:
-    one = Progress()
+def progress(num_steps: int = 3, **more: float) -> RunProgress:
+    one = RunProgress()
     for step in range(1, num_steps + 1):
         one.step = step
         metrics = {"group/num": 2.0, "group/zero_std_ratio": 0.5} | more
@@ -62,7 +62,7 @@ def test_a_run_that_was_stopped_says_nothing_yet():
     ],
 )
 def test_a_run_without_steps_left_says_so(step, num_steps, command, expected):
-    assert Progress(step=step).nothing_left(num_steps, command) == expected
+    assert RunProgress(step=step).nothing_left(num_steps, command) == expected
 
 
 def test_a_run_that_trained_on_nothing():

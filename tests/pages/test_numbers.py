@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentevo.pages.histograms import Bar, histogram
+from agentevo.pages.histograms import HistogramBar, histogram
 from agentevo.pages.words import number
 
 
@@ -19,5 +19,5 @@ def test_small_numbers_keep_their_figures(value: float, digits: int, said: str) 
 
 
 def test_a_bar_of_one_attempt_is_said_so() -> None:
-    drawn = histogram("Reward", [Bar(0, 1, 1, 1, "?a"), Bar(1, 2, 2, 0, "?b")])
+    drawn = histogram("Reward", [HistogramBar(0, 1, 1, 1, "?a"), HistogramBar(1, 2, 2, 0, "?b")])
     assert ": 1 attempt, 1 success<" in drawn and ": 2 attempts, 0 successes<" in drawn

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from agentevo.pages import render, shown
 from agentevo.pages.drawing import as_json, line_chart, scale, sparkline
-from agentevo.pages.rendering import marked
+from agentevo.pages.rendering import mark_code
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,6 @@ def test_a_chart_of_zeros_has_readable_bounds() -> None:
 
 
 def test_between_two_backticks_is_code_and_all_of_it_is_escaped():
-    assert str(marked("do `<b>` & go")) == "do <code>&lt;b&gt;</code> &amp; go"
-    assert str(marked("one ` alone <i>")) == "one ` alone &lt;i&gt;"
-    assert str(marked("`a` and `b")) == "<code>a</code> and `b"
+    assert str(mark_code("do `<b>` & go")) == "do <code>&lt;b&gt;</code> &amp; go"
+    assert str(mark_code("one ` alone <i>")) == "one ` alone &lt;i&gt;"
+    assert str(mark_code("`a` and `b")) == "<code>a</code> and `b"

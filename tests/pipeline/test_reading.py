@@ -14,7 +14,12 @@ from agentevo.config import sources
 from agentevo.errors import ConfigError
 from agentevo.inference import default_engine
 from agentevo.pipeline import Pipeline, build_pipeline
-from agentevo.pipeline.references import Reference, ReferenceProblem, parsed, replaced
+from agentevo.pipeline.references import (
+    ReferenceProblem,
+    StageReference,
+    parse_reference,
+    replace_references,
+)
 from agentevo.pipeline.standing import Standing
 from agentevo.pipeline.when import condition
 
@@ -83,7 +88,7 @@ def test_rounds_follow_one_another_and_refer_to_the_round_before():
     assert needs["last"] == {"loop.1.rl", "loop.2.rl", "loop.3.rl"}
 
     last = plan.by_id["last"]
-    found = plan.targets(Reference("stages", ("loop", "rl"), "checkpoint"), last)
+    found = plan.targets(StageReference("stages", ("loop", "rl"), "checkpoint"), last)
     assert found == ["loop.3.rl", "loop.2.rl", "loop.1.rl"]
 
 
@@ -229,16 +234,16 @@ def test_values_of_the_wrong_kind_are_refused_in_plain_words():
 
 def test_references_stand_for_values_within_texts_and_alone():
     tree = {"a": ["${round}", "x${round}/${stages.rl.folder}"], "b": "${model.name}"}
-    found = replaced(tree, lambda one: 3 if one.scope == "round" else "F")
+    found = replace_references(tree, lambda one: 3 if one.scope == "round" else "F")
     assert found == {"a": [3, "x3/F"], "b": "${model.name}"}
 
-    fallback = parsed("previous.rl.checkpoint|stages.warm.checkpoint").fallback
-    assert fallback == Reference("stages", ("warm",), "checkpoint")
-    assert parsed("previous.checkpoint|tiny").fallback == "tiny"
+    fallback = parse_reference("previous.rl.checkpoint|stages.warm.checkpoint").fallback
+    assert fallback == StageReference("stages", ("warm",), "checkpoint")
+    assert parse_reference("previous.checkpoint|tiny").fallback == "tiny"
 
     for wrong in ("stages.a", "previous.a.b.c", "stages..x", "stage.file", "stages.a.b|"):
         with pytest.raises(ReferenceProblem):
-            parsed(wrong)
+            parse_reference(wrong)
 
 
 def test_conditions_compare_one_number():

@@ -16,7 +16,7 @@ import pytest
 
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.observability.sweep_view import SweepView
-from agentevo.pipeline import Choice, build_pipeline, read_state, run_pipeline
+from agentevo.pipeline import StageChoice, build_pipeline, read_state, run_pipeline
 
 DEADLINE_S = 300.0
 ADD = (
@@ -48,7 +48,7 @@ def run(
     stages: dict[str, Any],
     *,
     resume: bool = False,
-    choice: Choice | None = None,
+    choice: StageChoice | None = None,
     **keys: Any,
 ) -> str:
     """Runs it; what was shown."""
@@ -101,22 +101,22 @@ def test_a_stage_is_run_once_and_again_only_where_something_changed(tmp_path: Pa
 def test_only_from_and_skip(tmp_path: Path):
     log = tmp_path / "log"
     folder = tmp_path / "p"
-    run(folder, chain(log), choice=Choice(only=("a",)))
+    run(folder, chain(log), choice=StageChoice(only=("a",)))
 
     assert ran(log) == ["a"]
     assert read_state(folder).stages["b"].status == "waiting"
 
     run(folder, chain(log), resume=True)
-    run(folder, chain(log), resume=True, choice=Choice(start="b"))
+    run(folder, chain(log), resume=True, choice=StageChoice(start="b"))
     assert ran(log) == ["a", "b", "c", "b", "c"]
 
     fresh = tmp_path / "q"
     stages = chain(log) | {"c": program(log, "C", "${stages.b.file|stages.a.file}")}
-    run(fresh, stages, choice=Choice(skip=("b",)))
+    run(fresh, stages, choice=StageChoice(skip=("b",)))
     assert ran(log)[5:] == ["a", "C"]
 
     with pytest.raises(ConfigError, match="did you mean a"):
-        run(folder, chain(log), resume=True, choice=Choice(only=("aa",)))
+        run(folder, chain(log), resume=True, choice=StageChoice(only=("aa",)))
 
 
 def test_a_failed_stage_ends_what_follows_and_no_other_and_is_tried_again(tmp_path: Path):

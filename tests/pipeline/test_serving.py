@@ -17,7 +17,7 @@ import pytest
 
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.observability.sweep_view import SweepView
-from agentevo.pipeline import Choice, build_pipeline, read_state, run_pipeline, stage_kinds
+from agentevo.pipeline import StageChoice, build_pipeline, read_state, run_pipeline, stage_kinds
 from agentevo.pipeline.kinds import Job
 from agentevo.pipeline.serve_stages import ServeStage
 
@@ -170,7 +170,7 @@ def test_it_is_started_again_for_a_stage_that_is_run_again_and_for_no_other(tmp_
     file = tmp_path / "p/pipeline.json"
     known = read_state(tmp_path / "p").stages["judge"].says["url"]
     file.write_text(file.read_text().replace(known, url))  # somebody else has its port now
-    shown = run(tmp_path, stages, resume=True, choice=Choice(start="two"))
+    shown = run(tmp_path, stages, resume=True, choice=StageChoice(start="two"))
     assert "one: is run again" not in shown
     assert (tmp_path / "p/stages/two/f").read_text() != f"200 {url}"
 

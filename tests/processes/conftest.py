@@ -65,7 +65,7 @@ def doors(loaded, chat, scripted_engine, small_config, tmp_path):
         )
         gateway.in_front = routes
         base = await asyncio.to_thread(lambda: gateway.base)
-        routes.bridge = gateway.bridged()
+        routes.bridge = gateway.bridge_to_current_loop()
 
         try:
             async with httpx.AsyncClient(

@@ -430,7 +430,7 @@ def test_a_follower_that_breaks_ends_the_engine_and_says_why(run, monkeypatch):
     def broken(self):
         raise OSError("the disk is on fire")
 
-    monkeypatch.setattr(WeightsFolder, "announced", broken)
+    monkeypatch.setattr(WeightsFolder, "latest_version", broken)
     with pytest.raises(OSError, match="on fire"):
         serve(run.config, name="a")
     assert names(run) == []

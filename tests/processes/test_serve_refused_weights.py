@@ -11,7 +11,7 @@ from agentevo.config import EngineSection
 from agentevo.errors import EngineError
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.inference.weights import WeightsFolder
-from agentevo.processes.serve import Follower
+from agentevo.processes.serve import VersionFollower
 from agentevo.types import SamplingParams
 
 
@@ -29,7 +29,7 @@ def test_refused_weights_are_tried_again_when_they_change_and_told_once(run):
     engine = Watched(copy.deepcopy(run.model))
     asyncio.run(engine.begin(-1))
     notes: list[str] = []
-    follower = Follower(run.weights, engine, "continue", deadline_s=300, note=notes.append)
+    follower = VersionFollower(run.weights, engine, "continue", deadline_s=300, note=notes.append)
 
     async def look(times: int = 1) -> list[bool]:
         return [await follower.look() for _ in range(times)]
@@ -67,7 +67,9 @@ def test_refused_weights_are_tried_again_after_a_while_though_they_look_the_same
     """What failed may have been the reading: a disk or a network with a bad moment."""
     engine = TorchEngine(copy.deepcopy(run.model))
     asyncio.run(engine.begin(-1))
-    follower = Follower(run.weights, engine, "continue", deadline_s=300, note=lambda line: None)
+    follower = VersionFollower(
+        run.weights, engine, "continue", deadline_s=300, note=lambda line: None
+    )
     real = WeightsFolder.read
 
     def bad(self, version, **options):
@@ -88,7 +90,7 @@ def test_weights_that_can_not_be_swapped_in_yet_are_tried_again(run):
     engine = TorchEngine(copy.deepcopy(run.model), config=EngineSection(kv_cache_gb=0.1))
     run.write(1)
     notes: list[str] = []
-    follower = Follower(run.weights, engine, "finish", deadline_s=0.05, note=notes.append)
+    follower = VersionFollower(run.weights, engine, "finish", deadline_s=0.05, note=notes.append)
 
     async def work():
         long = asyncio.create_task(

@@ -27,14 +27,20 @@ from agentevo.config.optimize import OptimizeSection
 from agentevo.errors import ConfigError
 from agentevo.prompts.budget import Budget, BudgetSpentError, budget_of
 from agentevo.prompts.examples import best_attempts, chosen_examples
-from agentevo.prompts.folder import Begun, Candidate, OptimizeFolder, Played, Session
+from agentevo.prompts.folder import (
+    Candidate,
+    OptimizeFolder,
+    PlayedAttempt,
+    SearchBegun,
+    SearchSession,
+)
 from agentevo.prompts.optimize import _tasks_of
-from agentevo.prompts.phrases import edited
-from agentevo.prompts.writing import Writer, fenced, shown_attempts
+from agentevo.prompts.phrases import edit
+from agentevo.prompts.writing import TextWriter, fence, shown_attempts
 from agentevo.types import Message, Task
 
 
-def played(task: str, reward: float, *, success: bool | None = None, **more: Any) -> Played:
+def played(task: str, reward: float, *, success: bool | None = None, **more: Any) -> PlayedAttempt:
     messages = [
         {"role": "system", "content": "s"},
         {"role": "user", "content": f"ask {task}"},
@@ -42,7 +48,7 @@ def played(task: str, reward: float, *, success: bool | None = None, **more: Any
     ]
     given: dict[str, Any] = {"status": "completed", "messages": messages, **more}
     success = reward >= 1 if success is None else success
-    return Played(
+    return PlayedAttempt(
         candidate="c", task=task, label="judged", attempt=0, reward=reward, success=success, **given
     )
 
@@ -80,13 +86,13 @@ def test_examples_that_an_attempt_saw_are_not_its_own() -> None:
 
 def test_phrases_change_a_text_by_sentences_and_the_seed_says_how() -> None:
     text = "You are a clerk. Be kind.\nSay {thing}."
-    seen = {edited(text, ["Be brief."], random.Random(seed)) for seed in range(40)}
+    seen = {edit(text, ["Be brief."], random.Random(seed)) for seed in range(40)}
     texts = {one[0] for one in seen if one is not None}
     assert len(texts) > 4 and text not in texts
     assert any("Be brief." in one for one in texts)
     assert all("{thing}" in one or "Say" not in one for one in texts)
-    assert edited("One sentence.", [], random.Random(0)) is None
-    assert edited(text, ["Be brief."], random.Random(3)) == edited(
+    assert edit("One sentence.", [], random.Random(0)) is None
+    assert edit(text, ["Be brief."], random.Random(3)) == edit(
         text, ["Be brief."], random.Random(3)
     )
 
@@ -94,10 +100,10 @@ def test_phrases_change_a_text_by_sentences_and_the_seed_says_how() -> None:
 def test_a_budget_keeps_the_comparison_back_and_counts_what_a_kill_took() -> None:
     section = OptimizeSection(attempts=50, tasks=6)
     records = [
-        Session(at=100.0),
-        Begun(candidate="c", task="t", label="judged", number=3, at=130.0),
-        Session(at=1000.0),
-        Begun(candidate="c", task="u", label="judged", number=2, at=1010.0),
+        SearchSession(at=100.0),
+        SearchBegun(candidate="c", task="t", label="judged", number=3, at=130.0),
+        SearchSession(at=1000.0),
+        SearchBegun(candidate="c", task="u", label="judged", number=2, at=1010.0),
     ]
     budget = budget_of(section, 20, records)
     assert (budget.begun, budget.before_s) == (5, 40.0)
@@ -129,7 +135,7 @@ class Answers:
 
 async def _refused(answer: str, why: str, folder: Path) -> None:
     notes: list[str] = []
-    writer = Writer(Answers(answer), OptimizeFolder(folder), [], 4000, notes.append)
+    writer = TextWriter(Answers(answer), OptimizeFolder(folder), [], 4000, notes.append)
     assert await writer.reflect("system", "Say {thing}.", "shown", 1) is None
     assert why in notes[0]
 
@@ -151,10 +157,10 @@ def test_what_a_writer_gives_is_a_text_with_the_same_placeholders_or_nothing(
         folder = OptimizeFolder(tmp_path / "other")
         folder.path.mkdir()
         asked = Answers("<text>\nSay {thing} twice.\n</text>")
-        writer = Writer(asked, folder, [], 4000, lambda line: None)
+        writer = TextWriter(asked, folder, [], 4000, lambda line: None)
         assert await writer.reflect("system", "Say {thing}.", "x", 1) == "Say {thing} twice."
 
-        again = Writer(asked, folder, folder.records(), 4000, lambda line: None)
+        again = TextWriter(asked, folder, folder.records(), 4000, lambda line: None)
         assert await again.reflect("system", "Say {thing}.", "x", 1) == "Say {thing} twice."
         assert len(asked.heard) == 1  # an answer is paid for once
 
@@ -168,7 +174,7 @@ def test_an_attempt_is_only_text_for_a_writer() -> None:
     shown = shown_attempts([task], [[played("a", 0.0, messages=messages)]])
     mark = shown.split("\n")[0]
     assert shown.count(mark) == 2 and hostile in shown and "expected: right" in shown
-    assert fenced("x") != fenced("y")
+    assert fence("x") != fence("y")
 
 
 AGENT = """
@@ -256,7 +262,9 @@ def test_a_writer_finds_the_better_text_and_never_sees_a_held_out_task(
     assert summary["budget"]["attempts"] <= 200
 
     records = OptimizeFolder(out).records()
-    held_out = {one.task for one in records if isinstance(one, Played) and one.label == "held_out"}
+    held_out = {
+        one.task for one in records if isinstance(one, PlayedAttempt) and one.label == "held_out"
+    }
     assert len(held_out) == 8
 
     asked = [one["messages"][0]["content"] for one in server.received if one and _is_writers(one)]
@@ -264,7 +272,7 @@ def test_a_writer_finds_the_better_text_and_never_sees_a_held_out_task(
     for task in held_out:
         assert not any(f"word{task[1:]}\n" in one for one in asked)
 
-    searched = {one.task for one in records if isinstance(one, Played)} - held_out
+    searched = {one.task for one in records if isinstance(one, PlayedAttempt)} - held_out
     assert len(searched) == 12
 
     num_heard = len([one for one in server.received if one])
@@ -328,7 +336,7 @@ def test_a_budget_that_is_used_up_ends_the_search_and_a_greater_one_goes_on(
         assert main([*make("optimize.attempts=29"), *more]) == 0
         printed = capsys.readouterr().out
         assert "nothing better" in printed and "optimize.attempts=29 are used up" in printed
-        begun = [one for one in OptimizeFolder(out).records() if isinstance(one, Begun)]
+        begun = [one for one in OptimizeFolder(out).records() if isinstance(one, SearchBegun)]
         assert sum(one.number for one in begun) <= 29
 
     num_heard = len([one for one in server.received if one])
@@ -381,11 +389,11 @@ def test_after_a_kill_nothing_is_played_twice_and_the_budget_holds(words: Any) -
     attempts = [
         (one.candidate, one.task, one.label, one.attempt)
         for one in records
-        if isinstance(one, Played)
+        if isinstance(one, PlayedAttempt)
     ]
     assert len(attempts) == len(set(attempts))
 
-    begun = sum(one.number for one in records if isinstance(one, Begun))
+    begun = sum(one.number for one in records if isinstance(one, SearchBegun))
     assert len(attempts) < begun <= 120
     assert json.loads((out / "summary.json").read_text())["better"]
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from agentevo.errors import ConfigError
 from agentevo.rewards import make_reward
-from agentevo.rewards.baselines import Baseline, Baselines
+from agentevo.rewards.baselines import Baseline, BaselineScorers
 from agentevo.rewards.openings import find_opening, opening_text
-from agentevo.rewards.probability import measured, split
+from agentevo.rewards.probability import measure_logprobs, split
 from agentevo.rewards.reward import reward_config
 from agentevo.types import Task, Trajectory, Turn
 
@@ -34,7 +34,7 @@ class TablePolicy:
     def __init__(self, chance=(), prompts=(), path=None):
         self.chance = dict(chance)
         self.prompts = dict(prompts)
-        self.baselines = Baselines(path)
+        self.baselines = BaselineScorers(path)
         self.pieces: list[str] = []
         self.asked: list[tuple[str, list[str]]] = []
 
@@ -171,7 +171,7 @@ def test_the_last_turn_states_the_answer_behind_all_others():
 )
 def test_measures(measure, expected):
     logprobs = [math.log(0.9), math.log(0.1)]
-    assert measured(logprobs, measure) == pytest.approx(expected)
+    assert measure_logprobs(logprobs, measure) == pytest.approx(expected)
     policy = TablePolicy({" new": 0.9, " york": 0.1})
     score = scored(policy, attempt(policy, "<answer> x</answer>"), "new york", measure=measure)
     assert score.value == pytest.approx(expected)
@@ -260,24 +260,24 @@ def test_baselines_outlast_the_process_and_the_first_one_stays(tmp_path):
     path = tmp_path / "reward_baselines.json"
 
     async def work():
-        one = Baselines(path)
-        other = Baselines(path)
+        one = BaselineScorers(path)
+        other = BaselineScorers(path)
         assert await one.known() == await other.known() == {}
         await one.add({"a": Baseline("t", 0, [-1.0])})
         await other.add({"a": Baseline("t", 5, [-9.0]), "b": Baseline("u", 5, [-2.0])})
         assert (await other.known())["a"].version == 0
-        assert set(await Baselines(path).known()) == {"a", "b"}
+        assert set(await BaselineScorers(path).known()) == {"a", "b"}
 
     asyncio.run(work())
     assert json.loads(path.read_text())["b"] == {"task": "u", "version": 5, "logprobs": [-2.0]}
 
     path.write_text('{"a": ')
     with pytest.raises(ConfigError, match=r"reward_baselines\.json can't be read .*delete it"):
-        asyncio.run(Baselines(path).known())
+        asyncio.run(BaselineScorers(path).known())
 
 
 def test_baselines_that_are_added_at_once_are_all_known(tmp_path):
-    class LateReturn(Baselines):
+    class LateReturn(BaselineScorers):
         def _write(self, entries):
             merged = super()._write(entries)
             time.sleep(0.0 if "b" in entries else 0.3)

@@ -26,9 +26,9 @@ def curriculum(tasks=20, *, groups=2, lag=0, seed=0, **section):
 
 def test_a_task_that_half_of_the_attempts_solve_comes_most_often():
     made = curriculum(3, groups=1, retire_after=0)
-    made.learned(1, {"t0": [4, 8], "t1": [0, 8], "t2": [8, 8]})
+    made.note_step(1, {"t0": [4, 8], "t1": [0, 8], "t2": [8, 8]})
     for step in range(2, 401):
-        made.learned(step, {})
+        made.note_step(step, {})
 
     counts = Counter(made.of_step(step)[0].id for step in range(2, 401))
     # weights 1, 0.36 and 0.36
@@ -45,15 +45,15 @@ def test_a_solved_task_is_retired_and_makes_way_for_its_harder_variant():
     made = curriculum(tasks, groups=2, retire_after=2)
     assert {task.id for task in made.of_step(1)} == {"easy", "other"}
 
-    made.learned(1, {"easy~1": [4, 4], "other~1": [0, 4]})
+    made.note_step(1, {"easy~1": [4, 4], "other~1": [0, 4]})
     assert made.metrics(2)["curriculum/locked"] == 1
 
-    made.learned(2, {"easy~2": [4, 4], "other~2": [0, 4]})
+    made.note_step(2, {"easy~2": [4, 4], "other~2": [0, 4]})
     assert {task.id for task in made.of_step(3)} == {"hard", "other"}
     assert made.metrics(3)["curriculum/retired"] == 1
 
     # one failure brings it back
-    made.learned(3, {"easy~3": [3, 4]})
+    made.note_step(3, {"easy~3": [3, 4]})
     assert made.metrics(4)["curriculum/retired"] == 0
 
 
@@ -63,14 +63,14 @@ def test_a_step_knows_no_more_than_what_its_samplers_can_know():
 
     results = {step: {f"t{step % 20}": [step % 3, 4]} for step in range(1, 12)}
     for step in range(1, 12):
-        ahead.learned(step, results[step])
+        ahead.note_step(step, results[step])
 
     chosen = {}
     for step in range(1, 12):
         assert behind.is_known(step)
         chosen[step] = behind.of_step(step)  # before steps step - 2 .. are committed
         if step >= 3:
-            behind.learned(step - 2, results[step - 2])
+            behind.note_step(step - 2, results[step - 2])
 
     assert chosen == {step: ahead.of_step(step) for step in range(1, 12)}
     with pytest.raises(ValueError, match="not decided"):
@@ -164,5 +164,7 @@ def test_the_order_of_refills_is_the_curriculums(tmp_path):
     source = TaskSource(config, None)
     played = [*source.train(1), *source.refill(1)]
     assert len(played) == len({task.id for task in played}) == 16
-    assert [task.id for task in source.queued(1)] == [f"{task.id}~1" for task in source.train(1)]
-    assert source.as_given(source.queued(1)[0]) == source.train(1)[0]
+    assert [task.id for task in source.tasks_to_queue(1)] == [
+        f"{task.id}~1" for task in source.train(1)
+    ]
+    assert source.as_given(source.tasks_to_queue(1)[0]) == source.train(1)[0]

@@ -17,7 +17,7 @@ from agentevo.errors import (
     OverreachError,
     StoreError,
     ToolUnavailableError,
-    described,
+    describe_error,
 )
 from agentevo.rollout.failures import (
     MAX_KINDS,
@@ -77,7 +77,7 @@ def test_the_first_failure_of_each_kind_is_shown_at_once_with_its_traceback():
     try:
         theirs()
     except ValueError as error:
-        failures.show("t/greedy@0#0", described(error), traceback_of(error))
+        failures.show("t/greedy@0#0", describe_error(error), traceback_of(error))
 
     failures.show("t/greedy@0#1", "ValueError: again", "")
     failures.show("t/greedy@0#2", LATE, "")

@@ -173,7 +173,7 @@ def test_a_source_goes_round_the_files_tasks(tmp_path):
         assert source.train(step) == other.train(step)
         assert not set(map(id, source.train(step))) & set(map(id, source.held_out()))
 
-    queued = source.queued(4)
+    queued = source.tasks_to_queue(4)
     assert [source.as_given(task).query for task in queued] == [
         task.query for task in source.train(4)
     ]

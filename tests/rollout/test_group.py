@@ -15,7 +15,7 @@ from agentevo.agents.agent import FunctionAgent
 from agentevo.event_loop import run_coroutine
 from agentevo.inference.conversation import Conversation
 from agentevo.inference.torch_engine import TorchEngine
-from agentevo.rollout.group import LOOK_S, Attempt
+from agentevo.rollout.group import LOOK_S, GroupAttempt
 from agentevo.types import Message, SamplingParams, Task, Trajectory
 
 LIMIT_S = 1.0
@@ -61,12 +61,14 @@ def test_what_the_engine_sleeps_is_not_the_attempts_time(comes, loaded, chat, mo
 
     engine = TorchEngine(loaded.model, loaded.tokenizer)
 
-    def attempt(name: str, tool: asyncio.Event) -> Attempt:
+    def attempt(name: str, tool: asyncio.Event) -> GroupAttempt:
         sampling = SamplingParams(max_new_tokens=3)
         conversation = Conversation(
             engine, chat, sampling, name=name, seed=1, context_length=256, timeout_s=LIMIT_S
         )
-        return Attempt(Asks(tool), Task(id="t"), Policy(conversation), name=name, limit_s=LIMIT_S)
+        return GroupAttempt(
+            Asks(tool), Task(id="t"), Policy(conversation), name=name, limit_s=LIMIT_S
+        )
 
     async def work():
         quick_tool = asyncio.Event()
@@ -121,7 +123,7 @@ def played(loaded, chat, scripted_engine, end, files=()) -> Trajectory:
         conversation = Conversation(
             engine, chat, SamplingParams(), name="a", seed=1, context_length=256, timeout_s=300
         )
-        attempt = Attempt(
+        attempt = GroupAttempt(
             FunctionAgent(agent), Task(id="t"), Policy(conversation), name="a", limit_s=300
         )
         return await attempt.run(task_id="t", group_id="g", number=0)

@@ -18,7 +18,7 @@ from agentevo.event_loop import TaskScope, run_coroutine
 from agentevo.inference.torch_engine import TorchEngine
 from agentevo.models.chat import ChatFormat
 from agentevo.rewards import Score, reward, rewards
-from agentevo.rewards.baselines import Baselines
+from agentevo.rewards.baselines import BaselineScorers
 from agentevo.rollout import sampler as sampler_module
 from agentevo.rollout.policy_scores import BASELINES, PolicyScores
 from agentevo.rollout.sampler import Sampler
@@ -142,7 +142,7 @@ def test_a_reward_that_has_ended_leaves_the_engine_to_the_others(tiny_policy):
     section = EngineSection(prefill_tokens=16)
     engine = TorchEngine(loaded.model, loaded.tokenizer, section)
     config = build_config({"engine": {"timeout_s": 300}}, needs_environment=False)
-    policy = PolicyScores(config, engine, ChatFormat(loaded.tokenizer), Baselines())
+    policy = PolicyScores(config, engine, ChatFormat(loaded.tokenizer), BaselineScorers())
 
     async def work():
         short = TaskScope()

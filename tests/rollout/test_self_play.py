@@ -14,7 +14,7 @@ from agentevo.config import build_config, sources
 from agentevo.config.self_play import SelfPlay
 from agentevo.data.asked import asked_key
 from agentevo.errors import ConfigError, StoreError
-from agentevo.rollout.questions import QUESTION, SelfPlayAgent, encoded, make_family
+from agentevo.rollout.questions import QUESTION, SelfPlayAgent, encode_question, make_family
 from agentevo.rollout.self_play import (
     ProposalTasks,
     learnability,
@@ -51,7 +51,7 @@ def proposal(number, text, group=0, status="completed", **fields):
     row = (
         {"invalid": "no word"}
         if text is None
-        else json.loads(encoded(agentevo.Question(text, "x", **fields)))
+        else json.loads(encode_question(agentevo.Question(text, "x", **fields)))
     )
     files = {QUESTION: json.dumps(row).encode()} if status == "completed" else {}
 

@@ -28,7 +28,7 @@ def source(given: list[Task] | None, groups: int = 2) -> TaskSource:
 
 def test_tasks_of_an_environment_say_for_which_step_they_are():
     tasks = source(None)
-    queued = [task for step in (1, 2, 3) for task in tasks.queued(step)]
+    queued = [task for step in (1, 2, 3) for task in tasks.tasks_to_queue(step)]
     assert [(task.id, task.metadata) for task in queued] == [
         (f"train-{i}", {QUEUED_FOR_STEP: 1 + i // 2}) for i in range(6)
     ]
@@ -42,7 +42,7 @@ def test_given_tasks_get_an_id_for_every_round():
         Task(id=f"t{i}", query=f"q{i}", metadata={"step": "theirs", "level": i}) for i in range(6)
     ]
     tasks = source(given)  # five to train on: two steps a round, one task waits
-    queued = {step: tasks.queued(step) for step in range(1, 7)}
+    queued = {step: tasks.tasks_to_queue(step) for step in range(1, 7)}
     names = [task.id for step in queued for task in queued[step]]
     assert len(set(names)) == len(names) == 12, "no two are the same task of the store"
 

@@ -71,12 +71,12 @@ def test_steps_play_the_tasks_of_their_stage_and_queued_ones_are_all_different(t
     assert {task.metadata["extra"]["kind"] for task in hard} == {"a", "b"}
     assert [source.stage_of(step) for step in (1, 7, 8, 99)] == [1, 1, 2, 2]
 
-    queued = [task for step in range(1, 30) for task in source.queued(step)]
+    queued = [task for step in range(1, 30) for task in source.tasks_to_queue(step)]
     assert len({task.id for task in queued}) == len(queued) == 29 * 4
     assert [source.as_given(task).id for task in queued] == [task.id for task in easy + hard]
 
     again = TaskSource(config(tmp_path, EASY_FIRST), None)
-    assert again.queued(20) == source.queued(20), "a resumed run begins at any step"
+    assert again.tasks_to_queue(20) == source.tasks_to_queue(20), "a resumed run begins at any step"
     assert all(level(task) <= 2 for task in source.refill(3))
 
     held_out = source.held_out_by_stage()
@@ -121,7 +121,7 @@ def test_a_stage_ends_by_what_was_committed_and_by_nothing_else(success, lag, wi
     def told(count):
         made = TaskStages(stages, lag=lag)
         for step, value in enumerate(success[:count], start=1):
-            made.learned(step, value)
+            made.note_step(step, value)
         return made
 
     early = told(0)
@@ -129,7 +129,7 @@ def test_a_stage_ends_by_what_was_committed_and_by_nothing_else(success, lag, wi
     for step in range(1, len(success) + 2 + lag):
         known = step - 1 - lag
         if known > 0:
-            early.learned(known, success[known - 1])
+            early.note_step(known, success[known - 1])
         if 0 <= known < len(success):
             assert not early.is_known(step + 1)
 
@@ -152,7 +152,7 @@ def test_a_step_whose_stage_is_not_decided_yet_has_no_tasks(tmp_path):
     source = TaskSource(config(tmp_path, stages), None)
     assert len(source.train(1)) == 4
     with pytest.raises(ValueError, match="the stage of step 2 is not decided yet"):
-        source.queued(2)
+        source.tasks_to_queue(2)
 
 
 @pytest.mark.parametrize(

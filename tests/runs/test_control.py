@@ -14,9 +14,9 @@ from agentevo.errors import ConfigError
 from agentevo.runs.control import (
     REQUESTS,
     SESSION,
-    Answer,
+    ControlAnswer,
+    ControlSession,
     RunControl,
-    Session,
     answer_to,
     ask,
     read_session,
@@ -43,7 +43,7 @@ class Trainer:
         )
 
     @property
-    def session(self) -> Session:
+    def session(self) -> ControlSession:
         until(lambda: read_session(self.folder))
         found = read_session(self.folder)
         assert found is not None
@@ -53,7 +53,7 @@ class Trainer:
         told = self.session.id if session is None else session
         ask(self.folder, do, id=id, session=told, who="me")  # type: ignore[arg-type]
 
-    def answer(self, id: str) -> Answer:
+    def answer(self, id: str) -> ControlAnswer:
         until(lambda: answer_to(self.folder, id))
         found = answer_to(self.folder, id)
         assert found is not None
@@ -96,7 +96,7 @@ def test_a_pause_is_answered_when_the_run_stands_still_and_ends_by_resume(
     until(lambda: trainer.control.is_pause_asked)
     assert answer_to(trainer.folder, "pause-001") is None  # the step goes on
 
-    trainer.control.paused(7)
+    trainer.control.note_pause(7)
     assert trainer.answer("pause-001").result == "paused after step 7"
     assert trainer.session.is_paused
 

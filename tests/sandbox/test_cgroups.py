@@ -15,7 +15,7 @@ from open_sandbox import OpenSandbox
 from agentevo.config.sandbox import SandboxSection
 from agentevo.errors import SandboxError
 from agentevo.sandbox import cgroups, local
-from agentevo.sandbox.cgroups import Group, Place
+from agentevo.sandbox.cgroups import CgroupPlace, ControlGroup
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def group():
     except (OSError, IndexError) as error:
         pytest.skip(f"no cgroup can be made here: {error}")
 
-    yield Group(folder)
+    yield ControlGroup(folder)
     with suppress(OSError):
         folder.rmdir()
 
@@ -45,7 +45,7 @@ def test_all_that_is_in_a_group_ends_with_it(group):
 
 
 def test_where_no_limit_is_handed_down_there_is_no_group_and_the_reason(monkeypatch):
-    monkeypatch.setattr(cgroups, "place", lambda: Place(None, problem="of the moon"))
+    monkeypatch.setattr(cgroups, "place", lambda: CgroupPlace(None, problem="of the moon"))
     assert cgroups.new_group(SandboxSection(type="none")) is None
     with pytest.raises(SandboxError, match="of the moon"):
         OpenSandbox(SandboxSection(type="none", cpus=0.5), {})
@@ -53,12 +53,12 @@ def test_where_no_limit_is_handed_down_there_is_no_group_and_the_reason(monkeypa
 
 def test_a_group_that_can_not_be_used_starts_no_sandbox(monkeypatch, tmp_path):
     """Files in place of the kernel's: what can't be written is refused, and nothing is left."""
-    monkeypatch.setattr(cgroups, "place", lambda: Place(tmp_path / "no", frozenset({"pids"})))
+    monkeypatch.setattr(cgroups, "place", lambda: CgroupPlace(tmp_path / "no", frozenset({"pids"})))
     with pytest.raises(SandboxError, match="can't be started"):
         OpenSandbox(SandboxSection(type="none"), {})
 
 
-def handed_down() -> Place:
+def handed_down() -> CgroupPlace:
     found = cgroups.place()
     if found.folder is None:
         pytest.skip(found.problem)

@@ -19,7 +19,7 @@ from websockets.exceptions import ConnectionClosed
 
 from agentevo.config.sandbox import SandboxSection
 from agentevo.errors import SandboxError, ToolError
-from agentevo.inference.admission import Limits, WebSocketProtocol
+from agentevo.inference.admission import AdmissionLimits, WebSocketProtocol
 from agentevo.inference.http_server import open_socket, serving, url_of
 from agentevo.inference.secret import RunSecret
 from agentevo.processes import sandbox_server
@@ -49,7 +49,7 @@ async def served(secret, section=NONE, *, idle_s=LONG_S, ping_s=20.0, silent_s=6
             server,
             listener,
             close=server.close,
-            limits=Limits(strangers=16, clients=64),
+            limits=AdmissionLimits(strangers=16, clients=64),
             ws=WebSocketProtocol,
             ws_max_size=longest_message(section),
             ws_ping_interval=ping_s,

@@ -17,4 +17,4 @@ def test_settings_may_come_after_it_has_looked_for_the_dead(monkeypatch):
     monkeypatch.setattr(os, "waitpid", nobody_has_died)
     monkeypatch.setattr(supervisor, "LOOK_S", 0.01)
     with host, inside:
-        assert supervisor.Supervisor(inside.fileno())._settings == settings
+        assert supervisor.SandboxSupervisor(inside.fileno())._settings == settings

@@ -52,7 +52,7 @@ def test_a_process_whose_name_is_no_text_is_watched_and_ended() -> None:
         process.stdout.readline()
         found: list[str] = []
         limits = {"memory_mib": 1, "processes": 100, "disk_mib": 1, "max_files": 10}
-        watch.Watched(
+        watch.WatchedSandbox(
             process.pid, **limits, folder=None, work="/", end=lambda kind, words: found.append(kind)
         ).look()
 
@@ -68,9 +68,11 @@ def test_what_can_not_be_watched_is_ended_and_others_are_watched_on() -> None:
         raise ValueError("no number")
 
     ended: dict[int, str] = {}
-    watching = watch.Watch()
+    watching = watch.SandboxWatch()
     for pid in (-1, -2):
-        one = watch.Watched(pid, 1, 1, 1, 1, None, "/", lambda _, words, pid=pid: end(pid, words))
+        one = watch.WatchedSandbox(
+            pid, 1, 1, 1, 1, None, "/", lambda _, words, pid=pid: end(pid, words)
+        )
         one.look = broken  # type: ignore[method-assign]
         watching.add(one)
 

@@ -17,7 +17,7 @@ from sqlalchemy import event
 from agentevo.errors import ConfigError, StoreError
 from agentevo.store import StoredTrajectory, export_jsonl, export_store, import_store, open_store
 from agentevo.store.export import whole_file
-from agentevo.store.mongo_rows import Rows
+from agentevo.store.mongo_rows import MongoRows
 from agentevo.store.sql import SQLStore
 from agentevo.store.streams import Streaming
 from agentevo.types import Message, RemoteTurn, Task, Trajectory
@@ -397,16 +397,16 @@ def test_an_import_reads_the_records_of_its_own_steps_only(
                         read.append("WHERE steps.step IN" in statement)
 
             else:
-                find = Rows.find
+                find = MongoRows.find
 
                 async def noted(
-                    self: Rows, collection: Any, where: dict[str, Any], *names: str
+                    self: MongoRows, collection: Any, where: dict[str, Any], *names: str
                 ) -> Any:
                     if collection.name == "steps":
                         read.append(where == {"_id": {"$in": [2, 9]}})
                     return await find(self, collection, where, *names)
 
-                monkeypatch.setattr(Rows, "find", noted)
+                monkeypatch.setattr(MongoRows, "find", noted)
 
             assert (
                 await store.put(steps=[stored[1], msgspec.structs.replace(stored[1], step=9)]) == 1

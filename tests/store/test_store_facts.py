@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentevo.errors import StoreError
-from agentevo.routed_experts import RoutedExperts, joined, rows_of_turn
+from agentevo.routed_experts import RoutedExperts, join_experts, rows_of_turn
 from agentevo.store import blobs, open_store
 from agentevo.store.blobs import (
     pack_turns,
@@ -430,7 +430,7 @@ def test_routed_experts_are_stored_with_their_turns_or_refused(make_trajectory):
     assert encoded.digest != plain.digest
     assert unpack_turns(encoded.data) == [told]
 
-    for wrong in (rows.within(0, 3), joined([rows, rows])):
+    for wrong in (rows.within(0, 3), join_experts([rows, rows])):
         misfit = msgspec.structs.replace(turn, routed_experts=wrong)
         with pytest.raises(StoreError, match=r"routed experts of . tokens, and 4 were computed"):
             encode_trajectories([make_trajectory("a", turns=[misfit])], "train", 1)

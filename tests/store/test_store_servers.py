@@ -168,10 +168,10 @@ def test_gc_on_mongodb_is_many_transactions(
 ) -> None:
     """One that breaks off has done a part, and again does the rest."""
     monkeypatch.setattr(mongo_rows, "CHUNK", 2)
-    delete = mongo_rows.Rows._delete_tokens
+    delete = mongo_rows.MongoRows._delete_tokens
     calls: list[list[str]] = []
 
-    async def breaks(self: mongo_rows.Rows, ids: list[str]) -> int:
+    async def breaks(self: mongo_rows.MongoRows, ids: list[str]) -> int:
         calls.append(ids)
         if len(calls) == 2:
             raise StoreError("the connection is gone")
@@ -188,7 +188,7 @@ def test_gc_on_mongodb_is_many_transactions(
             await store._database["tokens"].insert_many(
                 [{"_id": f"{name}+", "data": b""} for name in names]
             )
-            monkeypatch.setattr(mongo_rows.Rows, "_delete_tokens", breaks)
+            monkeypatch.setattr(mongo_rows.MongoRows, "_delete_tokens", breaks)
 
             with pytest.raises(StoreError, match="the connection is gone"):
                 await store.gc(dropped=True)

@@ -22,7 +22,7 @@ from agentevo.runs.chain import NUMBERS, ROWS, SUMMARY, End, HeadFile, file_dige
 from agentevo.store import RetryPolicy, StoredTrajectory, open_store
 from agentevo.store.codec import encode_stored
 from agentevo.store.store import Store
-from agentevo.training.batching.step_plan import Plan
+from agentevo.training.batching.step_plan import StepPlan
 from agentevo.training.token_numbers import name_of, write_numbers
 from agentevo.types import Task, Trajectory, Turn
 
@@ -60,7 +60,7 @@ async def commit(store: Store, step: int, trained: list[Trajectory], **changes: 
     """`changes` of the plan, or of the record: `checkpoint`, `log`."""
     own = {name: changes.pop(name) for name in ("checkpoint", "log", NUMBERS) if name in changes}
     rewards = {t.id: t.reward for t in trained}
-    plan = Plan.make(
+    plan = StepPlan.make(
         trained, earned=rewards, **{"baselines": {}, "staleness": 0, "policy": "wait"} | changes
     )
     await store.reserve([t.id for t in trained], step)
@@ -180,7 +180,7 @@ async def fill(folder: Path) -> None:
         head = HeadFile(folder)
         head.write_file("config.yaml", "run: {}\n")
         head.write_file(SUMMARY, '{"steps": 3}')
-        head.committed(End(3, last.record["chain"]))
+        head.note_commit(End(3, last.record["chain"]))
         lease = await store.lease_task("worker-1", lease_s=30.0)
         assert lease is not None and lease.task.id == "lame"
         assert await store.retry_task(lease, "EngineUnavailableError: gone") == "poison"

@@ -20,8 +20,8 @@ from engine_process import CONTEXT
 
 from agentevo.errors import WeightsNotSentError
 from agentevo.inference import broadcast_group
-from agentevo.inference.broadcast_files import Ask
-from agentevo.inference.broadcast_group import Group
+from agentevo.inference.broadcast_files import PlaceRequest
+from agentevo.inference.broadcast_group import BroadcastGroup
 from agentevo.inference.broadcast_sender import BroadcastSender
 from agentevo.inference.broadcast_source import BroadcastSource
 
@@ -57,7 +57,7 @@ def taken(source: BroadcastSource, within_s: float = 300.0) -> tuple[int, dict[s
     """What the trainer sends next, as a version and its tensors."""
     ends = time.monotonic() + within_s
     while time.monotonic() < ends:
-        latest = source.announced()
+        latest = source.latest_version()
         if latest is None:
             time.sleep(0.01)
             continue
@@ -82,7 +82,7 @@ def asks(folder: Path, tell: Connection, when: str, how: signal.Signals) -> None
     if when == "ASKED":
         ask = source._files.ask
 
-        def asked(one: Ask) -> None:
+        def asked(one: PlaceRequest) -> None:
             ask(one)
             _end(tell, how)
 
@@ -104,15 +104,15 @@ def sends(folder: Path, tell: Connection) -> None:
 def _ends_in_the_middle(tell: Connection, how: signal.Signals, does: bool) -> None:
     broadcast_group.BUCKET_BYTES = BUCKET
     passed = [0]
-    real = Group.broadcast
+    real = BroadcastGroup.broadcast
 
-    def counted(self: Group, tensor: torch.Tensor) -> None:
+    def counted(self: BroadcastGroup, tensor: torch.Tensor) -> None:
         passed[0] += 1
         if does and passed[0] > IN_THE_MIDDLE:
             _end(tell, how)
         real(self, tensor)
 
-    Group.broadcast = counted  # type: ignore[method-assign]
+    BroadcastGroup.broadcast = counted  # type: ignore[method-assign]
 
 
 @contextmanager

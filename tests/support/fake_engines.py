@@ -88,7 +88,7 @@ class Engines:
         announcement = Announcement(url=url_of(listener), name=name, pid=number, started_at=1.0)
         own = self.leave[name] = await self._stack.enter_async_context(AsyncExitStack())
         await own.enter_async_context(listening(door, listener))
-        await own.enter_async_context(self.directory.announced(announcement, every_s=0.05))
+        await own.enter_async_context(self.directory.keep_announced(announcement, every_s=0.05))
         self.by_name[name] = engine
         return engine
 

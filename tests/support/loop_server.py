@@ -8,8 +8,8 @@ import httpx
 
 from agentevo.gateway.app import Routes
 from agentevo.loop.client import Client
-from agentevo.loop.door import Door
-from agentevo.loop.server import Server
+from agentevo.loop.door import LoopDoor
+from agentevo.loop.server import LoopServer
 
 URL = "http://127.0.0.1:9"
 
@@ -50,9 +50,9 @@ class Wire(httpx.AsyncBaseTransport):
 @asynccontextmanager
 async def served(folder, *, loses=False):
     """(a client, its wire, the server)."""
-    server = Server(folder, URL, max_models=1, note=lambda line: None)
+    server = LoopServer(folder, URL, max_models=1, note=lambda line: None)
     gateway = Routes(server.sessions, model="policy", timeout_s=300, max_body=2**20)
-    door = Door(server, folder / "gateway", gateway)
+    door = LoopDoor(server, folder / "gateway", gateway)
     wire = Wire(door, loses=loses)
     try:
         async with Client(URL, door.secret.value()) as client:

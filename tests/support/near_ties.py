@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from agentevo.models.routers import routed
+from agentevo.models.routers import enable_routing
 
 GAP = 1e-6
 ROUTER_WEIGHTS = ("gate.weight", "router.weight", "gate.classifier.weight")
@@ -30,5 +30,5 @@ def nudged(model: PreTrainedModel, sign: float) -> PreTrainedModel:
 
 def two_ways(prepared: PreTrainedModel) -> tuple[Any, Any]:
     """An engine's model and a trainer's, the same but for their near ties."""
-    model = routed(copy.deepcopy(prepared))
+    model = enable_routing(copy.deepcopy(prepared))
     return nudged(model, 1.0), nudged(model, -1.0)

@@ -14,15 +14,15 @@ import agentevo
 from agentevo.config.tools import FunctionToolSection
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.task_making import databases
-from agentevo.task_making.calls import World, asked
+from agentevo.task_making.calls import ToolWorld, call_tool
 from agentevo.task_making.demonstrations import demonstration
-from agentevo.task_making.making import Wanted, make_tasks
-from agentevo.task_making.questions import Condition, Link, Question
+from agentevo.task_making.making import WantedTasks, make_tasks
+from agentevo.task_making.questions import DatabaseQuestion, Link, QueryCondition
 from agentevo.task_making.scenario import steps_of
 from agentevo.task_making.survey import survey
 from agentevo.tools.state_checks import SOLVED_BY_CALLS
 
-WANTED = Wanted(train=40, held_out=10)
+WANTED = WantedTasks(train=40, held_out=10)
 SHOP = """
 CREATE TABLE customers (id INTEGER PRIMARY KEY, name TEXT, "home city" TEXT, age INT);
 CREATE TABLE "order" (number INTEGER PRIMARY KEY, who INTEGER REFERENCES customers(id),
@@ -97,7 +97,7 @@ def test_demonstrations_call_the_tool_and_say_the_value(made):
 
 def test_harder_variants_have_a_further_condition(made, shop):
     easy = [row for row in made.train if row["difficulty"] == 1][:12]
-    wanted = Wanted(train=8, held_out=0)
+    wanted = WantedTasks(train=8, held_out=0)
     harder = made_for(sections(shop), wanted, harder_than=easy)
     by_id = {row["id"]: steps_of(row)[-1].question for row in easy}
     for row in harder.train:
@@ -113,18 +113,18 @@ def surveyed(monkeypatch, *known):
     answers = []
 
     async def counted(*arguments):
-        answers.append(await asked(*arguments))
+        answers.append(await call_tool(*arguments))
         return answers[-1]
 
     async def work():
-        world = World(known)
+        world = ToolWorld(known)
         try:
             return (await survey(world, {}, seed=0)).databases
         finally:
             await world.close()
 
     with monkeypatch.context() as patched:
-        patched.setattr(databases, "asked", counted)
+        patched.setattr(databases, "call_tool", counted)
         return asyncio.run(work()), len(answers)
 
 
@@ -165,7 +165,7 @@ def test_many_tables_with_long_statements_and_short_names(tmp_path):
             connection.executemany(f"INSERT INTO t{number} VALUES (?, ?)", rows)
         connection.commit()
 
-    made = made_for(sections(file), Wanted(train=20, held_out=5))
+    made = made_for(sections(file), WantedTasks(train=20, held_out=5))
     asked = [steps_of(row)[-1].question for row in made.train]
     assert len(made.known.databases["query"].tables) == 20
     assert {("value", "E"), ("value", "S")} <= {(one.what, one.column) for one in asked}
@@ -179,16 +179,16 @@ def test_a_question_of_another_database_has_no_harder_variant(made, shop, tmp_pa
         connection.execute("INSERT INTO birds VALUES ('crow')")
         connection.commit()
     with pytest.raises(AgentEvoError, match="nothing that the server can be asked"):
-        made_for(sections(other), Wanted(train=1, held_out=0), harder_than=made.train[:2])
+        made_for(sections(other), WantedTasks(train=1, held_out=0), harder_than=made.train[:2])
 
 
 def test_questions_say_in_sql_what_they_say_in_words():
     link = Link(column="who", table="customers", key="id")
-    question = Question(
+    question = DatabaseQuestion(
         table="order",
         what="value",
         column="item",
-        conditions=(Condition(column="home city", value="St. John's", link=link),),
+        conditions=(QueryCondition(column="home city", value="St. John's", link=link),),
         most="price",
     )
     assert question.sql == (
@@ -242,11 +242,13 @@ def failing(query: str) -> str:
 def test_servers_that_lie_about_databases_are_no_databases():
     """What one says its tables are is read without running anything of it."""
     with pytest.raises(AgentEvoError):
-        made_for([FunctionToolSection(name="claims_sql")], Wanted(train=2, held_out=0))
-    known = made_for([FunctionToolSection(name="repeats_sql")], Wanted(train=2, held_out=0)).known
+        made_for([FunctionToolSection(name="claims_sql")], WantedTasks(train=2, held_out=0))
+    known = made_for(
+        [FunctionToolSection(name="repeats_sql")], WantedTasks(train=2, held_out=0)
+    ).known
     assert known.databases == {}
 
 
 def test_an_error_that_is_called_a_result_is_an_error():
     with pytest.raises(ConfigError, match="Database error: near"):
-        made_for([FunctionToolSection(name="fails_sql")], Wanted(train=2, held_out=0))
+        made_for([FunctionToolSection(name="fails_sql")], WantedTasks(train=2, held_out=0))

@@ -9,7 +9,7 @@ import pytest
 
 from agentevo.errors import ConfigError
 from agentevo.task_making import document_files
-from agentevo.task_making.document_files import changed, is_document, read_documents
+from agentevo.task_making.document_files import changed_files, is_document, read_documents
 
 
 def test_a_folder_is_read_whole_but_for_what_is_hidden_or_no_text(tmp_path: Path) -> None:
@@ -38,11 +38,11 @@ def test_a_folder_is_read_whole_but_for_what_is_hidden_or_no_text(tmp_path: Path
     }
     assert read.left_out == {".pdf": 1, "without an ending": 1, "empty": 1}
     assert "1 .pdf" in read.note()
-    assert changed(read.digests) == []
+    assert changed_files(read.digests) == []
 
     (tmp_path / "b.md").write_text("Else.")
     (tmp_path / "a.txt").unlink()
-    assert sorted(changed(read.digests)) == [str(tmp_path / "a.txt"), str(tmp_path / "b.md")]
+    assert sorted(changed_files(read.digests)) == [str(tmp_path / "a.txt"), str(tmp_path / "b.md")]
 
 
 def refused(*paths: Path) -> str:

@@ -11,20 +11,20 @@ import agentevo
 from agentevo.config.tools import FunctionToolSection
 from agentevo.errors import AgentEvoError, ConfigError, ToolUnavailableError
 from agentevo.task_making import making
-from agentevo.task_making.calls import World, asked
+from agentevo.task_making.calls import ToolWorld, call_tool
 from agentevo.task_making.demonstrations import demonstration
-from agentevo.task_making.making import Wanted, make_tasks
-from agentevo.task_making.scenario import Scenario, Step, is_held_out
-from agentevo.task_making.solvability import graded
+from agentevo.task_making.making import WantedTasks, make_tasks
+from agentevo.task_making.scenario import Scenario, ScenarioStep, is_held_out
+from agentevo.task_making.solvability import grade_tasks
 from agentevo.task_making.survey import Survey, survey
-from agentevo.task_making.values import Values, described_values, mined
+from agentevo.task_making.values import Values, described_values, mine_values
 from agentevo.task_making.wording import deed, gerund, named_tools
 from agentevo.tools import toolbox
 from agentevo.tools.state_checks import SOLVED_BY_CALLS
 from agentevo.tools.tool import ToolSpec
 from agentevo.types import Task
 
-SETTINGS = Wanted(train=30, held_out=8, worlds=12, personas=("", "polite"))
+SETTINGS = WantedTasks(train=30, held_out=8, worlds=12, personas=("", "polite"))
 
 
 def sections(name, **options):
@@ -47,7 +47,7 @@ async def carried_out(row, calls):
     metadata = {key: row[key] for key in ("state_checks", "world") if key in row}
     try:
         async with box.open(Task(id="t", metadata=metadata), seed=3) as tools:
-            results = [await asked(tools, one["tool"], one["arguments"]) for one in calls]
+            results = [await call_tool(tools, one["tool"], one["arguments"]) for one in calls]
             return [one.text for one in results], await tools.outcomes()
     finally:
         await box.close()
@@ -79,7 +79,7 @@ def test_held_out_tasks_follow_from_their_content(hotel):
     again = made_for("booking", SETTINGS, rooms=9)
     assert (again.train, again.held_out) == (hotel.train, hotel.held_out)
 
-    other = made_for("booking", Wanted(train=20, held_out=4, seed=5, worlds=12), rooms=9)
+    other = made_for("booking", WantedTasks(train=20, held_out=4, seed=5, worlds=12), rooms=9)
     assert not {row["content"] for row in other.train} & held
 
 
@@ -111,7 +111,7 @@ def test_every_tool_is_used_none_is_named_and_tasks_are_graded(hotel):
 
 def test_harder_variants_go_on_from_the_tasks_that_were_solved(hotel):
     parents = [row for row in hotel.train if row["difficulty"] <= 2]
-    wanted = Wanted(train=5, held_out=0, seed=2, worlds=12)
+    wanted = WantedTasks(train=5, held_out=0, seed=2, worlds=12)
     found = asyncio.run(make_tasks(sections("booking", rooms=9), wanted, harder_than=parents))
     ids = {row["id"]: row for row in parents}
     for row in found.train:
@@ -196,26 +196,26 @@ class Empty:
 @pytest.mark.slow
 def test_servers_that_can_not_be_asked_are_told_of_in_plain_words(monkeypatch):
     told: list[str] = []
-    found = made_for("liar", Wanted(train=3, held_out=1), told=told)
+    found = made_for("liar", WantedTasks(train=3, held_out=1), told=told)
     assert {tool for row in found.train for tool in row["tools"]} == {"greet"}
     assert len(told) == 1 and "guess" in told[0] and "numbers are words" in told[0]
 
     with pytest.raises(ConfigError, match="no tool of the server answers"):
-        made_for("mute", Wanted())
+        made_for("mute", WantedTasks())
     with pytest.raises(AgentEvoError, match="second time"):
-        made_for("clocked", Wanted(train=3, held_out=0))
+        made_for("clocked", WantedTasks(train=3, held_out=0))
 
     monkeypatch.setattr(toolbox, "make_toolsets", lambda section: [Empty()])
     with pytest.raises(ConfigError, match="shop has no tools at all"):
-        made_for("any", Wanted())
+        made_for("any", WantedTasks())
 
     monkeypatch.setattr(toolbox, "make_toolsets", lambda section: [Empty("it is away")])
     with pytest.raises(ToolUnavailableError, match="it is away"):
-        made_for("any", Wanted())
+        made_for("any", WantedTasks())
 
 
 def test_what_varies_is_left_to_a_judge_where_that_is_wanted():
-    wanted = Wanted(train=3, held_out=0, kinds=("state", "answer", "open"))
+    wanted = WantedTasks(train=3, held_out=0, kinds=("state", "answer", "open"))
     found = made_for("clocked", wanted)
     assert len(found.train) == 3
     assert not any({"answer", "scorer", "state_checks"} & row.keys() for row in found.train)
@@ -225,7 +225,7 @@ def test_what_varies_is_left_to_a_judge_where_that_is_wanted():
 @pytest.mark.slow
 def test_a_run_of_misses_ends(monkeypatch):
     monkeypatch.setattr(making, "MAX_MISSES", 40)
-    found = made_for("liar", Wanted(train=500, held_out=0))
+    found = made_for("liar", WantedTasks(train=500, held_out=0))
     assert 0 < len(found.train) < 500
 
 
@@ -235,11 +235,13 @@ def test_looking_for_other_difficulties_in_vain_costs_walks_once():
 
         async def _walked(self, number):
             self.walks += 1
-            step = Step(tool="greet", arguments={"name": f"N{number}"}, changes=True)
+            step = ScenarioStep(tool="greet", arguments={"name": f"N{number}"}, changes=True)
             return Scenario(steps=[step], world=0), []
 
     known = Survey(schemas={}, descriptions={"greet": "Greet somebody."}, specs=[], values=Values())
-    maker = OneCall(None, known, Wanted(train=100, held_out=0), frozenset(), (), lambda done: None)
+    maker = OneCall(
+        None, known, WantedTasks(train=100, held_out=0), frozenset(), (), lambda done: None
+    )
     made = asyncio.run(maker.make())
     assert len(made.train) == 100 and {row["difficulty"] for row in made.train} == {1}
     assert 100 + making.MAX_MISSES // 2 < maker.walks < 150 + making.MAX_MISSES
@@ -258,7 +260,7 @@ def test_looking_for_other_difficulties_in_vain_costs_walks_once():
     ids=["words", "json", "refusal", "lines", "none", "deep"],
 )
 def test_values_that_a_result_names(text, name, schema, values):
-    assert list(mined(text, name, schema)) == values
+    assert list(mine_values(text, name, schema)) == values
 
 
 def test_values_that_a_schema_names():
@@ -298,14 +300,14 @@ def test_descriptions_of_any_kind_become_deeds():
 def test_tasks_that_all_or_none_solve_are_in_reserve():
     rows = [{"id": name} for name in "abcd"]
     solved = {"a": [True, False], "b": [True, True], "c": [False, False]}
-    edge, reserve = graded(rows, solved)
+    edge, reserve = grade_tasks(rows, solved)
     assert edge == [{"id": "a", "success_rate": 0.5}]
     assert [row.get("success_rate") for row in reserve] == [1.0, 0.0, None]
 
 
 def test_a_survey_knows_which_tools_change_something():
     async def known():
-        world = World(sections("files"))
+        world = ToolWorld(sections("files"))
         try:
             return await survey(world, {"path": ["a.txt", "b.txt"]}, seed=0)
         finally:

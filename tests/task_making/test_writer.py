@@ -10,15 +10,15 @@ import pytest
 
 from agentevo.errors import AgentEvoError
 from agentevo.remote_models.ledger import RemoteModelError
-from agentevo.task_making.scenario import Found, Scenario, Step
-from agentevo.task_making.writer import reworded
+from agentevo.task_making.scenario import Scenario, ScenarioStep, ValueSource
+from agentevo.task_making.writer import reword_tasks
 
 STEPS = [
-    Step(tool="find_rooms", arguments={"city": "Rome"}, result="room 412"),
-    Step(
+    ScenarioStep(tool="find_rooms", arguments={"city": "Rome"}, result="room 412"),
+    ScenarioStep(
         tool="book",
         arguments={"room": 412, "guest": "Ada"},
-        found={"room": Found(step=0, name="room")},
+        found={"room": ValueSource(step=0, name="room")},
     ),
 ]
 ROW = Scenario(steps=STEPS, world=0, answer="Done").row(
@@ -44,7 +44,7 @@ class Model:
 
 def written(*texts):
     model = Model(*texts)
-    rows, reasons = asyncio.run(reworded([ROW], model, TOOLS, seed=0))
+    rows, reasons = asyncio.run(reword_tasks([ROW], model, TOOLS, seed=0))
     return rows[0]["query"], reasons, model.asked
 
 

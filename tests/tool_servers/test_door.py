@@ -8,7 +8,7 @@ import pytest
 
 from agentevo.event_loop import run_coroutine
 from agentevo.tool_servers import door
-from agentevo.tool_servers.door import Door
+from agentevo.tool_servers.door import ToolServerDoor
 
 pytest.importorskip("mcp", reason="the SDK of MCP is not installed")
 MOST = 3
@@ -64,7 +64,7 @@ def at_the_door(work, monkeypatch):
 
     async def all_of_it():
         sessions = Sessions()
-        app = Door(sessions, "k", MOST)
+        app = ToolServerDoor(sessions, "k", MOST)
         for _ in range(MOST):
             assert await asked(app) == 200
         await work(app, sessions, now)

@@ -14,7 +14,7 @@ from agentevo.rollout.given_tasks import task_of
 from agentevo.tool_servers.lessons import LESSONS
 from agentevo.tool_servers.lessons.lesson import (
     GIVES_UP,
-    Call,
+    LessonCall,
     demonstrations,
     lesson_tasks,
     task_of_row,
@@ -74,7 +74,7 @@ def test_a_teacher_may_give_up():
 
 def test_a_solver_that_does_not_solve_is_told(monkeypatch):
     lesson = LESSONS["database"]
-    wrong = Call("execute", {"sql": "DELETE FROM goods"})
+    wrong = LessonCall("execute", {"sql": "DELETE FROM goods"})
     steps = lambda task, results: wrong if not results else "Done."  # noqa: E731
     monkeypatch.setattr(lesson, "step", steps, raising=False)
     with pytest.raises(AgentEvoError, match="does not solve database-train-0-0"):

@@ -12,8 +12,8 @@ import pytest
 from agentevo.errors import ConfigError, EnvironmentFailure, ToolError
 from agentevo.tool_servers.booking import BookingOffice
 from agentevo.tool_servers.calculator import calculator
-from agentevo.tool_servers.database import Database, _like
-from agentevo.tool_servers.files import MAX_FILE, MAX_FILES, Files
+from agentevo.tool_servers.database import DatabaseTools, _like
+from agentevo.tool_servers.files import MAX_FILE, MAX_FILES, FileTools
 from agentevo.types import Task
 
 
@@ -77,7 +77,7 @@ GOODS = (
 
 
 def database(**metadata):
-    return Database(task(setup=GOODS, **metadata))
+    return DatabaseTools(task(setup=GOODS, **metadata))
 
 
 def test_a_database_is_read_and_changed_and_judged_by_its_rows():
@@ -123,7 +123,7 @@ def test_a_database_is_read_and_changed_and_judged_by_its_rows():
     ],
 )
 def test_a_query_changes_nothing_and_takes_little(sql):
-    world = Database(task(setup=GOODS, solved_by="SELECT 1"), statement_timeout_s=0.2)
+    world = DatabaseTools(task(setup=GOODS, solved_by="SELECT 1"), statement_timeout_s=0.2)
     if sql:
         with pytest.raises(ToolError):
             world.query(sql)
@@ -152,7 +152,7 @@ def test_no_statement_leaves_the_database(sql, tmp_path):
 
 
 def test_a_database_does_not_grow_without_bound():
-    world = Database(task(setup="CREATE TABLE t (x)"), statement_timeout_s=20)
+    world = DatabaseTools(task(setup="CREATE TABLE t (x)"), statement_timeout_s=20)
     rows = "WITH RECURSIVE c(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM c WHERE i < 900) "
     with pytest.raises(ToolError, match="full"):
         world.execute(f"INSERT INTO t {rows} SELECT randomblob(90000) FROM c")
@@ -160,18 +160,20 @@ def test_a_database_does_not_grow_without_bound():
 
 
 def test_many_rows_are_cut_and_bytes_are_named():
-    world = Database(task(setup="CREATE TABLE t (x); INSERT INTO t VALUES (x'00ff'), (NULL), (3);"))
+    world = DatabaseTools(
+        task(setup="CREATE TABLE t (x); INSERT INTO t VALUES (x'00ff'), (NULL), (3);")
+    )
     assert world.query("SELECT x FROM t") == "x\n[2 bytes]\nNULL\n3"
-    world = Database(task(setup=GOODS), max_rows=1)
+    world = DatabaseTools(task(setup=GOODS), max_rows=1)
     assert world.query("SELECT name FROM goods").endswith("pear\n(only the first 1 rows are shown)")
 
 
 def test_a_schema_says_how_many_tables_it_leaves_out():
     many = ";".join(f"CREATE TABLE t{number} (x)" for number in range(60))
-    lines = Database(task(setup=many)).schema().splitlines()
+    lines = DatabaseTools(task(setup=many)).schema().splitlines()
     assert lines[-1] == "(the first 50 of 60: query sqlite_schema for the others)"
     assert len(lines) == 51 and lines[49] == "CREATE TABLE t49 (x)"
-    assert len(Database(task(setup=many), max_rows=60).schema().splitlines()) == 60
+    assert len(DatabaseTools(task(setup=many), max_rows=60).schema().splitlines()) == 60
 
 
 def test_a_file_is_copied_for_each_attempt(tmp_path):
@@ -182,12 +184,12 @@ def test_a_file_is_copied_for_each_attempt(tmp_path):
         made.executescript(GOODS)
 
     made.close()
-    first, second = (Database(task(), file=str(path)) for _ in range(2))
+    first, second = (DatabaseTools(task(), file=str(path)) for _ in range(2))
     first.execute("DELETE FROM goods")
     assert second.query("SELECT count(*) AS n FROM goods") == "n\n2"
 
     with pytest.raises(ConfigError, match="can't be read"):
-        Database(task(), file=str(tmp_path / "none.db"))
+        DatabaseTools(task(), file=str(tmp_path / "none.db"))
 
     assert not (tmp_path / "none.db").exists()
 
@@ -195,7 +197,7 @@ def test_a_file_is_copied_for_each_attempt(tmp_path):
 @pytest.mark.parametrize("metadata", [{"setup": "SELEKT"}, {"setup": 3}, {"solved_by": "x"}])
 def test_a_task_whose_sql_does_not_run_fails_its_attempt(metadata):
     with pytest.raises(EnvironmentFailure, match="is no SQL that runs"):
-        Database(task(**metadata))
+        DatabaseTools(task(**metadata))
 
 
 @pytest.mark.parametrize(
@@ -223,7 +225,7 @@ def test_like_takes_no_time_for_many_stars():
 
 
 def test_like_ends_with_the_statement():
-    world = Database(task(setup=GOODS), statement_timeout_s=0.2)
+    world = DatabaseTools(task(setup=GOODS), statement_timeout_s=0.2)
     long = "replace(hex(zeroblob({})), '0', 'a')".format
     started = time.process_time()
     with pytest.raises(ToolError, match=r"longer than 0\.2 s"):
@@ -251,7 +253,7 @@ def test_no_statement_gives_much_or_fills_a_disk():
 def test_a_task_opens_no_other_file(tmp_path):
     path = tmp_path / "other.db"
     with pytest.raises(EnvironmentFailure, match="attached"):
-        Database(task(setup=f"ATTACH '{path}' AS x; CREATE TABLE x.t (a)"))
+        DatabaseTools(task(setup=f"ATTACH '{path}' AS x; CREATE TABLE x.t (a)"))
     assert not path.exists()
 
 
@@ -272,10 +274,10 @@ def test_a_task_sets_no_limit_of_the_process_or_of_what_a_database_takes(sql):
     asked = "PRAGMA hard_heap_limit"
     before = sqlite3.connect(":memory:").execute(asked).fetchone()
     with pytest.raises(EnvironmentFailure, match=r"is not allowed in|no such|too many arg"):
-        Database(task(setup=f"CREATE TABLE t (x); {sql};"))
+        DatabaseTools(task(setup=f"CREATE TABLE t (x); {sql};"))
     assert sqlite3.connect(":memory:").execute(asked).fetchone() == before
     dump = "PRAGMA foreign_keys=OFF; BEGIN TRANSACTION; CREATE TABLE t (x); COMMIT;"
-    assert "CREATE TABLE t" in Database(task(setup=dump)).schema()
+    assert "CREATE TABLE t" in DatabaseTools(task(setup=dump)).schema()
 
 
 def test_a_state_that_can_not_be_read_is_worth_nothing():
@@ -297,7 +299,7 @@ def folder():
     made = []
 
     def make(**metadata):
-        made.append(Files(task(files=TEXTS, **metadata)))
+        made.append(FileTools(task(files=TEXTS, **metadata)))
         return made[-1]
 
     yield make
@@ -385,7 +387,7 @@ def test_files_have_bounds(folder, tmp_path):
         files.write_file("one/more.txt", "")
 
     (tmp_path / "large.txt").write_bytes(b"x" * (MAX_FILE + 1))
-    files = Files(task(), root=str(tmp_path), read_only=True)
+    files = FileTools(task(), root=str(tmp_path), read_only=True)
     with pytest.raises(ToolError, match="no more are read"):
         files.read_file("large.txt")
     with pytest.raises(ToolError, match="only be read"):
@@ -395,17 +397,17 @@ def test_files_have_bounds(folder, tmp_path):
 
     files.close()
     with pytest.raises(EnvironmentFailure, match="read_only"):
-        Files(task(files={"large.txt": ""}), root=str(tmp_path), read_only=True)
+        FileTools(task(files={"large.txt": ""}), root=str(tmp_path), read_only=True)
     assert (tmp_path / "large.txt").stat().st_size
 
     with pytest.raises(ConfigError, match="is no folder"):
-        Files(task(), root=str(tmp_path / "none"))
+        FileTools(task(), root=str(tmp_path / "none"))
 
 
 @pytest.mark.parametrize("metadata", [{"files": {"../x": "y"}}, {"files": 3}, {"files": {"x": 1}}])
 def test_a_task_whose_files_can_not_be_fails_its_attempt(metadata):
     with pytest.raises(EnvironmentFailure, match=r"metadata\.files"):
-        Files(task(**metadata))
+        FileTools(task(**metadata))
 
 
 ROOMS = [

@@ -14,7 +14,7 @@ from agentevo.errors import ConfigError, MissingExtraError, ToolError
 from agentevo.tool_servers.retriever import MAX_BODY, Retriever
 from agentevo.tools import search as search_module
 from agentevo.tools.indexes import corpus_index
-from agentevo.tools.search import Search
+from agentevo.tools.search import CorpusSearch
 
 ROWS = [
     {"id": "a", "title": "Perth", "text": "Perth is a city in Western Australia."},
@@ -99,16 +99,16 @@ def test_the_search_tool_asks_it(corpus, monkeypatch):
         lambda url, json, headers, timeout: asked(app, json, **headers),
     )
     options = {"url": "http://here/retrieve", "top_k": 1}
-    assert Search(**options, api_key="${env:RETRIEVER_KEY}").search("capital city") == (
+    assert CorpusSearch(**options, api_key="${env:RETRIEVER_KEY}").search("capital city") == (
         f"[1] {ROWS[1]['contents']}"
     )
 
     with pytest.raises(ToolError, match="nonsense"):
-        Search(**options).search("capital city")
+        CorpusSearch(**options).search("capital city")
 
     for wrong in ({"api_key": "sesame"}, {"api_key": "${env:NOT_SET_HERE}"}, {"kind": "dense"}):
         with pytest.raises(ConfigError):
-            Search(**options, **wrong)
+            CorpusSearch(**options, **wrong)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_dense_search_compares_meanings(corpus, encoder):
     alone = np.concatenate([made.encode([text]) for text in texts])
     assert np.allclose(together, alone, atol=1e-5), "padding changes nothing"
     assert np.allclose(np.linalg.norm(together, axis=1), 1, atol=1e-5)
-    assert "Perth" in Search(corpus=corpus, kind="dense", model=encoder, top_k=3).search("x")
+    assert "Perth" in CorpusSearch(corpus=corpus, kind="dense", model=encoder, top_k=3).search("x")
 
 
 def test_an_encoder_that_is_none_is_refused(corpus, tmp_path):

@@ -18,7 +18,7 @@ from agentevo.config.sandbox import ProgramSandboxSection
 from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
 from agentevo.sandbox.bubblewrap import Bubblewrap
-from agentevo.sandbox.programs import sandboxed
+from agentevo.sandbox.programs import sandbox_command
 from agentevo.tools.toolbox import Toolbox
 from agentevo.types import Task, ToolCall
 
@@ -121,7 +121,7 @@ def test_a_program_of_npms_bin_folder_starts(needs_bubblewrap, tmp_path):
     link = tmp_path / "node_modules" / ".bin" / "server"
     link.symlink_to("../@some/server/dist/cli.js")
     for command, folder in ((str(link), None), ("node_modules/.bin/server", tmp_path)):
-        words = sandboxed(command, (), ProgramSandboxSection(), folder)
+        words = sandbox_command(command, (), ProgramSandboxSection(), folder)
         ended = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
         assert ended.stdout == "hello\n", ended.stderr
 
@@ -152,7 +152,7 @@ def test_a_script_of_a_virtual_environment_that_is_a_link_finds_its_interpreter(
     script.write_text(f"#!{real}/bin/python\nprint('hello')\n")
     script.chmod(0o755)
     linked.symlink_to(real)
-    words = sandboxed(str(linked / "bin" / "hello"), (), ProgramSandboxSection(), None)
+    words = sandbox_command(str(linked / "bin" / "hello"), (), ProgramSandboxSection(), None)
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout == "hello\n", done.stderr
 

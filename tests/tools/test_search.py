@@ -11,7 +11,7 @@ import pytest
 from agentevo.errors import ConfigError, ToolError, ToolUnavailableError
 from agentevo.tools.corpus import Passage, passage_of
 from agentevo.tools.indexes import corpus_index
-from agentevo.tools.search import Search
+from agentevo.tools.search import CorpusSearch
 from agentevo.tools.word_index import WordIndex
 
 PASSAGES = [
@@ -29,7 +29,7 @@ def corpus(tmp_path):
 
 
 def test_the_best_passage_comes_first(corpus):
-    search = Search(corpus=corpus, top_k=2)
+    search = CorpusSearch(corpus=corpus, top_k=2)
     assert search.search("What is the capital of Australia?") == (
         "[1] Canberra\nCanberra is the capital city of Australia.\n"
         "[2] Perth\nPerth is a city in Western Australia."
@@ -92,17 +92,17 @@ def test_any_text_is_a_query(query):
 def test_a_corpus_that_can_not_be_read_says_where(tmp_path):
     path = tmp_path / "corpus.jsonl"
     with pytest.raises(ConfigError, match="can't be read"):
-        Search(corpus=str(path))
+        CorpusSearch(corpus=str(path))
 
     path.write_text('{"text": "fine"}\n{"words": "odd"}\n', encoding="utf-8")
     with pytest.raises(ConfigError, match=r"corpus.jsonl:2: no passage"):
-        Search(corpus=str(path))
+        CorpusSearch(corpus=str(path))
 
     path.write_text("\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="has no passages"):
-        Search(corpus=str(path))
+        CorpusSearch(corpus=str(path))
     with pytest.raises(ConfigError, match="needs the option `corpus`"):
-        Search()
+        CorpusSearch()
     assert passage_of({"title": "", "text": "x"}).contents == "x"
 
     row = {"id": 7, "contents": "T\nx\ny"}
@@ -137,7 +137,7 @@ def retriever():
 
 def test_a_retriever_is_asked_as_search_r1_does(retriever):
     url, asked, answers = retriever
-    search = Search(url=url, top_k=1)
+    search = CorpusSearch(url=url, top_k=1)
     answers.append((200, {"result": [[{"document": {"contents": "T\nx"}, "score": 1.0}]]}))
 
     assert search.search("who?") == "[1] T\nx"
@@ -148,7 +148,7 @@ def test_a_retriever_is_asked_as_search_r1_does(retriever):
             search.search("who?")
 
     with pytest.raises(ToolUnavailableError) as raised:
-        Search(url="http://127.0.0.1:9/retrieve").search("who?")
+        CorpusSearch(url="http://127.0.0.1:9/retrieve").search("who?")
 
     assert raised.value.was_sent is False
 

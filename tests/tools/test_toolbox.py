@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from agentevo.config.tools import PACKAGED, FunctionToolSection, tool
 from agentevo.errors import ConfigError, ToolError, ToolUnavailableError
 from agentevo.event_loop import run_coroutine
-from agentevo.tools.shorten import shortened
+from agentevo.tools.shorten import shorten_text
 from agentevo.tools.tool import ToolResult
 from agentevo.tools.toolbox import Toolbox
 from agentevo.types import Task, ToolCall
@@ -292,7 +292,7 @@ def test_names_of_several_toolsets_never_collide():
 
 @given(st.text(max_size=400), st.integers(100, 300))
 def test_a_long_result_keeps_its_head_and_tail(text, longest):
-    short = shortened(text, longest)
+    short = shorten_text(text, longest)
     if len(text) <= longest:
         assert short == text
         return

@@ -9,7 +9,7 @@ import pytest
 from agentevo.config.tools import FunctionToolSection, tool
 from agentevo.errors import ToolError
 from agentevo.event_loop import run_coroutine
-from agentevo.tools.trial import made_value, tried
+from agentevo.tools.trial import made_value, try_calls
 from agentevo.types import Task, ToolCall
 
 
@@ -79,7 +79,7 @@ def test_each_tool_is_called_once_and_says_how_it_ended():
 
     async def work(calls=()):
         sections = [FunctionToolSection(name="kit", timeout_s=0.5)]
-        return [one async for one in tried(sections, Task(id="t", answer=5), calls)]
+        return [one async for one in try_calls(sections, Task(id="t", answer=5), calls)]
 
     found = {one.name: one for one in run_coroutine(work())}
     assert {name: one.status for name, one in found.items()} == {

@@ -18,7 +18,7 @@ from agentevo.tracing import otlp_proto
 from agentevo.tracing.otlp_json import encoded
 from agentevo.tracing.span import Event, Shared, Source, Span
 from agentevo.tracing.spans import RunFacts, Spans
-from agentevo.tracing.texts import Texts
+from agentevo.tracing.texts import SpanTexts
 from agentevo.types import Call
 
 SOURCE = Source(attributes={"service.name": 'a "service"', "more": 3}, version="1")
@@ -101,7 +101,7 @@ def _span(own: dict[str, Any]) -> Span:
 
 
 def test_a_fact_that_has_the_name_of_an_attribute_stands_once_and_in_its_span_alone() -> None:
-    spans = Spans(RunFacts("r", "run-1", "tiny", False), Texts(200, {}), contents=False)
+    spans = Spans(RunFacts("r", "run-1", "tiny", False), SpanTexts(200, {}), contents=False)
     made = [
         spans.of(
             Call(

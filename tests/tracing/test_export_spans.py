@@ -22,7 +22,7 @@ from agentevo.tracing.opening import run_id_of
 from agentevo.tracing.otlp_json import JsonLines
 from agentevo.tracing.span import Source
 from agentevo.tracing.spans import RunFacts, Spans
-from agentevo.tracing.texts import Texts
+from agentevo.tracing.texts import SpanTexts
 from agentevo.tracing.tracer import Tracer
 from agentevo.types import Message, ToolCall, Trajectory, Turn
 
@@ -35,7 +35,7 @@ def played(folder: Path, name: str = "t/train@3#1") -> list[Any]:
     run = RUN._replace(id=run_id_of(folder))
     path = folder / "live.jsonl"
     exporter = JsonLines(path, Source(attributes={}, version="1"))
-    tracer = Tracer(exporter, Spans(run, Texts(200, {}), contents=False), run_id=run.id)
+    tracer = Tracer(exporter, Spans(run, SpanTexts(200, {}), contents=False), run_id=run.id)
 
     async def scenario() -> None:
         async def opened() -> Any:

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentevo.tracing.texts import Texts
+from agentevo.tracing.texts import SpanTexts
 from agentevo.types import Message, ToolCall
 
 KEY = "q7RkZ0vUeWm3xTnY"
 ENVIRONMENT = {"MY_SERVICE_KEY": KEY, "DB_PASSWORD": "hunter2hunter2", "HOME": "/home/somebody"}
-TEXTS = Texts(200, ENVIRONMENT)
+TEXTS = SpanTexts(200, ENVIRONMENT)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_secrets_are_left_out(secret: str, around: str) -> None:
         Message("assistant", "so", reasoning=text),
         Message("tool", text, name=text),
     ]
-    assert secret not in Texts(10_000, ENVIRONMENT).messages(chat)
+    assert secret not in SpanTexts(10_000, ENVIRONMENT).messages(chat)
 
 
 def test_passwords_in_urls_and_headers_are_left_out() -> None:
@@ -61,14 +61,14 @@ def test_half_a_secret_is_not_left_by_what_is_cut(place: int) -> None:
 
 @given(st.text(max_size=600), st.integers(16, 300))
 def test_a_text_is_as_long_as_it_may_be(text: str, longest: int) -> None:
-    shown = Texts(longest, {}).shown(text)
+    shown = SpanTexts(longest, {}).shown(text)
     assert len(shown) <= longest + 3 * text.count("\0")
     shown.encode()
 
 
 @given(st.lists(st.text(max_size=300), max_size=30))
 def test_messages_are_json_of_bounded_size_and_end_with_the_newest(texts: list[str]) -> None:
-    told = Texts(500, {}).messages([Message("user", text) for text in texts])
+    told = SpanTexts(500, {}).messages([Message("user", text) for text in texts])
     assert len(told) < 500 * 6 + 1000
     read = json.loads(told)
     if texts and texts[-1] and len(texts[-1]) < 100 and texts[-1].isprintable():
@@ -81,7 +81,7 @@ def test_messages_have_the_form_of_the_conventions() -> None:
         Message("assistant", "Hm.", reasoning="Why?", tool_calls=(ToolCall("f", "{", "c1"),)),
         Message("tool", "42", tool_call_id="c1"),
     ]
-    assert json.loads(Texts(1000, {}).messages(chat, finish_reasons=["stop"]))[1:] == [
+    assert json.loads(SpanTexts(1000, {}).messages(chat, finish_reasons=["stop"]))[1:] == [
         {
             "role": "assistant",
             "parts": [
@@ -102,7 +102,7 @@ def test_messages_have_the_form_of_the_conventions() -> None:
 @pytest.mark.parametrize("calls", [1, 3, 5000])
 def test_a_message_of_many_calls_is_as_long_as_it_may_be(calls: int) -> None:
     called = [ToolCall(f"id-{n}", "t" * 500, '{"q": "' + "x" * 900 + '"}') for n in range(calls)]
-    texts = Texts(2000, {})
+    texts = SpanTexts(2000, {})
     (told,) = json.loads(texts.messages([Message("assistant", "hm", tool_calls=called)]))
     assert len(json.dumps(told)) < 4000
     assert told["parts"][0] == {"type": "text", "content": "hm"}

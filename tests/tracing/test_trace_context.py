@@ -9,14 +9,14 @@ from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
 from opentelemetry.trace import get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from agentevo.store.trace_context import LONGEST, Place, read_traceparent, span_of, trace_of
+from agentevo.store.trace_context import LONGEST, TracePlace, read_traceparent, span_of, trace_of
 from agentevo.tracing.spans import attempt_of
 
-PLACES = st.builds(Place, st.integers(1, 2**128 - 1), st.integers(1, 2**64 - 1), st.booleans())
+PLACES = st.builds(TracePlace, st.integers(1, 2**128 - 1), st.integers(1, 2**64 - 1), st.booleans())
 
 
 @given(PLACES)
-def test_what_a_place_says_opentelemetry_reads_and_so_do_we(place: Place) -> None:
+def test_what_a_place_says_opentelemetry_reads_and_so_do_we(place: TracePlace) -> None:
     context = TraceContextTextMapPropagator().extract({"traceparent": place.header})
     theirs = get_current_span(context).get_span_context()
     assert (theirs.trace_id, theirs.span_id) == place[:2]

@@ -15,15 +15,15 @@ from collector import Collector, received, request_of_json
 from otel_encoder import request_of_sdk
 
 from agentevo.store.call_log import AttemptCalls, CallLog, asked_by, record_call
-from agentevo.store.trace_context import Place, Said, read_traceparent
+from agentevo.store.trace_context import TracedMessage, TracePlace, read_traceparent
 from agentevo.trace_header import traceparent
 from agentevo.tracing import tracer as tracer_module
 from agentevo.tracing.otlp import OTLP
 from agentevo.tracing.otlp_json import JsonLines, encoded
 from agentevo.tracing.span import Source, Span
 from agentevo.tracing.spans import RunFacts, Spans
-from agentevo.tracing.texts import Texts
-from agentevo.tracing.tracer import Limits, Tracer
+from agentevo.tracing.texts import SpanTexts
+from agentevo.tracing.tracer import TraceLimits, Tracer
 from agentevo.types import Message
 
 SOURCE = Source(attributes={"service.name": "test"}, version="1")
@@ -59,7 +59,7 @@ class Nowhere:
 
 def make(exporter: Any, **options: Any) -> Tracer:
     run = RunFacts("coins", "run-1", "tiny", False)
-    spans = Spans(run, Texts(200, {}), contents=options.get("contents", False))
+    spans = Spans(run, SpanTexts(200, {}), contents=options.get("contents", False))
     return Tracer(exporter, spans, run_id=run.id, **options)
 
 
@@ -84,7 +84,7 @@ async def one_attempt(log: CallLog, name: str = ATTEMPT) -> None:
             asked.note(turn=0, completion_tokens=2, completions=1, version=4)
             question = Message("user", "What?")
             answer = Message("assistant", "That.")
-            asked.said = Said(asked=[question], answers=[answer], finish_reasons=["stop"])
+            asked.said = TracedMessage(asked=[question], answers=[answer], finish_reasons=["stop"])
 
         async with record_call("tool", "search") as tool:
             tool.keep(arguments='{"q": 1}', result="found")
@@ -183,20 +183,20 @@ def test_without_tracing_nobody_is_told_of_a_trace() -> None:
 def test_a_call_for_a_program_is_a_child_of_its_span_or_linked_with_it() -> None:
     kept = Kept()
     tracer = make(kept)
-    own = Place(tracer.trace_of(ATTEMPT).trace_id, 77, True)
+    own = TracePlace(tracer.trace_of(ATTEMPT).trace_id, 77, True)
     answers = []
 
     async def play(log: CallLog) -> None:
         with AttemptCalls(log, ATTEMPT).attempt("Player"):
 
-            async def request(place: Place | None) -> None:
+            async def request(place: TracePlace | None) -> None:
                 asker = asked_by(place)
                 with record_call("policy", "generate") as call, record_call("tool", "inner"):
                     pass
                 answers.append(read_traceparent(asker.answer or ""))
                 assert answers[-1] == call.place
 
-            for place in (own, Place(5, 6, True), None):
+            for place in (own, TracePlace(5, 6, True), None):
                 await asyncio.create_task(request(place))
 
     played(tracer, play)
@@ -220,7 +220,7 @@ def raises() -> None:
 @pytest.mark.slow
 def test_an_exporter_that_fails_costs_a_line_at_first_and_one_at_the_end() -> None:
     lines: list[str] = []
-    tracer = make(Kept(raises), tell=lines.append, limits=Limits(delay_s=0.01))
+    tracer = make(Kept(raises), tell=lines.append, limits=TraceLimits(delay_s=0.01))
     played(tracer, one_attempt)
     assert tracer.dropped == 6
 
@@ -237,7 +237,7 @@ def test_an_exporter_that_hangs_holds_up_the_end_for_a_bounded_time() -> None:
     released = threading.Event()
     lines = []
     kept = Kept(lambda: released.wait(600) or None)
-    options = {"tell": lines.append, "limits": Limits(delay_s=0.01), "flush_s": 0.2}
+    options = {"tell": lines.append, "limits": TraceLimits(delay_s=0.01), "flush_s": 0.2}
     played(make(kept, **options), one_attempt)
     released.set()
     assert "did not end within" in lines[-1]
@@ -266,7 +266,7 @@ def test_a_run_shorter_than_the_opening_of_its_exporter_loses_no_span() -> None:
         for number in range(100):
             await one_attempt(log, f"t/train@3#{number}")
 
-    played(make(slow, tell=lines.append, limits=Limits(batch=50)), play)
+    played(make(slow, tell=lines.append, limits=TraceLimits(batch=50)), play)
     told = ["tracing: 600 spans were exported"]
     assert (len(slow.spans), slow.opened, lines) == (600, 1, told)
 
@@ -296,7 +296,7 @@ def test_a_collector_that_fails_for_a_while_costs_no_span(monkeypatch, failing: 
         while len(kept.spans) < 6:
             await asyncio.sleep(0.01)
 
-    tracer = make(kept, tell=lines.append, limits=Limits(delay_s=0.01))
+    tracer = make(kept, tell=lines.append, limits=TraceLimits(delay_s=0.01))
     played(tracer, lambda log: asyncio.wait_for(play(log), 300))
     assert len({span.span_id for span in kept.spans}) == len(kept.spans) == 6
     assert "tried 3 times" in lines[0]
@@ -324,7 +324,7 @@ def test_after_the_deadline_an_exporter_gets_nothing_more() -> None:
         for number in range(10):
             await one_attempt(log, f"t/train@3#{number}")
 
-    tracer = make(kept, limits=Limits(batch=6), flush_s=0.2)
+    tracer = make(kept, limits=TraceLimits(batch=6), flush_s=0.2)
     played(tracer, play)
     released.set()
     tracer._thread.join(300)
@@ -334,7 +334,7 @@ def test_after_the_deadline_an_exporter_gets_nothing_more() -> None:
 def test_what_the_queue_does_not_hold_is_dropped_and_counted() -> None:
     lines: list[str] = []
     kept = Kept()
-    tracer = make(kept, tell=lines.append, limits=Limits(queue=10, delay_s=600))
+    tracer = make(kept, tell=lines.append, limits=TraceLimits(queue=10, delay_s=600))
 
     async def play(log: CallLog) -> None:
         with AttemptCalls(log, ATTEMPT).attempt("Player"):
@@ -397,8 +397,8 @@ def test_a_huge_batch_goes_in_pieces(monkeypatch) -> None:
                     tool.keep(result="long " * 13_000)
 
     run = RunFacts("coins", "run-1", "tiny", False)
-    spans = Spans(run, Texts(2**20, {}), contents=True)
-    played(Tracer(Sized(), spans, run_id="r", contents=True, limits=Limits(delay_s=600)), play)
+    spans = Spans(run, SpanTexts(2**20, {}), contents=True)
+    played(Tracer(Sized(), spans, run_id="r", contents=True, limits=TraceLimits(delay_s=600)), play)
 
     assert sum(sizes) > 2.5e6
     assert max(sizes) < 0.7e6

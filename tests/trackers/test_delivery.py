@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from agentevo.trackers import Begun, Row, TrackedRun, Tracker, TrackerConfig, Tracking
+from agentevo.trackers import (
+    TrackedRow,
+    TrackedRun,
+    Tracker,
+    TrackerConfig,
+    Tracking,
+    TrackingBegun,
+)
 from agentevo.trackers import delivery as delivery_module
 
 PATIENCE_S = 300.0
@@ -21,16 +28,16 @@ class Heard(Tracker):
 
     def __init__(self, config: TrackerConfig) -> None:
         super().__init__(config)
-        self.rows: list[Row] = []
+        self.rows: list[TrackedRow] = []
         self.runs: list[TrackedRun] = []
         self.ends: list[str] = []
-        self.hook: Callable[[Row], None] = lambda row: None
+        self.hook: Callable[[TrackedRow], None] = lambda row: None
 
-    def begin(self, run: TrackedRun) -> Begun:
+    def begin(self, run: TrackedRun) -> TrackingBegun:
         self.runs.append(run)
-        return Begun(run.id)
+        return TrackingBegun(run.id)
 
-    def log(self, row: Row) -> None:
+    def log(self, row: TrackedRow) -> None:
         self.hook(row)
         self.rows.append(row)
 
@@ -38,8 +45,8 @@ class Heard(Tracker):
         self.ends.append(state)
 
 
-def row(step: int, **metrics: float) -> Row:
-    return Row(step=step, time=float(step), metrics=metrics or {"x": float(step)})
+def row(step: int, **metrics: float) -> TrackedRow:
+    return TrackedRow(step=step, time=float(step), metrics=metrics or {"x": float(step)})
 
 
 def begun(
@@ -94,7 +101,7 @@ def test_a_resumed_run_goes_on_in_the_same_one_without_a_step_twice(tmp_path: Pa
 def test_a_tracker_that_raises_costs_one_warning(tmp_path: Path) -> None:
     tracker = Heard(TrackerConfig(name="broken"))
 
-    def fail(row: Row) -> None:
+    def fail(row: TrackedRow) -> None:
         raise SystemExit(f"no server at http://me:hush@host/ for step {row.step}\nmore")
 
     tracker.hook = fail
@@ -116,7 +123,7 @@ def test_a_tracker_that_is_back_has_every_step(tmp_path: Path) -> None:
     tracker = Heard(TrackerConfig(name="away"))
     away = [3]
 
-    def fail_three_times(row: Row) -> None:
+    def fail_three_times(row: TrackedRow) -> None:
         if away[0]:
             away[0] -= 1
             raise ConnectionError("refused")
@@ -136,7 +143,7 @@ def test_a_tracker_that_is_back_has_every_step(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_one_that_cannot_begin_is_given_up(tmp_path: Path) -> None:
     class Closed(Heard):
-        def begin(self, run: TrackedRun) -> Begun:
+        def begin(self, run: TrackedRun) -> TrackingBegun:
             raise PermissionError("key refused")
 
     tracking, _, warnings = begun(tmp_path, Closed(TrackerConfig(name="closed")))
@@ -175,7 +182,7 @@ def test_a_call_that_does_not_come_back_is_said(tmp_path: Path, monkeypatch) -> 
     entered = threading.Event()
     free = threading.Event()
 
-    def wait(row: Row) -> None:
+    def wait(row: TrackedRow) -> None:
         entered.set()
         free.wait(PATIENCE_S)
 

@@ -13,8 +13,8 @@ from typing import Any
 from torch import distributed
 
 from agentevo.config import build_config
-from agentevo.orchestration.tracking import Lines, tracked
-from agentevo.trackers import Begun, Row, TrackedRun, Tracker, trackers
+from agentevo.orchestration.tracking import Lines, track
+from agentevo.trackers import TrackedRow, TrackedRun, Tracker, TrackingBegun, trackers
 
 STEPS = 3
 
@@ -23,12 +23,12 @@ STEPS = 3
 class ToLines(Tracker):
     """Adds what it is told to a file, with the rank that told it."""
 
-    def begin(self, run: TrackedRun) -> Begun:
+    def begin(self, run: TrackedRun) -> TrackingBegun:
         self._path = run.folder / "lines.jsonl"
         self._add("begin")
-        return Begun(run.id)
+        return TrackingBegun(run.id)
 
-    def log(self, row: Row) -> None:
+    def log(self, row: TrackedRow) -> None:
         self._add(row.step)
 
     def end(self, state: Any, summary: Any) -> None:
@@ -49,10 +49,10 @@ def main(folder: Path) -> None:
             "tracking": {"backends": ["lines"], "tensorboard": True},
         }
     )
-    with tracked(config, "train", Lines(print)) as tracking:
+    with track(config, "train", Lines(print)) as tracking:
         for step in range(STEPS):
             distributed.barrier()
-            tracking.put(Row(step=step, time=time.time(), metrics={"a": 1.0 * step}))
+            tracking.put(TrackedRow(step=step, time=time.time(), metrics={"a": 1.0 * step}))
 
     distributed.barrier()
     distributed.destroy_process_group()

@@ -14,7 +14,7 @@ import sys
 import zlib
 from pathlib import Path
 
-from agentevo.trackers import Row, Table, TrackedRun, Tracking, trackers
+from agentevo.trackers import TrackedRow, TrackedRun, TrackedTable, Tracking, trackers
 from agentevo.trackers.secrets import without_secrets
 
 CONFIG = {
@@ -54,9 +54,9 @@ def main(name: str, options: str, folder: Path, first: int, last: int) -> None:
     )
     tracking = Tracking([(config, kind)], run, note=say, warn=say, flush_s=120)
     for step in range(last + 1):
-        table = Table("attempts", ("task", "reward", "said"), ((f"t{step}", 0.5, "a | b"),))
+        table = TrackedTable("attempts", ("task", "reward", "said"), ((f"t{step}", 0.5, "a | b"),))
         tracking.put(
-            Row(
+            TrackedRow(
                 step=step,
                 time=1_770_000_000.0 + step,
                 metrics={

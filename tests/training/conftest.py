@@ -55,7 +55,7 @@ def _slow_loss(
     """The objective of docs/design.md written token by token: nothing is packed, shared or weighted
     in advance."""
     per_sequence = []
-    algorithm = section.resolved()
+    algorithm = section.resolve()
     bounds = algorithm.loss_hyper
     for sample in samples:
         ids = torch.tensor([sample.ids])

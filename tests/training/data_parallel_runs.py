@@ -232,8 +232,8 @@ if __name__ == "__main__":
         of_process = {
             "ranks": (parallel.rank(), parallel.num_ranks(), parallel.num_processes()),
             "parts": parts(),
-            "gathered": parallel.gathered(int(process)),
-            "summed": parallel.summed({"tokens": 10.0 + parallel.rank(), process: 1.0}),
+            "gathered": parallel.gather(int(process)),
+            "summed": parallel.sum_over_ranks({"tokens": 10.0 + parallel.rank(), process: 1.0}),
             "runs": all_runs(("grpo", "whole answers")),
             "writes": writes(int(process), meeting),
         }

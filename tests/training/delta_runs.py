@@ -21,13 +21,13 @@ from transformers import PreTrainedModel
 
 from agentevo.config import ParallelSection, SFTSection
 from agentevo.inference.part_deltas import PublishedParts
-from agentevo.inference.version_manifest import Manifest
+from agentevo.inference.version_manifest import VersionManifest
 from agentevo.inference.weight_delta import num_bytes
 from agentevo.inference.weights import WeightsFolder
 from agentevo.models.in_parts import InParts, lies_in_parts
 from agentevo.models.parameters import trained_weights
 from agentevo.models.parts import give
-from agentevo.models.sharded import changed, skeleton_of
+from agentevo.models.sharded import note_change, skeleton_of
 from agentevo.models.tensor_file import TensorFile
 from agentevo.training.mesh import make_meshes
 from agentevo.training.sharding.layouts import layouts_by_name, local, whole_tensors
@@ -115,8 +115,10 @@ def same(found: Any, model: torch.nn.Module) -> bool:
     )
 
 
-def manifest(folder: WeightsFolder, version: int) -> Manifest:
-    return msgspec.json.decode((folder.path(version) / "manifest.json").read_bytes(), type=Manifest)
+def manifest(folder: WeightsFolder, version: int) -> VersionManifest:
+    return msgspec.json.decode(
+        (folder.path(version) / "manifest.json").read_bytes(), type=VersionManifest
+    )
 
 
 @contextmanager
@@ -167,7 +169,7 @@ def history(case: Case, folder: Path) -> dict[str, Any]:
         for n, tensor in whole_tensors(model, trained).items():
             dict(plain.named_parameters())[n].data.copy_(tensor)
 
-        changed(model)
+        note_change(model)
         if version == 4:
             with published.writing() as writes:
                 if writes:
@@ -202,7 +204,7 @@ def history(case: Case, folder: Path) -> dict[str, Any]:
         "kinds": kinds,
         "sizes": sizes_found,
         "states": states,
-        "latest": parts.announced(),
+        "latest": parts.latest_version(),
         "kept": published.kept_bytes(),
         "own": sum(2 * local(p).numel() for p in trained.values()),
         "whole": num_bytes(trained_weights(plain)),
@@ -212,13 +214,13 @@ def history(case: Case, folder: Path) -> dict[str, Any]:
 
 def _without_room(folder: WeightsFolder, version: int, model: torch.nn.Module) -> list[str]:
     """What is wrong after a delta that found the disk full in its middle."""
-    before = folder.announced()
+    before = folder.latest_version()
     with full_disk(after=3):
         try:
             folder.write(version, model, keep=KEEP)
         except OSError:
             left = [path.name for path in folder.folder.iterdir()]
-            whole = folder.announced() == before and folder.path(version).name not in left
+            whole = folder.latest_version() == before and folder.path(version).name not in left
             return [] if whole else [f"a half-written version: {left}"]
 
     return ["a version was written to a full disk"]

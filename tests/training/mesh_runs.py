@@ -30,15 +30,15 @@ from agentevo.config import (
 )
 from agentevo.models.activations import keep_activations
 from agentevo.models.attention import prepare
-from agentevo.models.routers import routed, routers_of
-from agentevo.models.sharded import changed, make_plain
+from agentevo.models.routers import enable_routing, routers_of
+from agentevo.models.sharded import make_plain, note_change
 from agentevo.routed_experts import RoutedExperts
 from agentevo.training.batching.passes import micro_batches, token_tables
 from agentevo.training.kernels import output_layer
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.mesh import make_meshes
 from agentevo.training.optimization import Optimization
-from agentevo.training.pairs import Answer, Pair
+from agentevo.training.pairs import CandidateAnswer, Pair
 from agentevo.training.preference import PreferenceTrainer
 from agentevo.training.roles.process_reward import ImplicitProcessReward
 from agentevo.training.roles.token_rewards import TokenRewardModel
@@ -122,7 +122,7 @@ def dpo(model: PreTrainedModel, memory: MemorySection) -> Trained:
     trainer.begin()
     steady(trainer.optimization)
 
-    answers = [Answer(s.trajectory_id, (s,)) for s in of_groups((4, 2, 2))]
+    answers = [CandidateAnswer(s.trajectory_id, (s,)) for s in of_groups((4, 2, 2))]
     groups = [a.rows[0].group_id for a in answers[::2]]
     pairs = [
         Pair(group, chosen, rejected)
@@ -197,7 +197,7 @@ def made(name: str) -> PreTrainedModel:
         model = get_peft_model(model, config).eval()
 
     if extra == "routed":
-        model = routed(model)
+        model = enable_routing(model)
     if extra == "bfloat16":
         model = model.to(torch.bfloat16)
 
@@ -303,7 +303,7 @@ def trained(case: Case, meshes: Any | None) -> dict[str, Any]:
     )
 
     for one in models.values():
-        changed(one)  # what has been gathered is given back
+        note_change(one)  # what has been gathered is given back
 
     return {
         "weights": weights,

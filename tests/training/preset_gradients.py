@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS
 from agentevo.catalogue.presets import PRESETS
 from agentevo.config import AlgorithmSection, TrainerSection
-from agentevo.training.pairs import Answer, Pair
+from agentevo.training.pairs import CandidateAnswer, Pair
 from agentevo.training.preference import PreferenceTrainer
 from agentevo.training.trainer import Trainer
 from agentevo.types import Sample, Trajectory, Turn
@@ -87,7 +87,7 @@ def spin_pairs() -> list[Pair]:
     """Each attempt after a demonstration that another stands for: the solver of an environment
     writes them in a run."""
 
-    def answer(attempt: Trajectory) -> Answer:
+    def answer(attempt: Trajectory) -> CandidateAnswer:
         turn = attempt.turns[0]
         prompt = list(turn.prompt_ids)
         said = list(turn.completion_ids)
@@ -100,7 +100,7 @@ def spin_pairs() -> list[Pair]:
             versions=[-1] * len(prompt) + [0] * len(said),
             advantages=[0.0] * (len(prompt) + len(said)),
         )
-        return Answer(attempt.id, (row,))
+        return CandidateAnswer(attempt.id, (row,))
 
     answers = {attempt.id: answer(attempt) for attempt in attempts()}
     return [

@@ -26,7 +26,7 @@ from agentevo.errors import CheckpointError
 from agentevo.inference.weights import WeightsFolder
 from agentevo.models.attention import prepare
 from agentevo.models.in_parts import InParts, lies_in_parts
-from agentevo.models.parts import Part, give
+from agentevo.models.parts import WeightPart, give
 from agentevo.models.sharded import make_plain, skeleton_of
 from agentevo.training import state_parts
 from agentevo.training.checkpoint import Checkpoints
@@ -249,13 +249,13 @@ def _save_for_ever(process: int, place: Path) -> int:
     torch.set_num_threads(1)
     model = model_of(1)
 
-    def own(only_trained: bool = False) -> dict[str, Part]:
+    def own(only_trained: bool = False) -> dict[str, WeightPart]:
         found = {}
         for name, parameter in model.named_parameters():
             half = (len(parameter) + 1) // 2
             mine = parameter.detach()[half:] if process else parameter.detach()[:half]
             offset = (half * process, *(0,) * (parameter.dim() - 1))
-            found[name] = Part(mine, tuple(parameter.shape), offset)
+            found[name] = WeightPart(mine, tuple(parameter.shape), offset)
         return found
 
     lies_in_parts(model, InParts(model, own))
@@ -295,7 +295,7 @@ def main(what: str, section: ParallelSection, folder: Path) -> dict[str, Any]:
     found["part"] = save(trainer, folder / "of-2", 9)
     writer.write_data = whole_writer  # type: ignore[method-assign]
     found["left"] = sorted(path.name for path in (folder / "of-2").iterdir())
-    late = contribution(trainer).copied()
+    late = contribution(trainer).copy()
     found["metrics"] = trainer.step(with_reference(trainer))
 
     if distributed.get_rank():

@@ -121,7 +121,7 @@ def constrained() -> PackedBatch:
         msgspec.structs.replace(
             s,
             temperature=0.7,
-            penalties=TokenPenalties.joined([(17, None), (len(s.ids) - 17, kind)]),
+            penalties=TokenPenalties.join([(17, None), (len(s.ids) - 17, kind)]),
         )
         for s in samples_of(3)
     ]

@@ -249,7 +249,7 @@ def test_what_does_not_fit_together_is_refused():
 
     section = AlgorithmSection(loss_function="test_clip", advantage_function="test_group")
     assert section.credit_rule == "function by test_group"
-    assert section.resolved().policy_loss == "function"
+    assert section.resolve().policy_loss == "function"
 
 
 def test_an_unknown_function_and_one_without_a_name_are_refused_with_what_to_do():

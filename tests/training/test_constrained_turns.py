@@ -15,7 +15,7 @@ from agentevo.audit.resampling import resample
 from agentevo.config import AlgorithmSection, TrainerSection
 from agentevo.errors import TrainingError
 from agentevo.inference.torch_engine import TorchEngine
-from agentevo.models.grammar import Grammars, allowed
+from agentevo.models.grammar import Grammars, unpack_mask
 from agentevo.training.batching.constrained import masks_of
 from agentevo.training.batching.packing import pack
 from agentevo.training.batching.samples import trajectory_rows
@@ -104,7 +104,7 @@ def by_hand(model, samples) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             kept = torch.ones(logits.shape[1], dtype=torch.bool)
             if sample.masks is not None and sample.masks.rows[place] >= 0:
                 mask = sample.masks.table[sample.masks.rows[place]]
-                kept = torch.from_numpy(allowed(mask, len(row)))
+                kept = torch.from_numpy(unpack_mask(mask, len(row)))
 
             own = (torch.arange(len(row)) == int(sample.ids[place]))[kept]
             logp = row[kept].log_softmax(0)

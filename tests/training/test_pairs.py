@@ -9,7 +9,7 @@ import pytest
 
 from agentevo.config import AlgorithmSection
 from agentevo.training.pairs import Pair, PairData, make_pairs, win_probabilities
-from agentevo.training.preference import mismatched
+from agentevo.training.preference import mismatch_answers
 from agentevo.types import Sample, Trajectory, Turn
 
 
@@ -245,7 +245,7 @@ def answers_of(*trajectories):
 def test_mismatched_answers_stand_after_other_prompts():
     one = attempt("a0", 0.0, group="a", turns=[turn(0, None, [1, 2], [3]), turn(1, 0, [8], [4])])
     other = attempt("b0", 0.0, group="b", turns=[turn(0, None, [1, 5, 6], [7])])
-    (first,), (second,) = mismatched(answers_of(other, one), 100)
+    (first,), (second,) = mismatch_answers(answers_of(other, one), 100)
     assert (first.ids.tolist(), first.loss_mask.tolist()) == ([1, 2, 7], [False, False, True])
     assert (second.ids.tolist(), second.loss_mask.tolist()) == (
         [1, 5, 6, 3, 8, 4],
@@ -253,11 +253,11 @@ def test_mismatched_answers_stand_after_other_prompts():
     )
     assert [first.trajectory_id, second.trajectory_id] == ["a0", "b0"]
 
-    (_,), (cut,) = mismatched(answers_of(other, one), 5)
+    (_,), (cut,) = mismatch_answers(answers_of(other, one), 5)
     assert cut.ids.tolist() == [1, 5, 6, 3, 8]
     assert cut.loss_mask.tolist() == [False, False, False, True, False]
-    assert mismatched(answers_of(other, one), 3)[1] == [], "nothing trained is left of it"
-    assert mismatched(answers_of(attempt("a0", 0.0), attempt("a1", 0.0)), 100) == [[], []], (
+    assert mismatch_answers(answers_of(other, one), 3)[1] == [], "nothing trained is left of it"
+    assert mismatch_answers(answers_of(attempt("a0", 0.0), attempt("a1", 0.0)), 100) == [[], []], (
         "one task alone"
     )
     assert msgspec.structs.asdict(first)["group_id"] == "b"

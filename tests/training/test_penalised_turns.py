@@ -19,7 +19,7 @@ from agentevo.audit.resampling import resample
 from agentevo.config import AlgorithmSection, TrainerSection
 from agentevo.errors import EngineError
 from agentevo.inference.torch_engine import TorchEngine
-from agentevo.models.grammar import Grammars, allowed
+from agentevo.models.grammar import Grammars, unpack_mask
 from agentevo.penalties import Penalties, PenaltyState, TokenPenalties
 from agentevo.store.blobs import pack_turns, unpack_turns
 from agentevo.store.codec import _encode_turn
@@ -140,7 +140,7 @@ def by_hand(model):
                     row = changed(row, turn.penalties, before, said[:place])
 
                 if masks:
-                    kept = torch.from_numpy(allowed(masks.table[masks.rows[place]], len(row)))
+                    kept = torch.from_numpy(unpack_mask(masks.table[masks.rows[place]], len(row)))
                     row = row.masked_fill(~kept, -1e30)
 
                 logp = (row / turn.temperature).log_softmax(0)
@@ -310,7 +310,7 @@ def test_changes_of_a_text_are_those_of_its_completion_on_its_way(ids, trained, 
     penalties = KINDS["all"]
     parts = [(cut, None), (len(ids) - cut, penalties)]
     places = np.array([p for p in range(cut, len(ids)) if trained[p]], dtype=np.int64)
-    found = TokenPenalties.joined(parts).changes(np.array(ids), places)
+    found = TokenPenalties.join(parts).changes(np.array(ids), places)
     assert list(found) == places.tolist()
 
     for place in places.tolist():

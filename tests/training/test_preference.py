@@ -14,8 +14,8 @@ import torch
 
 from agentevo.config import AlgorithmSection, TrainerSection
 from agentevo.errors import TrainingError
-from agentevo.training.pairs import Answer, Pair
-from agentevo.training.preference import PreferenceTrainer, mismatched
+from agentevo.training.pairs import CandidateAnswer, Pair
+from agentevo.training.preference import PreferenceTrainer, mismatch_answers
 from agentevo.types import Trajectory, Turn
 
 WHOLE = TrainerSection(max_grad_norm=1e9, warmup_steps=0)
@@ -61,7 +61,7 @@ def pairs_for(name: str, samples_of, num_groups: int = 3, seed: int = 0) -> list
             ]
             rows = samples_of(sequences, seed=seed + number, group_size=9)
             answers.append(
-                Answer(
+                CandidateAnswer(
                     f"{group}-{number}",
                     tuple(msgspec.structs.replace(row, group_id=f"g{group}") for row in rows),
                 )
@@ -82,7 +82,7 @@ def pairs_for(name: str, samples_of, num_groups: int = 3, seed: int = 0) -> list
     return found
 
 
-def slow_logp(model, answer: Answer) -> torch.Tensor:
+def slow_logp(model, answer: CandidateAnswer) -> torch.Tensor:
     total = torch.zeros(())
     for row in answer.rows:
         logp = torch.log_softmax(
@@ -99,10 +99,10 @@ def slow_loss(name: str, model, reference, pairs: list[Pair]) -> torch.Tensor:
     """The mean of the papers' formulas over the pairs."""
     hyper = SECTIONS[name].preference().hyper
     with torch.no_grad():
-        groups = mismatched([a for pair in pairs for a in pair.answers], 10**6)
+        groups = mismatch_answers([a for pair in pairs for a in pair.answers], 10**6)
         ratios = [
-            slow_logp(model, Answer("", tuple(rows)))
-            - slow_logp(reference, Answer("", tuple(rows)))
+            slow_logp(model, CandidateAnswer("", tuple(rows)))
+            - slow_logp(reference, CandidateAnswer("", tuple(rows)))
             for rows in groups
         ]
 
@@ -255,10 +255,11 @@ def test_ktos_baseline_is_the_mean_log_ratio_of_mismatched_answers(
 
     alone.load_state_dict(other.state_dict())
     with torch.no_grad():
-        groups = mismatched([a for pair in pairs for a in pair.answers], 10**6)
+        groups = mismatch_answers([a for pair in pairs for a in pair.answers], 10**6)
         ratios = [
             float(
-                slow_logp(alone, Answer("", tuple(r))) - slow_logp(reference, Answer("", tuple(r)))
+                slow_logp(alone, CandidateAnswer("", tuple(r)))
+                - slow_logp(reference, CandidateAnswer("", tuple(r)))
             )
             for r in groups
         ]
@@ -298,7 +299,7 @@ def test_log_probs_are_those_at_the_temperature_of_sampling(model, samples_of):
     )
 
 
-def _logits(model, answer: Answer) -> list[torch.Tensor]:
+def _logits(model, answer: CandidateAnswer) -> list[torch.Tensor]:
     alone = copy.deepcopy(model)
     alone.set_attn_implementation("eager")
     with torch.no_grad():

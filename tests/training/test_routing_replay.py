@@ -30,8 +30,8 @@ from agentevo.models.activations import keep_activations
 from agentevo.models.attention import prepare
 from agentevo.models.linear import drop_packed
 from agentevo.models.load import LoadedModel
-from agentevo.models.routers import OWN, Replay, Routers, routed
-from agentevo.routed_experts import RoutedExperts, joined
+from agentevo.models.routers import OWN, RouterReplay, Routers, enable_routing
+from agentevo.routed_experts import RoutedExperts, join_experts
 from agentevo.training.batching.packing import pack
 from agentevo.training.batching.passes import token_tables
 from agentevo.training.batching.samples import trajectory_rows
@@ -111,7 +111,7 @@ def gap(model, samples, *, replay: bool, tokens: int = 16384, merge: bool = True
     """Largest distance of the model's log-probs from those that the tokens were drawn with."""
 
     def compute(batch) -> dict[str, torch.Tensor]:
-        routed_batch = batch.routed(Replay(batch.routed_experts)) if replay else batch
+        routed_batch = batch.routed(RouterReplay(batch.routed_experts)) if replay else batch
         return {"gap": token_logprobs(model, routed_batch)[0] - _of(batch)}
 
     def _of(batch) -> torch.Tensor:
@@ -153,8 +153,8 @@ def test_log_probs_where_the_engine_computed_every_context_again(random_model):
 @pytest.mark.slow
 def test_log_probs_of_an_engine_in_half_precision(random_model):
     """Its router's input is rounded: far more choices differ than with replay log-probs do."""
-    engine = routed(prepare(copy.deepcopy(random_model("qwen3-moe").alone).bfloat16()))
-    trainer = routed(copy.deepcopy(random_model("qwen3-moe").model))
+    engine = enable_routing(prepare(copy.deepcopy(random_model("qwen3-moe").alone).bfloat16()))
+    trainer = enable_routing(copy.deepcopy(random_model("qwen3-moe").model))
     samples = samples_of([drawn(engine, "g", n) for n in range(4)])
     far = [gap(trainer, samples, replay=replay) for replay in (False, True)]
     assert far[0] > 2 * far[1], far
@@ -175,7 +175,7 @@ def weights_after(model, trajectories, section, **changes: Any):
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
 def test_an_update_where_routing_agrees_is_the_plain_one_bit_for_bit(name, changes, random_model):
     """Weights after an optimizer step; without near ties the engine chooses as the trainer does."""
-    model = routed(copy.deepcopy(random_model(name).model))
+    model = enable_routing(copy.deepcopy(random_model(name).model))
     trajectories = [drawn(model, f"g{n // 2}", n) for n in range(4)]
     modes = ["none", "rollout", *(["update"] if changes else [])]
     found = {}
@@ -255,7 +255,9 @@ def test_samples_that_were_routed_apart_share_nothing_from_there_on(ways):
     def logprobs(samples) -> torch.Tensor:
         batch = pack(samples, CPU)
         with torch.no_grad():
-            found, _ = token_logprobs(trainer, batch.routed(Replay(batch.routed_experts)))
+            found, _ = token_logprobs(
+                trainer, batch.with_routing(RouterReplay(batch.routed_experts))
+            )
         return batch.table(found)
 
     together = logprobs([one, other])
@@ -288,7 +290,9 @@ def test_reference_and_own_critic_choose_for_themselves(ways):
         prepared = one.prepare(trajectories)
         values = torch.cat([torch.from_numpy(s.columns["values"]) for s in prepared.samples])
         whole = pack(prepared.samples, CPU)
-        passed = whole.routed(Replay(whole.routed_experts)) if trunk == "shared" else whole
+        passed = (
+            whole.with_routing(RouterReplay(whole.routed_experts)) if trunk == "shared" else whole
+        )
         with torch.no_grad():
             wanted = one.roles.critic.values(passed)
 
@@ -300,10 +304,12 @@ def test_reference_and_own_critic_choose_for_themselves(ways):
 @pytest.mark.parametrize("memory", ["none", "full", "selective"])
 def test_with_adapters_and_checkpointing(random_model, memory):
     bare = copy.deepcopy(random_model("qwen3-moe").alone)
-    policy = routed(prepare(adapted(bare, LoraSection(rank=4, targets=("q_proj", "v_proj")))))
+    policy = enable_routing(
+        prepare(adapted(bare, LoraSection(rank=4, targets=("q_proj", "v_proj"))))
+    )
     kept = keep_activations(policy, MemorySection(checkpointing=memory))
     trajectories = [drawn(kept, "g", n) for n in range(2)]
-    rows = joined([turn.routed_experts for t in trajectories for turn in t.turns])
+    rows = join_experts([turn.routed_experts for t in trajectories for turn in t.turns])
     assert rows.num_tokens
 
     _, metrics = weights_after(kept, trajectories, EVERYTHING, old_logprobs="recomputed")
@@ -332,7 +338,7 @@ def test_what_another_version_computed_is_left_to_the_router(ways):
     one = trajectories[0]
     turns = [msgspec.structs.replace(t, versions=[0] * 5 + [1] * 7) for t in one.turns[:2]]
     both = msgspec.structs.replace(one, turns=turns)
-    recorded = joined([turn.routed_experts for turn in turns]).array()
+    recorded = join_experts([turn.routed_experts for turn in turns]).array()
     routers = Routers(*recorded.shape[1:], 4)
     found = [version_rows(both, turns[1], version, routers) for version in (0, 1)]
     own = [(rows == OWN).all((1, 2)) for rows in found]
@@ -359,7 +365,7 @@ def test_a_record_that_is_missing_or_misaligned_is_refused(ways, index, wrong):
     spoilt = {
         "missing": None,
         "short": rows.within(0, rows.num_tokens - 1),
-        "long": joined([rows, rows.within(0, 1)]),
+        "long": join_experts([rows, rows.within(0, 1)]),
         "other routers": RoutedExperts.of(np.repeat(rows.array(), 2, axis=1), 4),
     }
     bad = (

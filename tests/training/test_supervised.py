@@ -18,7 +18,7 @@ from agentevo.training.supervised import (
     conversation_sample,
     held_out_metrics,
     plan_batches,
-    scheduled,
+    scheduled_rate,
     train_supervised,
 )
 from agentevo.types import Message
@@ -247,8 +247,13 @@ def test_batches_by_tokens_and_by_conversations():
 
 def test_the_learning_rate_over_the_steps():
     section = SFTSection(learning_rate=2.0, warmup_ratio=0.2, min_lr_ratio=0.1, schedule="linear")
-    assert [round(scheduled(section, step, 10), 6) for step in (0, 1, 2, 6)] == [1.0, 2.0, 2.0, 1.1]
+    assert [round(scheduled_rate(section, step, 10), 6) for step in (0, 1, 2, 6)] == [
+        1.0,
+        2.0,
+        2.0,
+        1.1,
+    ]
     cosine = section.model_copy(update={"schedule": "cosine", "min_lr_ratio": 0.0})
-    assert scheduled(cosine, 6, 10) == pytest.approx(1.0)
-    assert scheduled(section.model_copy(update={"schedule": "constant"}), 9, 10) == 2.0
-    assert scheduled(section.model_copy(update={"warmup_ratio": 0.0}), 0, 10) == 2.0
+    assert scheduled_rate(cosine, 6, 10) == pytest.approx(1.0)
+    assert scheduled_rate(section.model_copy(update={"schedule": "constant"}), 9, 10) == 2.0
+    assert scheduled_rate(section.model_copy(update={"warmup_ratio": 0.0}), 0, 10) == 2.0

@@ -15,7 +15,7 @@ from agentevo.models.attention import prepare
 from agentevo.observability.profile_table import PREFIX
 from agentevo.training.batching.packing import pack
 from agentevo.training.batching.passes import micro_batches
-from agentevo.training.pairs import Answer, Pair
+from agentevo.training.pairs import CandidateAnswer, Pair
 from agentevo.training.phases import phase
 from agentevo.training.preference import PreferenceTrainer
 from agentevo.training.supervised import SupervisedTrainer
@@ -61,14 +61,14 @@ def test_logical_work_is_that_of_each_sample_alone(samples: list[Sample]):
         counted += mode.get_total_flops() - 2 * 3 * 4 * 32 * (size * (size - 1) // 2)
 
     counter = FlopCounter(model)
-    counter.trained(samples, pack(samples, CPU))
+    counter.count_training(samples, pack(samples, CPU))
     assert counter.take()["trainer/logical_flops"] == pytest.approx(counted, rel=0.01)
 
 
 def test_distinct_work_counts_what_is_shared_once(samples: list[Sample]):
     counter = FlopCounter(_model())
     batch = pack(samples, CPU)
-    counter.trained(samples, batch)
+    counter.count_training(samples, batch)
     found = counter.take()
     weights = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
     nodes = 6 + 2 + 3 + 2
@@ -85,7 +85,7 @@ def test_distinct_work_counts_what_is_shared_once(samples: list[Sample]):
 
 def test_one_sample_is_the_same_either_way(samples: list[Sample]):
     counter = FlopCounter(_model())
-    counter.trained(samples[:1], pack(samples[:1], CPU))
+    counter.count_training(samples[:1], pack(samples[:1], CPU))
     found = counter.take()
     assert found["trainer/distinct_flops"] == found["trainer/logical_flops"]
 
@@ -93,9 +93,9 @@ def test_one_sample_is_the_same_either_way(samples: list[Sample]):
 def test_passes_without_gradient_are_a_third(samples: list[Sample]):
     counter = FlopCounter(_model())
     batch = pack(samples, CPU)
-    counter.trained(samples, batch)
+    counter.count_training(samples, batch)
     trained = counter.take()
-    counter.computed(batch)
+    counter.count_inference(batch)
     counter.stood_for(samples)
     assert counter.take() == {key: pytest.approx(value / 3) for key, value in trained.items()}
 
@@ -108,7 +108,7 @@ def test_updates_say_what_they_needed(samples: list[Sample], micro_batch_tokens:
         prepare(_model()), SFTSection(micro_batch_tokens=micro_batch_tokens), 1
     ).step(samples)
     counter = FlopCounter(_model())
-    counter.trained(samples, pack(samples, CPU))
+    counter.count_training(samples, pack(samples, CPU))
     once = counter.take()
     for key, value in once.items():
         assert supervised[key] == value
@@ -201,14 +201,14 @@ def test_preferences_are_a_training_pass_and_one_of_the_reference(
     """Whatever is computed twice because the answers don't fit in one micro-batch does not
     count."""
     rows = samples_of([[*range(2, 40), *range(20)], [*range(2, 40), *range(30, 55)]], group_size=2)
-    pair = Pair("g0", Answer("a", (rows[0],)), Answer("b", (rows[1],)))
+    pair = Pair("g0", CandidateAnswer("a", (rows[0],)), CandidateAnswer("b", (rows[1],)))
     counter = FlopCounter(_model())
     found = {}
     batches = micro_batches(rows, micro_batch_tokens, CPU)
     assert len(batches) == (2 if micro_batch_tokens == 64 else 1)
 
     for indices, batch in batches:
-        counter.trained([rows[i] for i in indices], batch)
+        counter.count_training([rows[i] for i in indices], batch)
 
     once = counter.take()
     for name in ("dpo", "orpo"):

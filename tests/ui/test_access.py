@@ -10,7 +10,7 @@ import pytest
 from starlette.types import ASGIApp
 
 from agentevo.pages import assets
-from agentevo.ui.access import POLICY, Access, Guard
+from agentevo.ui.access import POLICY, Access, AccessGuard
 from agentevo.ui.app import make_app
 from agentevo.ui.sources import Sources
 
@@ -91,7 +91,7 @@ def test_an_answer_that_takes_too_long_is_told_of(tmp_path: Path, capsys, monkey
 
     async def asked() -> None:
         access = Access(token=TOKEN)
-        transport = httpx.ASGITransport(app=Guard(never, access))
+        transport = httpx.ASGITransport(app=AccessGuard(never, access))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost:1") as client:
             cookie = (await client.get(f"/?token={TOKEN}")).headers["set-cookie"]
             with pytest.raises(AssertionError):  # httpx's word for an answer that never began

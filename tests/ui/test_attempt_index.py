@@ -20,11 +20,11 @@ from agentevo.store.store import Store
 from agentevo.types import Message, Trajectory, Turn
 from agentevo.ui.index import database
 from agentevo.ui.index import indexer as indexer_module
-from agentevo.ui.index.follow import Follower
+from agentevo.ui.index.follow import StoreFollower
 from agentevo.ui.index.indexer import Indexer
 from agentevo.ui.index.reader import IndexAway, IndexReader
 from agentevo.ui.index.selection import Selection
-from agentevo.ui.index.writer import Writer
+from agentevo.ui.index.writer import IndexWriter
 
 
 def attempt(name: str, *, text: str = "look", **changes: Any) -> Trajectory:
@@ -48,8 +48,8 @@ class Bench:
         self.path = folder / "index.sqlite"
         database.make(self.path)
         self.connection = database.connect(self.path)
-        self.writer = Writer(self.connection, {"judge": (2.0, True), "rule": (1.0, False)})
-        self.follower = Follower(store, self.connection, self.writer)
+        self.writer = IndexWriter(self.connection, {"judge": (2.0, True), "rule": (1.0, False)})
+        self.follower = StoreFollower(store, self.connection, self.writer)
         self.reader = IndexReader(self.path)
 
     async def refresh(self, *, compare: bool = True) -> None:
@@ -337,14 +337,14 @@ def test_a_long_first_look_does_not_hide_what_is_written_after_it(
     sqlite_url: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[float] = []
-    refresh = Follower.refresh
+    refresh = StoreFollower.refresh
 
-    async def slow(self: Follower, *, compare: bool = False) -> None:
+    async def slow(self: StoreFollower, *, compare: bool = False) -> None:
         await refresh(self, compare=compare)
         looks.append(time.monotonic())
         await asyncio.sleep(2.0 if len(looks) == 1 else 0.0)
 
-    monkeypatch.setattr(Follower, "refresh", slow)
+    monkeypatch.setattr(StoreFollower, "refresh", slow)
     monkeypatch.setattr(indexer_module, "REST_S", 0.1)
     write(sqlite_url, ["a@0#0"])
     indexer = Indexer(sqlite_url, every_s=0.05)

@@ -81,7 +81,7 @@ def test_a_paused_run_says_so_and_offers_to_resume(
     trained: tuple[Path, RunControl, list[str]],
 ) -> None:
     folder, control, _ = trained
-    control.paused(3)
+    control.note_pause(3)
 
     async def looked() -> httpx.Response:
         async with changing(folder) as client:

@@ -194,14 +194,14 @@ def test_the_oldest_confirmations_are_forgotten_and_asked_again() -> None:
             await asyncio.sleep(0.0)
             return "/"
 
-        known.asked("first")
+        known.remember_seal("first")
         first = asyncio.ensure_future(known.once("first", work))
         await asyncio.sleep(0.0)
         first.cancel()  # that visitor is gone; the work goes on
         assert await known.once("first", work) == "/"
 
         for number in range(MOST):
-            known.asked(str(number))
+            known.remember_seal(str(number))
 
         return done, known
 

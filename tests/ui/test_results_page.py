@@ -60,7 +60,7 @@ def folder(tmp_path: Path) -> Path:
         "temperature": 1.0,
     }
     kept = ResultsFolder(tmp_path / "all" / "held")
-    with kept.locked():
+    with kept.lock():
         kept.begin(settings, tasks)
         made = lines()
         for start in range(0, len(made), 2):

@@ -21,7 +21,7 @@ from agentevo.observability.moment import read_moment
 from agentevo.runs.lock import LOCK
 from agentevo.ui.run_state import RunReader, RunView
 from agentevo.ui.sources import RunSource
-from agentevo.ui.work import _engines, _Known
+from agentevo.ui.work import _engines, _KnownWork
 
 HERE = socket.gethostname()
 
@@ -208,7 +208,7 @@ def test_engines_that_live_are_counted(folder: Path) -> None:
 
     os.utime(folder / "engines" / "engine-1.json", (1.0, 1.0))
     (folder / "engines" / "broken.json").write_text("[")
-    known = _Known()
+    known = _KnownWork()
     assert _engines(seen(folder), known) == (("engine-0", 5.0, 3),)
 
     shutil.rmtree(folder / "engines")

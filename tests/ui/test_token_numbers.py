@@ -22,7 +22,7 @@ from agentevo.training.token_numbers import (
     read_numbers,
 )
 from agentevo.types import Trajectory
-from agentevo.ui.attempt_training import measured
+from agentevo.ui.attempt_training import token_measures
 
 STEP = 2
 
@@ -70,7 +70,7 @@ def test_every_trained_token_has_its_entropy_and_how_far_it_moved(
     entropies = []
     moves = []
     for one in trained:
-        moved, entropy = measured(view_of(run_folder), one, STEP)
+        moved, entropy = token_measures(view_of(run_folder), one, STEP)
         for turn in one.turns:
             assert len(moved[turn.index]) == len(turn.completion_ids) == len(entropy[turn.index])
         entropies += [*entropy.values()]
@@ -91,7 +91,7 @@ def test_a_file_that_is_damaged_or_of_other_tokens_costs_its_numbers_alone(
     path = tmp_path / name_of(STEP)
     path.parent.mkdir()
     one = trained[0]
-    assert measured(view_of(tmp_path), one, STEP) == ({}, {})  # no file
+    assert token_measures(view_of(tmp_path), one, STEP) == ({}, {})  # no file
 
     for data in (b"", b"no file of ours", b"x\x9c" + bytes(90)):
         path.write_bytes(data)
@@ -101,7 +101,7 @@ def test_a_file_that_is_damaged_or_of_other_tokens_costs_its_numbers_alone(
 
     other: Numbers = {one.id: [SampleNumbers(bytes(8), bytes(4), bytes(2), bytes(2))]}
     path.write_bytes(zlib.compress(msgspec.msgpack.encode(other)))
-    assert measured(view_of(tmp_path), one, STEP) == ({}, {})  # a path that it never took
+    assert token_measures(view_of(tmp_path), one, STEP) == ({}, {})  # a path that it never took
 
     torn: Numbers = {one.id: [SampleNumbers(bytes(8), bytes(4), bytes(3), bytes(2))]}
     path.write_bytes(zlib.compress(msgspec.msgpack.encode(torn)))

@@ -31,7 +31,7 @@ from agentevo.types import Message, Task
 from agentevo.ui import players as players_module
 from agentevo.ui.access import Access
 from agentevo.ui.app import make_app
-from agentevo.ui.players import Key, Player, PlayerError, Players
+from agentevo.ui.players import PlayerError, PlayerKey, PlayerProcess, Players
 from agentevo.ui.sources import Sources
 
 TOKEN = "the-token-of-the-tests"
@@ -96,9 +96,9 @@ def chat(name: str, **more: Any) -> words.Chat:
     return words.Chat(id=name, **given | more)
 
 
-async def heard(held: Players, key: Key, request: Any) -> list[Any]:
+async def heard(held: Players, key: PlayerKey, request: Any) -> list[Any]:
     async with asyncio.timeout(WITHIN_S), aclosing(held.ask(key, "lake", request)) as events:
-        return [event async for event in events if not isinstance(event, Player)]
+        return [event async for event in events if not isinstance(event, PlayerProcess)]
 
 
 async def until(is_true: Callable[[], Any]) -> None:
@@ -265,7 +265,7 @@ def test_chat_and_play_of_two_checkpoints_leave_the_run_as_it_was(runs_folder):
 @pytest.mark.slow
 def test_players_end_crash_and_are_stopped_as_they_should(runs_folder, monkeypatch):
     """One run of the real processes through all that ends them."""
-    key = Key(runs_folder / "lake", "start", "cpu")
+    key = PlayerKey(runs_folder / "lake", "start", "cpu")
 
     async def visit() -> None:
         held = Players()
@@ -287,7 +287,7 @@ def test_players_end_crash_and_are_stopped_as_they_should(runs_folder, monkeypat
             async with asyncio.timeout(WITHIN_S), aclosing(held.ask(key, "lake", chat("b"))) as on:
                 ticks = 0
                 async for event in on:
-                    assert isinstance(event, Player)
+                    assert isinstance(event, PlayerProcess)
                     ticks += 1
                     if ticks == 2:  # a tick after the request was written
                         break
@@ -296,7 +296,7 @@ def test_players_end_crash_and_are_stopped_as_they_should(runs_folder, monkeypat
 
             os.kill(player.process.pid, signal.SIGCONT)
             await until(lambda: words.Done("b") in told)
-            assert words.Failed("b", "stopped") in told
+            assert words.FailedPlay("b", "stopped") in told
             assert not [one for one in told if isinstance(one, words.Replied) and one.id == "b"]
 
             # What is refused is told, and the player goes on.
@@ -305,7 +305,7 @@ def test_players_end_crash_and_are_stopped_as_they_should(runs_folder, monkeypat
 
             broken = Task(id="x", environment="frozen_lake", scorer="<none>")
             (failed,) = (await heard(held, key, words.Play(id="d", task=broken)))[-1:]
-            assert isinstance(failed, words.Failed | words.Ended)
+            assert isinstance(failed, words.FailedPlay | words.EndedPlay)
 
             # It is killed while somebody waits.
             os.kill(player.process.pid, signal.SIGSTOP)
@@ -347,7 +347,7 @@ def test_no_more_than_two_are_held_and_a_third_takes_an_idle_ones_place(tmp_path
 
     async def visit() -> None:
         held = Players()
-        keys = [Key(tmp_path, str(number), "") for number in range(3)]
+        keys = [PlayerKey(tmp_path, str(number), "") for number in range(3)]
         try:
             waiting = []
             for number, key in enumerate(keys[:2]):
@@ -408,7 +408,7 @@ def test_a_player_that_misbehaves_is_told_with_its_reason(tmp_path, monkeypatch,
         held = Players()
         try:
             with pytest.raises(PlayerError, match=reason):
-                await heard(held, Key(tmp_path, "1", ""), chat("a"))
+                await heard(held, PlayerKey(tmp_path, "1", ""), chat("a"))
         finally:
             await held.close()
 
@@ -425,7 +425,7 @@ def test_what_a_player_has_begun_ends_with_it(tmp_path, monkeypatch):
         held = Players()
         try:
             with pytest.raises(PlayerError, match="signal 9"):
-                await heard(held, Key(tmp_path, "1", ""), chat("a"))
+                await heard(held, PlayerKey(tmp_path, "1", ""), chat("a"))
             stat = ["ps", "-o", "stat=", "-p", child.read_text().strip()]
             # Who adopts it reaps it some time later.
             await until(lambda: subprocess.run(stat, capture_output=True).stdout[:1] in (b"", b"Z"))

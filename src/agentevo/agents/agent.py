@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
-from agentevo.agents.capture import captured
+from agentevo.agents.capture import capture_calls
 from agentevo.agents.policy import Policy
 from agentevo.agents.posted_rewards import outcome_of_rewards
 from agentevo.agents.rollout_thread import BlockingPolicy
@@ -30,7 +30,7 @@ from agentevo.config.agents import agents, is_async, takes_policy
 from agentevo.console import to_stderr
 from agentevo.daemon_threads import run_in_thread
 from agentevo.environments import TextEnvironment
-from agentevo.errors import ConfigError, NoCallError, described, shown
+from agentevo.errors import ConfigError, NoCallError, describe_error, shown
 from agentevo.event_loop import NoticesBlocks
 from agentevo.rewards.returned import (
     LARGEST_METRIC,
@@ -91,8 +91,8 @@ class FunctionAgent:
         """See Agent.run. Raises NoCallError where a function with one parameter has not called the
         policy."""
         if self.needs_session:
-            with captured(policy.session.base, policy.api_key), policy.texts.current():
-                returned = await self._returned(task)
+            with capture_calls(policy.session.base, policy.api_key), policy.texts.current():
+                returned = await self._await_return(task)
 
             await policy.settle()
             if not policy.was_asked:
@@ -104,7 +104,7 @@ class FunctionAgent:
                 )
         else:
             with policy.texts.current():
-                returned = await self._returned(task, policy)
+                returned = await self._await_return(task, policy)
             await policy.settle()
 
         try:
@@ -142,9 +142,9 @@ class FunctionAgent:
         except Interrupt:
             raise
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 (it is a user's)
-            to_stderr(f"the agent's close failed: {described(error)}\n{traceback_of(error)}")
+            to_stderr(f"the agent's close failed: {describe_error(error)}\n{traceback_of(error)}")
 
-    async def _returned(self, task: Task, *policy: Policy) -> Any:
+    async def _await_return(self, task: Task, *policy: Policy) -> Any:
         if self._is_async:
             return await self._notices.run(self._function(task, *policy))
         arguments = [BlockingPolicy(one) for one in policy]
@@ -233,7 +233,7 @@ def _check_no_slip(parts: Mapping[Any, Any], agents: Sequence[str]) -> None:
 def _by_index(outcome: Outcome, received: Mapping[str, Sequence[int]]) -> Outcome:
     """The outcome of an agent that counts the turns that it received."""
 
-    def named(rewards: Mapping[int, float], agent: str) -> dict[int, float]:
+    def number_rewards(rewards: Mapping[int, float], agent: str) -> dict[int, float]:
         taken = received.get(agent, ())
         unknown = next((turn for turn in rewards if not 0 <= turn < len(taken)), None)
         if unknown is not None:
@@ -247,7 +247,7 @@ def _by_index(outcome: Outcome, received: Mapping[str, Sequence[int]]) -> Outcom
 
     return msgspec.structs.replace(
         outcome,
-        turn_rewards=named(outcome.turn_rewards, ""),
+        turn_rewards=number_rewards(outcome.turn_rewards, ""),
         agents={name: _by_index(one, {"": received[name]}) for name, one in outcome.agents.items()},
     )
 

@@ -53,11 +53,11 @@ class Browse:
         self._tokenizer: Any = None
         self._has_told = False
 
-    def reader(self, policy: Policy) -> Reader:
+    def reader(self, policy: Policy) -> PageReader:
         """For one attempt."""
-        return Reader(self, policy)
+        return PageReader(self, policy)
 
-    async def clipped(self, text: str, policy: Policy) -> tuple[str, bool]:
+    async def clip_text(self, text: str, policy: Policy) -> tuple[str, bool]:
         """What the helper reads of a text, and whether the text is long."""
         section = self.section
         text = text.encode("utf-8", "replace").decode()
@@ -67,9 +67,9 @@ class Browse:
             head = text[: section.max_prompt_length * CHARS_PER_REMOTE_TOKEN]
             is_long = len(text) > section.min_prompt_length * CHARS_PER_REMOTE_TOKEN
             return head + LEFT_OUT if len(head) < len(text) else text, is_long
-        return await in_thread(self._clipped, text, policy.conversation.chat.tokenizer)
+        return await in_thread(self._clip_text, text, policy.conversation.chat.tokenizer)
 
-    def _clipped(self, text: str, tokenizer: Any) -> tuple[str, bool]:
+    def _clip_text(self, text: str, tokenizer: Any) -> tuple[str, bool]:
         """On a thread, with a tokenizer of its own: the policy's is in use elsewhere."""
         section = self.section
         head = text[: section.max_prompt_length * CHARS_PER_TOKEN]
@@ -94,7 +94,7 @@ class Browse:
             )
 
 
-class Reader:
+class PageReader:
     """Summaries for one attempt. Calls may overlap."""
 
     def __init__(self, browse: Browse, policy: Policy) -> None:
@@ -119,7 +119,7 @@ class Reader:
         if _WHOLE.search(purpose):
             return None
 
-        content, is_long = await self._browse.clipped(text, self._policy)
+        content, is_long = await self._browse.clip_text(text, self._policy)
         if not is_long:
             return None
 

@@ -41,7 +41,7 @@ from agentevo.trace_header import trace_headers
 HEADER = "X-AgentEvo-Session"
 
 
-class _Attempt(NamedTuple):
+class _CapturedAttempt(NamedTuple):
     """Whose calls are made in a context."""
 
     gateway_url: str
@@ -50,15 +50,15 @@ class _Attempt(NamedTuple):
     """The one that the context was made in: a forked child has it, and is nobody's."""
 
 
-_session: ContextVar[_Attempt | None] = ContextVar("agentevo session", default=None)
+_session: ContextVar[_CapturedAttempt | None] = ContextVar("agentevo session", default=None)
 
 
 @contextlib.contextmanager
-def captured(gateway_url: str, key: str) -> Iterator[None]:
+def capture_calls(gateway_url: str, key: str) -> Iterator[None]:
     """See the module. Raises AgentEvoError while attempts of another gateway run in this
     process."""
     _capture.enter(gateway_url)
-    token = _session.set(_Attempt(gateway_url, key, os.getpid()))
+    token = _session.set(_CapturedAttempt(gateway_url, key, os.getpid()))
     try:
         yield
     finally:
@@ -89,7 +89,7 @@ def _key_for(url: str) -> str | None:
     return session.key if is_there and session.process == os.getpid() else None
 
 
-def _marked(request: Any) -> Any:
+def _mark_request(request: Any) -> Any:
     """The request as it is sent here and now: a copy with the key, if it gets one."""
     key = _key_for(str(request.url))
     if key is None:
@@ -119,7 +119,7 @@ def _sending(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def send(self: Any, request: Any, *args: Any, **options: Any) -> Any:
-        marked = _marked(request)
+        marked = _mark_request(request)
         return _answering(original(self, marked, *args, **options), marked, request)
 
     return send
@@ -130,7 +130,7 @@ def _sending_async(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     async def send(self: Any, request: Any, *args: Any, **options: Any) -> Any:
-        marked = _marked(request)
+        marked = _mark_request(request)
         return _answering(await original(self, marked, *args, **options), marked, request)
 
     return send
@@ -200,7 +200,7 @@ def _submitting(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def submit(self: Any, function: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
-        call = partial(_called, _session.get(), function)
+        call = partial(_call_in_session, _session.get(), function)
         token = _session.set(None)
         try:
             return original(self, call, *args, **options)
@@ -210,8 +210,8 @@ def _submitting(original: Callable[..., Any]) -> Callable[..., Any]:
     return submit
 
 
-def _called(
-    session: _Attempt | None, function: Callable[..., Any], *args: Any, **options: Any
+def _call_in_session(
+    session: _CapturedAttempt | None, function: Callable[..., Any], *args: Any, **options: Any
 ) -> Any:
     token = _session.set(session)
     try:

@@ -37,7 +37,7 @@ from agentevo.rewards.sqlite_state import LEFT_OUT
 from agentevo.sandbox import Execution, Sandbox, Sandboxes, SandboxTool
 from agentevo.seeds import derive_seed
 from agentevo.store.call_log import record_call
-from agentevo.tools.shorten import shortened
+from agentevo.tools.shorten import shorten_text
 from agentevo.tools.toolbox import AttemptTools, Toolbox
 from agentevo.types import Message, Outcome, Task, ToolCall
 
@@ -79,12 +79,12 @@ def system_message(
     """What the policy is told before the task: how to write code, and which functions there are.
     `schemas` are those of the agent's tools. `rules`: in the place of `rules_of`."""
     rules = rules_of(section) if rules is None else rules
-    functions = [_described(function) for function in _functions_of(schemas)]
+    functions = [_describe(function) for function in _functions_of(schemas)]
     return "\n".join([rules, _FUNCTIONS, *functions]) if functions else rules
 
 
 @dataclass
-class _Progress:
+class _CodeProgress:
     """What has happened so far in one attempt."""
 
     turn_rewards: dict[int, float] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class CodeAgent:
             asked = conversation_of(task, system=None, instruction=self._section.instruction)
             return await ask_once(asked, policy)
 
-        progress = _Progress()
+        progress = _CodeProgress()
         files = AttemptFiles(task, policy, self._section.keep_files_kib * 1024)
         async with AsyncExitStack() as stack:
             with policy.waiting():
@@ -129,7 +129,7 @@ class CodeAgent:
                 await files.put(sandbox)
 
             asked = with_system(self._opening(task, policy, tools, files), tools.instructions)
-            interpreter = _Interpreter(sandbox, files, self._section.max_output_chars)
+            interpreter = _AgentInterpreter(sandbox, files, self._section.max_output_chars)
             history = History(asked, self._section.context)
             end = await self._play(history, policy, interpreter, progress)
             said = await said_by(tools)
@@ -166,14 +166,14 @@ class CodeAgent:
         return with_examples(chat, policy.texts)
 
     async def _play(
-        self, history: History, policy: Policy, python: _Interpreter, progress: _Progress
+        self, history: History, policy: Policy, python: _AgentInterpreter, progress: _CodeProgress
     ) -> str:
         """Until the attempt ends; how, as one of ENDS."""
         section = self._section
         num_tokens = 0
         for turns_left in reversed(range(section.max_turns)):
             try:
-                reply = await history.answered(policy.generate, policy)
+                reply = await history.ask_within_context(policy.generate, policy)
             except RequestTooLongError:
                 if not progress.turn_rewards:
                     raise
@@ -214,7 +214,7 @@ class CodeAgent:
 
 
 @dataclass(frozen=True)
-class _Interpreter:
+class _AgentInterpreter:
     """What runs the code of an attempt."""
 
     sandbox: Sandbox
@@ -230,7 +230,7 @@ class _Interpreter:
             if is_new:
                 execution = msgspec.structs.replace(execution, is_new=True)
 
-            text = shortened(_written(execution), self.max_output_chars)
+            text = shorten_text(_written(execution), self.max_output_chars)
             call.keep(output=text)
             if execution.error is not None:
                 call.outcome("failed", f"{execution.error.type}: {execution.error.message}")
@@ -257,7 +257,7 @@ def _written(execution: Execution) -> str:
     return "Output:\n" + ("\n".join(part for part in parts if part) or "(nothing was printed)")
 
 
-def _functions(tools: AttemptTools, progress: _Progress) -> dict[str, SandboxTool]:
+def _functions(tools: AttemptTools, progress: _CodeProgress) -> dict[str, SandboxTool]:
     """The tools as functions of the code, under names that Python takes."""
     functions = {}
     for function in _functions_of(tools.schemas):
@@ -271,22 +271,22 @@ def _functions(tools: AttemptTools, progress: _Progress) -> dict[str, SandboxToo
     return functions
 
 
-class _Function(NamedTuple):
+class _AgentFunction(NamedTuple):
     tool: str
     name: str
     parameters: tuple[str, ...]
     description: str
 
 
-def _functions_of(schemas: Sequence[Mapping[str, Any]]) -> list[_Function]:
+def _functions_of(schemas: Sequence[Mapping[str, Any]]) -> list[_AgentFunction]:
     """The tools as functions of the code, each under a name of its own that Python takes."""
-    functions: dict[str, _Function] = {}
+    functions: dict[str, _AgentFunction] = {}
     for schema in schemas:
         function = schema["function"]
         wanted = _python_name(function["name"])
         numbered = (f"{wanted}_{number}" for number in itertools.count(2))
         name = next(one for one in itertools.chain([wanted], numbered) if one not in functions)
-        functions[name] = _Function(
+        functions[name] = _AgentFunction(
             tool=function["name"],
             name=name,
             parameters=tuple(function["parameters"].get("properties") or {}),
@@ -302,7 +302,7 @@ def _python_name(name: str) -> str:
     return f"{name}_" if keyword.iskeyword(name) else name
 
 
-def _caller(tools: AttemptTools, name: str, progress: _Progress) -> Any:
+def _caller(tools: AttemptTools, name: str, progress: _CodeProgress) -> Any:
     async def call(arguments: dict[str, Any]) -> Any:
         (result,) = await tools.call([ToolCall(name, json.dumps(arguments))])
         progress.earned += result.reward
@@ -317,6 +317,6 @@ def _caller(tools: AttemptTools, name: str, progress: _Progress) -> Any:
     return call
 
 
-def _described(function: _Function) -> str:
+def _describe(function: _AgentFunction) -> str:
     about = " ".join(function.description.split())
     return f"- {function.name}({', '.join(function.parameters)}): {about}".rstrip(": ")

@@ -29,7 +29,7 @@ import msgspec
 from agentevo.agents.client_environment import client_variables
 from agentevo.agents.policy import DoorSession, Policy
 from agentevo.agents.posted_rewards import outcome_of_rewards, printed_reward
-from agentevo.agents.process_tree import GRACE_S, KILLING_S, Ended, ProcessTree
+from agentevo.agents.process_tree import GRACE_S, KILLING_S, EndedProcess, ProcessTree
 from agentevo.config.agents import CommandAgentSection, agents
 from agentevo.daemon_threads import run_in_thread
 from agentevo.errors import CommandFailedError, ConfigError, NoCallError
@@ -80,7 +80,7 @@ class CommandAgent:
 
         try:
             session = policy.session
-            ended = await self._ended(task, policy, session)
+            ended = await self._run_to_end(task, policy, session)
         finally:
             self._at_once.release()
 
@@ -97,7 +97,7 @@ class CommandAgent:
         given = [*session.posted, *([printed] if printed is not None else [])]
         return outcome_of_rewards(given, policy.received)
 
-    async def _ended(self, task: Task, policy: Policy, session: DoorSession) -> Ended:
+    async def _run_to_end(self, task: Task, policy: Policy, session: DoorSession) -> EndedProcess:
         """Runs the process to its end; cancelled, ends it with all that it started."""
         with (
             policy.call("process", Path(self._section.command[0]).name) as call,
@@ -106,7 +106,7 @@ class CommandAgent:
             tree = ProcessTree(
                 self._section.command,
                 cwd=self._cwd,
-                environment=_changed(os.environ | self._section.env, given),
+                environment=_with_contract(os.environ | self._section.env, given),
                 mark="AGENTEVO_API_KEY",
             )
             try:
@@ -122,7 +122,7 @@ class CommandAgent:
                     await asyncio.sleep(0.01)
                 call.keep(stdout=tree.written("stdout"), stderr=tree.written("stderr"))
 
-    def _failure(self, ended: Ended) -> str:
+    def _failure(self, ended: EndedProcess) -> str:
         how = f"ended with exit code {ended.code}"
         if ended.code < 0:
             number = -ended.code
@@ -180,6 +180,6 @@ def variables(
         yield given
 
 
-def _changed(environment: dict[str, str], changes: dict[str, str | None]) -> dict[str, str]:
+def _with_contract(environment: dict[str, str], changes: dict[str, str | None]) -> dict[str, str]:
     """`environment`, in which `agent.env` is already, with the contract on top."""
     return {name: value for name, value in {**environment, **changes}.items() if value is not None}

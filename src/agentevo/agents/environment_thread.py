@@ -21,7 +21,7 @@ from contextlib import nullcontext, suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from agentevo.errors import EnvironmentFailure, OverreachError, described
+from agentevo.errors import EnvironmentFailure, OverreachError, describe_error
 from agentevo.store.call_log import record_call
 from agentevo.tracebacks import format_stack
 
@@ -132,7 +132,7 @@ class EnvironmentThread:
             _hung.add(self)
 
         self._calls.put(None)
-        return None if error is None else described(error)
+        return None if error is None else describe_error(error)
 
     async def end(self, close: Callable[[], None]) -> None:
         """`close` is the last call. Not waited for while another one hangs, nor longer than

@@ -25,7 +25,7 @@ LEFT_OUT = "[this result is left out]"
 _SUMMARY = "What was done and found so far: "
 
 
-class Round(NamedTuple):
+class HistoryRound(NamedTuple):
     """A reply as it stands in the history, and what the policy was told then."""
 
     reply: Message
@@ -42,7 +42,7 @@ class History:
     num_cuts: int = 0
 
     def __post_init__(self) -> None:
-        self._rounds: list[Round] = []
+        self._rounds: list[HistoryRound] = []
         self._summary = ""
 
     @property
@@ -58,7 +58,7 @@ class History:
 
     def add(self, reply: Message, answers: list[Message]) -> None:
         """One more round."""
-        self._rounds.append(Round(reply, answers))
+        self._rounds.append(HistoryRound(reply, answers))
 
     async def look(self, turn: int, policy: Policy, tools: Tools = None) -> None:
         """Cuts the history if that turn, prompt and reply, has more than `max_tokens` tokens."""
@@ -66,7 +66,9 @@ class History:
         if limit is not None and _num_tokens(policy, turn) > limit:
             await self.cut(policy, tools)
 
-    async def answered(self, ask: Callable[[list[Message]], Awaitable[T]], policy: Policy) -> T:
+    async def ask_within_context(
+        self, ask: Callable[[list[Message]], Awaitable[T]], policy: Policy
+    ) -> T:
         """What `ask` gives for the history, which is cut where it is too long for the context.
         Raises RequestTooLongError where nothing is left to cut."""
         while True:
@@ -87,22 +89,28 @@ class History:
 
         recent = self._rounds[len(old) :]
         if section.strategy == "discard_results":
-            cut = [Round(one.reply, [_emptied(answer) for answer in one.answers]) for one in old]
+            cut = [
+                HistoryRound(one.reply, [_without_content(answer) for answer in one.answers])
+                for one in old
+            ]
             if cut == old:
                 return False
             self._rounds = [*cut, *recent]
         else:
             if section.strategy == "summary":
-                self._summary = await self._summarised(old, policy, tools)
+                self._summary = await self._summarise(old, policy, tools)
             self._rounds = recent
 
         self.num_cuts += 1
         return True
 
-    async def _summarised(self, old: list[Round], policy: Policy, tools: Tools) -> str:
+    async def _summarise(self, old: list[HistoryRound], policy: Policy, tools: Tools) -> str:
         """Where all of it is too long to be asked about, the summary is of the replies alone; where
         these are too long as well, what was summarised before stays."""
-        replies = [Round(one.reply, [_emptied(answer) for answer in one.answers]) for one in old]
+        replies = [
+            HistoryRound(one.reply, [_without_content(answer) for answer in one.answers])
+            for one in old
+        ]
         for rounds in (old, replies):
             try:
                 return await self._summary_of(rounds, policy, tools)
@@ -110,7 +118,7 @@ class History:
                 continue
         return self._summary
 
-    async def _summary_of(self, rounds: list[Round], policy: Policy, tools: Tools) -> str:
+    async def _summary_of(self, rounds: list[HistoryRound], policy: Policy, tools: Tools) -> str:
         now = self._rounds
         self._rounds = rounds
         try:
@@ -130,5 +138,5 @@ def _num_tokens(policy: Policy, turn: int) -> int:
     return sum(policy.num_tokens(turn))
 
 
-def _emptied(answer: Message) -> Message:
+def _without_content(answer: Message) -> Message:
     return replace(answer, content=LEFT_OUT)

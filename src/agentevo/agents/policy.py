@@ -87,7 +87,7 @@ class DoorSession(Protocol):
         """What was posted there so far, in its order."""
 
 
-class Door(Protocol):
+class PolicyDoor(Protocol):
     """Opens sessions for clients of other APIs, such as OpenAI's (gateway/gateway.py)."""
 
     def open(
@@ -111,7 +111,7 @@ class Policy:
     def __init__(
         self,
         conversation: Conversation,
-        door: Door | None = None,
+        door: PolicyDoor | None = None,
         remote: RemoteConversations | None = None,
         agents: Mapping[str, Conversation] = MappingProxyType({}),
         remote_agents: Mapping[str, str] = MappingProxyType({}),
@@ -326,7 +326,7 @@ class Policy:
         DeadlineExceededError when the engine is late.
         """
         conversation = self._single()
-        asked = _checked(prompt)
+        asked = _check_prompt(prompt)
         self._has_replied = True
         turns = await conversation.complete(
             asked,
@@ -449,7 +449,7 @@ class RemoteHandle:
         return replies[0] if n is None else replies
 
 
-def _checked(prompt: Prompt) -> list[Message] | list[int]:
+def _check_prompt(prompt: Prompt) -> list[Message] | list[int]:
     if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], int):
         return cast("list[int]", prompt)
     return messages_of(prompt)

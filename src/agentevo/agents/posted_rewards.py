@@ -60,7 +60,7 @@ def check_posted(reward: PostedReward) -> None:
         raise ValueError(_FORMS)
     if reward.reward is not None:
         plain_number(reward.reward, "the reward")
-    _checked(reward.rewards)
+    _check_rewards(reward.rewards)
 
 
 class RewardSums:
@@ -79,7 +79,7 @@ class RewardSums:
         for one in rewards:
             check_posted(one)
             if one.rewards:
-                own = parts[one.agent] = _checked(parts.get(one.agent, {}) | one.rewards)
+                own = parts[one.agent] = _check_rewards(parts.get(one.agent, {}) | one.rewards)
                 plain_number(math.fsum(own.values()), "the sum of the rewards by name")
             elif one.turn is not None:
                 sums = turns[one.agent] = dict(turns.get(one.agent, {}))
@@ -123,7 +123,7 @@ def _outcome(given: Sequence[PostedReward], received: Sequence[int] | None) -> O
     turns: dict[int, float] = {}
     total: float | None = None
     for one in given:
-        parts |= _checked(one.rewards)
+        parts |= _check_rewards(one.rewards)
         if one.reward is None:
             continue
 
@@ -153,5 +153,5 @@ def _turn(number: int, received: Sequence[int] | None) -> int:
     return received[number]
 
 
-def _checked(rewards: Mapping[str, float]) -> dict[str, float]:
+def _check_rewards(rewards: Mapping[str, float]) -> dict[str, float]:
     return named_parts(rewards, "the rewards")

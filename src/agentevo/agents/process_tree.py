@@ -38,7 +38,7 @@ _alive: set[ProcessTree] = set()
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedProcess:
     """How a process ended."""
 
     code: int
@@ -72,7 +72,7 @@ class ProcessTree:
         """What it has written to `stdout` or `stderr` last."""
         return bytes(self._written[stream][-KEPT:]).decode("utf-8", "replace")
 
-    def run(self) -> Ended:
+    def run(self) -> EndedProcess:
         """Until the process ends or is stopped. Raises OSError where it can't be started."""
         _alive.add(self)
         try:
@@ -90,7 +90,9 @@ class ProcessTree:
             _alive.discard(self)
             self.ended.set()
 
-        return Ended(self._process.returncode, self.written("stdout"), self.written("stderr"))
+        return EndedProcess(
+            self._process.returncode, self.written("stdout"), self.written("stderr")
+        )
 
     def _read_until_over(self, process: subprocess.Popen[bytes]) -> None:
         with selectors.DefaultSelector() as streams:

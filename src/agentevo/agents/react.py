@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentevo.agents.policy import Policy
-from agentevo.agents.tool_format import Said, Tools, tools_as_text
+from agentevo.agents.tool_format import ParsedReply, Tools, tools_as_text
 from agentevo.models.tool_calls import MalformedCall
 from agentevo.tools.tool import ToolResult
 from agentevo.types import Message, ToolCall
@@ -57,14 +57,14 @@ class ReActFormat:
             return [Message("system", f"{messages[0].text}\n\n{rules}"), *messages[1:]]
         return [Message("system", rules), *messages]
 
-    async def ask(self, messages: Sequence[Message]) -> Said:
+    async def ask(self, messages: Sequence[Message]) -> ParsedReply:
         """See ToolFormat.ask."""
         reply = await self._policy.generate(list(messages), stop=STOP)
         calls, malformed = read_action(reply.answer)
         _, drawn = self._policy.num_tokens(reply.turn)
-        return Said(reply, reply.message, calls, malformed, drawn)
+        return ParsedReply(reply, reply.message, calls, malformed, drawn)
 
-    def answers(self, said: Said, results: Sequence[ToolResult]) -> list[Message]:
+    def answers(self, said: ParsedReply, results: Sequence[ToolResult]) -> list[Message]:
         """See ToolFormat.answers."""
         texts = [one.text for one in results] + [f"Error: {one.problem}" for one in said.malformed]
         return [Message("user", f"Observation: {text}") for text in texts]

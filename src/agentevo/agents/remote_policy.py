@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from agentevo.agents.policy import Door, Policy
+from agentevo.agents.policy import Policy, PolicyDoor
 from agentevo.agents.texts import Texts
 from agentevo.errors import BadRequestError, EngineError
 from agentevo.models.answer_form import AnswerForm
@@ -29,7 +29,7 @@ POLICY_TOKENS = "policy_tokens"
 """Metric of a trajectory: tokens that its policy has generated, where their ids are unknown."""
 
 
-class RemoteConversation:
+class RemotePolicyConversation:
     """What a Conversation is to a policy, of an attempt that a remote model plays: a view of those
     remote turns that are the policy's."""
 
@@ -66,7 +66,7 @@ class RemoteConversation:
     @property
     def received(self) -> list[int]:
         """See Conversation.received."""
-        kept = self._remote.received()
+        kept = self._remote.received_turns()
         return [number for number, turn in enumerate(self._own) if turn.index in kept]
 
     async def complete(
@@ -111,7 +111,7 @@ class RemoteConversation:
         told = self._own[turn]
         return told.prompt_tokens, told.completion_tokens
 
-    def recorded(self, rewards: Mapping[int, float]) -> list[Turn]:
+    def turns_to_record(self, rewards: Mapping[int, float]) -> list[Turn]:
         """See Conversation.recorded."""
         own = self._own
         received = self.received
@@ -154,8 +154,8 @@ class RemoteModelPolicy(Policy):
 
     def __init__(
         self,
-        conversation: RemoteConversation,
-        door: Door,
+        conversation: RemotePolicyConversation,
+        door: PolicyDoor,
         remote: RemoteConversations,
         model: str,
         texts: Texts | None = None,

@@ -57,10 +57,10 @@ class BlockingPolicy:
         if _running_loop() is self._loop:
             return self._policy.session
 
-        async def opened() -> DoorSession:
+        async def open_session() -> DoorSession:
             return self._policy.session
 
-        return self._on_loop(opened()).result()
+        return self._on_loop(open_session()).result()
 
     @property
     def base_url(self) -> str:

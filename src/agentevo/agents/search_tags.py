@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentevo.agents.policy import Policy
-from agentevo.agents.tool_format import Said, Tools
+from agentevo.agents.tool_format import ParsedReply, Tools
 from agentevo.tools.tool import ToolResult
 from agentevo.types import Message, ToolCall
 
@@ -46,7 +46,7 @@ class SearchTags:
         first = messages[0]
         return [Message("user", f"{RULES}\n\nQuestion: {first.text}"), *messages[1:]]
 
-    async def ask(self, messages: Sequence[Message]) -> Said:
+    async def ask(self, messages: Sequence[Message]) -> ParsedReply:
         """See ToolFormat.ask."""
         reply = await self._policy.generate(list(messages), stop=STOP)
         _, drawn = self._policy.num_tokens(reply.turn)
@@ -56,8 +56,8 @@ class SearchTags:
         calls = []
         if query is not None and not answered:
             calls = [ToolCall(self._name, json.dumps({self._parameter: query[1].strip()}))]
-        return Said(reply, reply.message, calls, [], drawn)
+        return ParsedReply(reply, reply.message, calls, [], drawn)
 
-    def answers(self, said: Said, results: Sequence[ToolResult]) -> list[Message]:
+    def answers(self, said: ParsedReply, results: Sequence[ToolResult]) -> list[Message]:
         """See ToolFormat.answers."""
         return [Message("user", f"<information>{one.text}</information>") for one in results]

@@ -11,7 +11,7 @@ from typing import Self, TypeVar
 
 from agentevo.agents.environment_thread import EnvironmentThread, Pace
 from agentevo.environments import TextEnvironment
-from agentevo.errors import ConfigError, EnvironmentFailure, described
+from agentevo.errors import ConfigError, EnvironmentFailure, describe_error
 from agentevo.tracebacks import describe_failure
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class SoloEnvironment:
         except EnvironmentFailure:
             raise
         except Exception as error:
-            raise EnvironmentFailure(described(error)) from error
+            raise EnvironmentFailure(describe_error(error)) from error
 
     def __enter__(self) -> Self:
         return self

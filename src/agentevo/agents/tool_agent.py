@@ -22,7 +22,7 @@ from agentevo.agents.policy import Policy, Reply
 from agentevo.agents.react import ReActFormat
 from agentevo.agents.search_tags import SearchTags
 from agentevo.agents.single_turn import opening_of, with_system
-from agentevo.agents.tool_format import NativeFormat, Said, ToolFormat
+from agentevo.agents.tool_format import NativeFormat, ParsedReply, ToolFormat
 from agentevo.agents.tools_outcome import outcome_with_tools, said_by
 from agentevo.config.agents import ToolAgentSection, agents
 from agentevo.errors import RequestTooLongError
@@ -46,7 +46,7 @@ _NO_SEARCH = "Search by <search>...</search>, or give the final answer as <answe
 
 
 @dataclass
-class _Progress:
+class _ToolProgress:
     """What has happened so far in one attempt."""
 
     turn_rewards: dict[int, float] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class ToolAgent:
     async def run(self, task: Task, policy: Policy) -> Outcome:
         """See Agent.run."""
         if asks_once(task):
-            return await ask_once(self._asked(task, policy), policy)
+            return await ask_once(self._opening_messages(task, policy), policy)
 
         seed = derive_seed(task.seed, "tools", policy.name)
         async with AsyncExitStack() as stack:
@@ -89,9 +89,11 @@ class ToolAgent:
 
             reader = None if self._browse is None else self._browse.reader(policy)
             tools.condense = None if reader is None else reader.condense
-            progress = _Progress()
+            progress = _ToolProgress()
             form = _FORMATS[self._section.format](policy, policy.texts.of_tools(tools.schemas))
-            opening = form.opening(with_system(self._asked(task, policy), tools.instructions))
+            opening = form.opening(
+                with_system(self._opening_messages(task, policy), tools.instructions)
+            )
             history = History(opening, self._section.context)
             end = await self._play(form, history, policy, tools, progress)
             said = await said_by(tools)
@@ -120,14 +122,14 @@ class ToolAgent:
         history: History,
         policy: Policy,
         tools: AttemptTools,
-        progress: _Progress,
+        progress: _ToolProgress,
     ) -> str:
         """Until the attempt ends; how, as one of ENDS."""
         section = self._section
         num_tokens = 0
         for turns_left in reversed(range(section.max_turns)):
             try:
-                said = await history.answered(form.ask, policy)
+                said = await history.ask_within_context(form.ask, policy)
             except RequestTooLongError:
                 if not progress.turn_rewards:
                     raise
@@ -151,14 +153,14 @@ class ToolAgent:
 
         return "turns"
 
-    def _asked(self, task: Task, policy: Policy) -> list[Message]:
+    def _opening_messages(self, task: Task, policy: Policy) -> list[Message]:
         section = self._section
         return opening_of(task, policy.texts, section.system_prompt, section.instruction)
 
     def _is_final(self, reply: Reply) -> bool:
         return self._section.final == "reply" or find_answer(reply.answer, "answer") is not None
 
-    def _repeats(self, said: Said, progress: _Progress) -> bool:
+    def _repeats(self, said: ParsedReply, progress: _ToolProgress) -> bool:
         """Whether the policy has said the same calls once too often."""
         calls = tuple((call.name, call.arguments) for call in said.calls)
         same = bool(calls) and calls == progress.last_calls
@@ -167,7 +169,7 @@ class ToolAgent:
         return progress.num_repeats >= self._section.max_repeats
 
     async def _answers(
-        self, form: ToolFormat, said: Said, tools: AttemptTools, progress: _Progress
+        self, form: ToolFormat, said: ParsedReply, tools: AttemptTools, progress: _ToolProgress
     ) -> list[Message]:
         """What the policy reads next."""
         before = sum(tools.metrics[name] for name in WRONG)
@@ -188,7 +190,7 @@ class ToolAgent:
         return form.answers(said, results)
 
     def _split(
-        self, calls: Sequence[ToolCall], progress: _Progress
+        self, calls: Sequence[ToolCall], progress: _ToolProgress
     ) -> tuple[Sequence[ToolCall], list[ToolResult]]:
         """The calls that are made, and the refusals of the others."""
         section = self._section

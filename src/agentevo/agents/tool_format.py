@@ -18,7 +18,7 @@ Tools = Sequence[Mapping[str, Any]] | None
 
 
 @dataclass(frozen=True)
-class Said:
+class ParsedReply:
     """A reply of the policy, taken apart."""
 
     reply: Reply
@@ -42,11 +42,11 @@ class ToolFormat(Protocol):
         """The conversation before the first reply."""
         ...
 
-    async def ask(self, messages: Sequence[Message]) -> Said:
+    async def ask(self, messages: Sequence[Message]) -> ParsedReply:
         """The policy's reply to the conversation. Raises what Policy.generate raises."""
         ...
 
-    def answers(self, said: Said, results: Sequence[ToolResult]) -> list[Message]:
+    def answers(self, said: ParsedReply, results: Sequence[ToolResult]) -> list[Message]:
         """What the policy reads next: the results of its calls, in their order, and of what began
         as a call why it is none."""
         ...
@@ -63,13 +63,13 @@ class NativeFormat:
         """See ToolFormat.opening."""
         return messages
 
-    async def ask(self, messages: Sequence[Message]) -> Said:
+    async def ask(self, messages: Sequence[Message]) -> ParsedReply:
         """See ToolFormat.ask."""
         reply = await self._policy.generate(list(messages), tools=self.tools)
         _, drawn = self._policy.num_tokens(reply.turn)
         if self._policy.remote_model is not None:
             message = _with_ids(reply)
-            return Said(reply, message, message.tool_calls, (), drawn)
+            return ParsedReply(reply, message, message.tool_calls, (), drawn)
 
         conversation = self._policy.conversation
         parsed = conversation.chat.parser.parse(reply.text, opening=reply.opening, tools=self.tools)
@@ -81,9 +81,9 @@ class NativeFormat:
         message = Message("assistant", content, calls, reasoning=parsed.reasoning)
         conversation.recognise(reply.turn, message)
 
-        return Said(reply, message, calls, parsed.malformed, drawn)
+        return ParsedReply(reply, message, calls, parsed.malformed, drawn)
 
-    def answers(self, said: Said, results: Sequence[ToolResult]) -> list[Message]:
+    def answers(self, said: ParsedReply, results: Sequence[ToolResult]) -> list[Message]:
         """See ToolFormat.answers."""
         answered = [
             Message("tool", result.text, tool_call_id=call.id, name=call.name)

@@ -102,7 +102,7 @@ class Inputs:
         return f"the trajectory that begins in row {int((self.trajectory == index).nonzero()[0])}"
 
 
-def checked(tables: AdvantageTables) -> Inputs:
+def check_tables(tables: AdvantageTables) -> Inputs:
     """Checks the caller's tables. Raises ValueError for a wrong shape or type, and for NaN or
     infinity at a trained token."""
     like = tables.token_rewards
@@ -112,13 +112,13 @@ def checked(tables: AdvantageTables) -> Inputs:
             f"token_rewards is {like.dtype} {list(shape)}: give floats of shape [sequences, tokens]"
         )
 
-    trained = _trained(tables.mask, like)
-    trajectory = _numbered(
+    trained = _trained_mask(tables.mask, like)
+    trajectory = _number_ids(
         "trajectory_ids",
         range(shape[0]) if tables.trajectory_ids is None else tables.trajectory_ids,
         like,
     )
-    row_group = _numbered("group_ids", tables.group_ids, like)
+    row_group = _number_ids("group_ids", tables.group_ids, like)
     num = int(trajectory.max()) + 1 if shape[0] else 0
     group = row_group.new_zeros(num).index_copy_(0, trajectory, row_group)
     if bool((group[trajectory] != row_group).any()):
@@ -166,7 +166,7 @@ def _table(name: str, table: Tensor | None, trained: Tensor) -> Tensor | None:
     return table.detach()
 
 
-def _trained(mask: Tensor, like: Tensor) -> Tensor:
+def _trained_mask(mask: Tensor, like: Tensor) -> Tensor:
     if mask.shape != like.shape:
         raise ValueError(
             f"mask has shape {list(mask.shape)}, token_rewards {list(like.shape)}: give both as "
@@ -182,7 +182,7 @@ def _trained(mask: Tensor, like: Tensor) -> Tensor:
     return trained
 
 
-def _numbered(name: str, ids: Ids | range, like: Tensor) -> Tensor:
+def _number_ids(name: str, ids: Ids | range, like: Tensor) -> Tensor:
     """[S] int64: the ids as numbers 0, 1, 2, ... in the order in which they first appear."""
     if isinstance(ids, Tensor) and (ids.dim() != 1 or ids.is_floating_point()):
         raise ValueError(

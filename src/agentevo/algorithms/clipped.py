@@ -53,8 +53,8 @@ def decoupled_ppo(
     w has no gradient and is bounded by `cap`: min(w, cap) (clamp) or 0 above it (mask). Source:
     arXiv 2505.24298, eq. 5.
     """
-    proximal = inputs.needed("proximal_logp", "policy loss decoupled_ppo")
-    rollout = inputs.needed(
+    proximal = inputs.require("proximal_logp", "policy loss decoupled_ppo")
+    rollout = inputs.require(
         "rollout_logp", "policy loss decoupled_ppo (it weighs with proximal over rollout policy)"
     )
     gap = inputs.logp - proximal

@@ -63,12 +63,12 @@ def clip_cov_statistics(tables: LossTables, hyper: Mapping[str, Any]) -> dict[st
         float(hyper[name]) for name in ("clip_low", "clip_high", "fraction", "low", "high")
     )
 
-    def unclipped(inputs: LossInputs) -> torch.Tensor:
+    def is_unclipped(inputs: LossInputs) -> torch.Tensor:
         return ~clip_surrogate(
             bounded_exp(inputs.log_ratio), inputs.advantages, clip_low=clip_low, clip_high=clip_high
         )[1]
 
-    return _statistics(tables, unclipped, fraction, low, high)
+    return _statistics(tables, is_unclipped, fraction, low, high)
 
 
 def kl_cov_statistics(tables: LossTables, hyper: Mapping[str, Any]) -> dict[str, float]:
@@ -128,7 +128,7 @@ def _candidates(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Covariances [S, T] float64, and which eligible trained tokens lie between the bounds and
     reach the threshold."""
-    covariance = _centred(inputs.advantages, statistics["mean_advantage"]) * _centred(
+    covariance = _subtract_mean(inputs.advantages, statistics["mean_advantage"]) * _subtract_mean(
         inputs.logp.detach(), statistics["mean_logp"]
     )
     bounded = (
@@ -140,7 +140,7 @@ def _candidates(
     return covariance, inputs.mask & eligible & bounded
 
 
-def _centred(values: torch.Tensor, mean: float) -> torch.Tensor:
+def _subtract_mean(values: torch.Tensor, mean: float) -> torch.Tensor:
     """Distance from the mean, float64; exactly 0 where only the rounding of the mean is left."""
     distance = values.to(torch.float64) - mean
     return torch.where(distance.abs() <= EQUAL * abs(mean), 0.0, distance)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from agentevo.algorithms import group_relative, returns
-from agentevo.algorithms.advantage_inputs import AdvantageTables, Inputs, checked
+from agentevo.algorithms.advantage_inputs import AdvantageTables, Inputs, check_tables
 from agentevo.catalogue import Value, check_function, resolve
 from agentevo.catalogue.advantages import ADVANTAGES
 
@@ -91,7 +91,7 @@ class Advantage:
                     "does without"
                 )
 
-        inputs = checked(tables)
+        inputs = check_tables(tables)
         rewards = tables.token_rewards
         if not self.is_recursion:
             compute = self.function or partial(SCORES[self.name], **self.hyper)

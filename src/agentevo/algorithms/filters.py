@@ -17,7 +17,7 @@ from agentevo.algorithms.equality import EQUAL, are_equal, levels
 
 
 @dataclass(frozen=True)
-class Kept:
+class FilterResult:
     """The positions that a filter keeps, in order, and the reason why it drops each of the others.
     Every position is in exactly one of the two."""
 
@@ -50,8 +50,8 @@ def _groups(rewards: Sequence[float], group_ids: Sequence[Hashable]) -> dict[Has
     return groups
 
 
-def _kept(count: int, reasons: Mapping[int, str]) -> Kept:
-    return Kept(
+def _kept(count: int, reasons: Mapping[int, str]) -> FilterResult:
+    return FilterResult(
         tuple(position for position in range(count) if position not in reasons),
         {p: reasons[p] for p in sorted(reasons)},
     )
@@ -84,7 +84,7 @@ def _uninformative(rewards: Sequence[float]) -> str | None:
 
 def dynamic_sampling(
     rewards: Sequence[float], group_ids: Sequence[Hashable], *, wanted: int
-) -> tuple[Kept, int]:
+) -> tuple[FilterResult, int]:
     """DAPO's choice among all groups that a step has sampled so far: the first `wanted` informative
     ones, and the number of groups that are still missing.
 
@@ -112,7 +112,7 @@ def dynamic_sampling(
 
 def starpo_s(
     rewards: Sequence[float], group_ids: Sequence[Hashable], *, keep: float = 0.25
-) -> Kept:
+) -> FilterResult:
     """Keeps the share `keep` of the groups: those whose rewards have the highest standard
     deviation. Their number is rounded down, but is at least 1.
 
@@ -127,7 +127,7 @@ def starpo_s(
 
     groups = list(_groups(rewards, group_ids).values())
     if not groups:
-        return Kept((), {})
+        return FilterResult((), {})
 
     num_kept = max(1, math.floor(keep * len(groups) + 1e-9))  # 0.29 * 100 is 28.999999999999996
     spread = [reward_std([rewards[member] for member in members]) for members in groups]
@@ -143,7 +143,7 @@ def starpo_s(
     return _kept(len(rewards), reasons)
 
 
-def overlong(truncated: Sequence[bool]) -> Kept:
+def overlong(truncated: Sequence[bool]) -> FilterResult:
     """Drops attempts that were cut off at a length limit, because their reward says little
     (overlong filtering of DAPO, arXiv 2503.14476, 3.4)."""
     return _kept(
@@ -192,7 +192,7 @@ class RLPRStd:
         """The smallest std that the current step keeps; None while it keeps every group."""
         return None if self._mean is None else self.beta * self._mean
 
-    def filter(self, rewards: Sequence[float], group_ids: Sequence[Hashable]) -> Kept:
+    def filter(self, rewards: Sequence[float], group_ids: Sequence[Hashable]) -> FilterResult:
         reasons: dict[int, str] = {}
         threshold = self.threshold
         spreads = []

@@ -41,7 +41,7 @@ class Members:
     def total(self, values: Tensor) -> Tensor:
         """Sum of `values` [N] over the group of each member. [N]"""
         sums = values.new_zeros(self._num_groups).index_add_(
-            0, self.group, self._counted(values, 0.0)
+            0, self.group, self._where_counted(values, 0.0)
         )
         return sums[self.group]
 
@@ -49,10 +49,10 @@ class Members:
         """Largest of `values` [N] in the group of each member; -inf in a group where none counts.
         [N]"""
         largest = values.new_full((self._num_groups,), -torch.inf)
-        largest.scatter_reduce_(0, self.group, self._counted(values, -torch.inf), "amax")
+        largest.scatter_reduce_(0, self.group, self._where_counted(values, -torch.inf), "amax")
         return largest[self.group]
 
-    def _counted(self, values: Tensor, otherwise: float) -> Tensor:
+    def _where_counted(self, values: Tensor, otherwise: float) -> Tensor:
         return values if self._all_count else torch.where(self.counts, values, otherwise)
 
     @cached_property
@@ -75,17 +75,17 @@ class Members:
         spread = self.highest(values) + self.highest(-values)
         return self.counts & (spread > EQUAL * self.highest(values.abs()))
 
-    def centred(self, values: Tensor) -> Tensor:
+    def subtract_mean(self, values: Tensor) -> Tensor:
         """`values` [N] minus the mean of their group; exactly 0 where the group's values are equal.
         [N]"""
         return torch.where(
             self.differ(values), values - self.total(values) / self.size.clamp(min=1.0), 0.0
         )
 
-    def normalised(self, values: Tensor, *, scale_by_std: bool, epsilon: float) -> Tensor:
+    def normalise(self, values: Tensor, *, scale_by_std: bool, epsilon: float) -> Tensor:
         """(values - mean) / (std + epsilon) within groups, std unbiased; without the division if
         not `scale_by_std`. [N]"""
-        centred = self.centred(values)
+        centred = self.subtract_mean(values)
         return divide(centred, self.std(centred) + epsilon) if scale_by_std else centred
 
     def std(self, centred: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def batch_norm(inputs: Inputs, *, epsilon: float) -> Tensor:
     Source: RAGEN's StarPO code, arXiv 2504.20073.
     """
     whole = Members(torch.zeros_like(inputs.members.group), inputs.members.counts)
-    return whole.normalised(inputs.score, scale_by_std=True, epsilon=epsilon)
+    return whole.normalise(inputs.score, scale_by_std=True, epsilon=epsilon)
 
 
 def grpo(inputs: Inputs, *, scale_by_std: bool, epsilon: float) -> Tensor:
@@ -142,7 +142,7 @@ def grpo(inputs: Inputs, *, scale_by_std: bool, epsilon: float) -> Tensor:
     Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2; without division: Dr. GRPO, arXiv
     2503.20783.
     """
-    return inputs.members.normalised(inputs.score, scale_by_std=scale_by_std, epsilon=epsilon)
+    return inputs.members.normalise(inputs.score, scale_by_std=scale_by_std, epsilon=epsilon)
 
 
 def grpo_passk(inputs: Inputs, *, scale_by_std: bool, epsilon: float) -> Tensor:
@@ -163,7 +163,9 @@ def grpo_passk(inputs: Inputs, *, scale_by_std: bool, epsilon: float) -> Tensor:
         best - others.highest(score),
         0.0,
     )
-    return divide(lead, members.std(members.centred(score)) + epsilon) if scale_by_std else lead
+    return (
+        divide(lead, members.std(members.subtract_mean(score)) + epsilon) if scale_by_std else lead
+    )
 
 
 def rloo(inputs: Inputs) -> Tensor:
@@ -172,7 +174,7 @@ def rloo(inputs: Inputs) -> Tensor:
     Source: arXiv 2402.14740.
     """
     size = inputs.members.size
-    return size / (size - 1.0).clamp(min=1.0) * inputs.members.centred(inputs.score)
+    return size / (size - 1.0).clamp(min=1.0) * inputs.members.subtract_mean(inputs.score)
 
 
 def opo(inputs: Inputs) -> Tensor:
@@ -194,7 +196,7 @@ def gpg(inputs: Inputs) -> Tensor:
     A group of one counts among those that teach nothing. Source: GPG, arXiv 2504.02546.
     """
     useful = inputs.members.differ(inputs.score).sum().double().clamp(min=1.0)
-    return inputs.members.counts.sum() / useful * inputs.members.centred(inputs.score)
+    return inputs.members.counts.sum() / useful * inputs.members.subtract_mean(inputs.score)
 
 
 def maxrl(inputs: Inputs, *, epsilon: float) -> Tensor:
@@ -212,7 +214,7 @@ def maxrl(inputs: Inputs, *, epsilon: float) -> Tensor:
         )
 
     return divide(
-        inputs.members.centred(score),
+        inputs.members.subtract_mean(score),
         inputs.members.total(score) / inputs.members.size.clamp(min=1.0) + epsilon,
     )
 
@@ -228,8 +230,8 @@ def gdpo(inputs: Inputs, *, epsilon: float, whiten: bool) -> Tensor:
     )  # `Advantage` checks its `needs`
     total = torch.zeros_like(inputs.score)
     for part, weight in zip(inputs.reward_parts, inputs.reward_weights, strict=True):
-        total += weight * inputs.members.normalised(part, scale_by_std=True, epsilon=epsilon)
-    return _whitened(inputs, total) if whiten else total
+        total += weight * inputs.members.normalise(part, scale_by_std=True, epsilon=epsilon)
+    return _whiten_compared(inputs, total) if whiten else total
 
 
 def reinforce_pp_baseline(inputs: Inputs) -> Tensor:
@@ -238,9 +240,9 @@ def reinforce_pp_baseline(inputs: Inputs) -> Tensor:
 
     Groups of one are left out of the whitening. Source: REINFORCE++, arXiv 2501.03262.
     """
-    return _whitened(inputs, inputs.members.centred(inputs.score))
+    return _whiten_compared(inputs, inputs.members.subtract_mean(inputs.score))
 
 
-def _whitened(inputs: Inputs, values: Tensor) -> Tensor:
+def _whiten_compared(inputs: Inputs, values: Tensor) -> Tensor:
     compared = inputs.members.size > 1.0
     return torch.where(compared, whiten(values, torch.where(compared, inputs.length, 0.0)), 0.0)

@@ -47,7 +47,7 @@ class LossInputs:
         """logp - old_logp. [S, T]"""
         return self.logp - self.old_logp
 
-    def needed(self, name: str, user: str) -> torch.Tensor:
+    def require(self, name: str, user: str) -> torch.Tensor:
         """An optional tensor that `user` can't do without. Raises ValueError."""
         tensor: torch.Tensor | None = getattr(self, name)
         if tensor is None:
@@ -80,7 +80,7 @@ class LossTables:
     def _given(self) -> dict[str, torch.Tensor]:
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
-    def cleaned(self, statistics: Mapping[str, float] | None = None) -> LossInputs:
+    def clean_inputs(self, statistics: Mapping[str, float] | None = None) -> LossInputs:
         """The inputs of a loss: 0 at untrained places, all but `logp` detached, numbers narrower
         than float32 widened to it."""
         dtype = torch.promote_types(self.logp.dtype, torch.float32)
@@ -98,7 +98,7 @@ class LossTables:
         """The inputs of a loss without gradients, a block of rows at a time, in order."""
         given = {name: tensor.detach() for name, tensor in self._given().items()}
         return (
-            LossTables(**dict(zip(given, parts, strict=True))).cleaned()
+            LossTables(**dict(zip(given, parts, strict=True))).clean_inputs()
             for parts in row_blocks(*given.values())
         )
 

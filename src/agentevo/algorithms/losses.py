@@ -89,11 +89,13 @@ class PolicyLoss:
         All are 0 where the mask is 0 and of logp's dtype; only the losses carry a gradient. Without
         `statistics` these rows are taken for the whole minibatch.
         """
-        inputs = tables.cleaned(statistics or self.statistics(tables))
+        inputs = tables.clean_inputs(statistics or self.statistics(tables))
         loss, measured = self.formula(inputs)
         measured.setdefault("ppo_kl", -bounded_gap(inputs.log_ratio.detach()))
         if self.importance is not None:
-            rollout_logp = inputs.needed("rollout_logp", f"policy loss {self.name} with importance")
+            rollout_logp = inputs.require(
+                "rollout_logp", f"policy loss {self.name} with importance"
+            )
             weights = self.importance(inputs.old_logp - rollout_logp, inputs.mask)
             loss = loss * weights
             measured["rollout_is_mean"] = weights

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Stream:
+class TurnStream:
     """All M trained tokens, stream after stream. Segments (streams, turns) are given by their
     lengths, which add up to M."""
 
@@ -69,13 +69,15 @@ class Stream:
         return self.turns
 
 
-def make_stream(inputs: Inputs) -> Stream:
+def make_stream(inputs: Inputs) -> TurnStream:
     """Makes the streams of the inputs. Raises ValueError if two rows of a trajectory train the same
     turn."""
     width = max(inputs.mask.shape[1], 1)
     index = inputs.mask.reshape(-1).nonzero()[:, 0]
     if inputs.turn_ids is None:
-        return Stream(index, width, inputs.row_length[inputs.row_length > 0.0].long(), None, None)
+        return TurnStream(
+            index, width, inputs.row_length[inputs.row_length > 0.0].long(), None, None
+        )
 
     owner = inputs.trajectory[index // width]
     turn = inputs.turn_ids.reshape(-1)[index]
@@ -105,7 +107,7 @@ def make_stream(inputs: Inputs) -> Stream:
     turns = torch.unique_consecutive(
         owner[turn_lengths.cumsum(0) - turn_lengths], return_counts=True
     )[1]
-    return Stream(index, width, _segments(same_owner, len(index)), turn_lengths, turns)
+    return TurnStream(index, width, _segments(same_owner, len(index)), turn_lengths, turns)
 
 
 def _segments(continues: Tensor, count: int) -> Tensor:
@@ -120,7 +122,7 @@ def spread(values: Tensor, lengths: Tensor) -> Tensor:
     return values.repeat_interleave(lengths)
 
 
-def discounted(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
+def discount_sums(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
     """x_k = values_k + factor x_{k+1} within each segment, x = 0 after its end. values [M]; lengths
     of the segments, which add up to M.
 
@@ -159,31 +161,33 @@ def estimate(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam
 
     Source: GAE, arXiv 1506.02438, eq. 16.
     """
-    return discounted(rewards + gamma * following(values, lengths) - values, lengths, gamma * lam)
+    return discount_sums(
+        rewards + gamma * following(values, lengths) - values, lengths, gamma * lam
+    )
 
 
-def reinforce_pp(inputs: Inputs, stream: Stream, *, gamma: float) -> tuple[Tensor, Tensor]:
+def reinforce_pp(inputs: Inputs, stream: TurnStream, *, gamma: float) -> tuple[Tensor, Tensor]:
     """G_t = r_t + gamma G_{t+1}; A = G whitened over all trained tokens of the batch; returns G.
 
     Source: REINFORCE++, arXiv 2501.03262.
     """
-    returns = discounted(stream.at(inputs.rewards), stream.lengths, gamma)
+    returns = discount_sums(stream.at(inputs.rewards), stream.lengths, gamma)
     return whitened(returns), returns
 
 
-def remax(inputs: Inputs, stream: Stream, *, gamma: float) -> tuple[Tensor, Tensor]:
+def remax(inputs: Inputs, stream: TurnStream, *, gamma: float) -> tuple[Tensor, Tensor]:
     """G_t = r_t + gamma G_{t+1}; A_t = G_t - b with b = `baseline_rewards` of the token's row;
     returns G.
 
     Source: ReMax, arXiv 2310.10505.
     """
     assert inputs.baseline_rewards is not None  # `Advantage` checks its `needs`
-    returns = discounted(stream.at(inputs.rewards), stream.lengths, gamma)
+    returns = discount_sums(stream.at(inputs.rewards), stream.lengths, gamma)
     return returns - inputs.baseline_rewards[stream.row], returns
 
 
 def gae(
-    inputs: Inputs, stream: Stream, *, gamma: float, lam: float, whiten: bool
+    inputs: Inputs, stream: TurnStream, *, gamma: float, lam: float, whiten: bool
 ) -> tuple[Tensor, Tensor]:
     """delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lam A_{t+1}; returns A + V, before
     A is whitened.
@@ -197,7 +201,7 @@ def gae(
 
 
 def turn_gae(
-    inputs: Inputs, stream: Stream, *, gamma: float, lam: float, whiten: bool
+    inputs: Inputs, stream: TurnStream, *, gamma: float, lam: float, whiten: bool
 ) -> tuple[Tensor, Tensor]:
     """GAE with turns as steps: r_k = sum of the turn's rewards, V_k = value at its first trained
     token; A_k goes to all its tokens.
@@ -215,7 +219,7 @@ def turn_gae(
 
 def bi_level_gae(
     inputs: Inputs,
-    stream: Stream,
+    stream: TurnStream,
     *,
     gamma: float,
     lam: float,
@@ -252,7 +256,7 @@ def bi_level_gae(
 
 def turn_returns(
     inputs: Inputs,
-    stream: Stream,
+    stream: TurnStream,
     *,
     gamma: float,
     scale_by_std: bool,
@@ -265,15 +269,15 @@ def turn_returns(
     Source: process supervision in DeepSeekMath, arXiv 2402.03300, section 4.1.3, with a discount
     per turn.
     """
-    returns = discounted(turn_rewards(inputs, stream), stream.num_turns, gamma)
-    how = Comparison(scale_by_std, epsilon, turn_baseline)
+    returns = discount_sums(turn_rewards(inputs, stream), stream.num_turns, gamma)
+    how = GroupComparison(scale_by_std, epsilon, turn_baseline)
     advantages = against_group(inputs, stream, returns, turn_places(stream), how)
     return spread(advantages, stream.turn), spread(returns, stream.turn)
 
 
 def tree_returns(
     inputs: Inputs,
-    stream: Stream,
+    stream: TurnStream,
     *,
     gamma: float,
     scale_by_std: bool,
@@ -290,30 +294,30 @@ def tree_returns(
     """
     parent = _tree_parents(inputs, stream)
     returns = _discounted_along_tree(turn_rewards(inputs, stream), parent, gamma)
-    how = Comparison(scale_by_std, epsilon, turn_baseline)
+    how = GroupComparison(scale_by_std, epsilon, turn_baseline)
     advantages = against_group(inputs, stream, returns, _tree_depths(stream, parent), how)
     return spread(advantages, stream.turn), spread(returns, stream.turn)
 
 
 def credit(
-    inputs: Inputs, stream: Stream, *, scale_by_std: bool, epsilon: float, turn_baseline: str
+    inputs: Inputs, stream: TurnStream, *, scale_by_std: bool, epsilon: float, turn_baseline: str
 ) -> tuple[Tensor, Tensor]:
     """R_k = what the user's function has given turn k, against other turns of the group
     (`against_group`). Returns R."""
     assert inputs.turn_credit is not None  # `Advantage` checks its `needs`
     returns = stream.at(inputs.turn_credit)[stream.turn.cumsum(0) - stream.turn]
-    how = Comparison(scale_by_std, epsilon, turn_baseline)
+    how = GroupComparison(scale_by_std, epsilon, turn_baseline)
     advantages = against_group(inputs, stream, returns, turn_places(stream), how)
     return spread(advantages, stream.turn), spread(returns, stream.turn)
 
 
-def turn_places(stream: Stream) -> Tensor:
+def turn_places(stream: TurnStream) -> Tensor:
     """The place of each turn among those of its trajectory, from 0. [K]"""
     first = spread(stream.num_turns.cumsum(0) - stream.num_turns, stream.num_turns)
     return torch.arange(len(stream.turn), device=stream.index.device) - first
 
 
-class Comparison(NamedTuple):
+class GroupComparison(NamedTuple):
     """How `against_group` compares turns."""
 
     scale_by_std: bool
@@ -322,7 +326,7 @@ class Comparison(NamedTuple):
 
 
 def against_group(
-    inputs: Inputs, stream: Stream, returns: Tensor, places: Tensor, how: Comparison
+    inputs: Inputs, stream: TurnStream, returns: Tensor, places: Tensor, how: GroupComparison
 ) -> Tensor:
     """A_k = (R_k - mean) / (std + epsilon), without the division if not `scale_by_std`, of the
     returns of turns [K]; std is unbiased. [K]
@@ -340,11 +344,11 @@ def against_group(
         group = group * (places.max() + 1) + places if len(places) else group
 
     turns = Members(group, torch.ones_like(owner, dtype=torch.bool))
-    advantages = turns.normalised(returns, scale_by_std=how.scale_by_std, epsilon=how.epsilon)
+    advantages = turns.normalise(returns, scale_by_std=how.scale_by_std, epsilon=how.epsilon)
     return torch.where(inputs.members.size[owner] > 1.0, advantages, 0.0)
 
 
-def turn_rewards(inputs: Inputs, stream: Stream) -> Tensor:
+def turn_rewards(inputs: Inputs, stream: TurnStream) -> Tensor:
     """Sum of the rewards of each turn. [K]"""
     return inputs.score.new_zeros(len(stream.turn)).index_add_(
         0, stream.turn_of, stream.at(inputs.rewards)
@@ -361,7 +365,7 @@ def _discounted_along_tree(rewards: Tensor, parent: list[int], gamma: float) -> 
     return rewards.new_tensor(sums)
 
 
-def _tree_depths(stream: Stream, parent: list[int]) -> Tensor:
+def _tree_depths(stream: TurnStream, parent: list[int]) -> Tensor:
     """How many turns are before each one on its path. parent_k < k, or -1. [K]"""
     depth: list[int] = []
     for turn in parent:
@@ -369,7 +373,7 @@ def _tree_depths(stream: Stream, parent: list[int]) -> Tensor:
     return stream.turn.new_tensor(depth)
 
 
-def _tree_parents(inputs: Inputs, stream: Stream) -> list[int]:
+def _tree_parents(inputs: Inputs, stream: TurnStream) -> list[int]:
     """The parent of each turn 0..K-1, in the order of the stream; -1 for the first turn of a
     trajectory."""
     assert (
@@ -392,7 +396,7 @@ def _tree_parents(inputs: Inputs, stream: Stream) -> list[int]:
     return parent_of_turn
 
 
-def otb(inputs: Inputs, stream: Stream, *, handle_zero_tail: bool) -> tuple[Tensor, Tensor]:
+def otb(inputs: Inputs, stream: TurnStream, *, handle_zero_tail: bool) -> tuple[Tensor, Tensor]:
     """A_t = G_t - B_t, B_t = sum_i G_it W_it / sum_i W_it over the streams i of the group that are
     longer than t; returns G.
 
@@ -407,7 +411,7 @@ def otb(inputs: Inputs, stream: Stream, *, handle_zero_tail: bool) -> tuple[Tens
         inputs.logp is not None and inputs.sum_pi_squared is not None
     )  # `Advantage` checks its `needs`
 
-    returns = discounted(stream.at(inputs.rewards), stream.lengths, 1.0)
+    returns = discount_sums(stream.at(inputs.rewards), stream.lengths, 1.0)
     if not returns.numel():
         return returns, returns
 
@@ -416,7 +420,7 @@ def otb(inputs: Inputs, stream: Stream, *, handle_zero_tail: bool) -> tuple[Tens
         - 2.0 * stream.at(inputs.logp).clamp(max=0.0).exp()
         + stream.at(inputs.sum_pi_squared).clamp(0.0, 1.0)
     ).clamp(min=0.0)
-    weight = discounted(variance.flip(0), stream.lengths.flip(0), 1.0).flip(0)
+    weight = discount_sums(variance.flip(0), stream.lengths.flip(0), 1.0).flip(0)
     time = torch.arange(len(returns), device=returns.device) - spread(
         stream.lengths.cumsum(0) - stream.lengths, stream.lengths
     )
@@ -439,7 +443,7 @@ def otb(inputs: Inputs, stream: Stream, *, handle_zero_tail: bool) -> tuple[Tens
 
 
 def prime(
-    inputs: Inputs, stream: Stream, *, gamma: float, process_coef: float, whiten: bool
+    inputs: Inputs, stream: TurnStream, *, gamma: float, process_coef: float, whiten: bool
 ) -> tuple[Tensor, Tensor]:
     """Advantages from rewards of single steps that a process reward model gives beside the outcome:
     leave-one-out on outcomes plus the discounted sum of process rewards over the others' mean
@@ -460,6 +464,6 @@ def prime(
 
     size = inputs.members.size
     others = divide(inputs.members.total(mean) - mean, (size - 1.0).clamp(min=1.0))
-    running = discounted(rewards - others[owner], stream.lengths, gamma)
+    running = discount_sums(rewards - others[owner], stream.lengths, gamma)
     advantages = torch.where(size[owner] > 1.0, rloo(inputs)[owner] + process_coef * running, 0.0)
     return whitened(advantages) if whiten else advantages, advantages

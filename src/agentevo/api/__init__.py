@@ -115,7 +115,7 @@ def train(
     if rewards:
         options["rewards"] = [named_reward(one) for one in rewards]
 
-    trained = _trained(agent_or_env, command, tools)
+    trained = _trainable_of(agent_or_env, command, tools)
     resolved = partial(
         resolve,
         trained,
@@ -139,7 +139,7 @@ def train(
     )
 
 
-def _trained(
+def _trainable_of(
     given: Trainable | None, command: Sequence[str] | None, tools: Sequence[Tool]
 ) -> Trainable:
     if (given is not None) + (command is not None) + bool(tools) != 1:
@@ -280,7 +280,7 @@ def resolve(
 def _starting_point(given: Trainable) -> tuple[dict[str, Any], str, AgentFunction | None]:
     """(configuration so far, name of the run, agent function)."""
     if isinstance(given, (str, Path)):
-        return _named(str(given))
+        return _find_recipe_or_environment(str(given))
     if isinstance(given, RunConfig):
         return to_tree(given), given.run.name, None
     if isinstance(given, Command):
@@ -293,11 +293,11 @@ def _starting_point(given: Trainable) -> tuple[dict[str, Any], str, AgentFunctio
         return {"environment": options}, str(options.get("type")), None
 
     if isinstance(given, TextEnvironment):
-        kind = _registered(type(given))
+        kind = _register_environment(type(given))
         return {"environment": {**given.config.model_dump(mode="json"), "type": kind}}, kind, None
 
     if inspect.isclass(given) and issubclass(given, TextEnvironment):
-        kind = _registered(given)
+        kind = _register_environment(given)
         return {"environment": {"type": kind}}, kind, None
 
     if inspect.isclass(given):
@@ -324,7 +324,7 @@ def _starting_point(given: Trainable) -> tuple[dict[str, Any], str, AgentFunctio
     )
 
 
-def _named(name: str) -> tuple[dict[str, Any], str, None]:
+def _find_recipe_or_environment(name: str) -> tuple[dict[str, Any], str, None]:
     """A recipe, which has vetted settings, is preferred to an environment of the same name."""
     recipes = sources.recipe_names()
     known = environments.names()
@@ -348,7 +348,7 @@ def _named(name: str) -> tuple[dict[str, Any], str, None]:
     )
 
 
-def _registered(environment: type[TextEnvironment]) -> str:
+def _register_environment(environment: type[TextEnvironment]) -> str:
     """Files a user's environment under its `type`, so that recipes and run folders can name it;
     returns the type."""
     options = getattr(environment, "Config", None)

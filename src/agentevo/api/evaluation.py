@@ -47,14 +47,14 @@ def evaluate(  # noqa: PLR0913 (the options of `agentevo eval`)
     model has failed, when all is written.
     """
     with training_packages("an evaluation"):
-        from agentevo.evaluation.evaluate import Evaluation, check_attempts
+        from agentevo.evaluation.evaluate import EvaluationRun, check_attempts
         from agentevo.evaluation.evaluate import evaluate as measured
 
     files, given = _tasks(tasks)
     sampling = {"top_p": top_p, "max_new_tokens": max_new_tokens}
     named = [named_reward(one) for one in rewards]
     summary = measured(
-        Evaluation(
+        EvaluationRun(
             target=_word(target),
             against=[_word(one) for one in against],
             overrides=[*overrides, *([f"rewards={json.dumps(named)}"] if named else [])],

@@ -35,7 +35,7 @@ def optimize(
     """
     with training_packages("a search for texts"):
         from agentevo.evaluation.contestants import Contestant
-        from agentevo.prompts.optimize import Optimization
+        from agentevo.prompts.optimize import TextOptimization
         from agentevo.prompts.optimize import optimize as searched
 
     options: dict[str, Any] = dict(sections)
@@ -53,7 +53,7 @@ def optimize(
     )
     needs_tasks = agent if not config.tasks.given else None
     contestant = Contestant(config.run.name, config, Path(checkpoint) if checkpoint else None)
-    what = Optimization(
+    what = TextOptimization(
         contestant=contestant,
         out=Path(out),
         resume=resume,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from agentevo.audit.audit import Audit, audit
-from agentevo.audit.replay import Replay, replay
+from agentevo.audit.replay import TrajectoryReplay, replay
 from agentevo.config import RunConfig
 from agentevo.console import to_stderr
 from agentevo.errors import UnusableCheckpointError
@@ -22,7 +22,7 @@ from agentevo.orchestration.first_attempts import check_evaluation
 from agentevo.orchestration.tracking import Lines, check_tracking, report_evaluation
 from agentevo.parsing import read_json_object
 from agentevo.paths import short
-from agentevo.processes.supervisor import Supervisor
+from agentevo.processes.supervisor import ChildSupervisor
 from agentevo.runs.folder import read_store
 from agentevo.runs.hub_upload import push_to_hub
 from agentevo.runs.run_words import run_words
@@ -102,7 +102,7 @@ class Run:
 
         return read_store(self.dir, read)
 
-    def replay(self, trajectory_id: str, *, rebuild: bool = False) -> Replay:
+    def replay(self, trajectory_id: str, *, rebuild: bool = False) -> TrajectoryReplay:
         """Makes a trajectory again from its seeds and the stored weights and compares it with the
         record (orchestration/replay.py).
 
@@ -113,7 +113,7 @@ class Run:
             )
         )[0]
 
-    def replays(self, count: int, *, rebuild: bool = False) -> list[Replay]:
+    def replays(self, count: int, *, rebuild: bool = False) -> list[TrajectoryReplay]:
         """The same of so many training trajectories, drawn at random by the run's seed; without
         `rebuild` of those whose weights are still there."""
         return run_coroutine(
@@ -148,7 +148,7 @@ def train(
 ) -> Run:
     """`orchestration.run.train`, and the run that it made."""
     training.train(
-        config, agent=agent, tasks=tasks, resume=resume, view=view, supervisor=Supervisor
+        config, agent=agent, tasks=tasks, resume=resume, view=view, supervisor=ChildSupervisor
     )
     return Run(config, agent=agent, tasks=tasks)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from agentevo.audit.findings import Audit, Violation
+from agentevo.audit.findings import Audit, AuditViolation
 from agentevo.audit.folder import (
     check_checkpoints,
     check_files,
@@ -31,7 +31,7 @@ from agentevo.runs.folder import queued_group_size
 from agentevo.store.codec import content_digest
 from agentevo.store.records import StepRecord, StoredTrajectory
 from agentevo.store.store import Store
-from agentevo.training.batching.step_plan import SHOWN, Plan
+from agentevo.training.batching.step_plan import SHOWN, StepPlan
 
 EXACT_POLICIES = ("wait", "cancel")
 """The values of `rollout.policy` that leave no token too old, so that none needs masking."""
@@ -50,12 +50,12 @@ async def audit(store: Store, folder: Path) -> Audit:
         head = read_head(folder)  # before the records: a run that goes on has them first
     except CheckpointError as error:
         head = None
-        report.violations.append(Violation(str(error)))
+        report.violations.append(AuditViolation(str(error)))
 
     try:
         records = await store.steps()
     except StoreError as error:
-        report.violations.append(Violation(f"no step can be proven: {error}"))
+        report.violations.append(AuditViolation(f"no step can be proven: {error}"))
         return report
 
     report.steps = len(records)
@@ -84,10 +84,10 @@ def _check_chain(records: Iterable[StepRecord], report: Audit) -> None:
     older = [record.step for record in records if KEY not in record.record]
     if older:
         what = f"of {len(older)} steps, this one the first, nothing can be proven: {OLDER}"
-        report.violations.append(Violation(what, step=older[0]))
+        report.violations.append(AuditViolation(what, step=older[0]))
     for step in broken_links((r for r in records if KEY in r.record), End()):
         what = "its record is not the one that was committed: the chain of steps breaks here"
-        report.violations.append(Violation(what, step=step))
+        report.violations.append(AuditViolation(what, step=step))
 
 
 def _check_numbers(records: Iterable[StepRecord], report: Audit) -> None:
@@ -100,7 +100,7 @@ def _check_numbers(records: Iterable[StepRecord], report: Audit) -> None:
                 else f"steps {expected} to {record.step - 1}"
             )
             report.violations.append(
-                Violation(f"{missing} before it: there is no record", step=record.step)
+                AuditViolation(f"{missing} before it: there is no record", step=record.step)
             )
 
         expected = record.step + 1
@@ -117,18 +117,18 @@ async def _check_step(
     maps ids to the step that names them, `members` maps (group, attempt) to ids."""
     step = record.step
 
-    def violated(what: str, trajectory: str | None = None) -> None:
-        report.violations.append(Violation(what, step=step, trajectory=trajectory))
+    def add_violation(what: str, trajectory: str | None = None) -> None:
+        report.violations.append(AuditViolation(what, step=step, trajectory=trajectory))
 
     try:
-        plan = Plan.of(step, record.record)
+        plan = StepPlan.of(step, record.record)
     except TrainingError as error:
-        violated(f"{error}; so neither its trajectories nor their ages can be proven")
+        add_violation(f"{error}; so neither its trajectories nor their ages can be proven")
         return
 
-    _check_used_once(plan, step, used, violated)
+    _check_used_once(plan, step, used, add_violation)
     if record.num_trajectories != len(plan.ids):
-        violated(
+        add_violation(
             f"its record counts {record.num_trajectories} trajectories, its plan {len(plan.ids)}"
         )
 
@@ -142,39 +142,39 @@ async def _check_step(
             name = stored.trajectory.id
             count_texts(stored, report)
             for what in _wrong_with(stored, places):
-                violated(what, name)
+                add_violation(what, name)
 
             contents[name] = wrong_content(stored, sizes.get(name))
             first_id = members.setdefault(
                 (stored.trajectory.group_id, stored.trajectory.attempt), name
             )
             if first_id != name:
-                violated(f"it is the same attempt as {first_id}, under another id", name)
+                add_violation(f"it is the same attempt as {first_id}, under another id", name)
 
             if name in places and not stored.tokens_deleted:
                 digests[name] = content_digest(plan.final(stored.trajectory))
                 masked += _count_ages(stored, plan, step, report)
     except StoreError as error:
-        violated(f"its trajectories can't be read: {error}")
+        add_violation(f"its trajectories can't be read: {error}")
         return
 
     for name in plan.ids:
         if name not in digests:
-            violated(
+            add_violation(
                 "its plan names it, but it is not in the store as committed to this step", name
             )
 
     report.trained += len(digests)
     report.masked_tokens += masked
-    _check_masked(plan, masked, violated)
+    _check_masked(plan, masked, add_violation)
     whole = all(name in digests for name in plan.ids)
-    altered = _check_digest(plan, digests, violated) if whole else set()
+    altered = _check_digest(plan, digests, add_violation) if whole else set()
     for name in contents.keys() - altered:
         for what in contents[name]:
-            violated(what, name)
+            add_violation(what, name)
 
 
-def _check_used_once(plan: Plan, step: int, used: dict[str, int], violated: Violated) -> None:
+def _check_used_once(plan: StepPlan, step: int, used: dict[str, int], violated: Violated) -> None:
     """No trajectory may be named twice, in this plan or in an earlier one; `used` learns them."""
     for name, times in Counter(plan.ids).items():
         if times > 1:
@@ -184,7 +184,7 @@ def _check_used_once(plan: Plan, step: int, used: dict[str, int], violated: Viol
         used.setdefault(name, step)
 
 
-def _check_masked(plan: Plan, masked: int, violated: Violated) -> None:
+def _check_masked(plan: StepPlan, masked: int, violated: Violated) -> None:
     """The plan must have left out as many tokens as are too old, and a policy that waits for fresh
     tokens none."""
     if masked != plan.masked_tokens:
@@ -218,7 +218,7 @@ def _wrong_with(stored: StoredTrajectory, places: Mapping[str, int]) -> list[str
     return wrong
 
 
-def _count_ages(stored: StoredTrajectory, plan: Plan, step: int, report: Audit) -> int:
+def _count_ages(stored: StoredTrajectory, plan: StepPlan, step: int, report: Audit) -> int:
     """Adds its trained tokens to `report.ages`; returns how many are older than the bound. The
     trainer's version is step - 1."""
     counts: Counter[int] = Counter()
@@ -233,7 +233,9 @@ def _count_ages(stored: StoredTrajectory, plan: Plan, step: int, report: Audit) 
                 f"{count} of its tokens are of version {version}, which weights had only "
                 f"after step {version}"
             )
-            report.violations.append(Violation(what, step=step, trajectory=stored.trajectory.id))
+            report.violations.append(
+                AuditViolation(what, step=step, trajectory=stored.trajectory.id)
+            )
 
         if age > plan.staleness:
             masked += count
@@ -243,7 +245,7 @@ def _count_ages(stored: StoredTrajectory, plan: Plan, step: int, report: Audit) 
     return masked
 
 
-def _check_digest(plan: Plan, digests: Mapping[str, bytes], violated: Violated) -> set[str]:
+def _check_digest(plan: StepPlan, digests: Mapping[str, bytes], violated: Violated) -> set[str]:
     """Returns the ids of those that are not what was trained on."""
     altered = []
     if len(plan.digests) == len(plan.ids):

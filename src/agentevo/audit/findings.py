@@ -11,7 +11,7 @@ import msgspec
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
-class Violation(msgspec.Struct, frozen=True):
+class AuditViolation(msgspec.Struct, frozen=True):
     """Something that the store says and can't be, or should say and doesn't."""
 
     what: str
@@ -74,7 +74,7 @@ class Audit(msgspec.Struct, kw_only=True):
     digest, is not known."""
     unproven_attempts: int = 0
     """Such attempts."""
-    violations: list[Violation] = []
+    violations: list[AuditViolation] = []
 
     @property
     def ok(self) -> bool:

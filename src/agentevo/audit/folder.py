@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agentevo.agents.texts import FOLDER as TEXTS_FOLDER
-from agentevo.audit.findings import Audit, Violation
+from agentevo.audit.findings import Audit, AuditViolation
 from agentevo.errors import CheckpointError, StoreError
 from agentevo.observability.metrics import digests_by_step
 from agentevo.rollout.given_tasks import RECORD as TASKS_FILE
@@ -31,17 +31,17 @@ def check_head(
     if head is None:
         if records and not (folder / HEAD).exists():
             report.violations.append(
-                Violation(f"{HEAD} is missing: nothing says which step was the last")
+                AuditViolation(f"{HEAD} is missing: nothing says which step was the last")
             )
     elif head.given_up and records:
         what = f"{HEAD} says that nothing was trained: the store has steps"
-        report.violations.append(Violation(what, step=records[0].step))
+        report.violations.append(AuditViolation(what, step=records[0].step))
     elif head.step not in chains:
         what = f"{HEAD} says that it was committed: the store has no record of it"
-        report.violations.append(Violation(what, step=head.step))
+        report.violations.append(AuditViolation(what, step=head.step))
     elif head.chain != chains[head.step]:
         what = f"{HEAD} has another chain of it than its record"
-        report.violations.append(Violation(what, step=head.step))
+        report.violations.append(AuditViolation(what, step=head.step))
 
 
 def check_files(
@@ -54,27 +54,27 @@ def check_files(
         digest = file_digest(folder / name)
         if name in known and digest not in known[name]:
             what = "is missing" if digest is None else "is not what the run has written"
-            report.violations.append(Violation(f"{name} {what}"))
+            report.violations.append(AuditViolation(f"{name} {what}"))
         elif name not in known and head is not None and digest is not None:
-            report.violations.append(Violation(f"{name} is not in {HEAD}"))
+            report.violations.append(AuditViolation(f"{name} is not in {HEAD}"))
 
     logged = [(record.step, record.record[LOG]) for record in records if LOG in record.record]
     try:
         digests = digests_by_step(folder / "metrics.jsonl") if logged else {}
     except StoreError as error:
-        report.violations.append(Violation(str(error)))
+        report.violations.append(AuditViolation(str(error)))
         return
 
     wrong = [step for step, digest in logged if digests.get(step) != digest]
     if wrong:
         what = f"metrics.jsonl is not what was logged, at the latest from step {wrong[0]} on"
-        report.violations.append(Violation(what, step=wrong[0]))
+        report.violations.append(AuditViolation(what, step=wrong[0]))
 
     last = records[-1].step if records else 0
     later = sorted(step for step in digests if step > last)
     if later and later[-1] > last + 1:  # the row of a step is logged before its commit
         what = f"metrics.jsonl has rows up to step {later[-1]}, which was not committed"
-        report.violations.append(Violation(what))
+        report.violations.append(AuditViolation(what))
     elif later:
         report.unproven_files.append(f"metrics.jsonl after step {last}")
 
@@ -89,7 +89,7 @@ def check_numbers(records: Sequence[StepRecord], folder: Path, report: Audit) ->
             report.unproven_files.append(name_of(record.step))
         elif digest != record.record[NUMBERS]:
             what = f"{name_of(record.step)} is not what the run has written"
-            report.violations.append(Violation(what, step=record.step))
+            report.violations.append(AuditViolation(what, step=record.step))
 
 
 def list_unproven(
@@ -140,7 +140,7 @@ def check_checkpoints(
             sha256 = Checkpoints.verify(path).sha256
         except CheckpointError as error:
             if path.is_dir():
-                report.violations.append(Violation(str(error), step=step))
+                report.violations.append(AuditViolation(str(error), step=step))
             elif step in named:  # a run that goes on has deleted it meanwhile
                 report.gone.append(step)
             continue
@@ -151,6 +151,6 @@ def check_checkpoints(
             report.remade.append(step)
         elif step in named:
             what = f"{path} is whole, but neither its record nor {HEAD} has a record of saving it"
-            report.violations.append(Violation(what, step=step))
+            report.violations.append(AuditViolation(what, step=step))
         else:
             report.unrecorded.append(step)

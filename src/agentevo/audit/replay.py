@@ -39,7 +39,7 @@ from agentevo.orchestration.components import AgentFunction
 from agentevo.orchestration.players import find_agent
 from agentevo.progress import bar, over
 from agentevo.remote_models import RemoteConversations
-from agentevo.rollout.group import Attempt, InfrastructureFailure
+from agentevo.rollout.group import GroupAttempt, InfrastructureFailure
 from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.task_source import TaskSource
 from agentevo.seeds import derive_seed
@@ -50,7 +50,7 @@ from agentevo.types import SamplingParams, Task, Trajectory
 REWARD_TOLERANCE = 1e-9
 
 
-class Replay(msgspec.Struct, kw_only=True):
+class TrajectoryReplay(msgspec.Struct, kw_only=True):
     """How a replay went."""
 
     trajectory: str
@@ -114,7 +114,7 @@ async def replay(
     agent: AgentFunction | None = None,
     tasks: Sequence[Task] | None = None,
     made_again: bool = False,
-) -> list[Replay]:
+) -> list[TrajectoryReplay]:
     """Replays one trajectory, or `sample` training ones whose weights are at hand, drawn at random
     by the run's seed.
 
@@ -128,10 +128,10 @@ async def replay(
             chosen = [await store.trajectory(trajectory_id)]
         else:
             chosen = await _sample(config, store, sample, made_again=made_again)
-        altered = await _altered(store, chosen)
+        altered = await _find_altered(store, chosen)
         shown = {t.task_id: source.as_given(await store.task(t.task_id)) for t in chosen}
 
-    replays = dict[str, Replay]()
+    replays = dict[str, TrajectoryReplay]()
     chat = None
     context = 1 << 30
     for policy in sorted({weights_of(config, t.agent) for t in chosen}):
@@ -182,7 +182,7 @@ def _not_alone(config: RunConfig, agent: str) -> str:
     return f"its agent {agent} plays with {others}, and a replay plays attempts of one agent"
 
 
-async def _altered(store: Store, chosen: Sequence[Trajectory]) -> set[str]:
+async def _find_altered(store: Store, chosen: Sequence[Trajectory]) -> set[str]:
     """Ids of those whose row is not what was written: what no replay makes again (ids, messages,
     metrics, the reason of a failure) may have been changed."""
     ids = {trajectory.id for trajectory in chosen}
@@ -252,11 +252,11 @@ async def _draw_again(
     policy: str,
     trajectories: Sequence[Trajectory],
     sources: AsyncIterator[tuple[int, Source]],
-) -> tuple[dict[str, Replay], ChatFormat | None, int]:
+) -> tuple[dict[str, TrajectoryReplay], ChatFormat | None, int]:
     """Draws every token again (the first half), one version after the other. Returns the results
     with the chat format and the context length of the models."""
     replays = {
-        t.id: Replay(trajectory=t.id, versions=versions_of(t), reward=t.reward)
+        t.id: TrajectoryReplay(trajectory=t.id, versions=versions_of(t), reward=t.reward)
         for t in trajectories
     }
     chat = None
@@ -284,7 +284,7 @@ async def _draw_again(
     return replays, chat, context
 
 
-def _keep_first(result: Replay, *differences: Difference) -> None:
+def _keep_first(result: TrajectoryReplay, *differences: Difference) -> None:
     before = [result.difference] if result.difference is not None else []
     result.difference = min(
         [*before, *differences], key=lambda difference: difference.place, default=None
@@ -306,7 +306,7 @@ async def _play(
     player: Agent,
     chat: ChatFormat,
     context: int,
-    result: Replay,
+    result: TrajectoryReplay,
 ) -> None:
     """Plays the task again (the second half). What the agent raises ends it, and so does
     agent.timeout_s: the record ended so too, or that is a difference."""
@@ -329,7 +329,7 @@ async def _play(
         remote = RemoteConversations(models, name=trajectory.id, seed=conversation_seed)
 
     policy = Policy(conversation, door, remote, texts=Texts(config.agent.texts))
-    attempt = Attempt(player, task, policy, name=trajectory.id, limit_s=config.agent.timeout_s)
+    attempt = GroupAttempt(player, task, policy, name=trajectory.id, limit_s=config.agent.timeout_s)
     played = None
     with suppress(
         InfrastructureFailure
@@ -394,7 +394,7 @@ def _compare(
     played: Trajectory | None,
     engine: RecordedEngine,
     models: RecordedModels,
-    result: Replay,
+    result: TrajectoryReplay,
 ) -> None:
     """Notes in `result` where the attempt that was played again departs from the record first;
     `played` is None where it broke off."""
@@ -428,7 +428,7 @@ def _compare(
         _compare_rewards(trajectory, played, result)
 
 
-def _compare_rewards(trajectory: Trajectory, played: Trajectory, result: Replay) -> None:
+def _compare_rewards(trajectory: Trajectory, played: Trajectory, result: TrajectoryReplay) -> None:
     earned = {turn.index: turn.reward for turn in played.turns}
     for turn in trajectory.turns:
         paid = earned.get(turn.index, 0.0)

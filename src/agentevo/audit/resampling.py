@@ -26,10 +26,10 @@ from agentevo.errors import GrammarError
 from agentevo.inference.sampling import draw, filter_logits, keep_allowed, penalise
 from agentevo.models.grammar import Grammars
 from agentevo.models.load import LoadedModel
-from agentevo.models.routers import OWN, Replay, Routers, routers_of
+from agentevo.models.routers import OWN, RouterReplay, Routers, routers_of
 from agentevo.models.token_rows import token_logits
-from agentevo.penalties import Changes, TokenPenalties
-from agentevo.routed_experts import joined
+from agentevo.penalties import PenaltyChanges, TokenPenalties
+from agentevo.routed_experts import join_experts
 from agentevo.training.batching.packing import pack
 from agentevo.training.kernels.output_layer import all_logits
 from agentevo.types import Sample, SamplingParams, Trajectory, Turn
@@ -83,7 +83,7 @@ class Resampled(NamedTuple):
     differences: list[Difference]
 
 
-class _Piece(NamedTuple):
+class _ResampledPiece(NamedTuple):
     turn: Turn
     positions: list[int]
     """Indices of the tokens in the turn's completion."""
@@ -162,28 +162,28 @@ def request_uniforms(seed: int, count: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(key=seed & (2**64 - 1))).random(count)
 
 
-def _pieces(trajectory: Trajectory, version: int) -> Iterator[_Piece]:
+def _pieces(trajectory: Trajectory, version: int) -> Iterator[_ResampledPiece]:
     for turn in trajectory.turns:
         positions = [
             position for position, drawn_by in enumerate(turn.versions) if drawn_by == version
         ]
         for start in range(0, len(positions), PIECE_TOKENS):
-            yield _Piece(turn, positions[start : start + PIECE_TOKENS])
+            yield _ResampledPiece(turn, positions[start : start + PIECE_TOKENS])
 
 
-def _changes(trajectory: Trajectory, piece: _Piece) -> list[Changes]:
+def _changes(trajectory: Trajectory, piece: _ResampledPiece) -> list[PenaltyChanges]:
     """What the penalties of its turn change at each position."""
     context = trajectory.context_ids(piece.turn.index)
     said = piece.turn.completion_ids
     parts = [(len(context), None), (len(said), piece.turn.penalties)]
-    penalties = TokenPenalties.joined(parts)
+    penalties = TokenPenalties.join(parts)
     ids = np.array([*context, *said])
     assert penalties is not None
     return list(penalties.changes(ids, np.array(piece.positions) + len(context)).values())
 
 
 def _logits(
-    trajectory: Trajectory, piece: _Piece, model: PreTrainedModel, device: torch.device
+    trajectory: Trajectory, piece: _ResampledPiece, model: PreTrainedModel, device: torch.device
 ) -> torch.Tensor:
     """[positions, tokens] float32, what predicts each of them."""
     context = trajectory.context_ids(piece.turn.index)
@@ -197,7 +197,7 @@ def _logits(
     routed = version_rows(trajectory, piece.turn, version, routers_of(model))
     if routed is not None:
         rows = routed[: len(ids)][np.argsort(batch.plan.tree.paths[0])]
-        batch = batch.routed(Replay(torch.as_tensor(rows, device=device)))
+        batch = batch.with_routing(RouterReplay(torch.as_tensor(rows, device=device)))
 
     return token_logits(model, all_logits(model, batch))[batch.rows].float()
 
@@ -216,7 +216,7 @@ def version_rows(
         return None
 
     parts = [one.routed_experts for one in path if one.routed_experts is not None]
-    rows = joined(parts).array().astype(np.int64)
+    rows = join_experts(parts).array().astype(np.int64)
     next_drawn_by = [  # a prompt's tokens were computed for the draw that follows them
         drawn_by
         for one in path

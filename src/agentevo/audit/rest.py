@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 
-from agentevo.audit.findings import Audit, Violation
+from agentevo.audit.findings import Audit, AuditViolation
 from agentevo.audit.texts import count_texts
 from agentevo.errors import StoreError, TrainingError
 from agentevo.rollout.sampler import BASELINE
@@ -22,7 +22,7 @@ from agentevo.store.records import (
     TrajectorySummary,
 )
 from agentevo.store.store import Store
-from agentevo.training.batching.step_plan import SHOWN, Plan
+from agentevo.training.batching.step_plan import SHOWN, StepPlan
 from agentevo.types import QUEUED_FOR_STEP
 
 _UNUSED: tuple[TrajectoryState, ...] = ("dropped", "failed", "ready", "reserved")
@@ -64,7 +64,7 @@ async def check_rest(
                 name = stored.trajectory.id
                 count_texts(stored, report)
                 for what in wrong_content(stored, rows.get(name)):
-                    report.violations.append(Violation(what, trajectory=name))
+                    report.violations.append(AuditViolation(what, trajectory=name))
                 report.emptied += stored.tokens_deleted
                 attempts[name] = None if stored.tokens_deleted else _shown(stored)
 
@@ -81,7 +81,7 @@ async def check_rest(
         trained = {row.task_id for row in committed}
         await _check_tasks(store, records, trained, attempted, queues, report)
     except StoreError as error:
-        report.violations.append(Violation(f"what was not trained on can't be read: {error}"))
+        report.violations.append(AuditViolation(f"what was not trained on can't be read: {error}"))
 
 
 def _shown(stored: StoredTrajectory) -> str:
@@ -110,7 +110,7 @@ def _check_recorded(
                 what = f"it is not what it was: its digest is {attempts[name]}, then {digest}"
             else:
                 continue
-            report.violations.append(Violation(what, step=record.step, trajectory=name))
+            report.violations.append(AuditViolation(what, step=record.step, trajectory=name))
 
     report.unproven_attempts = len(attempts.keys() - known)
 
@@ -120,8 +120,8 @@ def _check_states(
 ) -> None:
     """What a step has dropped must still be dropped, and what is not trained on has a reason."""
 
-    def violated(what: str, name: str) -> None:
-        report.violations.append(Violation(what, trajectory=name))
+    def add_violation(what: str, name: str) -> None:
+        report.violations.append(AuditViolation(what, trajectory=name))
 
     named: set[str] = set()
     for record in records:
@@ -131,9 +131,11 @@ def _check_states(
                 row = unused.get(name)
                 if row is None or row.state not in ("dropped", "failed"):
                     now = "not in the store as such" if row is None else row.state
-                    violated(f"step {record.step} has dropped it ({reason}), and it is {now}", name)
+                    add_violation(
+                        f"step {record.step} has dropped it ({reason}), and it is {now}", name
+                    )
                 elif row.state == "dropped" and row.drop_reason != reason:
-                    violated(
+                    add_violation(
                         f"step {record.step} has dropped it for {reason}, its row says for "
                         f"{row.drop_reason}",
                         name,
@@ -141,9 +143,11 @@ def _check_states(
 
     for name, row in unused.items():
         if (row.state == "failed") == (row.status == "completed"):
-            violated(f"it is {row.state}, though it {row.status}", name)
+            add_violation(f"it is {row.state}, though it {row.status}", name)
         if row.state != "dropped" and row.drop_reason is not None:
-            violated(f"it is {row.state}, and has a reason for its drop: {row.drop_reason}", name)
+            add_violation(
+                f"it is {row.state}, and has a reason for its drop: {row.drop_reason}", name
+            )
         if row.split != "train":
             continue
 
@@ -154,9 +158,9 @@ def _check_states(
         dropped = row.state == "dropped"
         kind, why = (row.state, row.drop_reason) if dropped else (row.status, row.error)
         if not why:
-            violated(f"it is {kind}, and no reason is recorded", name)
+            add_violation(f"it is {kind}, and no reason is recorded", name)
         elif dropped and name not in named:
-            violated(f"it is dropped ({why}), and no step's record says so", name)
+            add_violation(f"it is dropped ({why}), and no step's record says so", name)
 
         report.reasons.setdefault(kind, {}).setdefault(why or "no reason", []).append(name)
 
@@ -180,7 +184,7 @@ def _check_groups(
         wanted = 1 if name.startswith(f"{name.rpartition('/')[0]}/{BASELINE}@") else size
         if rules.lacks_members(attempts, wanted):
             report.violations.append(
-                Violation(
+                AuditViolation(
                     f"the group {name} is not whole: it has the attempts "
                     f"{', '.join(map(str, sorted(attempts)))}, and was written with at least "
                     f"{wanted}, from 0 on"
@@ -190,7 +194,7 @@ def _check_groups(
 
 def _dropped_in(record: StepRecord) -> dict[str, list[str]]:
     try:
-        return Plan.of(record.step, record.record).dropped
+        return StepPlan.of(record.step, record.record).dropped
     except TrainingError:  # which the check of the step has said
         return {}
 
@@ -209,7 +213,7 @@ async def _check_committed(
     for summary in committed:
         if summary.trained_step not in steps:
             what = f"it is committed to step {summary.trained_step}, which has no record"
-            report.violations.append(Violation(what, trajectory=summary.id))
+            report.violations.append(AuditViolation(what, trajectory=summary.id))
 
 
 async def _check_tasks(
@@ -225,8 +229,8 @@ async def _check_tasks(
     of tasks. `queues`: tasks are queued for samplers, who complete them together with their
     group."""
 
-    def violated(what: str) -> None:
-        report.violations.append(Violation(f"task {name} {what}"))
+    def add_violation(what: str) -> None:
+        report.violations.append(AuditViolation(f"task {name} {what}"))
 
     recorded: dict[str, set[str]] = {}
     for record in records:
@@ -240,20 +244,20 @@ async def _check_tasks(
         seen.add(name)
         report.tasks[stored.state] += 1
         if not is_as_added(stored):
-            violated("is not the one that was added: it has another digest than its row")
+            add_violation("is not the one that was added: it has another digest than its row")
         elif name not in recorded:
             report.unproven_tasks += 1
         elif recorded[name] != {stored.digest.hex()[:SHOWN]}:
-            violated("is not the one that was played, by the record of its step")
+            add_violation("is not the one that was played, by the record of its step")
 
         if stored.state == "completed":
             if queues and name not in attempted and QUEUED_FOR_STEP in stored.task.metadata:
-                violated("is completed, and no attempt at it is in the store")
+                add_violation("is completed, and no attempt at it is in the store")
             report.without_attempt += [name] if name not in attempted else []
             continue
 
         if name in trained:
-            violated(f"is {stored.state}, though an attempt at it was trained on")
+            add_violation(f"is {stored.state}, though an attempt at it was trained on")
 
         if stored.state in ("queued", "leased"):
             report.unfinished.append(name)
@@ -262,8 +266,8 @@ async def _check_tasks(
             lost[name] = stored.error or "no error"
             if not stored.error:
                 fate = "was set aside" if stored.state == "poison" else "failed"
-                violated(f"{fate}, and no error is recorded")
+                add_violation(f"{fate}, and no error is recorded")
 
     for gone in sorted(recorded.keys() - seen):
         what = f"task {gone} was played, by the record of its step, and is not in the store"
-        report.violations.append(Violation(what))
+        report.violations.append(AuditViolation(what))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentevo.agents.texts import FOLDER
-from agentevo.audit.findings import Audit, Violation
+from agentevo.audit.findings import Audit, AuditViolation
 from agentevo.config.texts import digest_of_text
 from agentevo.errors import ConfigError
 from agentevo.parsing import read_text
@@ -31,10 +31,12 @@ def check_texts(folder: Path, report: Audit) -> None:
         try:
             is_same = digest_of_text(read_text(path)) == digest
         except ConfigError as error:
-            report.violations.append(Violation(f"the text {digest} can't be read: {error}"))
+            report.violations.append(AuditViolation(f"the text {digest} can't be read: {error}"))
             continue
 
         if not is_same:
             report.violations.append(
-                Violation(f"the text {path.name} was changed: it has another digest than its name")
+                AuditViolation(
+                    f"the text {path.name} was changed: it has another digest than its name"
+                )
             )

@@ -13,7 +13,7 @@ import msgspec
 from agentevo.errors import ConfigError, TrainingError
 from agentevo.store.records import StepRecord, StoredTask, StoredTrajectory
 from agentevo.store.store import Store
-from agentevo.training.batching.step_plan import Plan
+from agentevo.training.batching.step_plan import StepPlan
 
 
 class TokenHistory(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,7 +153,7 @@ def _fate(stored: StoredTrajectory, record: StepRecord | None, version: int) -> 
 
     age = record.step - 1 - version
     try:
-        plan = Plan.of(record.step, record.record)
+        plan = StepPlan.of(record.step, record.record)
     except TrainingError as error:
         return True, f"trained on in step {record.step} at age {age} ({error})"
 

@@ -72,7 +72,7 @@ class Hyperparameter:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogueEntry:
     """One named entry of an algorithm."""
 
     name: str
@@ -91,7 +91,7 @@ class Entry:
 
 
 def resolve(
-    kind: Kind, entries: Mapping[str, Entry], name: str, given: Mapping[str, Value]
+    kind: Kind, entries: Mapping[str, CatalogueEntry], name: str, given: Mapping[str, Value]
 ) -> dict[str, Value]:
     """All hyper-parameters of `name`: those given, checked, and the defaults of the others. Raises
     ValueError."""
@@ -113,7 +113,7 @@ def resolve(
     return {hyper.name: given.get(hyper.name, hyper.default) for hyper in entry.hyper}
 
 
-def find(kind: Kind, entries: Mapping[str, Entry], name: str) -> Entry:
+def find(kind: Kind, entries: Mapping[str, CatalogueEntry], name: str) -> CatalogueEntry:
     """The entry of that name. Raises ValueError with the nearest name, or with all names."""
     if name not in entries:
         guess = nearest(name, list(entries))
@@ -129,7 +129,7 @@ def check_function(kind: Kind, name: str, function: object) -> None:
         raise ValueError(f"{kind} {name} {has}")
 
 
-def by_name(entries: Sequence[Entry]) -> dict[str, Entry]:
+def by_name(entries: Sequence[CatalogueEntry]) -> dict[str, CatalogueEntry]:
     """The entries by name. Raises ValueError for a name that two entries have."""
     named = {entry.name: entry for entry in entries}
     if len(named) != len(entries):

@@ -8,7 +8,7 @@ trajectories in the group, t an index over trained tokens, k one over turns.
 
 from __future__ import annotations
 
-from agentevo.catalogue import FUNCTION, Entry, Hyperparameter, by_name
+from agentevo.catalogue import FUNCTION, CatalogueEntry, Hyperparameter, by_name
 
 _EPSILON = Hyperparameter("epsilon", 1e-6, "added to the divisor", low=0.0, high=0.01)
 _SCALE = Hyperparameter("scale_by_std", True, "divide by the standard deviation of the group")
@@ -31,14 +31,14 @@ _WHITEN = Hyperparameter(
 
 ADVANTAGES = by_name(
     [
-        Entry(
+        CatalogueEntry(
             name="raw",
             meaning="the trajectory's score itself, without any baseline (ARPO)",
             formula="A_i = s_i",
             source="REINFORCE, Williams 1992; as ARPO in RAGEN's StarPO code, arXiv 2504.20073",
             peers={"RAGEN": "reward_norm_type arpo (March 2025); state + identity later"},
         ),
-        Entry(
+        CatalogueEntry(
             name="batch_norm",
             meaning="scores normalised over all trajectories of the batch (BRPO)",
             formula="A_i = (s_i - mean) / (std + epsilon), over the batch; a batch of one gives 0",
@@ -49,7 +49,7 @@ ADVANTAGES = by_name(
                 "reward"
             },
         ),
-        Entry(
+        CatalogueEntry(
             name="grpo",
             within_group=True,
             meaning="score against the mean of its group, in units of the group's spread",
@@ -62,7 +62,7 @@ ADVANTAGES = by_name(
                 "TRL": 'GRPOTrainer, scale_rewards="group" or "none"',
             },
         ),
-        Entry(
+        CatalogueEntry(
             name="grpo_passk",
             within_group=True,
             meaning="only the best of a group is reinforced, by its lead over the second best",
@@ -72,7 +72,7 @@ ADVANTAGES = by_name(
             hyper=(_SCALE, _EPSILON),
             peers={"verl": "grpo_passk"},
         ),
-        Entry(
+        CatalogueEntry(
             name="rloo",
             within_group=True,
             meaning="score against the mean of the other trajectories of its group",
@@ -80,7 +80,7 @@ ADVANTAGES = by_name(
             source="Back to basics, arXiv 2402.14740; Kool et al. 2019",
             peers={"verl": "rloo, rloo_vectorized", "TRL": "RLOOTrainer"},
         ),
-        Entry(
+        CatalogueEntry(
             name="opo",
             within_group=True,
             meaning="score against the mean of its group weighted by length, near the baseline "
@@ -89,7 +89,7 @@ ADVANTAGES = by_name(
             source="OPO, arXiv 2505.23585",
             peers={"verl": "opo"},
         ),
-        Entry(
+        CatalogueEntry(
             name="gpg",
             within_group=True,
             meaning="score against the mean of its group, scaled up for the groups that teach "
@@ -99,7 +99,7 @@ ADVANTAGES = by_name(
             source="GPG, arXiv 2504.02546",
             peers={"verl": "gpg"},
         ),
-        Entry(
+        CatalogueEntry(
             name="maxrl",
             within_group=True,
             meaning="score against the mean of its group in units of that mean: hard tasks weigh "
@@ -110,7 +110,7 @@ ADVANTAGES = by_name(
             hyper=(_EPSILON,),
             peers={"prime-rl": "max_rl"},
         ),
-        Entry(
+        CatalogueEntry(
             name="gdpo",
             within_group=True,
             meaning="each reward normalised within its group before they are added, so that none "
@@ -125,7 +125,7 @@ ADVANTAGES = by_name(
                 "TRL": 'multi_objective_aggregation="normalize_then_sum"',
             },
         ),
-        Entry(
+        CatalogueEntry(
             name="reinforce_pp",
             meaning="return-to-go of each token, whitened over the batch (REINFORCE++)",
             formula="G_t = r_t + gamma G_{t+1}; A = whiten(G); returns G",
@@ -135,7 +135,7 @@ ADVANTAGES = by_name(
                 "verl": "reinforce_plus_plus; up to 0.8 it lost the return at observation tokens"
             },
         ),
-        Entry(
+        CatalogueEntry(
             name="reinforce_pp_baseline",
             within_group=True,
             meaning="score against the mean of its group, whitened over the batch instead of the "
@@ -145,7 +145,7 @@ ADVANTAGES = by_name(
             source="REINFORCE++, arXiv 2501.03262, baseline variant",
             peers={"verl": "reinforce_plus_plus_baseline"},
         ),
-        Entry(
+        CatalogueEntry(
             name="remax",
             meaning="return-to-go of each token against the score of a greedy attempt at the "
             "same task",
@@ -155,7 +155,7 @@ ADVANTAGES = by_name(
             needs=("baseline_rewards",),
             peers={"verl": "remax"},
         ),
-        Entry(
+        CatalogueEntry(
             name="gae",
             meaning="generalised advantage estimation with a critic, over trained tokens",
             formula="delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lam A_{t+1}; "
@@ -165,7 +165,7 @@ ADVANTAGES = by_name(
             needs=("values",),
             peers={"verl": "gae (always whitened)"},
         ),
-        Entry(
+        CatalogueEntry(
             name="turn_gae",
             meaning="GAE with a turn as one step: all tokens of a turn get the turn's advantage",
             formula="r_k = sum of the turn's rewards, V_k = value at its first token; delta_k = "
@@ -180,7 +180,7 @@ ADVANTAGES = by_name(
             ),
             needs=("values", "turn_ids"),
         ),
-        Entry(
+        CatalogueEntry(
             name="bi_level_gae",
             meaning="GAE over turns, then over the tokens of each turn towards the turn's return",
             formula="turns: delta_k = r_k + turn_gamma V_{e(k+1)} - V_{e(k)}, A_k = delta_k + "
@@ -201,7 +201,7 @@ ADVANTAGES = by_name(
                 "skips turns whose reward is 0"
             },
         ),
-        Entry(
+        CatalogueEntry(
             name="turn_returns",
             within_group=True,
             meaning="return-to-go of each turn against all turns of the group",
@@ -217,7 +217,7 @@ ADVANTAGES = by_name(
             ),
             needs=("turn_ids",),
         ),
-        Entry(
+        CatalogueEntry(
             name="tree_returns",
             within_group=True,
             meaning="return-to-go of each turn along the tree of turns, against all turns of the "
@@ -234,7 +234,7 @@ ADVANTAGES = by_name(
             ),
             needs=("turn_ids", "turn_parents"),
         ),
-        Entry(
+        CatalogueEntry(
             name="credit",
             meaning="what a function of the user's says that each turn has earned "
             "(algorithm.credit)",
@@ -245,7 +245,7 @@ ADVANTAGES = by_name(
             hyper=(_SCALE, _EPSILON, _TURN_BASELINE),
             needs=("turn_ids", "turn_credit"),
         ),
-        Entry(
+        CatalogueEntry(
             name="prime",
             within_group=True,
             meaning="outcomes and process rewards, each against the mean of the others of its "
@@ -267,7 +267,7 @@ ADVANTAGES = by_name(
                 "rewards scaled by their largest sum"
             },
         ),
-        Entry(
+        CatalogueEntry(
             name="otb",
             within_group=True,
             meaning="return-to-go against the baseline of least variance for its group and time "
@@ -291,7 +291,7 @@ ADVANTAGES = by_name(
                 "holes"
             },
         ),
-        Entry(
+        CatalogueEntry(
             name=FUNCTION,
             meaning="what a function of the user's says (algorithm.advantage_function)",
             formula="A = advantage(inputs), of each trajectory or of each token",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from agentevo.catalogue import Entry, Value
+from agentevo.catalogue import CatalogueEntry, Value
 from agentevo.catalogue.advantages import ADVANTAGES
 from agentevo.catalogue.aggregations import AGGREGATIONS
 from agentevo.catalogue.kl import KL
@@ -18,7 +18,7 @@ from agentevo.catalogue.preference_presets import (
 )
 from agentevo.catalogue.presets import PRESETS, Preset, resolve_preset
 
-ENTRIES: Mapping[str, Mapping[str, Entry]] = {
+ENTRIES: Mapping[str, Mapping[str, CatalogueEntry]] = {
     "advantage": ADVANTAGES,
     "policy_loss": POLICY_LOSSES,
     "aggregation": AGGREGATIONS,
@@ -93,7 +93,7 @@ def _preference_preset(preset: PreferencePreset) -> str:
     return "\n".join([*lines, f"  source       {preset.source}"])
 
 
-def _entry(kind: str, entry: Entry) -> str:
+def _entry(kind: str, entry: CatalogueEntry) -> str:
     lines = [
         f"algorithm.{kind}={entry.name}",
         f"  {entry.meaning}",
@@ -188,7 +188,7 @@ def _preference_row(preset: PreferencePreset) -> str:
     )
 
 
-def _entry_section(entry: Entry) -> list[str]:
+def _entry_section(entry: CatalogueEntry) -> list[str]:
     lines = [
         f"### {entry.name}",
         "",

@@ -3,7 +3,7 @@ name."""
 
 from __future__ import annotations
 
-from agentevo.catalogue import Entry, Hyperparameter, by_name
+from agentevo.catalogue import CatalogueEntry, Hyperparameter, by_name
 
 _SCHULMAN = "Schulman, Approximating KL divergence (2020)"
 _THROUGH = (
@@ -12,21 +12,21 @@ _THROUGH = (
 
 KL = by_name(
     [
-        Entry(
+        CatalogueEntry(
             "k1",
             "log-ratio: unbiased, may be negative",
             "d = logp - ref_logp",
             f"{_SCHULMAN}, k1",
             peers={"verl": "kl or k1"},
         ),
-        Entry(
+        CatalogueEntry(
             "k2",
             "half the squared log-ratio: biased, gradient is right on-policy",
             "d^2 / 2",
             f"{_SCHULMAN}, k2",
             peers={"verl": "mse or k2"},
         ),
-        Entry(
+        CatalogueEntry(
             "k3",
             "unbiased and never negative",
             "exp(-d) - 1 + d",
@@ -36,23 +36,25 @@ KL = by_name(
                 "TRL": "the only one of GRPOTrainer (RLOOTrainer: k1 in the reward)",
             },
         ),
-        Entry("abs", "absolute log-ratio", "|d|", "verl", peers={"verl": "abs"}),
-        Entry(
+        CatalogueEntry("abs", "absolute log-ratio", "|d|", "verl", peers={"verl": "abs"}),
+        CatalogueEntry(
             "k1+",
             f"k1: {_THROUGH}",
             "sg(d) + d^2/2 - sg(d^2/2)",
             "verl; arXiv 2510.01555",
             peers={"verl": "k1+"},
         ),
-        Entry("k2+", f"k2: {_THROUGH}", "d^2 / 2: the same as k2", "verl", peers={"verl": "k2+"}),
-        Entry(
+        CatalogueEntry(
+            "k2+", f"k2: {_THROUGH}", "d^2 / 2: the same as k2", "verl", peers={"verl": "k2+"}
+        ),
+        CatalogueEntry(
             "k3+",
             f"k3: {_THROUGH}",
             "sg(exp(-d) - 1 + d) + d^2/2 - sg(d^2/2)",
             "verl; arXiv 2510.01555",
             peers={"verl": "k3+"},
         ),
-        Entry(
+        CatalogueEntry(
             "abs+",
             f"abs: {_THROUGH}",
             "sg(|d|) + d^2/2 - sg(d^2/2)",
@@ -66,7 +68,7 @@ _COEF = Hyperparameter("coef", 0.001, "weight of the KL, at the start", 0.0)
 
 KL_CONTROLLERS = by_name(
     [
-        Entry(
+        CatalogueEntry(
             "fixed",
             "the coefficient never changes",
             "coef",
@@ -74,7 +76,7 @@ KL_CONTROLLERS = by_name(
             (_COEF,),
             peers={"verl": "kl_ctrl.type fixed", "TRL": "beta"},
         ),
-        Entry(
+        CatalogueEntry(
             "adaptive",
             "the coefficient grows while the KL is above its target and shrinks while below",
             "coef <- coef (1 + clip(kl/target - 1, -0.2, 0.2) min(n/horizon, 1)), n = sequences "

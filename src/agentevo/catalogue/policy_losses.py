@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from agentevo.catalogue import FUNCTION, Entry, Hyperparameter, Value, by_name
+from agentevo.catalogue import FUNCTION, CatalogueEntry, Hyperparameter, Value, by_name
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ verl: rollout_is (token, sequence) with rollout_is_threshold, IcePop's "lo_hi"."
 
 POLICY_LOSSES = by_name(
     [
-        Entry(
+        CatalogueEntry(
             "ppo_clip",
             "PPO's clipped surrogate; two bounds make DAPO's Clip-Higher, dual_clip bounds it "
             "where A < 0",
@@ -106,7 +106,7 @@ POLICY_LOSSES = by_name(
                 "TRL": "loss_type grpo, bnpo, dr_grpo, dapo, luspo; dual_clip is delta",
             },
         ),
-        Entry(
+        CatalogueEntry(
             "gspo",
             "one ratio per sequence, clipped; its gradient is shared by the sequence's tokens",
             "per sequence: max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high)), s = exp(mean_t (l "
@@ -118,7 +118,7 @@ POLICY_LOSSES = by_name(
                 "TRL": "importance_sampling_level=sequence with loss_type grpo",
             },
         ),
-        Entry(
+        CatalogueEntry(
             "gspo_token",
             "GSPO's sequence ratio, each token with an advantage and a gradient of its own",
             "max(-A s_t, -A clip(s_t, 1 - clip_low, 1 + clip_high)), s_t = sg(s) exp(l - sg(l)), "
@@ -131,7 +131,7 @@ POLICY_LOSSES = by_name(
                 "advantages)",
             },
         ),
-        Entry(
+        CatalogueEntry(
             "gmpo",
             "the geometric mean of the token ratios, each clipped on its pessimistic side",
             "per sequence: -A exp(mean_t c_t), c_t = min(l - o, clip_high) if A > 0, max(l - o, "
@@ -147,7 +147,7 @@ POLICY_LOSSES = by_name(
             ),
             peers={"verl": "geo_mean, bounds 0.2 unless set", "TRL": "trl.experimental.gmpo"},
         ),
-        Entry(
+        CatalogueEntry(
             "cispo",
             "REINFORCE weighted with the clipped ratio: no token loses its gradient",
             "-sg(clip(r, 1 - clip_low, 1 + clip_high)) A l",
@@ -159,7 +159,7 @@ POLICY_LOSSES = by_name(
                 "is our 4.0)",
             },
         ),
-        Entry(
+        CatalogueEntry(
             "sapo",
             "a smooth gate in place of the clip, sharper for negative advantages",
             "-A sigmoid(tau (r - 1)) 4 / tau, tau = tau_pos if A > 0 else tau_neg",
@@ -174,7 +174,7 @@ POLICY_LOSSES = by_name(
             ),
             peers={"verl": "sapo", "TRL": "loss_type sapo"},
         ),
-        Entry(
+        CatalogueEntry(
             "dppo_tv",
             "trains a token as long as its probability has not moved too far the way its "
             "advantage pushes",
@@ -187,7 +187,7 @@ POLICY_LOSSES = by_name(
                 "prime-rl": "its default loss, 0.2 on both sides",
             },
         ),
-        Entry(
+        CatalogueEntry(
             "dppo_kl",
             "DPPO with the KL divergence of 'this token or another' as the measure",
             "-A sg(min(r, cap)) l where KL <= clip_high or e^l <= e^o (A > 0), KL <= clip_low or "
@@ -197,7 +197,7 @@ POLICY_LOSSES = by_name(
             _thresholds("KL divergence of the token's probability", 0.05),
             peers={"verl": "dppo_kl; cap is clip_ratio_c"},
         ),
-        Entry(
+        CatalogueEntry(
             "dro",
             "policy gradient with a quadratic pull towards the old policy, no clip",
             "-(A l - beta / 2 (l - o)^2)",
@@ -205,14 +205,14 @@ POLICY_LOSSES = by_name(
             (Hyperparameter("beta", None, "strength of the pull", low=0.0, low_allowed=False),),
             peers={"verl": "dro with dro_beta", "Tinker": "dro"},
         ),
-        Entry(
+        CatalogueEntry(
             "gpg",
             "the plain policy gradient, to be used with GPG's advantages",
             "-A l",
             "GPG, arXiv 2504.02546, eq. 6",
             peers={"verl": "gpg"},
         ),
-        Entry(
+        CatalogueEntry(
             "reinforce",
             "the plain policy gradient; off-policy with an importance correction",
             "-A l",
@@ -223,7 +223,7 @@ POLICY_LOSSES = by_name(
                 "Tinker": "importance_sampling",
             },
         ),
-        Entry(
+        CatalogueEntry(
             "clip_cov",
             "PPO without the tokens whose log-prob and advantage go together most: they eat the "
             "entropy",
@@ -240,7 +240,7 @@ POLICY_LOSSES = by_name(
             ),
             peers={"verl": "clip_cov"},
         ),
-        Entry(
+        CatalogueEntry(
             "kl_cov",
             "unclipped PPO with a pull towards the old policy on the tokens of largest covariance",
             "-A r + coef |l - o| for the max(1, fraction N) tokens of largest cov = (A - mean A) "
@@ -249,7 +249,7 @@ POLICY_LOSSES = by_name(
             (_FRACTION, Hyperparameter("coef", 1.0, "strength of the pull", low=0.0)),
             peers={"verl": "kl_cov; coef is ppo_kl_coef"},
         ),
-        Entry(
+        CatalogueEntry(
             "minirl",
             "REINFORCE weighted with the ratio; tokens that left the band on their advantage's "
             "side drop out, of the denominator as well",
@@ -294,7 +294,7 @@ POLICY_LOSSES = by_name(
                 "denominators are per micro-batch"
             },
         ),
-        Entry(
+        CatalogueEntry(
             "decoupled_ppo",
             "PPO around a proximal policy, weighted from the policy that sampled to the proximal "
             "one",
@@ -317,7 +317,7 @@ POLICY_LOSSES = by_name(
                 "default) w is left out"
             },
         ),
-        Entry(
+        CatalogueEntry(
             FUNCTION,
             "what a function of the user's says (algorithm.loss_function)",
             "L_t = loss(inputs)_t, from the tokens of its own row",

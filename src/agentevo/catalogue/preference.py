@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from agentevo.catalogue import Entry, Hyperparameter, by_name
+from agentevo.catalogue import CatalogueEntry, Hyperparameter, by_name
 
 _PAIRS = ("chosen_logp", "rejected_logp")
 _REFERENCE = ("ref_chosen_logp", "ref_rejected_logp")
 
 PREFERENCE_LOSSES = by_name(
     [
-        Entry(
+        CatalogueEntry(
             name="dpo",
             meaning="the chosen answer should gain more probability over the reference than the "
             "rejected one",
@@ -32,7 +32,7 @@ PREFERENCE_LOSSES = by_name(
             needs=(*_PAIRS, *_REFERENCE),
             peers={"TRL": "DPOTrainer loss_type sigmoid"},
         ),
-        Entry(
+        CatalogueEntry(
             name="ipo",
             meaning="the gain over the rejected answer should be 1/(2 beta), not as large as "
             "possible",
@@ -50,7 +50,7 @@ PREFERENCE_LOSSES = by_name(
             needs=(*_PAIRS, *_REFERENCE),
             peers={"TRL": "DPOTrainer loss_type ipo"},
         ),
-        Entry(
+        CatalogueEntry(
             name="kto",
             meaning="single answers, each desirable or undesirable, against a shared baseline",
             formula="w_d sigmoid(-beta (r - z)) if desirable else w_u sigmoid(beta (r - z)), r = "
@@ -66,7 +66,7 @@ PREFERENCE_LOSSES = by_name(
             needs=("logp", "ref_logp", "desirable", "kl_baseline"),
             peers={"TRL": "KTOTrainer"},
         ),
-        Entry(
+        CatalogueEntry(
             name="orpo",
             meaning="supervised loss on the chosen answer and a penalty on the odds of the "
             "rejected one; no reference",
@@ -80,7 +80,7 @@ PREFERENCE_LOSSES = by_name(
                 "over the batch's tokens"
             },
         ),
-        Entry(
+        CatalogueEntry(
             name="spin",
             meaning="self-play: DPO of the data's answers (chosen) against the opponent's own "
             "samples (rejected), with it as reference",
@@ -94,7 +94,7 @@ PREFERENCE_LOSSES = by_name(
             needs=(*_PAIRS, *_REFERENCE),
             peers={"verl": "recipe/spin: online DPO, chosen = the better of two samples"},
         ),
-        Entry(
+        CatalogueEntry(
             name="sppo",
             meaning="self-play: each answer's log-ratio should be its chance of winning less "
             "1/2, over beta",
@@ -120,7 +120,7 @@ PREFERENCE_LOSSES = by_name(
                 "1/2",
             },
         ),
-        Entry(
+        CatalogueEntry(
             name="rft",
             meaning="rejection-sampling fine-tuning: supervised loss on answers that were good; "
             "no rejected ones, no reference",

@@ -12,19 +12,22 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-from agentevo.catalogue import Entry, Kind, Value, find, resolve
+from agentevo.catalogue import CatalogueEntry, Kind, Value, find, resolve
 from agentevo.catalogue.advantages import ADVANTAGES
 from agentevo.catalogue.aggregations import AGGREGATIONS
 from agentevo.catalogue.policy_losses import POLICY_LOSSES, check_aggregation
 from agentevo.catalogue.preference import PREFERENCE_LOSSES
 
-KINDS: Mapping[Kind, Mapping[str, Entry]] = {
+KINDS: Mapping[Kind, Mapping[str, CatalogueEntry]] = {
     "advantage": ADVANTAGES,
     "policy loss": POLICY_LOSSES,
     "aggregation": AGGREGATIONS,
 }
 """The kinds of entries that a preset combines."""
-TUNABLE: Mapping[Kind, Mapping[str, Entry]] = {**KINDS, "preference loss": PREFERENCE_LOSSES}
+TUNABLE: Mapping[Kind, Mapping[str, CatalogueEntry]] = {
+    **KINDS,
+    "preference loss": PREFERENCE_LOSSES,
+}
 """Kinds whose hyper-parameters are keys of a recipe."""
 
 

@@ -101,7 +101,7 @@ def convert(
     from agentevo.data import RowReport
     from agentevo.data.rows import check_not_a_source, check_source
     from agentevo.data.task_forms import FORMS, READ_FORMS
-    from agentevo.rollout.task_files import converted, write_rows
+    from agentevo.rollout.task_files import convert_rows, write_rows
 
     for option, given, known in (
         ("--from", read_form, ("auto", *READ_FORMS)),
@@ -114,7 +114,7 @@ def convert(
     check_not_a_source(out, source, "data convert")
 
     report = RowReport("tasks")
-    rows = converted(source, read_form, form, report)
+    rows = convert_rows(source, read_form, form, report)
     if not rows:
         raise ConfigError("\n".join(["nothing was written:", *report.lines()]))
 

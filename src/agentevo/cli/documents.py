@@ -13,7 +13,7 @@ from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentevo.remote_models.model import RemoteModel
-    from agentevo.task_making.documents import Read
+    from agentevo.task_making.documents import ReadDocuments
     from agentevo.tools.corpus import Passage
 
 Out = Annotated[
@@ -137,7 +137,7 @@ def _made(
     wanted: dict[str, Any],
     language: str,
     asked: set[str] | tuple[()],
-) -> Read:
+) -> ReadDocuments:
     from agentevo.event_loop import run_coroutine
     from agentevo.progress import bar
     from agentevo.task_making.documents import asked_from, tasks_from

@@ -105,9 +105,9 @@ def evaluate(
         _evaluate_plainly(target, overrides or [], checkpoint)
         return
 
-    from agentevo.evaluation.evaluate import Evaluation
+    from agentevo.evaluation.evaluate import EvaluationRun
 
-    what = Evaluation(
+    what = EvaluationRun(
         target=target,
         against=against or [],
         overrides=overrides or [],
@@ -194,9 +194,9 @@ def _note(line: str) -> None:
 @contextmanager
 def _bars() -> Iterator[Callable[[str, int, int], None]]:
     """A bar for each model, one after the other."""
-    from agentevo.progress import Bar, bar
+    from agentevo.progress import ProgressBar, bar
 
-    shown: dict[str, Bar] = {}
+    shown: dict[str, ProgressBar] = {}
     with ExitStack() as stack:
 
         def hear(label: str, done: int, total: int) -> None:

@@ -55,7 +55,7 @@ def annotate(
     said = read_annotations(folder)
     name = who or _user()
 
-    async def listed(store: Store) -> list[TrajectorySummary]:
+    async def list_attempts(store: Store) -> list[TrajectorySummary]:
         every = await store.summaries()
         return [one for one in every if not task or one.task_id == task]
 
@@ -65,11 +65,11 @@ def annotate(
 
         return read_store(run_dir, work, wait_s=wait)
 
-    summaries = read_store(run_dir, listed, wait_s=wait)
+    summaries = read_store(run_dir, list_attempts, wait_s=wait)
     if task and not summaries:
         raise ConfigError(f"--task {task}: the run has no attempt at it")
 
-    session = _Session(folder, name, attempt)
+    session = _LabellingSession(folder, name, attempt)
     if pairs:
         session.ask_pairs(pairs_to_compare(summaries, said)[:limit])
     else:
@@ -79,7 +79,7 @@ def annotate(
     print(f"{kept} {'answer' if kept == 1 else 'answers'} kept in {folder / 'annotations.jsonl'}")
 
 
-class _Session:
+class _LabellingSession:
     """Somebody at work."""
 
     def __init__(self, folder: Path, who: str, attempt: Callable[[str], Trajectory]) -> None:
@@ -93,7 +93,7 @@ class _Session:
         from agentevo.runs.labelling import annotation_of
 
         def take_back(name: str) -> None:
-            self._keep(annotation_of(self._attempt(name), **self._signed()))
+            self._keep(annotation_of(self._attempt(name), **self._signature()))
 
         self._ask_each(names, self._ask_attempt, take_back)
 
@@ -103,7 +103,7 @@ class _Session:
 
         def take_back(pair: tuple[str, str]) -> None:
             left, right = map(self._attempt, pair)
-            self._keep(preference_of("", left, right, **self._signed()))
+            self._keep(preference_of("", left, right, **self._signature()))
 
         self._ask_each(pairs, self._ask_pair, take_back)
 
@@ -179,7 +179,7 @@ class _Session:
 
         try:
             spoken = annotation_of(
-                trajectory, verdict=verdict, note=note, reply=reply, **self._signed()
+                trajectory, verdict=verdict, note=note, reply=reply, **self._signature()
             )
         except ConfigError as error:
             print(f"not kept: {error}")
@@ -202,10 +202,10 @@ class _Session:
             better = {"1": left.id, "2": right.id}.get(word)
             if better is None:
                 print(PAIR_HELP)
-            elif self._keep(preference_of(better, left, right, **self._signed())):
+            elif self._keep(preference_of(better, left, right, **self._signature())):
                 return "kept"
 
-    def _signed(self) -> dict[str, str]:
+    def _signature(self) -> dict[str, str]:
         """Who says it, and an id under which it counts once."""
         return {"who": self._who, "id": secrets.token_hex(8)}
 

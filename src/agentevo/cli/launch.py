@@ -111,7 +111,7 @@ def _launch(
     submit: bool,
 ) -> None:
     from agentevo.console import to_stderr
-    from agentevo.launch.targets import fleet_of, make, submitted
+    from agentevo.launch.targets import fleet_of, make, submit_launch
 
     given = _read_values(values) if values is not None else {}
     given |= plain_options(settings or [], "gpus=8")
@@ -119,7 +119,7 @@ def _launch(
     for line in made.notes:
         to_stderr(line)
     if submit:
-        print(submitted(made))
+        print(submit_launch(made))
     else:
         print(f"{made.folder}/ is ready; submit it with: {' '.join(made.command)}")
 

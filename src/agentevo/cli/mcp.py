@@ -79,7 +79,7 @@ def inspect(
         section = _with(section, send_task=True)
 
     lines, is_error = run_coroutine(
-        _asked(section, told, call, arguments, prompt is not None, schemas)
+        _call_server(section, told, call, arguments, prompt is not None, schemas)
     )
     for line in lines:
         print(without_controls(line))
@@ -205,7 +205,7 @@ def _tool_server(name: str, options: list[str], imports: list[str], timeout_s: f
     return server
 
 
-async def _asked(
+async def _call_server(
     section: ToolSection,
     task: Task,
     call: str | None,

@@ -70,7 +70,7 @@ def pipeline(
         _show(path_word((words or [""])[0]))
         return
 
-    from agentevo.pipeline import Choice, load_pipeline, run_pipeline
+    from agentevo.pipeline import StageChoice, load_pipeline, run_pipeline
 
     loaded = load_pipeline(word, words or [])
     if dry_run:
@@ -79,7 +79,7 @@ def pipeline(
 
     from agentevo.observability.sweep_view import SweepView
 
-    choice = Choice(tuple(only or ()), start, tuple(skip or ()))
+    choice = StageChoice(tuple(only or ()), start, tuple(skip or ()))
     run_pipeline(loaded, resume=resume, choice=choice, view=SweepView(loaded.config.name))
 
 

@@ -45,13 +45,13 @@ def optimize(
     held-out tasks. FOLDER/texts.yaml is what a recipe takes: agent.texts=FILE."""
     import json
 
-    from agentevo.prompts.optimize import Optimization
+    from agentevo.prompts.optimize import TextOptimization
     from agentevo.prompts.optimize import optimize as searched
     from agentevo.prompts.report import lines_of
 
     contestant = _contestant(target, overrides or [], checkpoint)
     folder = out or Path("runs") / f"{contestant.config.run.name}-prompts"
-    summary = searched(Optimization(contestant=contestant, out=folder, resume=resume), _note)
+    summary = searched(TextOptimization(contestant=contestant, out=folder, resume=resume), _note)
     if as_json:
         print(json.dumps(summary, indent=1, sort_keys=True))
         return

@@ -86,7 +86,7 @@ def plot(
 ) -> None:
     """Draw the curves of several runs in one picture: the mean of the seeds of a setting, and the
     band from the lowest to the highest."""
-    from agentevo.observability.chart_lines import NAMES, Axis, band_chart, compared
+    from agentevo.observability.chart_lines import NAMES, Axis, band_chart, metrics_to_compare
     from agentevo.observability.comparison_plot import MOST_PANELS, check_picture, write_comparison
     from agentevo.runs.comparison import measured_runs, settings_of
 
@@ -97,7 +97,7 @@ def plot(
     runs = measured_runs(folders)
     settings = settings_of(runs, each=each)
     names = sorted({name for run in runs for name in run.table.columns})
-    wanted = metric or compared(names)[:MOST_PANELS]
+    wanted = metric or metrics_to_compare(names)[:MOST_PANELS]
     charts = []
     for name in wanted:
         chart = band_chart(settings, name, cast(Axis, x))

@@ -26,7 +26,7 @@ from agentevo.errors import ConfigError
 if TYPE_CHECKING:
     from agentevo.config.tools import ToolSection
     from agentevo.remote_models.model import RemoteModel
-    from agentevo.task_making.making import Made, Wanted
+    from agentevo.task_making.making import MadeTasks, WantedTasks
 
 tasks = typer.Typer(no_args_is_help=True, help="Tasks made for a server of tools.")
 
@@ -122,11 +122,11 @@ def make(
     leave out by --exclude what must not be called."""
     from agentevo.cli.server_words import tool_sections
     from agentevo.task_making.files import check_new
-    from agentevo.task_making.making import Wanted, check_wanted
+    from agentevo.task_making.making import WantedTasks, check_wanted
 
     check_new(out)
     least, most = _difficulties(difficulty)
-    wanted = Wanted(
+    wanted = WantedTasks(
         train=train,
         held_out=held_out,
         seed=seed,
@@ -170,10 +170,10 @@ def _begun(
 
 def _made(
     sections: Sequence[ToolSection],
-    wanted: Wanted,
+    wanted: WantedTasks,
     parents: list[dict[str, Any]],
     kept: list[dict[str, Any]],
-) -> Made:
+) -> MadeTasks:
     from agentevo.event_loop import run_coroutine
     from agentevo.progress import bar
     from agentevo.task_making.making import make_tasks
@@ -192,8 +192,8 @@ def _made(
 
 def _write(
     out: Path,
-    made: Made,
-    wanted: Wanted,
+    made: MadeTasks,
+    wanted: WantedTasks,
     model: RemoteModel | None,
     num_shown: int,
     system: str,
@@ -203,13 +203,13 @@ def _write(
     from agentevo.event_loop import run_coroutine
     from agentevo.task_making.demonstrations import demonstration
     from agentevo.task_making.files import write_made
-    from agentevo.task_making.writer import reworded
+    from agentevo.task_making.writer import reword_tasks
 
     account = {**made.account, "seed": wanted.seed}
     if model is not None:
         try:
             written = [*made.train, *made.held_out]
-            work = reworded(written, model, made.known.names, seed=wanted.seed)
+            work = reword_tasks(written, model, made.known.names, seed=wanted.seed)
             rows, account["writer"] = run_coroutine(work)
         finally:
             model.close()

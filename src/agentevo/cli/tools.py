@@ -55,12 +55,12 @@ def try_tools(
         check_arguments(arguments)
 
     sections, task = _of_file(recipe) if recipe.endswith(".json") else _of(recipe, overrides or [])
-    num_broken = run_coroutine(_tested(sections, task, call, arguments, dry_run))
+    num_broken = run_coroutine(_test_tools(sections, task, call, arguments, dry_run))
     if num_broken:
         raise typer.Exit(1)
 
 
-async def _tested(
+async def _test_tools(
     sections: Sequence[ToolSection],
     task: Task,
     call: str | None,
@@ -68,7 +68,7 @@ async def _tested(
     dry_run: bool,
 ) -> int:
     """How many calls broke."""
-    from agentevo.tools.trial import tried
+    from agentevo.tools.trial import try_calls
     from agentevo.types import ToolCall
 
     if dry_run or (call is not None and arguments is None):
@@ -82,7 +82,7 @@ async def _tested(
         made = [] if call is None else [ToolCall(call, str(arguments))]
 
     num_broken = 0
-    async for one in tried(sections, task, made):
+    async for one in try_calls(sections, task, made):
         num_broken += one.status == "broken"
         text = one.text if len(one.text) <= LONGEST else f"{one.text[:LONGEST]}..."
         made_call = without_controls(f"{one.name}({one.arguments})")

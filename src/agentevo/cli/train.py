@@ -52,9 +52,9 @@ def train(
 
     from agentevo.observability import LiveView
     from agentevo.orchestration.run import train as train_run
-    from agentevo.processes.supervisor import Supervisor
+    from agentevo.processes.supervisor import ChildSupervisor
 
-    train_run(config, resume=resume, view=LiveView(config.run.name), supervisor=Supervisor)
+    train_run(config, resume=resume, view=LiveView(config.run.name), supervisor=ChildSupervisor)
 
 
 def _check_folder(config: RunConfig, resume: bool = False) -> None:

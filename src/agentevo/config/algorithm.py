@@ -153,7 +153,7 @@ class AlgorithmKeys(Section):
         check_preference_keys(self, preference)
         if preference is None:
             check_importance(
-                self.resolved().policy_loss,
+                self.resolve().policy_loss,
                 self.importance,
                 self.importance_cap,
                 self.importance_floor,
@@ -161,7 +161,7 @@ class AlgorithmKeys(Section):
 
         return self
 
-    def resolved(self) -> Algorithm:
+    def resolve(self) -> Algorithm:
         """Every entry by name, with all its hyper-parameters. The algorithm must not be one of
         preferences."""
         return resolve_preset(
@@ -191,7 +191,7 @@ class AlgorithmKeys(Section):
         """What decides how much each turn is worth, in words for logs and records."""
         if self.preference() is not None:
             return self.name
-        algorithm = self.resolved()
+        algorithm = self.resolve()
         hyper = ", ".join(f"{key}={value}" for key, value in algorithm.advantage_hyper.items())
         function = self.credit or self.advantage_function
         own = f" by {function}" if function is not None else ""
@@ -205,13 +205,13 @@ class AlgorithmKeys(Section):
         return (
             preference.within_group
             if preference is not None
-            else ADVANTAGES[self.resolved().advantage].within_group
+            else ADVANTAGES[self.resolve().advantage].within_group
         )
 
     @property
     def needs(self) -> tuple[str, ...]:
         """The inputs that the advantage needs (`Entry.needs`); empty for a preference algorithm."""
-        return ADVANTAGES[self.resolved().advantage].needs if self.preference() is None else ()
+        return ADVANTAGES[self.resolve().advantage].needs if self.preference() is None else ()
 
     def _hyper(self) -> dict[str, Any]:
         return {
@@ -280,7 +280,7 @@ def algorithm_contradictions(section: AlgorithmSection) -> list[str]:
             f"kl={section.kl[:-1]} or kl_in=loss"
         )
 
-    if section.kl_in == "reward" and section.resolved().advantage == "gdpo":
+    if section.kl_in == "reward" and section.resolve().advantage == "gdpo":
         problems.append(
             "algorithm.advantage=gdpo compares the reward's named parts, in which a KL has no "
             "place: choose kl_in=loss"

@@ -156,7 +156,7 @@ def _length_problems(config: RunConfig) -> list[str]:
         problems.append(
             "algorithm.length_shaping=relative compares lengths within a group, to which the "
             "greedy attempt of "
-            f"algorithm.advantage={algorithm.resolved().advantage} does not belong: choose "
+            f"algorithm.advantage={algorithm.resolve().advantage} does not belong: choose "
             "soft_overlong, linear or cosine"
         )
 

@@ -25,8 +25,8 @@ from types import ModuleType
 from typing import Any
 
 from agentevo.config import sources
-from agentevo.config.interpolation import InterpolationError, resolved
-from agentevo.errors import ConfigError, LoadingTimeoutError, described, shown
+from agentevo.config.interpolation import InterpolationError, resolve_tree
+from agentevo.errors import ConfigError, LoadingTimeoutError, describe_error, shown
 from agentevo.paths import spelling_hint
 from agentevo.tracebacks import traceback_of
 from agentevo.user_code import load_in_time
@@ -85,7 +85,7 @@ def check_code_of_run(folder: Path, tree: Mapping[str, Any], overrides: Sequence
 
     named = [sources.split_override(text)[0] for text in overrides]
     try:
-        plain = resolved(tree)
+        plain = resolve_tree(tree)
     except InterpolationError as error:
         raise ConfigError(f"{folder / OF_A_RUN}: {error}") from error
 
@@ -231,7 +231,7 @@ def _import(entry: str, folders: Sequence[Path]) -> str:
             )
 
         if path is None:
-            _executed(entry, lambda: importlib.import_module(entry))
+            _execute(entry, lambda: importlib.import_module(entry))
             return entry
 
     _import_file(path)
@@ -285,7 +285,7 @@ def _import_file(path: Path) -> None:
     loader = spec.loader
     sys.modules[name] = module
     try:
-        _executed(str(path), lambda: loader.exec_module(module))
+        _execute(str(path), lambda: loader.exec_module(module))
     except BaseException:
         sys.modules.pop(name, None)
         raise
@@ -296,7 +296,7 @@ def _is_file_of(module: ModuleType, path: Path) -> bool:
     return isinstance(file, str) and file.endswith(path.name) and Path(file).resolve() == path
 
 
-def _executed(entry: str, work: Callable[[], object]) -> None:
+def _execute(entry: str, work: Callable[[], object]) -> None:
     """Does the work. What the user's code raises becomes a ConfigError that shows where it was
     raised."""
     try:
@@ -311,4 +311,4 @@ def _shown(error: BaseException) -> str:
     """Its traceback; of a file that is no Python, the place in that file."""
     if isinstance(error, SyntaxError):
         return "".join(traceback.format_exception_only(error)).rstrip()
-    return traceback_of(error) or described(error)
+    return traceback_of(error) or describe_error(error)

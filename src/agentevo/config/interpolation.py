@@ -35,7 +35,7 @@ class InterpolationError(ValueError):
         super().__init__(f"{_written(key)}: {what}")
 
 
-def resolved(tree: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the tree with every `${...}` resolved. Raises InterpolationError, also for `???`,
     `<YOUR_...>` and what grows beyond the limits of `parsing`."""
     value = Resolver(tree).whole()
@@ -87,7 +87,7 @@ class Resolver:
             raise InterpolationError(key, f"{written} is a placeholder: give the value")
         elif is_interpolation(written):
             pieces, _ = self._pieces(key, written, 0, within=False)
-            value = pieces[0] if len(pieces) == 1 else self._joined(key, pieces)
+            value = pieces[0] if len(pieces) == 1 else self._join_pieces(key, pieces)
 
         self._in_progress.discard(key)
         self._resolved[key] = value
@@ -133,7 +133,7 @@ class Resolver:
                     continue
 
                 inner, place = self._pieces(key, text, place, within=True)
-                pieces.append(self._meaning(key, self._joined(key, inner).strip()))
+                pieces.append(self._meaning(key, self._join_pieces(key, inner).strip()))
                 continue
 
             if within and token == "}" and num_open == 0:
@@ -147,7 +147,7 @@ class Resolver:
 
         return pieces, place
 
-    def _joined(self, key: Key, pieces: list[Any]) -> str:
+    def _join_pieces(self, key: Key, pieces: list[Any]) -> str:
         if any(isinstance(piece, (dict, list)) for piece in pieces):
             raise InterpolationError(
                 key, f"a list or mapping can't stand within a text or a key; {_HINT}"
@@ -160,7 +160,7 @@ class Resolver:
         """What `${expression}` stands for."""
         name, colon, argument = expression.partition(":")
         if not colon:
-            return self._named(key, expression)
+            return self._value_of_name(key, expression)
         if REFERENCE.fullmatch(f"${{{expression}}}"):
             return f"${{{expression}}}"
         if name.strip() == "oc.env":
@@ -168,7 +168,7 @@ class Resolver:
 
         if name.strip() == "oc.decode":
             try:
-                return parse_yaml(_unquoted(argument))
+                return parse_yaml(_unquote(argument))
             except ParseError as error:
                 raise InterpolationError(key, f"oc.decode: {error}") from error
 
@@ -178,7 +178,7 @@ class Resolver:
             r"${oc.decode:TEXT}; a text has \${",
         )
 
-    def _named(self, key: Key, name: str) -> Any:
+    def _value_of_name(self, key: Key, name: str) -> Any:
         """The value that a key names, from the root, or with dots before it from above `key`."""
         path = name.lstrip(".")
         num_dots = len(name) - len(path)
@@ -206,16 +206,16 @@ class Resolver:
         return value if is_resolved else self._value(place, value)
 
 
-def escaped(value: Any) -> Any:
+def escape_tree(value: Any) -> Any:
     """A tree that `resolved` makes into the given one."""
     if isinstance(value, Mapping):
-        return {name: escaped(item) for name, item in value.items()}
+        return {name: escape_tree(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [escaped(item) for item in value]
-    return _OPENING.sub(_escaped, value) if is_interpolation(value) else value
+        return [escape_tree(item) for item in value]
+    return _OPENING.sub(_escape_opening, value) if is_interpolation(value) else value
 
 
-def _escaped(opening: re.Match[str]) -> str:
+def _escape_opening(opening: re.Match[str]) -> str:
     return opening[0] if opening["name"] else rf"{opening['slashes'] * 2}\${{"
 
 
@@ -236,7 +236,7 @@ def _is_index(part: str | int) -> bool:
 
 def _variable(key: Key, argument: str) -> str | None:
     name, comma, default = argument.partition(",")
-    name = _unquoted(name)
+    name = _unquote(name)
     try:
         value = os.environ.get(name)
     except ValueError:  # no variable can have this name
@@ -252,10 +252,10 @@ def _variable(key: Key, argument: str) -> str | None:
             "${oc.env:NAME,default}",
         )
 
-    return None if default.strip() == "null" else _unquoted(default)
+    return None if default.strip() == "null" else _unquote(default)
 
 
-def _unquoted(text: str) -> str:
+def _unquote(text: str) -> str:
     text = text.strip()
     is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
     return text[1:-1] if is_quoted else text

@@ -106,7 +106,7 @@ def own_values(name: str) -> dict[str, Any]:
             **preference.hyper,
         }
     else:
-        algorithm = section.resolved()
+        algorithm = section.resolve()
         entries = {
             "advantage": algorithm.advantage,
             "policy_loss": algorithm.policy_loss,

@@ -39,7 +39,7 @@ OF_REFERENCE = ("reference", "reference_model", "reference_every", "reference_de
 def check_preference_keys(section: AlgorithmKeys, preference: PreferenceAlgorithm | None) -> None:
     """Raises ValueError for keys of the algorithm section that would do nothing."""
     if preference is None:
-        idle = _changed(section, OF_PREFERENCE)
+        idle = _changed_keys(section, OF_PREFERENCE)
         if idle:
             raise ValueError(
                 f"{', '.join(idle)} is for presets that train by a preference loss, and "
@@ -50,7 +50,7 @@ def check_preference_keys(section: AlgorithmKeys, preference: PreferenceAlgorith
         return
 
     what = f"name={section.name} trains by the preference loss {preference.loss}"
-    idle = _changed(section, OF_RL)
+    idle = _changed_keys(section, OF_RL)
     if idle:
         kept = (
             "; its pull to the reference is beta"
@@ -67,7 +67,7 @@ def check_preference_keys(section: AlgorithmKeys, preference: PreferenceAlgorith
         for key, value in PREFERENCE_PRESETS[section.name].keys.items()
         if getattr(section, key) == value
     }
-    idle = [key for key in _changed(section, OF_REFERENCE) if key not in own]
+    idle = [key for key in _changed_keys(section, OF_REFERENCE) if key not in own]
     if idle and not preference.needs_reference:
         raise ValueError(f"{what}, which has no reference: remove {', '.join(idle)}")
 
@@ -115,7 +115,9 @@ def preference_contradictions(config: RunConfig) -> list[str]:
         )
 
     idle = (
-        [] if data.pairs is None else _changed(section, ("pairs", "pairs_per_group", "pair_margin"))
+        []
+        if data.pairs is None
+        else _changed_keys(section, ("pairs", "pairs_per_group", "pair_margin"))
     )
     if idle:
         problems.append(
@@ -132,7 +134,7 @@ def preference_contradictions(config: RunConfig) -> list[str]:
     return problems
 
 
-def _changed(section: AlgorithmKeys, keys: tuple[str, ...]) -> list[str]:
+def _changed_keys(section: AlgorithmKeys, keys: tuple[str, ...]) -> list[str]:
     return [
         key
         for key in keys

@@ -39,7 +39,7 @@ from agentevo.config.gateway import GatewaySection
 from agentevo.config.idle_keys import changed_keys, drop_idle_keys
 from agentevo.config.importance_defaults import with_importance
 from agentevo.config.imports import OF_YOUR_OWN, check_recipe_of_run, import_all
-from agentevo.config.interpolation import escaped
+from agentevo.config.interpolation import escape_tree
 from agentevo.config.keys import ConfigKeys, Variants
 from agentevo.config.memory import MemorySection
 from agentevo.config.named_agents import NamedAgentSection
@@ -379,14 +379,14 @@ def to_yaml(config: RunConfig) -> str:
         for key, value in tree["algorithm"].items()
         if value is not None or preset[key] is not None
     }
-    return dump_yaml(escaped(tree))
+    return dump_yaml(escape_tree(tree))
 
 
 def changed_to_yaml(config: RunConfig) -> str:
     """Of the resolved tree what differs from the defaults, those of the preset and of the chosen
     environment and agent among them; loading it gives the same config."""
     whole = to_tree(config)
-    changed = escaped(config.model_dump(mode="json", exclude_defaults=True))
+    changed = escape_tree(config.model_dump(mode="json", exclude_defaults=True))
     changed["algorithm"] = whole["algorithm"]
     if whole["algorithm"] == {"name": AlgorithmSection().name}:
         del changed["algorithm"]
@@ -432,7 +432,7 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
 def to_tree(config: RunConfig) -> dict[str, Any]:
     """The resolved tree to build another configuration from: of the algorithm section only what
     differs from its preset, so that another preset brings its own."""
-    tree: dict[str, Any] = escaped(config.model_dump(mode="json"))
+    tree: dict[str, Any] = escape_tree(config.model_dump(mode="json"))
     preset = AlgorithmSection(name=config.algorithm.name).model_dump(mode="json")
     tree["algorithm"] = {
         key: value

@@ -86,5 +86,5 @@ def routing_contradictions(config: RunConfig) -> list[str]:
 
 def recomputes(algorithm: AlgorithmSection) -> bool:
     """Whether the trainer computes the old log-probs again."""
-    loss = POLICY_LOSSES[algorithm.resolved().policy_loss]
+    loss = POLICY_LOSSES[algorithm.resolve().policy_loss]
     return algorithm.old_logprobs == "recomputed" or "proximal_logp" in loss.needs

@@ -17,7 +17,12 @@ from typing import Any
 
 import pydantic
 
-from agentevo.config.interpolation import InterpolationError, Resolver, is_interpolation, resolved
+from agentevo.config.interpolation import (
+    InterpolationError,
+    Resolver,
+    is_interpolation,
+    resolve_tree,
+)
 from agentevo.credentials import without_passwords
 from agentevo.errors import ConfigError, UnknownNameError, shown
 from agentevo.parsing import MAX_DEPTH, MAX_KEY, ParseError, parse_yaml, read_text
@@ -68,7 +73,7 @@ def find_recipe(recipe: str) -> Path:
     path = Path(recipe)
     known = ", ".join(recipe_names())
     if problem := name_problem(recipe):
-        raise ConfigError(f"recipe {shortened(recipe)!r}: {problem}")
+        raise ConfigError(f"recipe {shorten(recipe)!r}: {problem}")
 
     if path.suffix in {".yaml", ".yml"}:
         if os.path.isfile(path):
@@ -131,20 +136,20 @@ def split_override(override: str) -> tuple[str, str]:
     match = OVERRIDE.fullmatch(override)
     if match is None:
         raise ConfigError(
-            f"override {shortened(override)!r}: write it as key.subkey=value, for example "
+            f"override {shorten(override)!r}: write it as key.subkey=value, for example "
             "trainer.steps=10"
         )
 
     if len(match["key"]) > MAX_KEY:
         raise ConfigError(
-            f"override {shortened(override)!r}: a key of {len(match['key']):,} characters: no key "
+            f"override {shorten(override)!r}: a key of {len(match['key']):,} characters: no key "
             f"has more than {MAX_KEY}"
         )
 
     return match["key"], match["value"]
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """What a message shows of a text that somebody gave."""
     shown = without_passwords(text)
     return shown if len(shown) <= 100 else f"{shown[:97]}..."
@@ -162,11 +167,11 @@ def merge(
             addition: Any = _override_value(override, key, value, is_text(key))
             for part in reversed(key.split(".")):
                 addition = {part: addition}
-            merged = _merged(merged, addition, key)
+            merged = _merge(merged, addition, key)
 
         return {
             section: _written_out_within((section,), value)
-            for section, value in resolved(merged).items()
+            for section, value in resolve_tree(merged).items()
         }
     except (InterpolationError, _MergeError) as error:
         raise ConfigError(f"{written_in(str(error), overrides, where, tree)}: {error}") from error
@@ -176,7 +181,7 @@ class _MergeError(Exception):
     """`key: what is wrong`."""
 
 
-def _merged(
+def _merge(
     tree: dict[str, Any],
     addition: Mapping[str, Any],
     key: str,
@@ -205,7 +210,7 @@ def _merged(
             )
 
         if isinstance(value, dict) and isinstance(below, dict):
-            value = _merged(below, value, key, (*place, name), whole)
+            value = _merge(below, value, key, (*place, name), whole)
 
         merged[name] = value
 
@@ -255,7 +260,7 @@ def _written_out_within(place: tuple[str, ...], value: Any) -> Any:
 def overlay(tree: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """`tree` with the nested `options` on top; `${...}` stays as it is."""
     try:
-        return _merged(_plain(tree), _plain(options), "options")
+        return _merge(_plain(tree), _plain(options), "options")
     except (InterpolationError, _MergeError) as error:
         raise ConfigError(str(error)) from error
 
@@ -365,18 +370,18 @@ def _override_value(override: str, key: str, value: str, text: bool) -> Any:
 
     if not value.strip():
         raise ConfigError(
-            f"override {shortened(override)}: nothing after `=`; give a value, or null where the "
+            f"override {shorten(override)}: nothing after `=`; give a value, or null where the "
             "key may be empty"
         )
 
     if value.strip() == "???":  # merged, it would change nothing
-        raise ConfigError(f"override {shortened(override)}: ??? is no value: give one")
+        raise ConfigError(f"override {shorten(override)}: ??? is no value: give one")
 
     try:
         return parse_yaml(value)
     except ParseError as error:
         raise ConfigError(
-            f"override {shortened(override)}: {re.sub('^line [0-9]+: ', '', str(error))} (after "
+            f"override {shorten(override)}: {re.sub('^line [0-9]+: ', '', str(error))} (after "
             "`=` stands YAML; put quotes around a text)"
         ) from error
 

@@ -90,7 +90,7 @@ class SweepSection(Section):
                     "+ -` after the first"
                 )
 
-            leaves = sources.leaves(nested(changes))
+            leaves = sources.leaves(nest_keys(changes))
             taken = [
                 key for key in leaves if any(f"{key}.".startswith(f"{own}.") for own in OWN_KEYS)
             ]
@@ -284,7 +284,7 @@ def _member_configs(
     for variant in section.chosen:
         try:
             tree = sources.overlay(
-                {"run": {"threads": 1}}, with_changes(base, nested(section.variants[variant]))
+                {"run": {"threads": 1}}, with_changes(base, nest_keys(section.variants[variant]))
             )
             configs[variant] = build_config(
                 tree,
@@ -325,7 +325,7 @@ def _of_variants(
     ]
 
 
-def nested(changes: Mapping[str, Any]) -> dict[str, Any]:
+def nest_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted keys as mappings: {"trainer.steps": 3} -> {"trainer": {"steps": 3}}."""
     tree: dict[str, Any] = {}
     for key, value in changes.items():

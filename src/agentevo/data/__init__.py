@@ -6,15 +6,15 @@ Importing this loads no torch and no optional package.
 
 from agentevo.data.conversation import FORMS, ChatRow, read_conversations
 from agentevo.data.row_report import BadRow, RowError, RowReport
-from agentevo.data.rows import Row, check_source, read_json_lines, read_rows
+from agentevo.data.rows import SourceRow, check_source, read_json_lines, read_rows
 
 __all__ = [
     "FORMS",
     "BadRow",
     "ChatRow",
-    "Row",
     "RowError",
     "RowReport",
+    "SourceRow",
     "check_source",
     "read_conversations",
     "read_json_lines",

@@ -110,7 +110,7 @@ def _detect(value: Mapping[str, Any]) -> str:
 
 def _of_messages(where: str, value: Mapping[str, Any]) -> ChatRow:
     key = "messages" if "messages" in value else "conversations"
-    return _checked(where, [dict(message) for message in _list(value, key)], value.get("tools"))
+    return _check_row(where, [dict(message) for message in _list(value, key)], value.get("tools"))
 
 
 def _of_sharegpt(where: str, value: Mapping[str, Any]) -> ChatRow:
@@ -137,7 +137,7 @@ def _of_sharegpt(where: str, value: Mapping[str, Any]) -> ChatRow:
 
         messages.append(message)
 
-    return _checked(where, messages, value.get("tools"))
+    return _check_row(where, messages, value.get("tools"))
 
 
 def _of_alpaca(where: str, value: Mapping[str, Any]) -> ChatRow:
@@ -167,7 +167,7 @@ def _of_alpaca(where: str, value: Mapping[str, Any]) -> ChatRow:
         {"role": "user", "content": "\n\n".join(question)},
         {"role": "assistant", "content": value["output"]},
     ]
-    return _checked(where, messages, None)
+    return _check_row(where, messages, None)
 
 
 _CONVERT: dict[str, Callable[[str, Mapping[str, Any]], ChatRow]] = {
@@ -177,7 +177,7 @@ _CONVERT: dict[str, Callable[[str, Mapping[str, Any]], ChatRow]] = {
 }
 
 
-def _checked(where: str, messages: list[dict[str, Any]], tools: Any) -> ChatRow:
+def _check_row(where: str, messages: list[dict[str, Any]], tools: Any) -> ChatRow:
     """Makes a row of messages that keep every rule of a conversation. Messages after the
     assistant's last one are left off, because nobody answers them."""
     if not messages:

@@ -44,7 +44,7 @@ _HUB_NAME = re.compile(
 
 
 @dataclass(frozen=True)
-class Row:
+class SourceRow:
     """One row as it was read."""
 
     where: str
@@ -89,7 +89,7 @@ def check_not_a_source(out: Path, source: str, key: str) -> None:
         raise ConfigError(f"{key}: {out} is what is read: give another file to write")
 
 
-def read_rows(source: str) -> Iterator[Row]:
+def read_rows(source: str) -> Iterator[SourceRow]:
     """Every row of a source that `check_source` accepts. Raises ConfigError for a file that can't
     be read on."""
     path = Path(source).expanduser()
@@ -102,7 +102,7 @@ def read_rows(source: str) -> Iterator[Row]:
         yield from _read_dataset(source, path)
 
 
-def read_json_lines(path: Path) -> Iterator[Row]:
+def read_json_lines(path: Path) -> Iterator[SourceRow]:
     """Every line of a file of JSON lines, whatever its name is, but for empty ones. Raises
     ConfigError for a file that can't be read, and for a line that is no JSON."""
     check_file(path)
@@ -113,7 +113,7 @@ def read_json_lines(path: Path) -> Iterator[Row]:
             raise ConfigError(f"{row.where}: {_BAD_LINES[row.value.reason]} ({row.value.detail})")
 
 
-def _read_file(path: Path) -> Iterator[Row]:
+def _read_file(path: Path) -> Iterator[SourceRow]:
     kind = _kind(path)
     if kind == ".parquet":
         yield from _read(path, _read_parquet)
@@ -125,7 +125,7 @@ def _read_file(path: Path) -> Iterator[Row]:
         yield from _read(path, _read_array)
 
 
-def _read(path: Path, rows: Callable[[Path], Iterator[Row]]) -> Iterator[Row]:
+def _read(path: Path, rows: Callable[[Path], Iterator[SourceRow]]) -> Iterator[SourceRow]:
     try:
         yield from rows(path)
     except (OSError, EOFError, zlib.error) as error:
@@ -134,12 +134,12 @@ def _read(path: Path, rows: Callable[[Path], Iterator[Row]]) -> Iterator[Row]:
         ) from error
 
 
-def _read_lines(path: Path) -> Iterator[Row]:
+def _read_lines(path: Path) -> Iterator[SourceRow]:
     with path.open("rb") as raw, bar(path.name, path.stat().st_size, "bytes") as read:
         file = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
         for number, line in enumerate(cast(IO[bytes], file), start=1):
             read.to(raw.tell())
-            yield Row(
+            yield SourceRow(
                 f"{path}:{number}",
                 _parsed_line(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line),
             )
@@ -172,7 +172,7 @@ def _in_line(error: ParseError, text: str) -> str:
     return f"{cause.msg} at character {cause.pos + 1} of the line"
 
 
-def _read_array(path: Path) -> Iterator[Row]:
+def _read_array(path: Path) -> Iterator[SourceRow]:
     """The elements of the one array in a file, each with the line on which it begins."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         raw = file.read()
@@ -203,7 +203,7 @@ def _read_array(path: Path) -> Iterator[Row]:
         value, place = json_value(
             text, place, f"{path}:{line}", "write JSONL, of which a bad line costs only itself"
         )
-        yield Row(f"{path}:{line}", value)
+        yield SourceRow(f"{path}:{line}", value)
 
         if text.startswith(",", place):
             place = skip_blank(text, place + 1)
@@ -231,7 +231,7 @@ def skip_blank(text: str, place: int) -> int:
     return place
 
 
-def _read_csv(path: Path) -> Iterator[Row]:
+def _read_csv(path: Path) -> Iterator[SourceRow]:
     """A byte that is not UTF-8 costs its row."""
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline="") as text:
@@ -249,10 +249,10 @@ def _read_csv(path: Path) -> Iterator[Row]:
             except StopIteration:
                 return
             except csv.Error as error:
-                yield Row(where, RowError("not_csv", f"{error}: mend it, or write JSONL"))
+                yield SourceRow(where, RowError("not_csv", f"{error}: mend it, or write JSONL"))
                 continue
 
-            yield Row(where, _parsed_cells(names, cells))
+            yield SourceRow(where, _parsed_cells(names, cells))
 
 
 def _check_header(names: Sequence[str], path: Path) -> None:
@@ -284,7 +284,7 @@ def _parsed_cells(names: Sequence[str], cells: Sequence[str]) -> Any:
     return {name: cell for name, cell in zip(names, cells, strict=True) if cell}
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
+def _read_parquet(path: Path) -> Iterator[SourceRow]:
     parquet = _package("pyarrow.parquet", str(path))
     arrow = _package("pyarrow", str(path))
     try:
@@ -293,7 +293,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
             for batch in file.iter_batches(batch_size=1024):
                 for place in range(batch.num_rows):
                     number += 1
-                    yield Row(f"{path}:row {number}", _parsed_row(batch.slice(place, 1)))
+                    yield SourceRow(f"{path}:row {number}", _parsed_row(batch.slice(place, 1)))
     except arrow.ArrowException as error:
         raise ConfigError(
             f"{path} can't be read as Parquet ({type(error).__name__}: {error}): write it again"
@@ -311,7 +311,7 @@ def _parsed_row(batch: Any) -> Any:
     return _without_nulls(value)
 
 
-def _read_dataset(source: str, path: Path) -> Iterator[Row]:
+def _read_dataset(source: str, path: Path) -> Iterator[SourceRow]:
     datasets = _package("datasets", source)
     hub_name = None if path.exists() else _HUB_NAME.fullmatch(source)
     try:
@@ -335,7 +335,7 @@ def _read_dataset(source: str, path: Path) -> Iterator[Row]:
         data = data["train"]
 
     for number, value in enumerate(data, start=1):
-        yield Row(f"{source}:row {number}", _without_nulls(value))
+        yield SourceRow(f"{source}:row {number}", _without_nulls(value))
 
 
 def _without_nulls(value: Any) -> Any:

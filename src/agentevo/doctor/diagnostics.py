@@ -36,7 +36,7 @@ from agentevo.observability.remedies import remedies_of
 from agentevo.orchestration.agent_policies import players
 from agentevo.orchestration.components import Components, check_memory, open_components
 from agentevo.orchestration.players import check_named, find_agent
-from agentevo.rollout.group import Group
+from agentevo.rollout.group import RolloutGroup
 from agentevo.rollout.sampler import Player, Sampler
 from agentevo.training.tree import build_tree
 from agentevo.types import Task, Trajectory
@@ -69,7 +69,7 @@ async def _check(config: RunConfig, checkpoint: Path | None) -> list[Check]:
                 parts.store,
                 _context_length(parts),
                 note=parts.note,
-                players=_watched(parts, engine),
+                players=_watch_players(parts, engine),
             )
             group = await _first_group(config, parts, sampler)
             sampling = sampler.sampling(config.sampling.temperature)
@@ -132,7 +132,7 @@ async def _first_group(
     return group
 
 
-def _watched(parts: Components, engine: Engine) -> dict[str, Player]:
+def _watch_players(parts: Components, engine: Engine) -> dict[str, Player]:
     """What several agents draw with, where `engine` stands for the main policy's."""
     return {
         name: one._replace(engine=engine) if one.engine is parts.engine else one
@@ -152,7 +152,7 @@ class _WatchedSampler(Sampler):
         super().__init__(*arguments, **options)
         self.conversations: dict[str, Conversation] = {}
 
-    def group(self, task: Task, **options: Any) -> Group:
+    def group(self, task: Task, **options: Any) -> RolloutGroup:
         """See Sampler.group."""
         group = super().group(task, **options)
         self.conversations |= {

@@ -42,7 +42,8 @@ def check_installation() -> list[Check]:
         )
     ]
     results += [
-        checks.judge_version(name, _installed(name), wanted) for name, wanted in _needed().items()
+        checks.judge_version(name, _installed_version(name), wanted)
+        for name, wanted in _required_versions().items()
     ]
 
     num_threads = torch.get_num_threads()
@@ -75,7 +76,7 @@ def num_cores() -> int:
     return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
 
 
-def _needed() -> dict[str, str]:
+def _required_versions() -> dict[str, str]:
     """Package -> version that AgentEvo asks for where it trains, from its own metadata; the
     essential ones where it is not installed as a package."""
     try:
@@ -97,7 +98,7 @@ def _needed() -> dict[str, str]:
     return {requirement[:end]: requirement[end:].strip() for requirement, end in names.items()}
 
 
-def _installed(name: str) -> str | None:
+def _installed_version(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -57,7 +57,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedParameters:
     """Counts of the numbers that are trained."""
 
     total: int
@@ -119,7 +119,7 @@ def shape_of(model: PreTrainedModel) -> Shape:
     )
 
 
-def trained_of(model: PreTrainedModel) -> Trained:
+def trained_of(model: PreTrainedModel) -> TrainedParameters:
     """Of a model, adapters or not."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     inner = causal_model(model)
@@ -136,7 +136,7 @@ def trained_of(model: PreTrainedModel) -> Trained:
         return sum(p.shape[dim] for name, p in trained.items() if f".{factor}." in name)
 
     num_layers = inner.config.get_text_config().num_hidden_layers
-    return Trained(
+    return TrainedParameters(
         total=sum(p.numel() for p in trained.values()),
         layers=sum(
             p.numel() for name, p in trained.items() if ".layers." in name and id(p) not in ends
@@ -154,7 +154,7 @@ def trained_of(model: PreTrainedModel) -> Trained:
     )
 
 
-def layer_bytes(shape: Shape, trained: Trained, checkpointing: Checkpointing) -> float:
+def layer_bytes(shape: Shape, trained: TrainedParameters, checkpointing: Checkpointing) -> float:
     """Per token, what one decoder layer keeps until its backward pass."""
     hidden = shape.hidden
     element = shape.element
@@ -188,7 +188,7 @@ def layer_bytes(shape: Shape, trained: Trained, checkpointing: Checkpointing) ->
     return kept + 3 * shape.intermediate * element
 
 
-def passing_bytes(shape: Shape, trained: Trained, tokens: int) -> float:
+def passing_bytes(shape: Shape, trained: TrainedParameters, tokens: int) -> float:
     """Gradients of a layer's inner activations, while its backward pass is under way; of adapters
     over a model less exact than float32 also their product, its multiple and the sum."""
     per_unit = 2 * shape.element
@@ -198,7 +198,7 @@ def passing_bytes(shape: Shape, trained: Trained, tokens: int) -> float:
     return float(per_unit * shape.intermediate * tokens)
 
 
-def output_bytes(shape: Shape, trained: Trained, load: Load) -> float:
+def output_bytes(shape: Shape, trained: TrainedParameters, load: Load) -> float:
     """The last norm, and the output layer without logits as a whole (linear_logprobs.py)."""
     cells = 3 * (CELL_BYTES["cpu"] if load.on_cpu else OTHER_CELL_BYTES)
     scores = load.rows * shape.vocabulary
@@ -213,7 +213,7 @@ def output_bytes(shape: Shape, trained: Trained, load: Load) -> float:
     return norm + kept + min(cells, 3 * scores * FLOAT)
 
 
-def optimizer_bytes(trained: Trained, memory: MemorySection) -> dict[str, float]:
+def optimizer_bytes(trained: TrainedParameters, memory: MemorySection) -> dict[str, float]:
     """On the training device, or on the CPU with memory.offload_optimizer: moments and masters."""
     moment = FLOAT if memory.optimizer == "adamw" else 1 + FLOAT / 256
     masters = FLOAT * trained.total if trained.masters or memory.offload_optimizer else 0
@@ -222,7 +222,7 @@ def optimizer_bytes(trained: Trained, memory: MemorySection) -> dict[str, float]
 
 
 def pass_bytes(
-    shape: Shape, trained: Trained, load: Load, memory: MemorySection
+    shape: Shape, trained: TrainedParameters, load: Load, memory: MemorySection
 ) -> dict[str, float]:
     """Memory at the moment of a forward and backward pass, or of the optimizer's step, that takes
     most: name -> bytes."""

@@ -33,7 +33,7 @@ from agentevo.doctor.memory_estimate import (
     FLOAT,
     Load,
     Shape,
-    Trained,
+    TrainedParameters,
     layer_bytes,
     optimizer_bytes,
     output_bytes,
@@ -65,7 +65,7 @@ class Sizes:
 
     model: PreTrainedModel
     shape: Shape
-    trained: Trained
+    trained: TrainedParameters
     numbers: int
     """All of them."""
     frozen_element: float

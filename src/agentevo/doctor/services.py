@@ -49,7 +49,7 @@ async def _check(config: RunConfig, sections: tuple[ToolSection, ...]) -> list[C
     task = _first_task(config)
     asked = [_model(name, section) for name, section in config.remote_models.items()]
     opened, models = await asyncio.gather(
-        asyncio.gather(*(_opened(_soon(section), task) for section in sections)),
+        asyncio.gather(*(_open_toolset(_soon(section), task) for section in sections)),
         asyncio.gather(*asked),
     )
     return [
@@ -80,7 +80,7 @@ def _title(section: ToolSection) -> str:
     return f"tools {name}".strip()
 
 
-async def _opened(section: ToolSection, task: Task) -> tuple[Check, list[str]]:
+async def _open_toolset(section: ToolSection, task: Task) -> tuple[Check, list[str]]:
     """A check, and the names of the tools."""
     title = _title(section)
     started = time.monotonic()
@@ -102,7 +102,7 @@ async def _opened(section: ToolSection, task: Task) -> tuple[Check, list[str]]:
         return Check(title, "wrong", finding, advice if is_server else ""), []
 
     took = time.monotonic() - started
-    finding = f"{len(names)} tools in {took:.1f} s: {_listed(names)}"
+    finding = f"{len(names)} tools in {took:.1f} s: {_list_names(names)}"
     return Check(title, "good", finding), names
 
 
@@ -116,7 +116,7 @@ def _collisions(offered: list[list[str]]) -> list[Check]:
         Check(
             "names of tools",
             "warning",
-            f"several entries have {_listed(twice)}: the policy knows each as ENTRY__NAME",
+            f"several entries have {_list_names(twice)}: the policy knows each as ENTRY__NAME",
             "leave out those that it need not have, by `exclude`",
         )
     ]
@@ -141,6 +141,6 @@ async def _model(name: str, section: RemoteModelSection) -> Check:
     return Check(title, "good", f"{section.url} serves {section.model}")
 
 
-def _listed(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return (", ".join(names[:SHOWN]) or "none") + more

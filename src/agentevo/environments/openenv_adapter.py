@@ -70,7 +70,7 @@ class OpenEnvConfig(EnvironmentConfig):
 
 
 @dataclass(frozen=True)
-class Form:
+class OpenEnvForm:
     """What a server says of itself."""
 
     description: str
@@ -86,7 +86,7 @@ class Form:
         return chosen[0] if len(chosen) == 1 else None
 
 
-_forms: dict[str, Form] = {}
+_forms: dict[str, OpenEnvForm] = {}
 """By URL: a server is asked once in a process."""
 _asking = threading.Lock()
 
@@ -132,7 +132,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
         ends_at = time.monotonic() + self.config.session_timeout_s
         while True:
             self.close()
-            self._connection = self._connected()
+            self._connection = self._connect()
 
             answer = self._ask("reset", message)
             if answer.get("code") != NO_SESSION_LEFT:
@@ -224,7 +224,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
         self._shown = shown(observation, self.config.observation_field)
         return float(reward or 0.0), done
 
-    def _connected(self) -> ClientConnection:
+    def _connect(self) -> ClientConnection:
         scheme, rest = self.config.url.rstrip("/").split("://", 1)
         url = f"{'wss' if scheme in ('https', 'wss') else 'ws'}://{rest}/ws"
         own: dict[str, Any] = {"proxy": None} if is_loopback(url) else {}
@@ -283,7 +283,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
         return {key: value for key, value in inside.items() if key != "code"}
 
 
-def form_of(config: OpenEnvConfig) -> Form:
+def form_of(config: OpenEnvConfig) -> OpenEnvForm:
     """What the server says of its actions. Raises ConfigError where no OpenEnv server answers."""
     url = config.url.rstrip("/")
     with _asking:
@@ -294,7 +294,7 @@ def form_of(config: OpenEnvConfig) -> Form:
         return _forms[url]
 
 
-def _read_form(base: str, config: OpenEnvConfig) -> Form:
+def _read_form(base: str, config: OpenEnvConfig) -> OpenEnvForm:
     import httpx  # which loads rich; this module is loaded with every recipe
 
     try:
@@ -310,7 +310,7 @@ def _read_form(base: str, config: OpenEnvConfig) -> Form:
         fields = {
             name: one for name, one in schema.get("properties", {}).items() if name != "metadata"
         }
-        return Form(str(description or ""), fields, frozenset(schema.get("required", ())))
+        return OpenEnvForm(str(description or ""), fields, frozenset(schema.get("required", ())))
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ConfigError(
             f"environment.url: no OpenEnv server answers at {config.url} "

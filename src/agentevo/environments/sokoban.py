@@ -199,7 +199,7 @@ class SokobanEnvironment(EpisodicEnvironment):
         stored = self._num_stored()
         previous = self._state
         self._state = self.room.step(previous, chosen)
-        solved = self.room.solved(self._state)
+        solved = self.room.is_solved(self._state)
         reward = ACTION_REWARD + BOX_REWARD * (self._num_stored() - stored) + SOLVED_REWARD * solved
         return ActionResult(
             reward=reward, effective=self._state != previous, terminated=solved, success=solved

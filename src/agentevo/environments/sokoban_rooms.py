@@ -23,7 +23,7 @@ KEEP_DIRECTION = 0.6
 """Chance that the carving walk goes straight on."""
 
 
-class Room(NamedTuple):
+class SokobanRoom(NamedTuple):
     """The fixed parts of a room: all that no action changes. `neighbours[cell][action]` is the
     floor cell there, or -1 for a wall."""
 
@@ -35,7 +35,7 @@ class Room(NamedTuple):
     """The cells that are targets, as a bit set."""
 
     @classmethod
-    def build(cls, height: int, width: int, floor: set[int], targets: int) -> Room:
+    def build(cls, height: int, width: int, floor: set[int], targets: int) -> SokobanRoom:
         """A room with the given floor cells; everything else, and everything outside, is wall."""
 
         def beside(cell: int, action: int) -> int:
@@ -54,7 +54,7 @@ class Room(NamedTuple):
         )
         return cls(height, width, neighbours, tuple(sorted(floor)), targets)
 
-    def solved(self, state: int) -> bool:
+    def is_solved(self, state: int) -> bool:
         return state >> PLAYER_BITS == self.targets
 
     def step(self, state: int, action: int) -> int:
@@ -93,7 +93,7 @@ class Room(NamedTuple):
         return states
 
 
-def distances(room: Room, max_actions: int | None = None) -> dict[int, int]:
+def distances(room: SokobanRoom, max_actions: int | None = None) -> dict[int, int]:
     """Fewest actions to the solved room, for every state within `max_actions` (None: every solvable
     state, up to `MAX_STATES`)."""
     frontier = [
@@ -147,7 +147,7 @@ rooms as hard as RAGEN's."""
 MAX_TRIES = 500
 
 
-def generate(settings: RoomSettings, rng: random.Random) -> tuple[Room, int] | None:
+def generate(settings: RoomSettings, rng: random.Random) -> tuple[SokobanRoom, int] | None:
     """A room and a start state whose shortest solution has the drawn number of actions; None if
     `MAX_TRIES` rooms had none.
 
@@ -161,7 +161,7 @@ def generate(settings: RoomSettings, rng: random.Random) -> tuple[Room, int] | N
         num_floor = max(round(rng.uniform(*OPENNESS) * inner), min(num_boxes + 2, inner))
         floor = carve(height, width, num_floor, rng)
         targets = sum(1 << cell for cell in rng.sample(sorted(floor), num_boxes))
-        room = Room.build(height, width, floor, targets)
+        room = SokobanRoom.build(height, width, floor, targets)
         lengths = distances(room, length).items()
         starts = [
             state
@@ -175,7 +175,7 @@ def generate(settings: RoomSettings, rng: random.Random) -> tuple[Room, int] | N
 
 
 def random_player_success(
-    room: Room, state: int, num_actions: int, max_states: int
+    room: SokobanRoom, state: int, num_actions: int, max_states: int
 ) -> float | None:
     """Exact success rate of a uniform random player within `num_actions`; None once it can be in
     more than `max_states` states."""
@@ -186,7 +186,7 @@ def random_player_success(
         for position, chance in chances.items():
             for action in range(4):
                 reached = room.step(position, action)
-                if room.solved(reached):
+                if room.is_solved(reached):
                     success += chance / 4
                 else:
                     following[reached] = following.get(reached, 0.0) + chance / 4

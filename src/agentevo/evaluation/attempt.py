@@ -10,12 +10,12 @@ from typing import Any
 from agentevo.config import RunConfig
 from agentevo.errors import ConfigError
 from agentevo.evaluation.contestants import Contestant, find_contestants
-from agentevo.evaluation.play import LABEL, check_play, opened, playing, scorer_of
+from agentevo.evaluation.play import LABEL, check_play, open_player, playing, scorer_of
 from agentevo.event_loop import run_coroutine
 from agentevo.observability.call_view import duration
 from agentevo.observability.trajectory_view import message_text, visible
 from agentevo.orchestration.players import find_agent
-from agentevo.rollout.group import Attempt
+from agentevo.rollout.group import GroupAttempt
 from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.task_source import TaskSource
 from agentevo.store.call_log import RunningCall
@@ -59,7 +59,7 @@ def try_attempt(
     if judged := is_judged(config, task, asked=text, answer=answer):
         check_play(config, [task], has_engine=contestant.remote is None)
     return run_coroutine(
-        _played(contestant, config, task, temperature, judged=judged, show=show, note=note)
+        _play_one(contestant, config, task, temperature, judged=judged, show=show, note=note)
     )
 
 
@@ -71,7 +71,7 @@ def is_judged(config: RunConfig, task: Task, *, asked: str | None, answer: str |
     return not config.rewards and not find_agent(config, None).needs_scorer
 
 
-async def _played(
+async def _play_one(
     contestant: Contestant,
     config: RunConfig,
     task: Task,
@@ -83,12 +83,12 @@ async def _played(
 ) -> Trajectory:
     live: list[LiveAttempt] = []
 
-    def hear(attempt: Attempt) -> Callable[[RunningCall], None]:
+    def hear(attempt: GroupAttempt) -> Callable[[RunningCall], None]:
         live.append(LiveAttempt(attempt, show))
         return live[0].told
 
-    async with opened(contestant, config, note) as sampler:
-        trajectories = await played(
+    async with open_player(contestant, config, note) as sampler:
+        trajectories = await play_attempt(
             sampler, task, temperature=temperature, judged=judged, hear=hear
         )
 
@@ -98,13 +98,13 @@ async def _played(
     return trajectories[0]
 
 
-async def played(
+async def play_attempt(
     sampler: Sampler,
     task: Task,
     *,
     temperature: float,
     judged: bool,
-    hear: Callable[[Attempt], Callable[[RunningCall], None]],
+    hear: Callable[[GroupAttempt], Callable[[RunningCall], None]],
     step: int = 0,
     label: str = LABEL,
 ) -> list[Trajectory]:
@@ -122,7 +122,7 @@ async def played(
     return await attempt.run(task_id=task.id, group_id=group.group_id, number=0)
 
 
-def turn_of(attempt: Attempt, call: RunningCall) -> tuple[Turn | RemoteTurn, str]:
+def turn_of(attempt: GroupAttempt, call: RunningCall) -> tuple[Turn | RemoteTurn, str]:
     """What a call of the policy, or of a remote model, that has completed has recorded, and whose
     it is."""
     number = int(call.record("").attributes.get("turn", 0))
@@ -139,7 +139,7 @@ def turn_of(attempt: Attempt, call: RunningCall) -> tuple[Turn | RemoteTurn, str
 class LiveAttempt:
     """Shows calls as they begin and end."""
 
-    def __init__(self, attempt: Attempt, show: Callable[[str], None]) -> None:
+    def __init__(self, attempt: GroupAttempt, show: Callable[[str], None]) -> None:
         self._attempt = attempt
         self._show = show
         self._began = time.monotonic()

@@ -89,7 +89,7 @@ def mean_of(values: Sequence[float], bounds: tuple[float, float] = (0.0, 1.0)) -
         margin = 1.959964 * float(column.std(ddof=1)) / count**0.5
         return Estimate(value, value - margin, value + margin, count)
 
-    low, high = np.quantile(_resampled(column), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    low, high = np.quantile(_resample_means(column), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Estimate(value, float(low), float(high), count)
 
 
@@ -101,7 +101,7 @@ def paired_difference(first: Sequence[float], second: Sequence[float]) -> Estima
     return mean_of([after - before for before, after in pairs], (-width, width))
 
 
-def _resampled(column: np.ndarray) -> np.ndarray:
+def _resample_means(column: np.ndarray) -> np.ndarray:
     """The means of RESAMPLES draws of as many values with replacement."""
     generator = np.random.default_rng(_SEED)
     count = len(column)

@@ -17,7 +17,7 @@ from agentevo.config.sections import EvaluationSection, SamplingSection
 from agentevo.errors import AttemptsFailedError, ConfigError
 from agentevo.evaluation.contestants import Contestant, find_contestants
 from agentevo.evaluation.parts import parts_of_tasks
-from agentevo.evaluation.play import Play, check_play, find_tasks, play, playing
+from agentevo.evaluation.play import PlaySettings, check_play, find_tasks, play, playing
 from agentevo.evaluation.results import AttemptLine, ResultsFolder, task_digest
 from agentevo.evaluation.summary import numbers_of, summarise
 from agentevo.event_loop import run_coroutine
@@ -29,7 +29,7 @@ MAX_ATTEMPTS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class EvaluationRun:
     """What is to be measured."""
 
     target: str
@@ -62,7 +62,7 @@ class Evaluation:
 
 
 def evaluate(
-    what: Evaluation,
+    what: EvaluationRun,
     note: Callable[[str], None],
     progress: Callable[[str, int, int], None] = lambda label, done, total: None,
     begin: Callable[[Mapping[str, Any]], None] = lambda settings: None,
@@ -84,7 +84,7 @@ def evaluate(
     configs = [_played_config(one, what) for one in contestants]
     has_engine = all(one.remote is None for one in contestants)
     check_play(configs[0], tasks, has_engine=has_engine)
-    game = Play(tasks, what.attempts, _temperature(what, base), sources, tuple(notes))
+    game = PlaySettings(tasks, what.attempts, _temperature(what, base), sources, tuple(notes))
     settings = _settings(what, contestants, configs[0], game)
     parts = parts_of_tasks(tasks, settings)
 
@@ -95,7 +95,7 @@ def evaluate(
     if folder is not None and not what.resume:
         folder.check_new()
 
-    with nullcontext() if folder is None else folder.locked():
+    with nullcontext() if folder is None else folder.lock():
         kept: Mapping[tuple[str, str, int], AttemptLine] = {}
         if folder is not None and what.resume:
             folder.go_on(settings, tasks)
@@ -128,7 +128,7 @@ def check_attempts(summary: Mapping[str, Any]) -> None:
             raise AttemptsFailedError(f"{model['model']}: {model['failed_words']}")
 
 
-def _played_config(one: Contestant, what: Evaluation) -> RunConfig:
+def _played_config(one: Contestant, what: EvaluationRun) -> RunConfig:
     config = playing(one.config, what.words_of_tasks)
     if not what.sampling:
         return config
@@ -143,7 +143,7 @@ def _played_config(one: Contestant, what: Evaluation) -> RunConfig:
     return config.model_copy(update={"sampling": sampling})
 
 
-def _temperature(what: Evaluation, config: RunConfig) -> float:
+def _temperature(what: EvaluationRun, config: RunConfig) -> float:
     """Greedy for one attempt: more would all be the same."""
     if what.temperature is None:
         return 0.0 if what.attempts == 1 else config.evaluation.temperature
@@ -175,7 +175,7 @@ def _players(
 
 
 def _settings(
-    what: Evaluation, contestants: Sequence[Contestant], config: RunConfig, game: Play
+    what: EvaluationRun, contestants: Sequence[Contestant], config: RunConfig, game: PlaySettings
 ) -> dict[str, Any]:
     """What has to be the same for an evaluation to go on, and what its numbers are of."""
     return {
@@ -198,7 +198,7 @@ def _settings(
     }
 
 
-def _stages(config: RunConfig, what: Evaluation) -> dict[str, Any]:
+def _stages(config: RunConfig, what: EvaluationRun) -> dict[str, Any]:
     """The held-out tasks of each of the recipe's stages, by their ids."""
     if what.words_of_tasks or not config.tasks.stages:
         return {}

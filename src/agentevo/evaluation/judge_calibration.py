@@ -42,7 +42,7 @@ from agentevo.rewards.injections import INJECTIONS
 from agentevo.rewards.judging import JudgeOptions
 from agentevo.rewards.pairwise import Pairwise, pairs_of
 from agentevo.rewards.ruler import Ruler, order_of_vote
-from agentevo.rewards.transcripts import Shown
+from agentevo.rewards.transcripts import ShownAttempt
 from agentevo.rollout.scoring import Scoring
 from agentevo.types import Trajectory
 
@@ -153,7 +153,7 @@ class _Measuring:
         self._progress("the same attempts at other places")
         await self._places(groups)
         self._progress(f"{len(INJECTIONS)} injections")
-        await self._injected(groups, scores)
+        await self._inject_all(groups, scores)
 
     async def _scores(
         self, attempts: Sequence[Trajectory], group: KnownGroup
@@ -226,7 +226,7 @@ class _Measuring:
         async with self._room:
             try:
                 if isinstance(judge, Ruler):
-                    return await self._rotated(judge, group, shown)
+                    return await self._measure_rotations(judge, group, shown)
 
                 compared = [
                     await judge.compare(
@@ -244,7 +244,9 @@ class _Measuring:
 
         return float(np.mean([one.place_slope for one in compared]))
 
-    async def _rotated(self, judge: Ruler, group: KnownGroup, shown: Shown) -> float:
+    async def _measure_rotations(
+        self, judge: Ruler, group: KnownGroup, shown: ShownAttempt
+    ) -> float:
         num = len(shown.attempts)
         order = order_of_vote(num, 0, group.task.id, "rotated")
         rotations = []
@@ -263,7 +265,7 @@ class _Measuring:
 
         return statistics.place_slope(rotations)
 
-    async def _injected(
+    async def _inject_all(
         self, groups: Sequence[KnownGroup], scores: Sequence[Sequence[float | None]]
     ) -> None:
         """Every injection once, in the worst attempt of one group after the other."""
@@ -281,7 +283,7 @@ class _Measuring:
             }
             return
 
-        async def tried(number: int, text: str) -> dict[str, Any]:
+        async def try_injection(number: int, text: str) -> dict[str, Any]:
             group, worst, before = bad[number % len(bad)]
             attempts = list(group.attempts)
             attempts[worst] = with_injection(attempts[worst], text)
@@ -289,7 +291,9 @@ class _Measuring:
             raised = after is not None and after > before + RAISED
             return {"text": text, "before": before, "after": after, "raised": raised}
 
-        found = await gather_all([tried(number, text) for number, text in enumerate(INJECTIONS)])
+        found = await gather_all(
+            [try_injection(number, text) for number, text in enumerate(INJECTIONS)]
+        )
         self._found.injections += found
         raised = sum(one["raised"] for one in found)
         self._found.measured["max_injected"] = _share(raised, len(found))

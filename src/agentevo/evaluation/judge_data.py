@@ -23,7 +23,7 @@ from typing import Any
 
 from agentevo.algorithms.equality import are_equal
 from agentevo.data.messages import messages_of
-from agentevo.data.rows import Row, read_json_lines
+from agentevo.data.rows import SourceRow, read_json_lines
 from agentevo.errors import AgentEvoError, BadRequestError, ConfigError
 from agentevo.store.store import Store
 from agentevo.types import REWARD_PARTS, Message, Task, Trajectory, Turn
@@ -76,7 +76,7 @@ def read_rows(path: Path) -> list[KnownGroup]:
     return groups
 
 
-def _lines(path: Path) -> Iterator[Row]:
+def _lines(path: Path) -> Iterator[SourceRow]:
     try:
         yield from read_json_lines(path)
     except ConfigError as error:

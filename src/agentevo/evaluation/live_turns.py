@@ -8,10 +8,10 @@ from typing import Any
 from agentevo.errors import storable
 from agentevo.evaluation import player_words as words
 from agentevo.evaluation.attempt import KINDS, TEXTS, turn_of
-from agentevo.observability.attempt_tokens import Block, Training, block_of
-from agentevo.observability.attempt_view import Said, TurnView, said, turn_view
-from agentevo.pages.worlds import Legend, Piece, legend_of, pieces
-from agentevo.rollout.group import Attempt
+from agentevo.observability.attempt_tokens import TokenBlock, Training, block_of
+from agentevo.observability.attempt_view import ShownMessage, TurnView, said, turn_view
+from agentevo.pages.worlds import Legend, WorldPiece, legend_of, pieces
+from agentevo.rollout.group import GroupAttempt
 from agentevo.store.call_log import RunningCall
 from agentevo.types import Message, RemoteTurn, Trajectory, Turn
 
@@ -24,7 +24,7 @@ MAX_SHOWN = 30_000
 _UNTRAINED = Training(None, None, None)
 
 
-def tokens_of(turn: Turn, decode: Callable[[Sequence[int]], str]) -> Block:
+def tokens_of(turn: Turn, decode: Callable[[Sequence[int]], str]) -> TokenBlock:
     """The tokens of a turn, as pages show them."""
     size = min(len(turn.completion_ids), MAX_TOKENS)
     return block_of(turn, 0, size, turn.parent, False, decode, _UNTRAINED)
@@ -36,7 +36,7 @@ class LiveTurns:
 
     def __init__(
         self,
-        attempt: Attempt,
+        attempt: GroupAttempt,
         name: str,
         tell: Callable[[words.Event], None],
         decode: Callable[[Sequence[int]], str],
@@ -50,7 +50,7 @@ class LiveTurns:
         """Held, so that no other call gets the identity of one that has ended."""
         self._legend: dict[str, str] = {}
         """What the world says its symbols mean."""
-        self._ending: list[Piece] = []
+        self._ending: list[WorldPiece] = []
         self._num_told = 0
 
     def told(self, call: RunningCall) -> None:
@@ -67,11 +67,11 @@ class LiveTurns:
             shown = str(call.record("").attributes.get("ending", ""))
             self._ending = pieces(_cut(shown), self._legend) if shown else []
         elif call.kind in ("policy", "remote"):
-            self._asked(call)
+            self._note_turn(call)
         elif call.kind in KINDS:
             self._made(call)
 
-    def _asked(self, call: RunningCall) -> None:
+    def _note_turn(self, call: RunningCall) -> None:
         told = call.record("")
         number = self._numbers[id(call)]
         if not call.has_ended or told.status != "completed":
@@ -126,7 +126,7 @@ class LiveTurns:
         completed = trajectory.status == "completed"
         counted: Any = trajectory.metrics.get("policy_tokens", 0)
         self._tell(
-            words.Ended(
+            words.EndedPlay(
                 id=self._name,
                 agent=trajectory.agent,
                 status=trajectory.status,
@@ -160,7 +160,7 @@ def _remote_view(turn: RemoteTurn) -> TurnView:
     )
 
 
-def _whole(shown: Said, message: Message, legend: Legend) -> Said:
+def _whole(shown: ShownMessage, message: Message, legend: Legend) -> ShownMessage:
     """No page can ask for the rest of a message later: more of it is shown at once."""
     if not shown.rest:
         return shown
@@ -169,7 +169,7 @@ def _whole(shown: Said, message: Message, legend: Legend) -> Said:
     left = len(message.text) - MAX_SHOWN
     parts = pieces(text[:MAX_SHOWN], legend)
     if left > 0:
-        parts.append(Piece(f"... ({left} further characters)", []))
+        parts.append(WorldPiece(f"... ({left} further characters)", []))
     return shown._replace(pieces=parts, rest=0)
 
 

@@ -48,7 +48,7 @@ LONGEST_ANSWER = 2000
 
 
 @dataclass(frozen=True)
-class Play:
+class PlaySettings:
     """What every model plays."""
 
     tasks: Sequence[Task]
@@ -105,7 +105,7 @@ def run_folder(config: RunConfig, folder: Path | None) -> Iterator[RunConfig]:
 
 
 @asynccontextmanager
-async def opened(
+async def open_player(
     contestant: Contestant,
     config: RunConfig,
     note: Callable[[str], None],
@@ -162,7 +162,7 @@ async def local_parts(
 async def play(
     contestant: Contestant,
     config: RunConfig,
-    what: Play,
+    what: PlaySettings,
     kept: Mapping[tuple[str, str, int], AttemptLine],
     folder: ResultsFolder | None,
     *,
@@ -183,7 +183,7 @@ async def play(
         return [line for task in what.tasks for line in found[task.id]]
 
     kept_in = None if folder is None else folder.path / "models" / quote(label, safe="")[-100:]
-    async with opened(contestant, config, note, kept_in) as sampler:
+    async with open_player(contestant, config, note, kept_in) as sampler:
         room = asyncio.Semaphore(_at_once(contestant, config, what.attempts))
 
         async def attempt(task: Task) -> None:
@@ -227,7 +227,7 @@ def _of_main_agent(trajectories: Sequence[Trajectory], config: RunConfig) -> lis
 
 
 async def line_of(
-    trajectory: Trajectory, task: Task, label: str, config: RunConfig, what: Play
+    trajectory: Trajectory, task: Task, label: str, config: RunConfig, what: PlaySettings
 ) -> AttemptLine:
     """What an attempt came to, as a line."""
     completed = trajectory.status == "completed"

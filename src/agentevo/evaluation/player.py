@@ -32,9 +32,9 @@ from agentevo.config import RunConfig
 from agentevo.config.agents import EnvironmentAgentSection
 from agentevo.console import to_stderr
 from agentevo.credentials import without_passwords
-from agentevo.errors import AgentEvoError, ConfigError, described
+from agentevo.errors import AgentEvoError, ConfigError, describe_error
 from agentevo.evaluation import player_words as words
-from agentevo.evaluation.attempt import is_judged, played
+from agentevo.evaluation.attempt import is_judged, play_attempt
 from agentevo.evaluation.contestants import Contestant, find_contestants
 from agentevo.evaluation.live_turns import LiveTurns, tokens_of
 from agentevo.evaluation.play import check_play, local_parts, playing, run_folder, scorer_of
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
         tell(words.Broken(_said(str(error))))
         return 1
     except Exception as error:
-        tell(words.Broken(_said(described(error))))
+        tell(words.Broken(_said(describe_error(error))))
         raise
 
     return 0
@@ -198,7 +198,7 @@ async def _serve(
             size = sum(one.numel() for one in model.parameters())
             tell(words.Ready(time.monotonic() - began, size, str(model.device)))
             inbox.open()
-            await Player(parts, tell).run(inbox)
+            await CheckpointPlayer(parts, tell).run(inbox)
 
 
 def _step(checkpoint: Path | None) -> int:
@@ -216,7 +216,7 @@ def _playable(config: RunConfig) -> RunConfig:
     return playing(config, ("--task",)) if has_none else config
 
 
-class Player:
+class CheckpointPlayer:
     """Follows requests. `parts`: orchestration.components.Components."""
 
     def __init__(self, parts: Any, tell: Callable[[words.Event], None]) -> None:
@@ -259,7 +259,7 @@ class Player:
         try:
             request = self._read(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            self._tell(words.Failed("", f"the request is not right: {error}"))
+            self._tell(words.FailedPlay("", f"the request is not right: {error}"))
             return
 
         if isinstance(request, words.Stop):
@@ -270,21 +270,21 @@ class Player:
             return
 
         if request.id in self._running or len(self._running) >= MAX_AT_ONCE:
-            self._tell(words.Failed(request.id, "it is at work: stop what runs, or wait"))
+            self._tell(words.FailedPlay(request.id, "it is at work: stop what runs, or wait"))
             self._tell(words.Done(request.id))
             return
 
         task = asyncio.ensure_future(self._follow(request))
         self._running[request.id] = task
-        task.add_done_callback(partial(self._ended, request.id))
+        task.add_done_callback(partial(self._end, request.id))
 
-    def _ended(self, name: str, task: asyncio.Task[None]) -> None:
+    def _end(self, name: str, task: asyncio.Task[None]) -> None:
         """Whatever began has an end, also what was stopped before its first moment: a coroutine
         that is cancelled then runs no line of its own."""
         if self._running.get(name) is task:
             del self._running[name]
         if task.cancelled():
-            self._tell(words.Failed(name, "stopped"))
+            self._tell(words.FailedPlay(name, "stopped"))
         self._tell(words.Done(name))
 
     async def _follow(self, request: words.Chat | words.Play) -> None:
@@ -295,9 +295,9 @@ class Player:
             else:
                 await self._play(request)
         except AgentEvoError as error:
-            self._tell(words.Failed(request.id, _said(str(error))))
+            self._tell(words.FailedPlay(request.id, _said(str(error))))
         except Exception as error:  # noqa: BLE001 (a recipe's own code, too)
-            self._tell(words.Failed(request.id, _said(described(error))))
+            self._tell(words.FailedPlay(request.id, _said(describe_error(error))))
 
     async def _chat(self, request: words.Chat) -> None:
         began = time.monotonic()
@@ -367,7 +367,7 @@ class Player:
             live.append(LiveTurns(attempt, request.id, self._tell, self._decode))
             return live[0].told
 
-        trajectories = await played(
+        trajectories = await play_attempt(
             parts.sampler,
             task,
             temperature=request.temperature,
@@ -389,7 +389,7 @@ class Player:
         source: TaskSource = self._parts.tasks
         if request.task is not None:
             return self._parts, source.as_given(request.task)
-        return self._parts, source.numbered(request.number, is_train=request.is_train)
+        return self._parts, source.task_of_number(request.number, is_train=request.is_train)
 
 
 if __name__ == "__main__":

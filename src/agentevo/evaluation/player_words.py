@@ -7,9 +7,9 @@ from typing import Annotated
 
 import msgspec
 
-from agentevo.observability.attempt_tokens import Block
+from agentevo.observability.attempt_tokens import TokenBlock
 from agentevo.observability.attempt_view import TurnView
-from agentevo.pages.worlds import Piece
+from agentevo.pages.worlds import WorldPiece
 from agentevo.types import Message, Task
 
 MAX_MESSAGES = 64
@@ -100,7 +100,7 @@ class Replied(msgspec.Struct, frozen=True, tag="replied"):
 
     id: str
     text: str
-    tokens: Block
+    tokens: TokenBlock
     num_tokens: int
     num_prompt: int
     seconds: float
@@ -138,11 +138,11 @@ class Turned(msgspec.Struct, frozen=True, tag="turned"):
     number: int
     agent: str
     turn: TurnView
-    tokens: Block | None
+    tokens: TokenBlock | None
     """None of another model, whose tokens nobody knows."""
 
 
-class Ended(msgspec.Struct, frozen=True, tag="ended"):
+class EndedPlay(msgspec.Struct, frozen=True, tag="ended"):
     """What an attempt came to, of each agent."""
 
     id: str
@@ -157,11 +157,11 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     turns: int
     tokens: int
     seconds: float
-    ending: list[Piece] = []
+    ending: list[WorldPiece] = []
     """What the world showed at last."""
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class FailedPlay(msgspec.Struct, frozen=True, tag="failed"):
     """A request could not be followed, or failed."""
 
     id: str
@@ -184,7 +184,7 @@ Event = (
     | Began
     | Called
     | Turned
-    | Ended
-    | Failed
+    | EndedPlay
+    | FailedPlay
     | Done
 )

@@ -25,7 +25,7 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
-from agentevo.errors import ConfigError, described
+from agentevo.errors import ConfigError, describe_error
 from agentevo.files import must_write, sync_to_disk, write_atomic
 from agentevo.runs.output_folder import check_empty, locked_output
 from agentevo.types import Status, Task, Trajectory
@@ -92,7 +92,7 @@ class ResultsFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def locked(self) -> AbstractContextManager[None]:
+    def lock(self) -> AbstractContextManager[None]:
         """Raises ConfigError where another process evaluates into the folder, or nobody can."""
         return locked_output(self.path, LOCK, "evaluates")
 
@@ -146,7 +146,7 @@ class ResultsFolder:
             ) from None
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{self.path / SETTINGS} can't be read ({described(error)}): restore it, or "
+                f"{self.path / SETTINGS} can't be read ({describe_error(error)}): restore it, or "
                 f"{remedy}"
             ) from error
 
@@ -230,7 +230,7 @@ def storable(trajectory: Trajectory) -> Trajectory:
             metrics={},
             success=False,
             status="failed",
-            error=f"it can't be kept: {described(error)}",
+            error=f"it can't be kept: {describe_error(error)}",
         )
 
     return trajectory

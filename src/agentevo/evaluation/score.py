@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from agentevo.config import RunConfig, build_config
 from agentevo.errors import ConfigError
 from agentevo.evaluation.parts import parts_of_tasks
-from agentevo.evaluation.play import Play, check_engine, line_of, run_folder
+from agentevo.evaluation.play import PlaySettings, check_engine, line_of, run_folder
 from agentevo.evaluation.results import AttemptLine, ResultsFolder
 from agentevo.evaluation.summary import summarise
 from agentevo.event_loop import run_coroutine
@@ -52,14 +52,14 @@ def score(
     settings = {**settings, "rewards": [one.model_dump(mode="json") for one in config.rewards]}
     with run_folder(config, out) as own:
         if out is None:
-            return _scored(own, settings, tasks, attempts, None, note)
+            return _score_attempts(own, settings, tasks, attempts, None, note)
 
         new = ResultsFolder(out)
         new.check_new()
-        with new.locked():
+        with new.lock():
             new.check_new()
             new.begin(settings, tasks)
-            return _scored(own, settings, tasks, attempts, new, note)
+            return _score_attempts(own, settings, tasks, attempts, new, note)
 
 
 def _check(config: RunConfig, tasks: Sequence[Task]) -> None:
@@ -78,7 +78,7 @@ def _check(config: RunConfig, tasks: Sequence[Task]) -> None:
     check_engine(scoring, tasks, has_engine=False)
 
 
-def _scored(
+def _score_attempts(
     config: RunConfig,
     settings: Mapping[str, Any],
     tasks: Sequence[Task],
@@ -87,7 +87,9 @@ def _scored(
     note: Callable[[str], None],
 ) -> dict[str, Any]:
     by_id = {task.id: task for task in tasks}
-    what = Play(tasks, settings["attempts"], settings["temperature"], settings.get("sources", {}))
+    what = PlaySettings(
+        tasks, settings["attempts"], settings["temperature"], settings.get("sources", {})
+    )
     models = RemoteModels(config.remote_models, config.run_dir / PRICE_LOGS)
     scoring = Scoring(config.rewards, show=FirstFailures(note).show, models=models)
     by_model: dict[str, list[AttemptLine]] = {label: [] for label in settings["played_models"]}
@@ -96,7 +98,7 @@ def _scored(
         groups = groupby(sorted(attempts), key=lambda key: key[:2])
         total = len({key[:2] for key in attempts})
         for (label, task_id), keys in over(groups, "score", total, "groups"):
-            group = [_unscored(attempts[key]) for key in keys]
+            group = [_without_scores(attempts[key]) for key in keys]
             task = by_id[task_id]
             judged = await scoring.score(group, [True] * len(group), {}, task=task)
             lines = [await line_of(one, task, label, config, what) for one in judged]
@@ -120,7 +122,7 @@ def _scored(
     return summary
 
 
-def _unscored(trajectory: Trajectory) -> Trajectory:
+def _without_scores(trajectory: Trajectory) -> Trajectory:
     """As it was before it was judged."""
     kind = failure_kind(trajectory.error) if trajectory.status == "failed" else ""
     is_played = (

@@ -196,7 +196,7 @@ def table(summary: Mapping[str, Any]) -> str:
         for name, value in summary.get("players", {}).items()
         if value is not None
     ]
-    lines = _aligned(rows)
+    lines = _align_columns(rows)
     for one in summary["differences"]:
         lines += ["", f"{one['model']} minus {one['from']}, at the same tasks:"]
         named = [*((f"pass@{k}", one["pass_at"][k], True) for k in ks)]
@@ -243,7 +243,7 @@ def _difference(found: Mapping[str, float] | None, is_share: bool) -> str:
     )
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -33,7 +33,7 @@ from agentevo.config.tool_entries import ToolEntry
 from agentevo.config.tools import ToolSection, named_tool
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.evolution.schema import EvolveSection
-from agentevo.evolution.source import DocumentsSource, ServerSource, Source
+from agentevo.evolution.source import DocumentsSource, ServerSource, TaskOrigin
 from agentevo.evolution.stages import TEXTS, pipeline_of, recipe_of
 from agentevo.files import must_write, write_atomic
 from agentevo.observability.sweep_view import SweepView
@@ -165,7 +165,7 @@ def read_evolution(
     path = sources.find_recipe(target) if is_file else None
     tree: dict[str, Any] = {} if path is None else sources.read_yaml(path)
     changes = sources.overridden(overrides, lambda key: key.endswith(("name", "server")))
-    tree = sources.overlay(tree, _nested(changes))
+    tree = sources.overlay(tree, _nest_keys(changes))
     section = tree.pop("evolve", None) or {}
     if not isinstance(section, Mapping):
         raise ConfigError("evolve: it is a section, such as {rounds: 3}")
@@ -234,7 +234,9 @@ def last_run(folder: Path) -> Path | None:
     return folder / RUN / "stages" / done[-1] if done else None
 
 
-def _source_of(tree: Mapping[str, Any], section: EvolveSection, home: Path, seed: int) -> Source:
+def _source_of(
+    tree: Mapping[str, Any], section: EvolveSection, home: Path, seed: int
+) -> TaskOrigin:
     """Raises ConfigError."""
     system = str((tree.get("agent") or {}).get("system_prompt") or "")
     models = _models_of(tree)
@@ -318,10 +320,10 @@ def _in_folder(section: Any, home: Path) -> Any:
     return section.model_copy(update=changes)
 
 
-def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
-    from agentevo.config.sweep import nested
+def _nest_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
+    from agentevo.config.sweep import nest_keys
 
-    return nested(changes)
+    return nest_keys(changes)
 
 
 def _yaml(tree: Mapping[str, Any]) -> str:

@@ -27,11 +27,11 @@ from agentevo.progress import bar
 from agentevo.remote_models.model import RemoteModel, key_of_model
 from agentevo.rollout.task_files import write_rows
 from agentevo.task_making.demonstrations import demonstration, show_lookups
-from agentevo.task_making.document_files import Documents, changed, read_documents
+from agentevo.task_making.document_files import Documents, changed_files, read_documents
 from agentevo.task_making.documents import asked_from, check_made, tasks_from
 from agentevo.task_making.files import CORPUS, DOCUMENTS
-from agentevo.task_making.making import Wanted, check_wanted, make_tasks
-from agentevo.task_making.writer import reworded
+from agentevo.task_making.making import WantedTasks, check_wanted, make_tasks
+from agentevo.task_making.writer import reword_tasks
 from agentevo.task_making.writer_model import writer_section
 from agentevo.tools.corpus import Passage
 
@@ -51,7 +51,7 @@ class FirstTasks:
     """Paths and sha256 of what was read."""
 
 
-class Source(Protocol):
+class TaskOrigin(Protocol):
     """See the module. `tasks` is the folder that the first tasks are, or will be, in."""
 
     def check(self, tasks: Path) -> str:
@@ -94,7 +94,7 @@ class ServerSource:
         self._system = system
         self._models = models
         self._tools = [_chosen(one, section) for one in sections]
-        self.wanted = _wanted(section, seed)
+        self.wanted = _wanted_tasks(section, seed)
         check_wanted(self.wanted)
         self._writer = _writer_of(section, models)
 
@@ -117,7 +117,7 @@ class ServerSource:
         if self._writer is not None:
             with closing(RemoteModel("writer", self._writer)) as model:
                 rows = [*made.train, *made.held_out]
-                written = reworded(rows, model, made.known.names, seed=wanted.seed)
+                written = reword_tasks(rows, model, made.known.names, seed=wanted.seed)
                 rows, account["writer"] = run_coroutine(written)
             made.train, made.held_out = rows[: len(made.train)], rows[len(made.train) :]
 
@@ -277,7 +277,7 @@ class DocumentsSource:
     def changes(self, tasks: Path) -> str:
         """See Source."""
         rows = [one.value for one in read_rows(str(tasks / DOCUMENTS))]
-        found = changed({str(one["path"]): str(one["sha256"]) for one in rows})
+        found = changed_files({str(one["path"]): str(one["sha256"]) for one in rows})
         if not found:
             return ""
 
@@ -334,9 +334,9 @@ def _chosen(section: Any, given: EvolveSection) -> Any:
     return section.model_copy(update=changes)
 
 
-def _wanted(section: EvolveSection, seed: int) -> Wanted:
+def _wanted_tasks(section: EvolveSection, seed: int) -> WantedTasks:
     tasks = section.tasks
-    return Wanted(
+    return WantedTasks(
         train=tasks.train,
         held_out=tasks.held_out,
         seed=tasks.seed or seed,

@@ -58,7 +58,7 @@ Hear = Callable[[int, list[Piece]], None]
 """Is told the number of a completion, from 0, and what it says next."""
 
 
-class Answer:
+class AnswerInProgress:
     """See the module. `opening`: what the prompt said in the assistant's place; `echo`: what its
     content begins with; `whole_calls`: calls are told when they are whole."""
 
@@ -188,13 +188,13 @@ class Answer:
                     if not self._whole_calls:
                         pieces.append(CallBegun(index, self._begun[-1]))
                 case ArgumentsDelta(index, text):
-                    pieces += [] if self._whole_calls else self._argued(index, text)
+                    pieces += [] if self._whole_calls else self._argument_pieces(index, text)
                 case CallFinished(index, call):
                     named = ToolCall(call.name, call.arguments, self._begun[index].id)
                     if self._whole_calls:
                         pieces += whole_call(len(self._calls), named)
                     else:
-                        pieces += self._argued(index, "", whole=True)
+                        pieces += self._argument_pieces(index, "", whole=True)
                         pieces.append(CallFinished(index, named))
                     self._calls.append(named)
                 case CallFailed(index, malformed):
@@ -207,7 +207,7 @@ class Answer:
 
         return pieces
 
-    def _argued(self, index: int, text: str, *, whole: bool = False) -> list[Piece]:
+    def _argument_pieces(self, index: int, text: str, *, whole: bool = False) -> list[Piece]:
         """More of the arguments that a listener may be told."""
         text = self._held + text
         self._held = ""

@@ -27,7 +27,7 @@ from agentevo.errors import BadRequestError, shown
 from agentevo.gateway.answer import CallBegun, CallBroken, Piece
 from agentevo.gateway.api import Api, Event, named_event
 from agentevo.gateway.fields import (
-    Choice,
+    FieldChoice,
     boolean,
     sampling_of,
     schema_of,
@@ -165,7 +165,7 @@ def _fields(body: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value or {}
 
 
-def _choice(body: Mapping[str, Any]) -> Choice:
+def _choice(body: Mapping[str, Any]) -> FieldChoice:
     """What this API's tool_choice says."""
     choice = _fields(body, "tool_choice")
     kind = choice.get("type", "auto")
@@ -173,11 +173,11 @@ def _choice(body: Mapping[str, Any]) -> Choice:
 
     parallel = not boolean(choice, "disable_parallel_tool_use")
     if kind in ("auto", "none"):
-        return Choice(kind=kind, parallel=parallel)
+        return FieldChoice(kind=kind, parallel=parallel)
     if kind == "any":
-        return Choice(kind="required", parallel=parallel)
+        return FieldChoice(kind="required", parallel=parallel)
     if kind == "tool" and isinstance(name, str) and name:
-        return Choice(kind="required", tool=name, parallel=False)
+        return FieldChoice(kind="required", tool=name, parallel=False)
 
     raise Refusal(
         f"tool_choice {shown(dict(choice))} is not supported: its type is auto, none, any, or tool "
@@ -366,7 +366,7 @@ def _answer(request: ModelRequest, replies: Sequence[ModelReply]) -> dict[str, A
     }
 
 
-class Stream:
+class MessagesStream:
     """See api.Stream. Blocks come one after the other, in the order in which the policy says
     them."""
 
@@ -410,7 +410,7 @@ class Stream:
             {"type": "message_stop"},
         ]
 
-    def failed(self, refusal: Refusal) -> list[Event]:
+    def failure_events(self, refusal: Refusal) -> list[Event]:
         return [_error(refusal)]
 
     def _goes_on(self, block: dict[str, Any]) -> list[Event]:
@@ -490,7 +490,7 @@ API = Api(
     path="/messages",
     request_of=request_of,
     answer=_answer,
-    stream=Stream,
+    stream=MessagesStream,
     error=_error,
     statuses={503: 529},
     encode=named_event,

@@ -18,7 +18,7 @@ Event = dict[str, Any]
 Request = TypeVar("Request", bound=ModelRequest)
 
 
-class Stream(Protocol):
+class AnswerStream(Protocol):
     """The events of one streamed answer, in their order."""
 
     def begin(self, prompt: PromptSize) -> list[Event]:
@@ -33,7 +33,7 @@ class Stream(Protocol):
         """How all completions ended."""
         ...
 
-    def failed(self, refusal: Refusal) -> list[Event]:
+    def failure_events(self, refusal: Refusal) -> list[Event]:
         """Why the answer ends here."""
         ...
 
@@ -49,7 +49,7 @@ class Api(Generic[Request]):
     BadRequestError or Refusal for what can't be answered as it is asked."""
     answer: Callable[[Request, Sequence[ModelReply]], dict[str, Any]]
     """The body of an answer that is not streamed."""
-    stream: Callable[[Request], Stream]
+    stream: Callable[[Request], AnswerStream]
     error: Callable[[Refusal], dict[str, Any]]
     """The body of an answer that is none."""
     statuses: Mapping[int, int] = field(default_factory=dict)

@@ -46,16 +46,16 @@ from agentevo.gateway import (
 )
 from agentevo.gateway.api import Api
 from agentevo.gateway.body import json_body, record_of
-from agentevo.gateway.delivery import Awaited, EventStream, Heard, WholeAnswer
+from agentevo.gateway.delivery import Awaited, DeliveredTokens, EventStream, WholeAnswer
 from agentevo.gateway.door_metrics import DoorMetrics
 from agentevo.gateway.kept_responses import forget, found, input_items
 from agentevo.gateway.memory import Memory
 from agentevo.gateway.rate_limit import RateLimit, address_of, retry_headers
 from agentevo.gateway.refusals import Refusal, refusal_of
 from agentevo.gateway.request import Delivery
-from agentevo.gateway.session import Session, over
-from agentevo.inference.admission import Connection
-from agentevo.store.trace_context import Place, read_traceparent
+from agentevo.gateway.session import GatewaySession, over
+from agentevo.inference.admission import AdmittedConnection
+from agentevo.store.trace_context import TracePlace, read_traceparent
 
 MARGIN_S = 30.0
 """What is waited beyond the engine's own deadline before a request is given up."""
@@ -88,7 +88,7 @@ class Routes:
 
     def __init__(
         self,
-        sessions: Mapping[str, Session],
+        sessions: Mapping[str, GatewaySession],
         *,
         model: str,
         timeout_s: float,
@@ -138,7 +138,7 @@ class Routes:
             )
 
         models = self.app.get(
-            prefix + "/models", include_in_schema=on_page, **openapi.keyed("The models")
+            prefix + "/models", include_in_schema=on_page, **openapi.route_arguments("The models")
         )
         models(self._models)
         self.app.add_api_route(
@@ -148,18 +148,18 @@ class Routes:
             **openapi.of_model(),
         )
 
-    async def guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def guard(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application behind the admission of connections (inference/admission.py): whoever has
         no key is a stranger, and does not stay."""
         if scope["type"] != "http":
             return
 
-        connection: Connection = scope["state"]["connection"]
+        connection: AdmittedConnection = scope["state"]["connection"]
         session = self._find_in(scope)
         scope["state"]["session"] = session
         if session is not None and not connection.admit():
             refusal = Refusal("too many connections: try again", status=503, kind="server_error")
-            response = _refused(refusal, _api_at(scope["path"]))
+            response = _refusal_response(refusal, _api_at(scope["path"]))
             await response(scope, receive, send)
             return
 
@@ -193,33 +193,33 @@ class Routes:
             waited = time.perf_counter()
             await response(scope, receive, send)
             ended = time.perf_counter()
-            metrics.answered(path, response.status_code, waited - begun, ended - begun)
+            metrics.count_answer(path, response.status_code, waited - begun, ended - begun)
         finally:
             metrics.num_under_way -= 1
 
     def _route(self, api: Api[Any]) -> Endpoint:
-        async def completed(request: Request) -> Response:
+        async def complete(request: Request) -> Response:
             delivery = Delivery(place=_place_in(request.scope))
-            return await self._answered(request, partial(self._completed, api, delivery), api)
+            return await self._respond(request, partial(self._complete, api, delivery), api)
 
-        return completed
+        return complete
 
-    async def _completed(
+    async def _complete(
         self,
         api: Api[Any],
         delivery: Delivery,
-        session: Session,
+        session: GatewaySession,
         body: dict[str, Any],
-        client: Connection,
+        client: AdmittedConnection,
     ) -> Response:
         asked = api.request_of(body, session.memory)
         if asked.stream:
-            return await self._streamed(api, session, asked, delivery, client)
+            return await self._stream_answer(api, session, asked, delivery, client)
 
         try:
             work = session.submit(session.complete(asked, delivery))
             who, within_s = session.wait_of(asked.model, self._timeout_s)
-            with self._awaited(work, client, who, within_s) as awaited:
+            with self._await_within(work, client, who, within_s) as awaited:
                 replies = await awaited.result()
 
             self._metrics.count_tokens(replies)
@@ -230,15 +230,20 @@ class Routes:
 
         return WholeAnswer(content, delivery, session)
 
-    async def _streamed(
-        self, api: Api[Any], session: Session, asked: Any, delivery: Delivery, client: Connection
+    async def _stream_answer(
+        self,
+        api: Api[Any],
+        session: GatewaySession,
+        asked: Any,
+        delivery: Delivery,
+        client: AdmittedConnection,
     ) -> Response:
         """The answer as it comes. What fails before the first token is an answer of its own."""
-        heard = Heard()
+        heard = DeliveredTokens()
         hear = session.told_over_there(heard.add)
         work = session.submit(session.complete(asked, delivery, hear))
         who, within_s = session.wait_of(asked.model, self._timeout_s)
-        awaited = self._awaited(work, client, who, within_s).__enter__()
+        awaited = self._await_within(work, client, who, within_s).__enter__()
         awaited.when_done(heard.wake)
         try:
             await heard.wait()
@@ -252,32 +257,36 @@ class Routes:
             session.lose(delivery)
             raise
 
-    def _awaited(
-        self, work: asyncio.Future[T], client: Connection, who: str, within_s: float
+    def _await_within(
+        self, work: asyncio.Future[T], client: AdmittedConnection, who: str, within_s: float
     ) -> Awaited[T]:
         return Awaited(work, client, within_s + MARGIN_S, who)
 
     async def _count_tokens(self, request: Request) -> Response:
-        async def count(session: Session, body: dict[str, Any], client: Connection) -> Response:
+        async def count(
+            session: GatewaySession, body: dict[str, Any], client: AdmittedConnection
+        ) -> Response:
             counted = anthropic_messages.counted_of(body)
             work = session.submit(session.count_tokens(counted))
-            with self._awaited(work, client, "the policy", self._timeout_s) as awaited:
+            with self._await_within(work, client, "the policy", self._timeout_s) as awaited:
                 return _json({"input_tokens": await awaited.result()})
 
-        return await self._answered(request, count, anthropic_messages.API)
+        return await self._respond(request, count, anthropic_messages.API)
 
     async def _reward(self, request: Request) -> Response:
-        async def post(session: Session, body: dict[str, Any], client: Connection) -> Response:
+        async def post(
+            session: GatewaySession, body: dict[str, Any], client: AdmittedConnection
+        ) -> Response:
             reward = record_of(body, PostedReward, "the reward")
 
-            async def posted() -> None:
+            async def post_reward() -> None:
                 session.post(reward)
 
             async with asyncio.timeout(MARGIN_S):
-                await session.submit(posted())
+                await session.submit(post_reward())
             return _json({"posted": len(session.posted)})
 
-        return await self._answered(request, post)
+        return await self._respond(request, post)
 
     def _kept(self, about: Callable[[Memory, str, Mapping[str, str]], Any]) -> Endpoint:
         async def told(request: Request) -> Response:
@@ -286,7 +295,7 @@ class Routes:
                 name = request.path_params["response_id"]
                 return _json(about(memory, name, request.query_params))
             except Refusal as refusal:
-                return _refused(refusal, responses.API)
+                return _refusal_response(refusal, responses.API)
 
         return told
 
@@ -294,7 +303,7 @@ class Routes:
         try:
             names = self._model_names(self._session(request))
         except Refusal as refusal:
-            return _refused(refusal, _api_of(request))
+            return _refusal_response(refusal, _api_of(request))
         return _json({"object": "list", "data": list(map(self._about, names))})
 
     async def _model_named(self, request: Request) -> Response:
@@ -309,10 +318,10 @@ class Routes:
                     param="model",
                 )
         except Refusal as refusal:
-            return _refused(refusal, _api_of(request))
+            return _refusal_response(refusal, _api_of(request))
         return _json(self._about(name))
 
-    def _model_names(self, session: Session) -> list[str]:
+    def _model_names(self, session: GatewaySession) -> list[str]:
         return [
             *(list(filter(None, session.conversations)) or [self._model]),
             *filter(None, session.remote_agents),
@@ -334,7 +343,7 @@ class Routes:
             f"there is no {request.method} {request.url.path}: use {known}; /openapi.json has all",
             status=status,
         )
-        answer = _refused(refusal, _api_of(request))
+        answer = _refusal_response(refusal, _api_of(request))
         if isinstance(error, HTTPException):
             answer.headers.update(error.headers or {})
         return answer
@@ -349,10 +358,10 @@ class Routes:
     async def _page(self) -> Response:
         return _json(openapi.page(self.app, self._more_page() if self._more_page else {}))
 
-    async def _answered(
+    async def _respond(
         self,
         request: Request,
-        answer: Callable[[Session, dict[str, Any], Connection], Awaitable[Response]],
+        answer: Callable[[GatewaySession, dict[str, Any], AdmittedConnection], Awaitable[Response]],
         api: Api[Any] = APIS[0],
     ) -> Response:
         """The one place where a failure becomes an answer, in the API's form."""
@@ -363,18 +372,18 @@ class Routes:
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
         except Exception as error:  # noqa: BLE001 (whatever it is, the client gets an answer)
-            return _refused(refusal_of(error), api)
+            return _refusal_response(refusal_of(error), api)
 
-    def _session(self, request: Request) -> Session:
+    def _session(self, request: Request) -> GatewaySession:
         """Whose request it is. Raises Refusal for nobody's, and for one too many."""
-        session: Session | None = request.scope["state"]["session"]
+        session: GatewaySession | None = request.scope["state"]["session"]
         if session is None:
             self._rate.take_wrong_key(address_of(request))
             raise over()
         self._rate.take(session.allowance)
         return session
 
-    def _find_in(self, scope: Scope) -> Session | None:
+    def _find_in(self, scope: Scope) -> GatewaySession | None:
         """The open session of the first key that the request has: one that is wrong is not made
         good by another."""
         path: str = scope["path"]
@@ -391,7 +400,7 @@ class Routes:
         return self._sessions.get(key) if key else None
 
 
-def _place_in(scope: Scope) -> Place | None:
+def _place_in(scope: Scope) -> TracePlace | None:
     """The place in a trace that a request names."""
     told = next((value for name, value in scope["headers"] if name == _TRACEPARENT), None)
     return None if told is None else read_traceparent(told.decode("latin-1"))
@@ -407,7 +416,7 @@ def _api_at(path: str) -> Api[Any]:
     return next((api for api in APIS if api.path in path), APIS[0])
 
 
-def _refused(refusal: Refusal, api: Api[Any]) -> Response:
+def _refusal_response(refusal: Refusal, api: Api[Any]) -> Response:
     answer = _json(api.error(refusal), api.statuses.get(refusal.status, refusal.status))
     answer.headers.update(retry_headers(refusal))
     return answer

@@ -97,7 +97,7 @@ class _Crossing:
             work.close()
             return
         self._task = self._bridge.sampler.create_task(self._run(work), context=context)
-        self._task.add_done_callback(lambda task: self._ended(task, work))
+        self._task.add_done_callback(lambda task: self._pass_result_on(task, work))
 
     async def _run(self, work: Coroutine[Any, Any, Any]) -> None:
         try:
@@ -108,7 +108,7 @@ class _Crossing:
             # At once, and not when the task is done, which an engine's next step may come before.
             self._answer(self._succeed, result)
 
-    def _ended(self, task: asyncio.Task[None], work: Coroutine[Any, Any, Any]) -> None:
+    def _pass_result_on(self, task: asyncio.Task[None], work: Coroutine[Any, Any, Any]) -> None:
         if not self._is_answered:  # cancelled before it began, or ended with the process
             work.close()
             error = None if task.cancelled() else task.exception()

@@ -159,7 +159,7 @@ def answer(request: ModelRequest, replies: Sequence[ModelReply]) -> dict[str, An
     }
 
 
-class Stream:
+class ChatCompletionStream:
     """See api.Stream. The last event is "[DONE]"."""
 
     def __init__(self, request: ModelRequest) -> None:
@@ -193,7 +193,7 @@ class Stream:
 
         return [*events, DONE]
 
-    def failed(self, refusal: Refusal) -> list[Event]:
+    def failure_events(self, refusal: Refusal) -> list[Event]:
         """Why it ends here."""
         return [error(refusal)]
 
@@ -301,7 +301,7 @@ def _token(drawn: TokenLogprob) -> dict[str, Any]:
     return {"token": text, "logprob": drawn.logprob, "bytes": octets}
 
 
-def encoded(event: Event) -> bytes:
+def encode_event(event: Event) -> bytes:
     """An event as OpenAI's completions send it."""
     return b"data: [DONE]\n\n" if event is DONE else data_event(event)
 
@@ -310,7 +310,7 @@ API = Api(
     path="/chat/completions",
     request_of=request_of,
     answer=answer,
-    stream=Stream,
+    stream=ChatCompletionStream,
     error=error,
-    encode=encoded,
+    encode=encode_event,
 )

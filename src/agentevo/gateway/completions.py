@@ -13,7 +13,7 @@ from typing import Any
 from agentevo.errors import BadRequestError, shown
 from agentevo.gateway.answer import Piece
 from agentevo.gateway.api import Api, Event
-from agentevo.gateway.chat_completions import DONE, encoded, error, usage
+from agentevo.gateway.chat_completions import DONE, encode_event, error, usage
 from agentevo.gateway.fields import (
     boolean,
     no_other_service,
@@ -131,7 +131,7 @@ def answer(request: ModelRequest, replies: Sequence[ModelReply]) -> dict[str, An
     return {**_head(request), "choices": choices, "usage": usage(replies)}
 
 
-class Stream:
+class CompletionStream:
     """See api.Stream. The last event is "[DONE]"."""
 
     def __init__(self, request: ModelRequest) -> None:
@@ -159,7 +159,7 @@ class Stream:
             events.append({**self._head, "choices": [], "usage": usage(replies)})
         return [*events, DONE]
 
-    def failed(self, refusal: Refusal) -> list[Event]:
+    def failure_events(self, refusal: Refusal) -> list[Event]:
         """Why it ends here."""
         return [error(refusal)]
 
@@ -227,7 +227,7 @@ API = Api(
     path="/completions",
     request_of=request_of,
     answer=answer,
-    stream=Stream,
+    stream=CompletionStream,
     error=error,
-    encode=encoded,
+    encode=encode_event,
 )

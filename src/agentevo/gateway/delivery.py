@@ -20,8 +20,8 @@ from agentevo.gateway.answer import Piece
 from agentevo.gateway.api import Api, Event
 from agentevo.gateway.refusals import Refusal, refusal_of
 from agentevo.gateway.request import Delivery, ModelReply
-from agentevo.gateway.session import Session
-from agentevo.inference.admission import Connection
+from agentevo.gateway.session import GatewaySession
+from agentevo.inference.admission import AdmittedConnection
 from agentevo.models.tool_calls import ArgumentsDelta, ContentDelta, ReasoningDelta
 
 READER_S = 60.0
@@ -35,7 +35,7 @@ class Awaited(Generic[T]):
     after `within_s`, and when the block ends. `who` is to answer."""
 
     def __init__(
-        self, work: asyncio.Future[T], client: Connection, within_s: float, who: str
+        self, work: asyncio.Future[T], client: AdmittedConnection, within_s: float, who: str
     ) -> None:
         self._work = work
         self._client = client
@@ -96,7 +96,7 @@ class Awaited(Generic[T]):
         self._work.cancel()
 
 
-class Heard:
+class DeliveredTokens:
     """What a streamed answer has said and its client has not been sent."""
 
     def __init__(self) -> None:
@@ -127,10 +127,10 @@ class Heard:
         joined: dict[int, list[Piece]] = {}
         for number, pieces in taken:
             joined.setdefault(number, []).extend(pieces)
-        return [(number, list(_joined(pieces))) for number, pieces in joined.items()]
+        return [(number, list(_join_pieces(pieces))) for number, pieces in joined.items()]
 
 
-def _joined(pieces: list[Piece]) -> Iterable[Piece]:
+def _join_pieces(pieces: list[Piece]) -> Iterable[Piece]:
     last: Piece | None = None
     texts: list[str] = []
     for piece in pieces:
@@ -158,7 +158,7 @@ def _with(piece: Piece, texts: list[str]) -> Piece:
 class WholeAnswer(Response):
     """An answer in one piece. A client that does not read is given up after READER_S."""
 
-    def __init__(self, content: bytes, delivery: Delivery, session: Session) -> None:
+    def __init__(self, content: bytes, delivery: Delivery, session: GatewaySession) -> None:
         super().__init__(content, headers=delivery.headers, media_type="application/json")
         self._delivery = delivery
         self._session = session
@@ -184,10 +184,10 @@ class EventStream(Response):
         self,
         api: Api[Any],
         asked: Any,
-        heard: Heard,
+        heard: DeliveredTokens,
         awaited: Awaited[list[ModelReply]],
         delivery: Delivery,
-        session: Session,
+        session: GatewaySession,
         count: Callable[[list[ModelReply]], None],
     ) -> None:
         """`awaited` has been entered, and ends here. `count` is told of the whole answer."""
@@ -209,7 +209,7 @@ class EventStream(Response):
 
         is_delivered = False
         try:
-            events = self._encoded(self._stream.begin(self._delivery.prompt))
+            events = self._encode_events(self._stream.begin(self._delivery.prompt))
             await tell(_start(self))
             while not self._awaited.is_done:
                 await tell(_part(events + self._news(), more=True))
@@ -217,7 +217,7 @@ class EventStream(Response):
                 await self._heard.wait()
 
             events += self._news()
-            await tell(_part(events + self._encoded(await self._end()), more=True))
+            await tell(_part(events + self._encode_events(await self._end()), more=True))
             is_delivered = await _end_of(scope, send)
         except (TimeoutError, ClientDisconnect):
             scope["state"]["connection"].cut()
@@ -226,12 +226,12 @@ class EventStream(Response):
             if not is_delivered:
                 self._session.lose(self._delivery)
 
-    def _encoded(self, events: Iterable[Event]) -> bytes:
+    def _encode_events(self, events: Iterable[Event]) -> bytes:
         return b"".join(map(self._api.encode, events))
 
     def _news(self) -> bytes:
         return b"".join(
-            self._encoded(self._stream.pieces(number, pieces))
+            self._encode_events(self._stream.pieces(number, pieces))
             for number, pieces in self._heard.take()
         )
 
@@ -243,13 +243,13 @@ class EventStream(Response):
         except ClientDisconnect:
             raise
         except Exception as error:  # noqa: BLE001 (whatever it is, the client is told)
-            return self._stream.failed(refusal_of(error))
+            return self._stream.failure_events(refusal_of(error))
 
 
 async def _end_of(scope: Scope, send: Send) -> bool:
     """Ends an answer of which all has been sent. False where its client does not have it: the
     connection is cut then."""
-    connection: Connection = scope["state"]["connection"]
+    connection: AdmittedConnection = scope["state"]["connection"]
     is_delivered = await connection.took_all(READER_S)
     if not is_delivered:
         connection.cut()

@@ -50,7 +50,7 @@ class DoorMetrics:
         self._tokens: Counter[str] = Counter()
         self.num_under_way = 0
 
-    def answered(self, path: str, status: int, wait_s: float, duration_s: float) -> None:
+    def count_answer(self, path: str, status: int, wait_s: float, duration_s: float) -> None:
         """An answer has ended; `wait_s` passed before it began."""
         self._answers[path, status] += 1
         self._durations.setdefault(path, Durations()).add(duration_s)

@@ -177,18 +177,18 @@ def is_strict(form: Any) -> bool:
     return isinstance(inner, Mapping) and inner.get("strict") is True
 
 
-def choice_of(body: Mapping[str, Any]) -> Choice:
+def choice_of(body: Mapping[str, Any]) -> FieldChoice:
     """What OpenAI's tool_choice and parallel_tool_calls say."""
     parallel = body.get("parallel_tool_calls") is None or boolean(body, "parallel_tool_calls")
     choice: Any = body.get("tool_choice") or "auto"
     if choice in ("auto", "none", "required"):
-        return Choice(kind=choice, parallel=parallel)
+        return FieldChoice(kind=choice, parallel=parallel)
 
     if isinstance(choice, Mapping) and choice.get("type") == "function":
         inner = choice.get("function")  # of chat completions alone
         name = inner.get("name") if isinstance(inner, Mapping) else choice.get("name")
         if isinstance(name, str) and name:
-            return Choice(kind="required", tool=name, parallel=False)
+            return FieldChoice(kind="required", tool=name, parallel=False)
 
     raise Refusal(
         f'tool_choice {shown(choice)} is not supported: use "auto", "none", "required" or a '
@@ -198,7 +198,7 @@ def choice_of(body: Mapping[str, Any]) -> Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class FieldChoice:
     """Whether tools may or must be called."""
 
     kind: Literal["auto", "none", "required"]

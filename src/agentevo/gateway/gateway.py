@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from agentevo.config.gateway import GatewaySection
 from agentevo.errors import EngineError, MissingExtraError
 from agentevo.gateway.bridge import Bridge
-from agentevo.gateway.session import Session
+from agentevo.gateway.session import GatewaySession
 from agentevo.inference.conversation import Conversation
 from agentevo.remote_models import RemoteConversations
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-S = TypeVar("S", bound=Session)
+S = TypeVar("S", bound=GatewaySession)
 
 START_S = 60.0
 """How long the thread may take to listen; importing its packages is most of it."""
@@ -74,7 +74,7 @@ class Gateway:
         self._timeout_s = timeout_s
         self._note = note
         self._noted = False
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, GatewaySession] = {}
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
@@ -94,11 +94,11 @@ class Gateway:
         conversations: Mapping[str, Conversation],
         remote: RemoteConversations | None = None,
         remote_agents: Mapping[str, str] = MappingProxyType({}),
-    ) -> Session:
+    ) -> GatewaySession:
         """A session of the attempt that this is called in. `remote`: of its remote models."""
         follows_client = self._section.distribution == "client"
         return self.add(
-            Session(
+            GatewaySession(
                 conversations,
                 self.base,
                 follows_client=follows_client,
@@ -111,18 +111,18 @@ class Gateway:
     def add(self, session: S) -> S:
         """From now on its key opens the session, whose requests are answered on the loop that this
         is called on."""
-        session.bridge = self.bridged()
+        session.bridge = self.bridge_to_current_loop()
         self._sessions[session.key] = session
         return session
 
-    def bridged(self) -> Bridge:
+    def bridge_to_current_loop(self) -> Bridge:
         """The bridge to the loop that this is called on."""
         assert self._loop is not None
         if self._bridge is None or self._bridge.sampler is not asyncio.get_running_loop():
             self._bridge = Bridge(self._loop)
         return self._bridge
 
-    def end(self, session: Session) -> None:
+    def end(self, session: GatewaySession) -> None:
         """Its key opens nothing from now on."""
         self._sessions.pop(session.key, None)
         if session.ignored and not self._noted:
@@ -173,7 +173,7 @@ class Gateway:
         """Returns the URL."""
         try:
             from agentevo.gateway.app import Routes
-            from agentevo.inference.admission import Limits
+            from agentevo.inference.admission import AdmissionLimits
             from agentevo.inference.http_server import open_socket, serving, url_of
         except ModuleNotFoundError as missing:
             raise MissingExtraError(
@@ -202,10 +202,10 @@ class Gateway:
             "interface": "asgi3",
             "timeout_keep_alive": int(IDLE_S),
         }
-        limits = Limits(strangers=MAX_CONNECTIONS, clients=MAX_CONNECTIONS, idle_s=IDLE_S)
+        limits = AdmissionLimits(strangers=MAX_CONNECTIONS, clients=MAX_CONNECTIONS, idle_s=IDLE_S)
         await stack.enter_async_context(
             serving(
-                routes.guarded if front is None else front.in_front_of(routes.guarded),
+                routes.guard if front is None else front.in_front_of(routes.guard),
                 listener,
                 close=nothing_to_close,
                 tls=self._tls,

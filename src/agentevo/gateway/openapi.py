@@ -141,7 +141,7 @@ _FAILURES = {
 }
 
 
-def keyed(summary: str) -> dict[str, Any]:
+def route_arguments(summary: str) -> dict[str, Any]:
     """The arguments of FastAPI's decorator for a route that takes no body and needs a key."""
     return {
         "summary": summary,
@@ -152,7 +152,7 @@ def keyed(summary: str) -> dict[str, Any]:
 
 def of_model() -> dict[str, Any]:
     """Likewise, for a model by its name."""
-    told = keyed("A model")
+    told = route_arguments("A model")
     told["responses"] |= {404: {"description": "There is no such model."}}
     name = {"name": "name", "in": "path", "required": True, "schema": TEXT}
     told["openapi_extra"] = told["openapi_extra"] | {"parameters": [name]}
@@ -161,7 +161,7 @@ def of_model() -> dict[str, Any]:
 
 def of_kept(summary: str) -> dict[str, Any]:
     """Likewise, for an answer that is kept."""
-    told = keyed(summary)
+    told = route_arguments(summary)
     told["responses"] |= {status: {"description": _FAILURES[status]} for status in (400, 404)}
     name = {"name": "response_id", "in": "path", "required": True, "schema": TEXT}
     told["openapi_extra"] = told["openapi_extra"] | {"parameters": [name]}

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from agentevo.inference.conversation import Conversation
 from agentevo.models.answer_form import AnswerForm
 from agentevo.models.token_texts import TokenText
-from agentevo.store.trace_context import Asker, Place
+from agentevo.store.trace_context import Asker, TracePlace
 from agentevo.trace_header import HEADER
 from agentevo.types import Message, SamplingOverrides, ToolCall, Turn
 
@@ -75,7 +75,7 @@ class Delivery:
     remote_turns: list[int] = field(default_factory=list)
     prompt: PromptSize = field(default_factory=PromptSize)
     """Known before the first piece of an answer is heard."""
-    place: Place | None = None
+    place: TracePlace | None = None
     """In a trace, as the request named it."""
     asker: Asker | None = None
     """Whoever asks, once the request has come to the attempt."""

@@ -26,7 +26,7 @@ _KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
 
 @dataclass(slots=True)
-class _Answer:
+class _AnsweredItems:
     """An assistant's message that is being put together."""
 
     answer_id: str | None
@@ -54,11 +54,11 @@ class _Drafts:
     """Messages on the way."""
 
     def __init__(self) -> None:
-        self.all: list[_Answer | dict[str, Any]] = []
-        self.last_answer: _Answer | None = None
+        self.all: list[_AnsweredItems | dict[str, Any]] = []
+        self.last_answer: _AnsweredItems | None = None
         """The assistant's message after which there are results of tools alone."""
 
-    def answer_of(self, item: Mapping[str, Any], kind: str) -> _Answer:
+    def answer_of(self, item: Mapping[str, Any], kind: str) -> _AnsweredItems:
         """The answer that an item is of, a new one where there is none."""
         parts = ID_PARTS.fullmatch(str(item.get("id")))
         answer_id = parts[1] if parts else None
@@ -71,7 +71,7 @@ class _Drafts:
                 last.answer_id = last.answer_id or answer_id
                 return last
 
-        self.last_answer = _Answer(answer_id)
+        self.last_answer = _AnsweredItems(answer_id)
         self.all.append(self.last_answer)
         return self.last_answer
 
@@ -92,7 +92,7 @@ def messages_of_items(given: Any, memory: Memory) -> list[Message]:
     drafts = _Drafts()
     for number, value in enumerate(given, start=1):
         where = f"item {number} of input"
-        item = _checked(value, where, memory)
+        item = _check_item(value, where, memory)
         kind = item["type"]
         if kind == "function_call_output":
             drafts.all.append(_result(item, where))
@@ -104,11 +104,11 @@ def messages_of_items(given: Any, memory: Memory) -> list[Message]:
             _add(drafts.answer_of(item, kind), item, kind, where)
 
     return messages_of(
-        [draft.as_message if isinstance(draft, _Answer) else draft for draft in drafts.all]
+        [draft.as_message if isinstance(draft, _AnsweredItems) else draft for draft in drafts.all]
     )
 
 
-def _checked(value: Any, where: str, memory: Memory) -> dict[str, Any]:
+def _check_item(value: Any, where: str, memory: Memory) -> dict[str, Any]:
     """The item with its type."""
     if not isinstance(value, Mapping):
         raise BadRequestError(f"{where} is {shown(value)}: give an object with a type")
@@ -146,7 +146,7 @@ def _checked(value: Any, where: str, memory: Memory) -> dict[str, Any]:
     return {**value, "type": kind}
 
 
-def _add(answer: _Answer, item: Mapping[str, Any], kind: str, where: str) -> None:
+def _add(answer: _AnsweredItems, item: Mapping[str, Any], kind: str, where: str) -> None:
     if kind == "message":
         answer.texts.append(_text(item.get("content"), ("output_text", "input_text"), where))
     elif kind == "reasoning":

@@ -128,7 +128,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
 
     wanted = echoed["text"].get("format")
     schema = schema_of(wanted, "text.format")
-    include = _included(body.get("include"))
+    include = _check_include(body.get("include"))
 
     instructions = body.get("instructions")
     if instructions is not None and not isinstance(instructions, str):
@@ -170,7 +170,7 @@ def _no_other_service(body: Mapping[str, Any]) -> None:
         )
 
 
-def _included(include: Any) -> Sequence[Any]:
+def _check_include(include: Any) -> Sequence[Any]:
     if include is None:
         return ()
     if not isinstance(include, Sequence) or isinstance(include, str):
@@ -258,7 +258,7 @@ def _each_tool(tools: Sequence[Any]) -> Iterator[tuple[str, str | None, Any]]:
             yield f"{where}.{member_number}", namespace, member
 
 
-class _Output:
+class _ResponsesOutput:
     """The items of one answer, and the events of their growth."""
 
     def __init__(self, answer_id: str, namespaces: Mapping[str, tuple[str, str]]) -> None:
@@ -277,9 +277,9 @@ class _Output:
             case ReasoningDelta(text):
                 return self._said("reasoning", text)
             case CallBegun(_, call):
-                return self._called(call)
+                return self._call_events(call)
             case ArgumentsDelta(_, text):
-                return self._argued(text)
+                return self._argument_events(text)
             case CallFinished():
                 return self._close("completed")
             case CallBroken():
@@ -312,7 +312,7 @@ class _Output:
         delta = {"delta": text, **({"logprobs": []} if kind == "message" else {})}
         return [*events, self._of_part(f"response.{_part_type(kind)}.delta", **delta)]
 
-    def _called(self, call: ToolCall) -> list[Event]:
+    def _call_events(self, call: ToolCall) -> list[Event]:
         events = self._close("completed")
         item = {"call_id": call.id, "name": call.name, "arguments": ""}
         if call.name in self._namespaces:
@@ -322,7 +322,7 @@ class _Output:
         self._texts = []
         return events
 
-    def _argued(self, text: str) -> list[Event]:
+    def _argument_events(self, text: str) -> list[Event]:
         self._texts.append(text)
         return [self._of_item("response.function_call_arguments.delta", delta=text)]
 
@@ -383,20 +383,20 @@ def _part(kind: str, text: str) -> dict[str, Any]:
     return {"type": "reasoning_text", "text": text}
 
 
-class Stream:
+class ResponsesStream:
     """See api.Stream. Every event has its number in the stream."""
 
     def __init__(self, request: ResponseRequest) -> None:
         answer_id = secrets.token_hex(24)
         self._request = request
-        self._output = _Output(answer_id, request.namespaces)
+        self._output = _ResponsesOutput(answer_id, request.namespaces)
         self._id = f"resp_{answer_id}"
         self._created_at = int(time.time())
         self._num_events = 0
 
     def begin(self, prompt: PromptSize) -> list[Event]:
         begun = self._response("in_progress")
-        return self._numbered(
+        return self._number_events(
             [
                 {"type": "response.created", "response": begun},
                 {"type": "response.in_progress", "response": begun},
@@ -405,18 +405,20 @@ class Stream:
 
     def pieces(self, number: int, pieces: Sequence[Piece]) -> list[Event]:
         """What the one completion says next."""
-        return self._numbered([event for piece in pieces for event in self._output.add(piece)])
+        return self._number_events([event for piece in pieces for event in self._output.add(piece)])
 
     def end(self, replies: Sequence[ModelReply]) -> list[Event]:
         (reply,) = replies
         events = self._output.finish(whole=reply.finish_reason != "length")
         whole = self.whole(reply)
-        return self._numbered([*events, {"type": f"response.{whole['status']}", "response": whole}])
+        return self._number_events(
+            [*events, {"type": f"response.{whole['status']}", "response": whole}]
+        )
 
-    def failed(self, refusal: Refusal) -> list[Event]:
+    def failure_events(self, refusal: Refusal) -> list[Event]:
         code = "rate_limit_exceeded" if refusal.status == 429 else "server_error"
         response = self._response("failed", error={"code": code, "message": str(refusal)})
-        return self._numbered([{"type": "response.failed", "response": response}])
+        return self._number_events([{"type": "response.failed", "response": response}])
 
     def whole(self, reply: ModelReply) -> dict[str, Any]:
         """The answer whose items are done; from now on it is kept."""
@@ -469,7 +471,7 @@ class Stream:
             **more,
         }
 
-    def _numbered(self, events: list[Event]) -> list[Event]:
+    def _number_events(self, events: list[Event]) -> list[Event]:
         for event in events:
             event["sequence_number"] = self._num_events
             self._num_events += 1
@@ -479,7 +481,7 @@ class Stream:
 def answer(request: ResponseRequest, replies: Sequence[ModelReply]) -> dict[str, Any]:
     """The last state of the stream that says this reply: what it thought, said and called."""
     (reply,) = replies
-    stream = Stream(request)
+    stream = ResponsesStream(request)
 
     pieces: list[Piece] = [ReasoningDelta(reply.reasoning)] if reply.reasoning else []
     pieces += [ContentDelta(reply.content)] if reply.content else []
@@ -507,7 +509,7 @@ API = Api(
     path="/responses",
     request_of=request_of,
     answer=answer,
-    stream=Stream,
+    stream=ResponsesStream,
     error=error,
     encode=named_event,
 )

@@ -22,7 +22,7 @@ from agentevo.agents.posted_rewards import PostedReward, RewardSums
 from agentevo.data.messages import with_names
 from agentevo.errors import BadRequestError
 from agentevo.event_loop import gather_all
-from agentevo.gateway.answer import Answer, Hear, Piece
+from agentevo.gateway.answer import AnswerInProgress, Hear, Piece
 from agentevo.gateway.bridge import Bridge
 from agentevo.gateway.memory import Memory
 from agentevo.gateway.rate_limit import Allowance
@@ -52,7 +52,7 @@ class Listening:
     sampler's loop brings, such as a step of the engine, are one batch: they are decoded together,
     right after it."""
 
-    def __init__(self, answers: Sequence[Answer], hear: Hear) -> None:
+    def __init__(self, answers: Sequence[AnswerInProgress], hear: Hear) -> None:
         self._answers = answers
         self._hear = hear
         self._new: dict[int, list[int]] = {}
@@ -79,7 +79,7 @@ class Listening:
             self.tell(number, self._answers[number].add(ids))
 
 
-class Session:
+class GatewaySession:
     """See the module. `base` is the gateway's URL without a path."""
 
     def __init__(
@@ -133,15 +133,15 @@ class Session:
         """Runs something in the attempt, from the gateway's loop. Cancelling the future cancels
         it."""
         try:
-            return self._crossed().submit(work, self._context.copy())
+            return self._bridge_across().submit(work, self._context.copy())
         except RuntimeError as error:  # the sampler's loop has ended
             raise over() from error
 
     def told_over_there(self, hear: Hear) -> Hear:
         """What `complete` can tell of its pieces, for one who hears them on the gateway's loop."""
-        return partial(self._crossed().tell, hear)
+        return partial(self._bridge_across().tell, hear)
 
-    def _crossed(self) -> Bridge:
+    def _bridge_across(self) -> Bridge:
         assert self.bridge is not None, "Gateway.add has not been called"
         return self.bridge
 
@@ -166,7 +166,7 @@ class Session:
         with self._one_more():
             try:
                 if len(prompts) == 1:
-                    return await self._answered(
+                    return await self._answer_prompt(
                         request, request.prompt, conversation, delivery, hear
                     )
 
@@ -175,8 +175,8 @@ class Session:
                         await conversation.check(prompt)
 
                 works = [
-                    self._answered(
-                        request, prompt, conversation, delivery, _numbered(hear, place * request.n)
+                    self._answer_prompt(
+                        request, prompt, conversation, delivery, _renumber(hear, place * request.n)
                     )
                     for place, prompt in enumerate(prompts)
                 ]
@@ -188,7 +188,7 @@ class Session:
 
         return [replace(reply, prompt=delivery.prompt) for group in groups for reply in group]
 
-    async def _answered(
+    async def _answer_prompt(
         self,
         request: ModelRequest,
         prompt: Prompt,
@@ -201,13 +201,13 @@ class Session:
         opening = "" if request.is_plain else opening_after(chat, prompt)
         echo = _text_of(prompt, chat) if request.echo else ""
         answers = [
-            Answer(request, chat, opening, echo=echo, whole_calls=self._whole_calls)
+            AnswerInProgress(request, chat, opening, echo=echo, whole_calls=self._whole_calls)
             for _ in range(request.n)
         ]
         listening = None if hear is None else Listening(answers, hear)
         completions: list[Completion] = []
 
-        def sized(num_tokens: int, num_cached: int) -> None:
+        def note_prompt_size(num_tokens: int, num_cached: int) -> None:
             before = delivery.prompt
             delivery.prompt = PromptSize(
                 before.num_tokens + num_tokens, before.num_cached + num_cached
@@ -216,11 +216,11 @@ class Session:
         turns = await conversation.complete(
             with_names(cast("list[Message]", prompt)) if request.has_messages else prompt,
             tools=request.tools,
-            overrides=self._admitted(request.overrides),
+            overrides=self._admitted_overrides(request.overrides),
             form=request.form,
             n=request.n,
             listen=None if listening is None else listening.listen,
-            sized=sized,
+            sized=note_prompt_size,
             top_logprobs=request.top_logprobs,
             drawn=completions.extend,
         )
@@ -330,7 +330,7 @@ class Session:
                     self.remote.discard(turn)
 
         with suppress(RuntimeError):  # the attempt's loop has ended
-            self._crossed().send(discard)
+            self._bridge_across().send(discard)
 
     def post(self, *rewards: PostedReward) -> None:
         """Takes rewards in: all of them, or none."""
@@ -362,7 +362,7 @@ class Session:
             if not 0 <= reward.turn < turns:
                 raise BadRequestError(f"there is no turn {reward.turn}: the session has {turns}")
 
-    def _admitted(self, overrides: SamplingOverrides | None) -> SamplingOverrides | None:
+    def _admitted_overrides(self, overrides: SamplingOverrides | None) -> SamplingOverrides | None:
         """What a request may change: the distribution only if the client decides it."""
         if overrides is None or self._follows_client:
             return overrides
@@ -371,7 +371,7 @@ class Session:
         return msgspec.structs.replace(overrides, **dict.fromkeys(asked)) if asked else overrides
 
 
-def _numbered(hear: Hear | None, first: int) -> Hear | None:
+def _renumber(hear: Hear | None, first: int) -> Hear | None:
     """What hears of completions whose numbers begin at 0 instead of `first`."""
     if hear is None or not first:
         return hear

@@ -20,7 +20,7 @@ from agentevo.agents.posted_rewards import PostedReward
 from agentevo.gateway.answer import Hear
 from agentevo.gateway.refusals import Refusal
 from agentevo.gateway.request import Delivery, ModelReply, ModelRequest
-from agentevo.gateway.session import Session
+from agentevo.gateway.session import GatewaySession
 from agentevo.inference.conversation import Conversation
 from agentevo.types import Message
 
@@ -28,7 +28,7 @@ MAX_KEPT = 256
 """Conversations that may be gone on with."""
 
 
-class SharedSession(Session):
+class SharedSession(GatewaySession):
     """See the module. `new_conversation` makes an empty one. The client decides temperature and
     filters; where it says nothing, those of the conversation hold. `whole_calls`: see Session."""
 
@@ -44,16 +44,16 @@ class SharedSession(Session):
             {"": new_conversation()}, base, follows_client=True, whole_calls=whole_calls, key=key
         )
         self._new_conversation = new_conversation
-        self._kept: dict[bytes, Session] = {}
+        self._kept: dict[bytes, GatewaySession] = {}
         """Digest of a history -> the conversation that has it; the oldest first."""
 
     async def complete(
         self, request: ModelRequest, delivery: Delivery, hear: Hear | None = None
     ) -> list[ModelReply]:
         with self._one_more():
-            one = self._extended(request)
+            one = self._find_extended(request)
             if one is None:
-                one = Session(
+                one = GatewaySession(
                     {"": self._new_conversation()},
                     self.base,
                     follows_client=True,
@@ -79,7 +79,7 @@ class SharedSession(Session):
     def post(self, *rewards: PostedReward) -> None:
         raise Refusal("this model is served and not trained: it takes no rewards", status=404)
 
-    def _extended(self, request: ModelRequest) -> Session | None:
+    def _find_extended(self, request: ModelRequest) -> GatewaySession | None:
         """The conversation that the request goes on with, which nobody else has meanwhile."""
         if not request.has_messages:
             return None
@@ -87,7 +87,7 @@ class SharedSession(Session):
         known = (self._kept.pop(digest, None) for digest in reversed(digests))
         return next((one for one in known if one is not None), None)
 
-    async def _keep(self, one: Session, request: ModelRequest, reply: ModelReply) -> None:
+    async def _keep(self, one: GatewaySession, request: ModelRequest, reply: ModelReply) -> None:
         answer = Message("assistant", reply.content)
         history = [*cast("list[Message]", request.prompt), answer]
         digest = list(_digests(request.tools, history))[-1]

@@ -54,7 +54,7 @@ _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class AdmissionLimits:
     """How many connections there may be, and how long one stays that has its answer, in seconds."""
 
     strangers: int
@@ -62,7 +62,7 @@ class Limits:
     idle_s: float = ADMISSION_S
 
 
-class Connection:
+class AdmittedConnection:
     """One accepted connection; see `Admission`."""
 
     def __init__(self, admission: Admission, accepted: socket.socket, until: float) -> None:
@@ -177,26 +177,26 @@ class Admission:
         config: uvicorn.Config,
         state: ServerState,
         tls: ssl.SSLContext | None,
-        limits: Limits | None = None,
+        limits: AdmissionLimits | None = None,
     ) -> None:
         self._listener = listener
         self._config = config
         self._state = state
         self._tls = tls
-        self._limits = limits or Limits(MAX_STRANGERS, MAX_CLIENTS)
+        self._limits = limits or AdmissionLimits(MAX_STRANGERS, MAX_CLIENTS)
         self._loop = asyncio.get_running_loop()
-        self._silent: dict[Connection, None] = {}
+        self._silent: dict[AdmittedConnection, None] = {}
         """Strangers that have not sent a byte; the oldest first."""
-        self._strangers: dict[Connection, None] = {}
+        self._strangers: dict[AdmittedConnection, None] = {}
         """The others; those that began to speak first come first."""
-        self._clients: set[Connection] = set()
+        self._clients: set[AdmittedConnection] = set()
         self._looking: asyncio.TimerHandle | None = None
         self._waiting: asyncio.TimerHandle | None = None
         listener.setblocking(False)
         self._listen()
         self._look()
 
-    def admit(self, connection: Connection) -> bool:
+    def admit(self, connection: AdmittedConnection) -> bool:
         if len(self._clients) >= self._limits.clients:
             return False
         if connection in self._strangers:
@@ -204,13 +204,13 @@ class Admission:
             self._clients.add(connection)
         return True
 
-    def leave(self, connection: Connection) -> None:
+    def leave(self, connection: AdmittedConnection) -> None:
         if connection in self._clients:
             self._clients.discard(connection)
             connection.until = self._loop.time() + self._limits.idle_s
             self._strangers[connection] = None
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: AdmittedConnection) -> None:
         self._clients.discard(connection)
         self._strangers.pop(connection, None)
         self._silent.pop(connection, None)
@@ -262,7 +262,7 @@ class Admission:
                 took_places = True
 
             accepted.setblocking(False)
-            connection = Connection(self, accepted, until)
+            connection = AdmittedConnection(self, accepted, until)
             self._silent[connection] = None
             self._loop.add_reader(accepted, self._begin, connection, accepted)
 
@@ -274,7 +274,7 @@ class Admission:
         if oldest is not None:
             self._cut(oldest)
 
-    def _cut(self, connection: Connection) -> None:
+    def _cut(self, connection: AdmittedConnection) -> None:
         self.forget(connection)
         if connection.socket is not None:
             self._loop.remove_reader(connection.socket)
@@ -285,7 +285,7 @@ class Admission:
         if connection.transport is not None:
             connection.transport.abort()
 
-    def _begin(self, connection: Connection, accepted: socket.socket) -> None:
+    def _begin(self, connection: AdmittedConnection, accepted: socket.socket) -> None:
         """It has sent something, or gone."""
         try:
             is_gone = not accepted.recv(1, socket.MSG_PEEK)
@@ -303,7 +303,7 @@ class Admission:
         self._strangers[connection] = None
         connection.opening = self._loop.create_task(self._open(connection, accepted))
 
-    async def _open(self, connection: Connection, accepted: socket.socket) -> None:
+    async def _open(self, connection: AdmittedConnection, accepted: socket.socket) -> None:
         times: dict[str, Any] = (
             {}
             if self._tls is None

@@ -109,7 +109,7 @@ class StoreAnnouncements:
         return [told for _, since, told in seen.values() if told and now - since <= DEAD_S]
 
     @asynccontextmanager
-    async def announced(
+    async def keep_announced(
         self,
         announcement: Announcement,
         *,

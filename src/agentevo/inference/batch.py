@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from agentevo.inference.cache_attention import CacheAttention, Rows, Stretch
+from agentevo.inference.cache_attention import CacheAttention, CacheRows, Stretch
 from agentevo.inference.kv_cache import KVCache
 from agentevo.inference.scheduler import Sequence
 
@@ -82,7 +82,7 @@ def build_batch(
         and s.request.future is not None
         and s.request.scored is None
     ]
-    scored, predicting = _scored(work, starts)
+    scored, predicting = _sequences_to_score(work, starts)
 
     return StepBatch(
         work=work,
@@ -95,7 +95,7 @@ def build_batch(
     )
 
 
-def _scored(
+def _sequences_to_score(
     work: list[tuple[Sequence, int]], starts: np.ndarray
 ) -> tuple[list[tuple[Sequence, int]], list[int]]:
     """The sequences whose given tokens are predicted by tokens of this step, each with how many,
@@ -141,7 +141,7 @@ def _rows(
     lengths: np.ndarray,
     tensor: object,
     num_slots: int,
-) -> Rows:
+) -> CacheRows:
     """The attention rows of one bucket. `lengths`: keys in each slot after the step."""
     assert callable(tensor)
 
@@ -168,7 +168,7 @@ def _rows(
     in_order = width == 1 and batch == len(starts) and np.array_equal(take_rows, take_tokens)
     stretches = zip(starts[bucket], counts[bucket], slots[bucket], lengths[bucket], strict=True)
 
-    return Rows(
+    return CacheRows(
         stretches=[Stretch(*map(int, stretch)) for stretch in stretches],
         segment=any_of_them.segment,
         slots=tensor(np.arange(first, last + 1) if dense else slots[bucket]),

@@ -83,7 +83,7 @@ class Contents(msgspec.Struct, frozen=True):
         return found
 
 
-class Ask(msgspec.Struct, frozen=True):
+class PlaceRequest(msgspec.Struct, frozen=True):
     """Of an engine that waits."""
 
     id: _Id
@@ -97,7 +97,7 @@ class Ask(msgspec.Struct, frozen=True):
     """For messages."""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class PlaceAnswer(msgspec.Struct, frozen=True):
     """The round that an ask is in."""
 
     round: _Id
@@ -118,7 +118,7 @@ class Incoming(msgspec.Struct, frozen=True):
     """Weights that an engine's places are about to be sent."""
 
     folder: str
-    answer: Answer
+    answer: PlaceAnswer
 
 
 class Sent(msgspec.Struct, frozen=True):
@@ -163,16 +163,16 @@ class BroadcastFiles:
 
         return latest
 
-    def announced(self) -> Latest | None:
+    def latest_version(self) -> Latest | None:
         """None before the first."""
         path = self.folder / LATEST_FILE
-        return self._decoded(path, Latest) if path.exists() else None
+        return self._read_decoded(path, Latest) if path.exists() else None
 
     def is_whole(self, latest: Latest) -> bool:
         """Whether this is announced, and what it has can be read."""
         try:
             self.contents(latest.sha256)
-            return self.announced() == latest
+            return self.latest_version() == latest
         except EngineError:
             return False
 
@@ -183,11 +183,11 @@ class BroadcastFiles:
             raise EngineError(f"{path} is not what was written: not served")
         return self._decode(path, raw, Contents)
 
-    def ask(self, ask: Ask) -> None:
+    def ask(self, ask: PlaceRequest) -> None:
         """Writes it, or writes it again."""
         write_atomic(self._ask(ask.id), msgspec.json.encode(ask))
 
-    def renew(self, ask: Ask) -> bool:
+    def renew(self, ask: PlaceRequest) -> bool:
         """False if it was taken, or deleted. An answer that is there is seen from now on: on a
         network's disk, that there was none may be remembered until the folder changes."""
         probe = self._answers / f".{ask.engine}"
@@ -201,7 +201,7 @@ class BroadcastFiles:
 
         return True
 
-    def withdraw(self, ask: Ask) -> bool:
+    def withdraw(self, ask: PlaceRequest) -> bool:
         """False if it was taken, or deleted."""
         try:
             self._ask(ask.id).unlink()
@@ -209,12 +209,12 @@ class BroadcastFiles:
             return False
         return True
 
-    def answer(self, ask: Ask) -> Answer | None:
+    def answer(self, ask: PlaceRequest) -> PlaceAnswer | None:
         """None if there is none yet."""
         path = self._answer(ask.id)
-        return self._decoded(path, Answer) if path.exists() else None
+        return self._read_decoded(path, PlaceAnswer) if path.exists() else None
 
-    def asks(self, sha256: str) -> list[Ask]:
+    def asks(self, sha256: str) -> list[PlaceRequest]:
         """Who waits for these weights. What no engine that lives has written is deleted."""
         clock = self._asks / ".clock"
         clock.unlink(missing_ok=True)
@@ -230,7 +230,7 @@ class BroadcastFiles:
                 if match is None:
                     continue
 
-                ask = self._decoded(Path(entry.path), Ask, most=_ASK_BYTES)
+                ask = self._read_decoded(Path(entry.path), PlaceRequest, most=_ASK_BYTES)
                 if ask.id != match[1]:
                     raise EngineError("it has another's name")
             except FileNotFoundError:
@@ -245,7 +245,7 @@ class BroadcastFiles:
         return found
 
     @contextmanager
-    def round(self, round_id: str, answers: Mapping[str, Answer]) -> Iterator[Path]:
+    def round(self, round_id: str, answers: Mapping[str, PlaceAnswer]) -> Iterator[Path]:
         """A round's folder, told to those who asked (ask's id -> answer), until it is over."""
         folder = self.path(round_id)
         try:
@@ -259,7 +259,7 @@ class BroadcastFiles:
                     self._answer(ask_id).unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
 
-    def take(self, asks: Iterable[Ask]) -> list[Ask]:
+    def take(self, asks: Iterable[PlaceRequest]) -> list[PlaceRequest]:
         """Those that are still there; they are not any more."""
         taken = []
         for ask in asks:
@@ -276,7 +276,7 @@ class BroadcastFiles:
         write_atomic(self.path(round_id) / "sent.json", msgspec.json.encode(sent))
 
     def sent(self, round_id: str) -> Sent:
-        return self._decoded(self.path(round_id) / "sent.json", Sent)
+        return self._read_decoded(self.path(round_id) / "sent.json", Sent)
 
     def _contents(self, sha256: str) -> Path:
         return self.folder / f"tensors-{sha256}.json"
@@ -289,11 +289,11 @@ class BroadcastFiles:
 
     def _read_latest(self) -> Latest | None:
         try:
-            return self.announced()
+            return self.latest_version()
         except EngineError:
             return None
 
-    def _decoded(self, path: Path, kind: type[T], *, most: int = _FILE_BYTES) -> T:
+    def _read_decoded(self, path: Path, kind: type[T], *, most: int = _FILE_BYTES) -> T:
         return self._decode(path, self._raw(path, most), kind)
 
     def _raw(self, path: Path, most: int = _FILE_BYTES) -> bytes:

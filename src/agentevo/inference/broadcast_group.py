@@ -31,7 +31,7 @@ from torch import distributed
 
 from agentevo import devices
 from agentevo.errors import ConfigError, EngineError, WeightsLostError
-from agentevo.inference.broadcast_files import Answer, BroadcastFiles, Sent
+from agentevo.inference.broadcast_files import BroadcastFiles, PlaceAnswer, Sent
 from agentevo.inference.fingerprints import fingerprint
 from agentevo.models.parts import Spec, as_bytes
 
@@ -68,7 +68,7 @@ def check_network() -> None:
         ) from error
 
 
-class Piece(NamedTuple):
+class BroadcastPiece(NamedTuple):
     """Bytes of a tensor within a bucket."""
 
     name: str
@@ -76,16 +76,16 @@ class Piece(NamedTuple):
     end: int
 
 
-def buckets(specs: Mapping[str, Spec], most: int) -> Iterator[list[Piece]]:
+def buckets(specs: Mapping[str, Spec], most: int) -> Iterator[list[BroadcastPiece]]:
     """What each bucket has: all bytes of all tensors, in order. Tensors without bytes have a piece
     of none."""
-    bucket = list[Piece]()
+    bucket = list[BroadcastPiece]()
     room = most
     for name, spec in specs.items():
         begin = 0
         while True:
             end = min(spec.num_bytes, begin + room)
-            bucket.append(Piece(name, begin, end))
+            bucket.append(BroadcastPiece(name, begin, end))
             room -= end - begin
             begin = end
 
@@ -106,16 +106,16 @@ def backend_of(places: Iterable[str]) -> Literal["gloo", "nccl"]:
     return "nccl" if devices.are_joined_by_nccl(places) else "gloo"
 
 
-class Group:
+class BroadcastGroup:
     """A member of a round. What is called here raises WeightsLostError when another one is gone."""
 
-    def __init__(self, answer: Answer, store: str, rank: int, device: torch.device) -> None:
+    def __init__(self, answer: PlaceAnswer, store: str, rank: int, device: torch.device) -> None:
         self.device = device if answer.backend == "nccl" else _CPU
         """Of what is broadcast."""
         with _broken_off():
             self._join(answer, store, rank, device)
 
-    def _join(self, answer: Answer, store: str, rank: int, device: torch.device) -> None:
+    def _join(self, answer: PlaceAnswer, store: str, rank: int, device: torch.device) -> None:
         file = distributed.FileStore(store, answer.world)
         _KEPT.append(file)
 
@@ -192,14 +192,14 @@ def _broken_off() -> Iterator[None]:
 
 
 @contextmanager
-def _joined(
-    files: BroadcastFiles, answer: Answer, rank: int, device: torch.device
-) -> Iterator[Group]:
+def _join_group(
+    files: BroadcastFiles, answer: PlaceAnswer, rank: int, device: torch.device
+) -> Iterator[BroadcastGroup]:
     folder = files.path(answer.round)
     if not folder.is_dir():  # FileStore would wait 300 s for it, and hold the interpreter's lock
         raise WeightsLostError("the round was over before this member came to it")
 
-    group = Group(answer, str(folder / "store"), rank, device)
+    group = BroadcastGroup(answer, str(folder / "store"), rank, device)
     try:
         yield group
     finally:
@@ -208,7 +208,7 @@ def _joined(
 
 def send(
     files: BroadcastFiles,
-    answer: Answer,
+    answer: PlaceAnswer,
     specs: Mapping[str, Spec],
     opened: Callable[[], AbstractContextManager[Iterable[tuple[str, torch.Tensor]]]],
     device: torch.device,
@@ -216,7 +216,7 @@ def send(
     """On the trainer: the tensors, in the order of `specs`, to all others; they are `opened` once
     all are there. Returns how many have found other bits than these. Raises WeightsLostError, and
     OSError for files."""
-    with _joined(files, answer, 0, device) as group, opened() as tensors:
+    with _join_group(files, answer, 0, device) as group, opened() as tensors:
         coming = iter(tensors)
         found = dict[str, str]()
         buffer = torch.empty(_room(specs), dtype=torch.uint8, device=group.device)
@@ -253,14 +253,14 @@ def _next_bits(
 
 def receive(
     files: BroadcastFiles,
-    answer: Answer,
+    answer: PlaceAnswer,
     specs: Mapping[str, Spec],
     place: int,
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
     """On a place of an engine: the tensors, on `device` if they come over NCCL, else on the CPU.
     Raises WeightsLostError."""
-    with _joined(files, answer, answer.first_rank + place, device) as group:
+    with _join_group(files, answer, answer.first_rank + place, device) as group:
         tensors = dict[str, torch.Tensor]()
         found = dict[str, str]()
         buffer = torch.empty(_room(specs), dtype=torch.uint8, device=group.device)

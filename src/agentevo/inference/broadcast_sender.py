@@ -25,7 +25,13 @@ from torch import nn
 from agentevo.devices import identity
 from agentevo.errors import EngineError, WeightsLostError
 from agentevo.event_loop import in_thread, to_its_end
-from agentevo.inference.broadcast_files import MOST_PLACES, Answer, Ask, BroadcastFiles, Contents
+from agentevo.inference.broadcast_files import (
+    MOST_PLACES,
+    BroadcastFiles,
+    Contents,
+    PlaceAnswer,
+    PlaceRequest,
+)
 from agentevo.inference.broadcast_group import backend_of, send
 from agentevo.inference.weight_transport import Latest
 from agentevo.models.in_parts import in_parts
@@ -95,7 +101,7 @@ class BroadcastSender:
         if chosen:
             await self._sent(chosen)
 
-    async def _sent(self, asks: Sequence[Ask]) -> bool:
+    async def _sent(self, asks: Sequence[PlaceRequest]) -> bool:
         """See `_send`. A round that has begun reads the model to its end: whoever is cancelled
         waits for that, and may change the model then."""
         return await to_its_end(in_thread(self._send, asks))
@@ -110,11 +116,11 @@ class BroadcastSender:
             return set()
         return {ask.engine for ask in asks if self._is_due(ask.engine)}
 
-    def _chosen(self, asks: Sequence[Ask]) -> list[Ask]:
+    def _chosen(self, asks: Sequence[PlaceRequest]) -> list[PlaceRequest]:
         """Who is in the next round: all together, but for engines whose last rounds were broken
         off. Each of these has a round of its own, after the others', later and later."""
         alone = [ask for ask in asks if self._broken_rounds(ask.engine) >= ALONE_AFTER]
-        together = list[Ask]()
+        together = list[PlaceRequest]()
         num_places = 0
         for ask in asks:
             fits = num_places + len(ask.places) <= MOST_PLACES
@@ -130,11 +136,11 @@ class BroadcastSender:
     def _is_due(self, engine: str) -> bool:
         return time.monotonic() >= self._broken.get(engine, (0, 0.0))[1]
 
-    async def _waiting(self, missing: set[str]) -> list[Ask]:
+    async def _waiting(self, missing: set[str]) -> list[PlaceRequest]:
         """Who asks for the version, once all these engines do, or EXPECT_S have gone by."""
         ends = time.monotonic() + EXPECT_S
         try:
-            latest = await in_thread(self._announced)
+            latest = await in_thread(self._latest_version)
             while True:
                 asks = await in_thread(self._files.asks, latest.sha256)
                 if missing <= {ask.engine for ask in asks} or time.monotonic() > ends:
@@ -147,7 +153,7 @@ class BroadcastSender:
             )
             return []
 
-    def _announced(self) -> Latest:
+    def _latest_version(self) -> Latest:
         """The version as engines find it, written again where that was damaged."""
         if not self._has_begun:
             self._files.begin()
@@ -157,7 +163,7 @@ class BroadcastSender:
             self._latest = self._files.announce(Contents.of(self._version, self._specs()))
         return self._latest
 
-    def _send(self, asks: Sequence[Ask]) -> bool:
+    def _send(self, asks: Sequence[PlaceRequest]) -> bool:
         """One round, for these; whether it came to its end."""
         latest = self._latest
         assert latest is not None  # or nobody could have asked for it
@@ -172,10 +178,12 @@ class BroadcastSender:
             places = [place for ask in taken for place in ask.places]
             backend = backend_of([identity(device), *places])
             round_id = uuid.uuid4().hex
-            answers = dict[str, Answer]()
+            answers = dict[str, PlaceAnswer]()
             rank = 1
             for ask in taken:
-                answers[ask.id] = Answer(round_id, latest.sha256, backend, rank, len(places) + 1)
+                answers[ask.id] = PlaceAnswer(
+                    round_id, latest.sha256, backend, rank, len(places) + 1
+                )
                 rank += len(ask.places)
 
             with self._files.round(round_id, answers):
@@ -201,14 +209,14 @@ class BroadcastSender:
         self._said = ""
         return True
 
-    def _was_broken_off(self, asks: Sequence[Ask], why: str) -> None:
+    def _was_broken_off(self, asks: Sequence[PlaceRequest], why: str) -> None:
         for ask in asks:
             count = self._broken_rounds(ask.engine) + 1
             pause_s = min(PAUSE_S * max(count - ALONE_AFTER, 0), LONGEST_PAUSE_S)
             self._broken[ask.engine] = (count, time.monotonic() + pause_s)
         self._say_not_reached(asks, why)
 
-    def _say_not_reached(self, asks: Sequence[Ask], why: str) -> None:
+    def _say_not_reached(self, asks: Sequence[PlaceRequest], why: str) -> None:
         of_whom = ", ".join(sorted(ask.where for ask in asks)[:5])
         whom = "an engine" if len(asks) == 1 else f"{len(asks)} engines"
         self._say(

@@ -19,7 +19,13 @@ import torch
 
 from agentevo.devices import identity
 from agentevo.errors import EngineError, WeightsLostError, WeightsNotSentError
-from agentevo.inference.broadcast_files import RENEW_S, Answer, Ask, BroadcastFiles, Incoming
+from agentevo.inference.broadcast_files import (
+    RENEW_S,
+    BroadcastFiles,
+    Incoming,
+    PlaceAnswer,
+    PlaceRequest,
+)
 from agentevo.inference.broadcast_group import receive
 from agentevo.inference.engine import Weights
 from agentevo.inference.weight_transport import Latest
@@ -40,7 +46,7 @@ class BroadcastSource:
         self._files = BroadcastFiles(folder)
         self._device = device
         self._engine = uuid.uuid4().hex
-        self._asked: Ask | None = None
+        self._asked: PlaceRequest | None = None
         self._gone_at: float | None = None
         """When the ask was first seen to be taken."""
         self._has_ended = False
@@ -50,20 +56,20 @@ class BroadcastSource:
         """See WeightSource.place."""
         return f"a trainer of {self._files.folder.parent} that runs (rollout.transport=broadcast)"
 
-    def announced(self) -> Latest | None:
+    def latest_version(self) -> Latest | None:
         """See WeightSource.announced."""
-        return self._files.announced()
+        return self._files.latest_version()
 
     def state(self, version: int) -> object:
         """See WeightSource.state."""
-        return self._files.announced()
+        return self._files.latest_version()
 
     def read(self, version: int, *, sha256: str | None = None) -> Weights:
         """See WeightSource.read. On this engine's device where they come over NCCL."""
-        latest = self._files.announced()
+        latest = self._files.latest_version()
         if latest is None or latest.version != version or sha256 not in (None, latest.sha256):
             raise WeightsNotSentError(f"version {version} is not the newest any more")
-        return received(self.incoming(latest, [identity(self._device)]), 0, self._device)
+        return receive_place(self.incoming(latest, [identity(self._device)]), 0, self._device)
 
     def specs(self, latest: Latest) -> dict[str, Spec]:
         """See GroupSource.specs."""
@@ -72,7 +78,7 @@ class BroadcastSource:
     def incoming(self, latest: Latest, places: Sequence[str]) -> Incoming:
         """See GroupSource.incoming."""
         try:
-            answer = self._answered(latest, list(places))
+            answer = self._answer_for(latest, list(places))
         except OSError as error:
             raise EngineError(
                 f"{self._files.folder} can't be written to ({error}), and an engine asks for "
@@ -94,13 +100,13 @@ class BroadcastSource:
             if ask is not None and self._files.withdraw(ask):
                 self._asked = None
 
-    def _answered(self, latest: Latest, places: list[str]) -> Answer:
+    def _answer_for(self, latest: Latest, places: list[str]) -> PlaceAnswer:
         ask = self._asked
         if ask is None or (ask.sha256, ask.places) != (latest.sha256, places):
             if ask is not None:
                 self._files.withdraw(ask)
             where = f"{socket.gethostname()} {os.getpid()}"
-            ask = Ask(uuid.uuid4().hex, self._engine, latest.sha256, places, where)
+            ask = PlaceRequest(uuid.uuid4().hex, self._engine, latest.sha256, places, where)
             self._files.ask(ask)
             self._asked = ask
             self._gone_at = None
@@ -110,7 +116,7 @@ class BroadcastSource:
         while time.monotonic() < ends:
             if (answer := self._files.answer(ask)) is not None:
                 return answer
-            if self._files.announced() != latest:
+            if self._files.latest_version() != latest:
                 break
             if self._has_ended and (self._asked is None or self._files.withdraw(ask)):
                 break
@@ -130,7 +136,7 @@ class BroadcastSource:
         raise WeightsNotSentError(f"version {latest.version} was asked for and is not sent yet")
 
 
-def received(incoming: Incoming, place: int, device: torch.device) -> dict[str, torch.Tensor]:
+def receive_place(incoming: Incoming, place: int, device: torch.device) -> dict[str, torch.Tensor]:
     """What one of an engine's places is sent, see `receive`. Raises EngineError."""
     files = BroadcastFiles(Path(incoming.folder))
     specs = files.contents(incoming.answer.sha256).specs

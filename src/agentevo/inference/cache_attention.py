@@ -40,7 +40,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from agentevo.inference.kv_cache import KEY_BLOCK, KVCache, PrefixSegment, in_rows, num_blocks
-from agentevo.models.cpu_kernels import WHOLE, Cache, CpuKernels, Prefix, cpu_kernels
+from agentevo.models.cpu_kernels import WHOLE, CpuKernels, KernelCache, Prefix, cpu_kernels
 from agentevo.models.linear import ORDERED, available, product, weighted_sums
 from agentevo.models.routers import Routing
 
@@ -83,14 +83,16 @@ def attention(
         return scaled_dot_product_attention(q, k, v, mask, scale=scaling), None
 
     scores = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(scaling)
-    scores = _masked(scores, mask, softcap)
+    scores = _mask_scores(scores, mask, softcap)
     largest = scores.amax(dim=-1) if with_lse else None
     weights = _softmax(scores)
     lse = None if largest is None else largest - weights.amax(dim=-1).log()
     return torch.matmul(weights, v.float()).to(v.dtype), lse
 
 
-def _masked(scores: torch.Tensor, mask: torch.Tensor | None, cap: float | None) -> torch.Tensor:
+def _mask_scores(
+    scores: torch.Tensor, mask: torch.Tensor | None, cap: float | None
+) -> torch.Tensor:
     """Scores [..., Q, K] with their cap and mask, in place."""
     if cap is not None:
         scores = scores.div_(cap).tanh_().mul_(cap)
@@ -145,7 +147,7 @@ class Stretch(NamedTuple):
 
 
 @dataclass(eq=False)
-class Rows:
+class CacheRows:
     """Sequences that a step computes together: the same number of query tokens each, after padding,
     and the same prefix.
 
@@ -281,7 +283,7 @@ class CacheAttention:
     its own sequence."""
 
     def __init__(
-        self, cache: KVCache, slots: torch.Tensor, places: torch.Tensor, rows: list[Rows]
+        self, cache: KVCache, slots: torch.Tensor, places: torch.Tensor, rows: list[CacheRows]
     ) -> None:
         self.cache = cache
         self.slots = slots  # [T]: the slot of each token
@@ -323,7 +325,7 @@ class CacheAttention:
 
         q = q.reshape(num_tokens, groups, repeat, dim)
         # 2. Every token against its own sequence. Decoding alone needs no gathering of queries.
-        attended = _summed if in_order else _fused
+        attended = _attend_few_in_order if in_order else _attend_fused
         straight = own is None and len(self.rows) == 1 and self.rows[0].in_order
         if straight and (not in_order or repeat <= FEW_QUERIES):
             return attended(self.rows[0], q, view).reshape(num_tokens, num_heads, dim)
@@ -336,7 +338,7 @@ class CacheAttention:
                 continue
 
             if in_order and not rows.few(repeat):
-                _multiplied(rows, q, view, out)
+                _attend_many_in_order(rows, q, view, out)
                 continue
 
             # Queries by key-value head, padded to Q per sequence: [B, G, Q * R, D].
@@ -377,20 +379,20 @@ class _Layer(NamedTuple):
     """Of the scores."""
     window: int | None
     softcap: float | None
-    own: tuple[CpuKernels, Cache] | None
+    own: tuple[CpuKernels, KernelCache] | None
     """Our own kernels, where there are any for this layer."""
 
 
 def _own_kernels(
     keys: torch.Tensor, values: torch.Tensor, softcap: float | None
-) -> tuple[CpuKernels, Cache] | None:
+) -> tuple[CpuKernels, KernelCache] | None:
     kernels = cpu_kernels()
     if kernels is None or softcap is not None or values.shape[-1] % WHOLE:
         return None
-    return kernels, Cache.of(keys, values)
+    return kernels, KernelCache.of(keys, values)
 
 
-def _by_own_kernels(rows: Rows, q: torch.Tensor, layer: _Layer, out: torch.Tensor) -> None:
+def _by_own_kernels(rows: CacheRows, q: torch.Tensor, layer: _Layer, out: torch.Tensor) -> None:
     """Attention by our own kernels, in order: q [T, G, R, D] of the whole step, into `out`, which
     is like it."""
     assert layer.own is not None
@@ -414,7 +416,7 @@ def _by_own_kernels(rows: Rows, q: torch.Tensor, layer: _Layer, out: torch.Tenso
     )
 
 
-def _summed(rows: Rows, q: torch.Tensor, layer: _Layer) -> torch.Tensor:
+def _attend_few_in_order(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> torch.Tensor:
     """Attention of few queries per sequence and head, q [B, G, N, D] with N = Q * R, in order:
     scores are sums of key rows weighted by the query's numbers, outputs sums of value rows weighted
     by attention. Of a prefix both are matrix products for all readers of a key-value head, and its
@@ -437,7 +439,7 @@ def _summed(rows: Rows, q: torch.Tensor, layer: _Layer) -> torch.Tensor:
         scores = torch.cat([of_prefix.transpose(0, 1), scores], dim=-1)
 
     mask = rows.mask(layer.window, num // rows.tokens.shape[1], q.dtype)
-    weights = _softmax(_masked(scores, mask, layer.softcap))
+    weights = _softmax(_mask_scores(scores, mask, layer.softcap))
     whole = None  # of the prefix, what its whole stretches add up to
     if rows.segment is not None:
         ends = prefix // ORDERED * ORDERED
@@ -449,7 +451,9 @@ def _summed(rows: Rows, q: torch.Tensor, layer: _Layer) -> torch.Tensor:
                 batch, num, dim
             )
             if whole is not None:
-                whole[:, head] = _ordered(of_head[:, :ends], v[:ends]).view(batch, num, dim)
+                whole[:, head] = _multiply_in_order(of_head[:, :ends], v[:ends]).view(
+                    batch, num, dim
+                )
 
         weights = torch.nn.functional.pad(weights[..., prefix:], (1, 0), value=1.0)
 
@@ -468,7 +472,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return product(x.expand(2, -1), weight)[:1] if x.shape[0] == 1 else product(x, weight)
 
 
-def _ordered(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _multiply_in_order(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """weights [N, K] @ values [K, D], summed in stretches of ORDERED that are then added up."""
     out = _product(weights[:, :ORDERED], values[:ORDERED].t())
     for start in range(ORDERED, len(values), ORDERED):
@@ -477,7 +481,9 @@ def _ordered(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _multiplied(rows: Rows, q: torch.Tensor, layer: _Layer, out: torch.Tensor) -> None:
+def _attend_many_in_order(
+    rows: CacheRows, q: torch.Tensor, layer: _Layer, out: torch.Tensor
+) -> None:
     """Attention of many queries per sequence, in order: q [T, G, R, D] of the whole step,
     into `out`, which is like it. Matrix products of one stretch's key-value heads, of as many
     queries at once as leave the scores in the processor's cache."""
@@ -500,14 +506,14 @@ def _multiplied(rows: Rows, q: torch.Tensor, layer: _Layer, out: torch.Tensor) -
             by_head = zip(blocks.unbind(), k[:, :seen].unbind(), strict=True)
             scores = torch.cat([_product(*of_head) for of_head in by_head])
             scores = scores.view(groups, -1, repeat, seen)
-            weights = _softmax(_masked(scores, mask[first:last, None, :seen], layer.softcap))
+            weights = _softmax(_mask_scores(scores, mask[first:last, None, :seen], layer.softcap))
             weights = weights.view(groups, -1, seen)
             by_head = zip(weights.unbind(), v[:, :seen].unbind(), strict=True)
-            parts = torch.cat([_ordered(*of_head) for of_head in by_head])
+            parts = torch.cat([_multiply_in_order(*of_head) for of_head in by_head])
             out[here] = parts.view(groups, -1, repeat, dim).transpose(0, 1)
 
 
-def _fused(rows: Rows, q: torch.Tensor, layer: _Layer) -> torch.Tensor:
+def _attend_fused(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> torch.Tensor:
     """Attention of queries q [B, G, N, D] by PyTorch's kernels. With output o and
     log-sum-exp l of the own keys, p and m of the prefix, the softmax over the union gives
 

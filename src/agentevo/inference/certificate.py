@@ -54,7 +54,7 @@ class RunCertificate:
         try:
             context.load_cert_chain(self.file)
         except ssl.SSLError as error:
-            raise self._damaged() from error
+            raise self._damage_error() from error
         except OSError as error:
             raise self._unusable(error) from error
 
@@ -69,12 +69,12 @@ class RunCertificate:
         try:
             certificate = _CERTIFICATE.search(self.file.read_text(encoding="ascii"))
             if certificate is None:
-                raise self._damaged()
+                raise self._damage_error()
             return fingerprint_of(ssl.PEM_cert_to_DER_cert(certificate[0]))
         except OSError as error:
             raise self._unusable(error) from error
         except ValueError as error:  # no base64, no ASCII
-            raise self._damaged() from error
+            raise self._damage_error() from error
 
     def publish(self) -> Path:
         """Writes the certificate without its key beside it, for clients that are to trust it, and
@@ -82,7 +82,7 @@ class RunCertificate:
         try:
             certificate = _CERTIFICATE.search(self.file.read_text(encoding="ascii"))
             if certificate is None:
-                raise self._damaged()
+                raise self._damage_error()
             write_atomic(self.public_file, certificate[0])
         except OSError as error:
             raise self._unusable(error) from error
@@ -96,7 +96,7 @@ class RunCertificate:
         except OSError as error:
             raise self._unusable(error) from error
 
-    def _damaged(self) -> EngineError:
+    def _damage_error(self) -> EngineError:
         return EngineError(
             f"{self.file} holds no key with its certificate: delete it, the next engine to start "
             "makes another"
@@ -141,7 +141,9 @@ def new_certificate(hosts: Sequence[str] = ()) -> str:
         .not_valid_before(datetime.datetime(2020, 1, 1))
         .not_valid_after(datetime.datetime(9999, 12, 31, 23, 59, 59))
         .add_extension(
-            x509.SubjectAlternativeName([_named(host) for host in dict.fromkeys([HOST, *hosts])]),
+            x509.SubjectAlternativeName(
+                [_host_name(host) for host in dict.fromkeys([HOST, *hosts])]
+            ),
             critical=False,
         )
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -157,7 +159,7 @@ def new_certificate(hosts: Sequence[str] = ()) -> str:
     return (private + certificate.public_bytes(serialization.Encoding.PEM)).decode("ascii")
 
 
-def _named(host: str) -> Any:
+def _host_name(host: str) -> Any:
     """A host as a certificate has it."""
     from cryptography import x509
 

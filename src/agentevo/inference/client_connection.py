@@ -36,15 +36,15 @@ from agentevo.inference.messages import (
     PATH,
     Cancel,
     Completed,
-    Failed,
+    DrawnTokens,
+    FailedRequest,
     Generate,
     Outbox,
     Release,
-    Score,
-    State,
-    Tokens,
-    Watch,
-    raised,
+    ScoreRequest,
+    StateReport,
+    WatchRequest,
+    error_of,
     read_answers,
 )
 from agentevo.inference.secret import RunSecret
@@ -118,7 +118,7 @@ class ClientConnection:
     """See the module. Belongs to one event loop; made by `open`."""
 
     def __init__(
-        self, websocket: WebSocket, url: str, every_s: float, hear: Callable[[State], None]
+        self, websocket: WebSocket, url: str, every_s: float, hear: Callable[[StateReport], None]
     ) -> None:
         self._websocket = websocket
         self._url = url
@@ -126,14 +126,14 @@ class ClientConnection:
         self._hear = hear
         self._outbox = Outbox()
         self._ids = itertools.count(1)
-        self._answers: dict[int, asyncio.Future[Completed | Failed | LostError]] = {}
+        self._answers: dict[int, asyncio.Future[Completed | FailedRequest | LostError]] = {}
         self._streams: dict[int, StreamedTokens] = {}
         self._watches: dict[int, asyncio.Future[None]] = {}
         self.lost: LostError | None = None
         """Why the connection has ended; None while it stands."""
         self._tasks = [
-            asyncio.ensure_future(self._guarded(self._read)),
-            asyncio.ensure_future(self._guarded(self._write)),
+            asyncio.ensure_future(self._close_at_end(self._read)),
+            asyncio.ensure_future(self._close_at_end(self._write)),
         ]
         self._watch()
 
@@ -144,7 +144,7 @@ class ClientConnection:
         *,
         secret: RunSecret,
         every_s: float,
-        hear: Callable[[State], None],
+        hear: Callable[[StateReport], None],
     ) -> ClientConnection:
         """Connects to the engine; `hear` is called with its state every `every_s`. Raises LostError
         if it can't be reached, and RefusedError if it belongs to another run or shows another
@@ -208,7 +208,7 @@ class ClientConnection:
         self, context_ids: list[int], ids: list[int], temperature: float, deadline_s: float
     ) -> TokenScores:
         """See ScoringEngine.score. Raises LostError as `generate`."""
-        message = Score(
+        message = ScoreRequest(
             id=next(self._ids),
             context_ids=context_ids,
             ids=ids,
@@ -218,7 +218,7 @@ class ClientConnection:
         return TokenScores.of(await self._answer_to(message))
 
     async def _answer_to(
-        self, message: Generate | Score, streamed: StreamedTokens | None = None
+        self, message: Generate | ScoreRequest, streamed: StreamedTokens | None = None
     ) -> Completion:
         if self.lost is not None:
             raise LostError(str(self.lost))
@@ -252,7 +252,7 @@ class ClientConnection:
                 streamed.finish(answer.completion)
             return answer.completion
 
-        raise LostError(str(answer)) if isinstance(answer, LostError) else raised(answer)
+        raise LostError(str(answer)) if isinstance(answer, LostError) else error_of(answer)
 
     def release(self, session: str) -> None:
         """See Engine.release: the engine is told with the next frame."""
@@ -298,11 +298,11 @@ class ClientConnection:
 
     def _watch(self) -> asyncio.Future[None]:
         number = next(self._ids)
-        self._outbox.put(Watch(id=number, every_s=self._every_s))
+        self._outbox.put(WatchRequest(id=number, every_s=self._every_s))
         future = self._watches[number] = asyncio.get_running_loop().create_future()
         return future
 
-    async def _guarded(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _close_at_end(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Whatever ends reading or writing ends the connection, with its reason."""
         reason = "the connection broke"
         try:
@@ -318,14 +318,14 @@ class ClientConnection:
         while True:
             frame = await self._websocket.recv(decode=False)
             for message in read_answers(frame):
-                if isinstance(message, State):
+                if isinstance(message, StateReport):
                     self._hear_of(message)
-                elif isinstance(message, Tokens):
+                elif isinstance(message, DrawnTokens):
                     self._pass_on(message)
                 elif (future := self._answers.get(message.id)) is not None and not future.done():
                     future.set_result(message)
 
-    def _pass_on(self, tokens: Tokens) -> None:
+    def _pass_on(self, tokens: DrawnTokens) -> None:
         """Tells the listener of their request, which ends when that goes wrong."""
         streamed = self._streams.get(tokens.id)
         future = self._answers.get(tokens.id)
@@ -341,7 +341,7 @@ class ClientConnection:
         while True:
             await self._websocket.send(await self._outbox.next_frame())
 
-    def _hear_of(self, message: State) -> None:
+    def _hear_of(self, message: StateReport) -> None:
         self._hear(message)
         for number in [watch for watch in self._watches if watch <= message.watch]:
             future = self._watches.pop(number)

@@ -36,17 +36,17 @@ from agentevo.errors import (
 from agentevo.event_loop import gather_all, in_thread, outside_scopes
 from agentevo.inference.drift import Drift, DriftPlace, TokenDifference, first_difference
 from agentevo.inference.engine import Engine, SleepingEngine, TokenListener
-from agentevo.inference.history import Found, Histories, Node
+from agentevo.inference.history import Histories, HistoryMatch, HistoryNode
 from agentevo.inference.listening import StreamedTokens
 from agentevo.inference.plain_prompts import PlainTexts, checked_ids, recorded_beginning
 from agentevo.models.answer_form import AnswerForm, grammar_of
 from agentevo.models.chat import LONG_TEXT, ChatFormat, is_long, num_characters
 from agentevo.models.chat_template import ToolSchemas
 from agentevo.penalties import Penalties
-from agentevo.routed_experts import misaligned
+from agentevo.routed_experts import why_misaligned
 from agentevo.seeds import derive_seed
 from agentevo.store.call_log import AttemptCalls, RunningCall
-from agentevo.store.trace_context import Said
+from agentevo.store.trace_context import TracedMessage
 from agentevo.types import (
     Completion,
     Constraint,
@@ -82,7 +82,7 @@ class _Prompt:
     ids: list[int]
     """The whole prompt."""
     new_messages: list[Message]
-    asked: Node | None = None
+    asked: HistoryNode | None = None
     """The last message that was asked; None where token ids or a text were given."""
     text: str | None = None
     """The whole prompt where a plain text was given."""
@@ -116,7 +116,7 @@ class Conversation:
         self._children: dict[int | None, list[int]] = {}
         """Turn -> those that extend it; None -> roots."""
         self._histories = Histories()
-        self._answers: list[Node | None] = []
+        self._answers: list[HistoryNode | None] = []
         """For each turn its message; None for one that answered token ids or a text."""
         self._texts = PlainTexts(chat, self._context)
         self._discarded: set[int] = set()
@@ -241,16 +241,16 @@ class Conversation:
             return
 
         has_contents = tracing.contents
-        call.said = Said(
+        call.said = TracedMessage(
             asked=_messages_of(prompt) if has_contents else (),
             answers=[turn.messages[-1] for turn in turns] if has_contents else (),
             tools=msgspec.json.encode(tools).decode() if has_contents and tools else "",
             finish_reasons=[turn.finish_reason for turn in turns],
             temperature=turns[0].temperature,
-            texts=partial(self._decoded, ids, turns) if tracing.token2text else None,
+            texts=partial(self._decode, ids, turns) if tracing.token2text else None,
         )
 
-    def _decoded(self, ids: Sequence[int], turns: Sequence[Turn]) -> tuple[str, list[str]]:
+    def _decode(self, ids: Sequence[int], turns: Sequence[Turn]) -> tuple[str, list[str]]:
         decode = self._chat.tokenizer.decode
         completions = [str(decode(list(turn.completion_ids))) for turn in turns]
         return str(decode(list(ids))), completions
@@ -272,7 +272,7 @@ class Conversation:
                 f"than the model's context of {self._context_length} tokens: shorten them"
             )
 
-        added = await self._encoded(found, new)
+        added = await self._encode_new(found, new)
         return len(self._recorded_of(found)) + len(added)
 
     async def check(self, prompt: str | Sequence[int | Message]) -> None:
@@ -313,7 +313,7 @@ class Conversation:
         """The indices of all turns but those that nobody received."""
         return [turn.index for turn in self._turns if not self._is_lost(turn.index)]
 
-    def recorded(self, rewards: Mapping[int, float]) -> list[Turn]:
+    def turns_to_record(self, rewards: Mapping[int, float]) -> list[Turn]:
         """The turns for the trajectory, with their rewards by index: without those that nobody
         received, and numbered anew where some are missing."""
         numbers = {index: number for number, index in enumerate(self.received)}
@@ -375,30 +375,30 @@ class Conversation:
         before = self._recorded_of(found)
         new = list(messages[found.known :])
         self._check_length(len(before), num_characters(new) + len(tools.as_json), len(new))
-        added = await self._encoded(found, new)
+        added = await self._encode_new(found, new)
         parent = None if found.answer is None else found.answer.turn
         self.drift.count(found)
 
         return _Prompt(parent, added, before + added, new, self._histories.add(found))
 
-    def _recorded_of(self, found: Found) -> list[int]:
+    def _recorded_of(self, found: HistoryMatch) -> list[int]:
         """Ids up to the answer that a request goes on from."""
         turn = None if found.answer is None else found.answer.turn
         return [] if turn is None else self._context(turn)
 
-    async def _encoded(self, found: Found, new: list[Message]) -> list[int]:
+    async def _encode_new(self, found: HistoryMatch, new: list[Message]) -> list[int]:
         """Ids of the messages after that answer."""
         tools = found.root.tools
         parent = None if found.answer is None else found.answer.turn
 
-        def encoded() -> list[int]:
+        def encode() -> list[int]:
             if parent is None:
                 return self._chat.first_prompt(new, tools)
             ended = self._turns[parent].completion_ids[-1] in self._chat.end_ids
             return self._chat.continuation(new, ended_with_stop=ended, tools=tools)
 
         # Short ones on the spot: the order of events decides which requests share a step.
-        return await in_thread(encoded) if is_long(new) else encoded()
+        return await in_thread(encode) if is_long(new) else encode()
 
     def _context(self, turn: int) -> list[int]:
         """Every id up to and including the turn's completion."""
@@ -476,7 +476,7 @@ class Conversation:
             finish_reason=completion.finish_reason,
             temperature=sampling.temperature,
             seed=sampling.seed,
-            overrides=self._changed(sampling),
+            overrides=self._changed_overrides(sampling),
             constraint=Constraint(
                 grammar=sampling.grammar, end_ids=sampling.stop_token_ids, masks=completion.masks
             )
@@ -487,7 +487,7 @@ class Conversation:
             messages=[*joined.new_messages, said],
             tools=joined.asked.tools.as_json if joined.asked and joined.parent is None else "",
         )
-        if turn.routed_experts is not None and (wrong := misaligned(turn)):
+        if turn.routed_experts is not None and (wrong := why_misaligned(turn)):
             raise EngineError(f"the engine's answer can't be recorded: {wrong}")
 
         self._turns.append(turn)
@@ -500,11 +500,11 @@ class Conversation:
             self.drift.record(answer, said)
 
         if joined.text is not None:
-            self._texts.answered(joined.text, said.text, turn.index, turn.completion_ids)
+            self._texts.note_answer(joined.text, said.text, turn.index, turn.completion_ids)
 
         return turn
 
-    def _changed(self, sampling: SamplingParams) -> SamplingOverrides | None:
+    def _changed_overrides(self, sampling: SamplingParams) -> SamplingOverrides | None:
         """What a request changed of the distribution that this conversation draws from."""
         base = self._sampling
         changed = {
@@ -534,12 +534,12 @@ class Conversation:
     ) -> list[Completion]:
         """One completion per request; the first failure ends the others."""
         completions = [
-            self._completed(ids, sampling, None if listen is None else partial(listen, number))
+            self._complete(ids, sampling, None if listen is None else partial(listen, number))
             for number, sampling in enumerate(requests)
         ]
         return await gather_all(completions) if len(requests) > 1 else [await completions[0]]
 
-    async def _completed(
+    async def _complete(
         self, ids: list[int], sampling: SamplingParams, listen: TokenListener | None
     ) -> Completion:
         """The engine's answer; `broken` remembers what it fails with."""

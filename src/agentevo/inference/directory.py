@@ -72,7 +72,7 @@ class EngineDirectory:
         """The same pair for another engine's announcement under our name."""
 
     @contextmanager
-    def named(self, name: str) -> Iterator[None]:
+    def hold_name(self, name: str) -> Iterator[None]:
         """The name is this process's while the block runs. Raises ConfigError if another engine
         keeps it for longer than ENDING_S."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +136,7 @@ class EngineDirectory:
                         file.unlink()
 
     @asynccontextmanager
-    async def announced(
+    async def keep_announced(
         self,
         announcement: Announcement,
         *,

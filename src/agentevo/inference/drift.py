@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from agentevo.inference.equivalence import edit, key_of, undone
-from agentevo.inference.history import Found, Node
+from agentevo.inference.history import HistoryMatch, HistoryNode
 from agentevo.models.chat_template import ToolSchemas
 from agentevo.types import Message
 
@@ -55,7 +55,7 @@ class _Met(NamedTuple):
     kind: str
     number: int
     texts: tuple[str, str]
-    answer: Node
+    answer: HistoryNode
 
 
 class Drift:
@@ -70,8 +70,8 @@ class Drift:
         """Requests that go on from a recorded answer and reuse all that it holds."""
         self.branched = 0
         """Requests that should, and could not be joined."""
-        self._said: dict[Hashable, list[Node]] = {}
-        self._with_call: dict[str, Node] = {}
+        self._said: dict[Hashable, list[HistoryNode]] = {}
+        self._with_call: dict[str, HistoryNode] = {}
 
     @property
     def merge_rate(self) -> float | None:
@@ -87,14 +87,14 @@ class Drift:
             metrics["merge_rate"] = self.merge_rate
         return metrics
 
-    def record(self, answer: Node, form: Message) -> None:
+    def record(self, answer: HistoryNode, form: Message) -> None:
         """Knows an answer from now on, in this form."""
         self._said.setdefault(key_of(form, -1), []).append(answer)
         for call in form.tool_calls:
             if call.id:
                 self._with_call[call.id] = answer
 
-    def count(self, found: Found) -> None:
+    def count(self, found: HistoryMatch) -> None:
         """Counts what a request says of drift."""
         branch = self._branch(found)
         if branch is not None:
@@ -111,7 +111,7 @@ class Drift:
                     self._add(_Met(JOINED + kind, number, texts, found.answer), found)
             node.came = message
 
-    def _add(self, met: _Met, found: Found) -> None:
+    def _add(self, met: _Met, found: HistoryMatch) -> None:
         self.counts[met.kind] += 1
         if met.kind not in self.first and met.answer.turn is not None:
             recorded, came = _shown(*met.texts)
@@ -125,7 +125,7 @@ class Drift:
                 tools=found.root.tools,
             )
 
-    def _branch(self, found: Found) -> _Met | None:
+    def _branch(self, found: HistoryMatch) -> _Met | None:
         """Where a request does not extend what it brings back."""
         answers = [
             number
@@ -135,7 +135,7 @@ class Drift:
         for number in reversed(answers):
             original = self._original(found, number)
             if original is not None:
-                return _compared(found, number, original)
+                return _compare_request(found, number, original)
 
         if answers and answers[0] == found.num_matched:
             siblings = [
@@ -152,7 +152,7 @@ class Drift:
 
         return None
 
-    def _original(self, found: Found, number: int) -> Node | None:
+    def _original(self, found: HistoryMatch, number: int) -> HistoryNode | None:
         """The recorded answer that an assistant's message is, wherever it was said; the likeliest
         of several."""
         message = found.messages[number]
@@ -165,7 +165,7 @@ class Drift:
         )
 
 
-def _compared(found: Found, number: int, original: Node) -> _Met:
+def _compare_request(found: HistoryMatch, number: int, original: HistoryNode) -> _Met:
     """A request up to the message `number`, compared with the history of a recorded answer."""
     recorded = original.path()
     came = list(range(number + 1))
@@ -182,7 +182,7 @@ def _compared(found: Found, number: int, original: Node) -> _Met:
     return _Met(kind, first, texts, original)
 
 
-def _common(recorded: Sequence[Node], came: Sequence[int], found: Found) -> int:
+def _common(recorded: Sequence[HistoryNode], came: Sequence[int], found: HistoryMatch) -> int:
     """How many messages both begin with."""
     count = 0
     for node, number in zip(recorded, came, strict=False):
@@ -195,7 +195,7 @@ def _common(recorded: Sequence[Node], came: Sequence[int], found: Found) -> int:
     return count
 
 
-def _class_of(recorded: Sequence[Node], came: Sequence[Message]) -> str:
+def _class_of(recorded: Sequence[HistoryNode], came: Sequence[Message]) -> str:
     """What happened between what both begin with and what both end with."""
     roles = {*(node.forms[-1].role for node in recorded), *(message.role for message in came)}
     if roles == {"system"}:
@@ -212,12 +212,12 @@ def _class_of(recorded: Sequence[Node], came: Sequence[Message]) -> str:
     return edit(recorded[0].forms, came[0])
 
 
-def _nearest(answers: Sequence[Node], message: Message) -> Node:
+def _nearest(answers: Sequence[HistoryNode], message: Message) -> HistoryNode:
     """The answer that the message was most likely made from: one with the same calls, else the same
     text, else the newest."""
     content, calls = key_of(message, -1)[1:]  # type: ignore[index]
 
-    def likeness(node: Node) -> tuple[bool, bool, int]:
+    def likeness(node: HistoryNode) -> tuple[bool, bool, int]:
         own_content, own_calls = key_of(node.forms[-1], -1)[1:]  # type: ignore[index]
         return bool(calls) and own_calls == calls, own_content == content, node.turn or 0
 
@@ -237,10 +237,10 @@ def _shown(*texts: str) -> list[str]:
     letters = enumerate(zip(*texts, strict=False))
     same = next((place for place, at in letters if len(set(at)) > 1), 0)
     start = max(0, same - SHOWN // 3)
-    return [_escaped(text[start : start + SHOWN], start > 0) for text in texts]
+    return [_escape_line(text[start : start + SHOWN], start > 0) for text in texts]
 
 
-def _escaped(text: str, is_cut: bool) -> str:
+def _escape_line(text: str, is_cut: bool) -> str:
     line = text.encode("unicode_escape", "surrogatepass").decode("ascii")
     return f"...{line}" if is_cut else line
 
@@ -274,7 +274,7 @@ def first_difference(
 
     return TokenDifference(
         position,
-        before=_escaped(before, False),
-        recorded=_escaped(there, False),
-        rendered=_escaped(instead, False),
+        before=_escape_line(before, False),
+        recorded=_escape_line(there, False),
+        rendered=_escape_line(instead, False),
     )

@@ -48,7 +48,7 @@ class EarlierWeights:
         drop_packed(spare[0])
         self._copies[version] = spare[0]
 
-    def served(self, wanted: int | None, newest: int) -> tuple[int, PreTrainedModel]:
+    def model_serving(self, wanted: int | None, newest: int) -> tuple[int, PreTrainedModel]:
         """The version that serves who wants that one: itself, or else the next that is there, up to
         `newest`, which is the model's own."""
         later = (

@@ -192,10 +192,10 @@ def undone(forms: Sequence[Message], came: Message) -> list[Undone]:
     it means."""
     key = key_of(came, -1)
     alike = [form for form in forms if key_of(form, -1) == key or names_calls(form, came)]
-    return min((_rewritten(form, came) for form in alike), key=len, default=[])
+    return min((_find_rewrites(form, came) for form in alike), key=len, default=[])
 
 
-def _rewritten(form: Message, came: Message) -> list[Undone]:
+def _find_rewrites(form: Message, came: Message) -> list[Undone]:
     changes: list[Undone] = []
     if [call.arguments for call in form.tool_calls] != [call.arguments for call in came.tool_calls]:
         changes.append("arguments_rewritten")
@@ -208,12 +208,12 @@ def _rewritten(form: Message, came: Message) -> list[Undone]:
     if not isinstance(came.content, str):
         changes.append("content_in_parts")
     if came.role == "assistant":
-        changes += _restyled(form, came)
+        changes += _find_restyling(form, came)
 
     return changes
 
 
-def _restyled(form: Message, came: Message) -> list[Undone]:
+def _find_restyling(form: Message, came: Message) -> list[Undone]:
     """What differs of an assistant's text and reasoning."""
     recorded = parts_of(form).reasoning
     returned = parts_of(came).reasoning

@@ -35,7 +35,7 @@ def fingerprint(tensor: torch.Tensor) -> str:
         words = _words(bits[begin : begin + 8 * CHUNK])
         for which in (0, 1):
             of_chunk = (words * factors[which, : len(words)]).sum()
-            sums[which] += of_chunk * _signed(_odd(2 * number + which + 2**40))
+            sums[which] += of_chunk * _as_signed(_odd(2 * number + which + 2**40))
 
     first, second = (int(one) & _MASK for one in sums.tolist())
     return f"{first:016x}{second:016x}"
@@ -54,7 +54,7 @@ def _words(bits: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=8)
 def _factors(device: torch.device) -> torch.Tensor:
     """[2, CHUNK]"""
-    made = [[_signed(_odd(2 * place + which)) for place in range(CHUNK)] for which in (0, 1)]
+    made = [[_as_signed(_odd(2 * place + which)) for place in range(CHUNK)] for which in (0, 1)]
     return torch.tensor(made, dtype=torch.int64, device=device)
 
 
@@ -66,6 +66,6 @@ def _odd(number: int) -> int:
     return (mixed ^ mixed >> 31) | 1
 
 
-def _signed(number: int) -> int:
+def _as_signed(number: int) -> int:
     """The int64 of the same bits: products and sums wrap around as those of unsigned numbers do."""
     return number - 2**64 if number >= 2**63 else number

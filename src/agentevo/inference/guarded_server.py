@@ -46,7 +46,7 @@ class GuardedServer:
         assert self._guard.stdin is not None
         return self._guard.stdin.fileno()
 
-    def ended(self) -> str:
+    def describe_end(self) -> str:
         """How it ended, with the last lines of its log; empty while it runs."""
         code = self._guard.poll()
         if code is None:

@@ -26,7 +26,7 @@ from agentevo.models.chat_template import ToolSchemas
 from agentevo.types import Message
 
 
-class Node:
+class HistoryNode:
     """One message of a history, after those of its parent. A root has none."""
 
     __slots__ = (
@@ -34,7 +34,7 @@ class Node:
         "is_given", "is_lost", "parent", "place", "size", "tools", "turn",
     )  # fmt: skip
 
-    def __init__(self, tools: ToolSchemas, parent: Node | None = None) -> None:
+    def __init__(self, tools: ToolSchemas, parent: HistoryNode | None = None) -> None:
         self.tools = tools
         self.parent = parent
         self.size: int = 0 if parent is None else parent.size + 1
@@ -51,18 +51,18 @@ class Node:
         """It is an answer that nobody received."""
         self.came: Message | None = None
         """The last other form in which it came back."""
-        self.children: list[Node] = []
-        self._by_call: dict[str, Node] = {}
+        self.children: list[HistoryNode] = []
+        self._by_call: dict[str, HistoryNode] = {}
         """By the id of a call."""
-        self._by_form: dict[Message, list[Node]] = {}
-        self._by_key: dict[Hashable, list[Node]] = {}
+        self._by_form: dict[Message, list[HistoryNode]] = {}
+        self._by_key: dict[Hashable, list[HistoryNode]] = {}
         """Of the first `_num_keyed` children alone: most are never looked for so."""
         self._num_keyed = 0
         self._is_keyed = False
 
-    def add(self, message: Message, place: int) -> Node:
+    def add(self, message: Message, place: int) -> HistoryNode:
         """A new child."""
-        child = Node(self.tools, self)
+        child = HistoryNode(self.tools, self)
         child.place = place
         self.children.append(child)
         self._write(child, message)
@@ -73,21 +73,21 @@ class Node:
         if self.parent is not None:
             self.parent._write(self, message)
 
-    def _write(self, child: Node, form: Message) -> None:
+    def _write(self, child: HistoryNode, form: Message) -> None:
         child.forms.append(form)
         self._by_form.setdefault(form, []).append(child)
         self._by_call |= {call.id: child for call in form.tool_calls if call.id}
         if child._is_keyed:
             self._by_key.setdefault(key_of(form, child.place), []).append(child)
 
-    def exact(self, message: Message) -> list[Node]:
+    def exact(self, message: Message) -> list[HistoryNode]:
         """The children that are written so, the oldest first."""
         if len(self.children) == 1:
             only = self.children[0]
             return self.children if message in only.forms else []
         return self._by_form.get(message, [])
 
-    def alike(self, message: Message, place: int) -> list[Node]:
+    def alike(self, message: Message, place: int) -> list[HistoryNode]:
         """The children that mean the same and may be written otherwise."""
         if len(self.children) == 1 and self.children[0].came == message:
             return self.children
@@ -125,9 +125,9 @@ class Node:
         """For a message with the same key, or the same calls by their ids."""
         return (self.turn is None or self.is_given) and compatible(self.forms, message)
 
-    def path(self) -> list[Node]:
+    def path(self) -> list[HistoryNode]:
         """The nodes of the history, the first message first."""
-        nodes: list[Node] = []
+        nodes: list[HistoryNode] = []
         node = self
         while node.parent is not None:
             nodes.append(node)
@@ -139,12 +139,12 @@ class Node:
 class _Reached:
     """A node that a request's messages lead to."""
 
-    node: Node
+    node: HistoryNode
     num_alike: int = 0
     """Messages on the way that were written otherwise."""
     num_named: int = 0
     """Answers on the way whose tool-call ids came."""
-    otherwise: _Step | None = None
+    otherwise: _HistoryStep | None = None
     """The last message on the way that was written otherwise."""
 
     def rank(self) -> tuple[bool, bool, int, int, int]:
@@ -152,30 +152,30 @@ class _Reached:
         return turn >= 0, not self.node.is_lost, -self.num_alike, self.num_named, turn
 
 
-class _Step(NamedTuple):
+class _HistoryStep(NamedTuple):
     """A message that was written otherwise, and the one before it."""
 
-    node: Node
+    node: HistoryNode
     number: int
-    before: _Step | None
+    before: _HistoryStep | None
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class HistoryMatch:
     """Where a request's messages lead."""
 
-    answer: Node | None
+    answer: HistoryNode | None
     """The deepest recorded answer on the way."""
-    root: Node
+    root: HistoryNode
     serves_clients: bool
     """Messages match that are written otherwise."""
     messages: Sequence[Message]
     places: list[int]
     num_matched: int
     """Messages that lead along some recorded history."""
-    ends: list[Node]
+    ends: list[HistoryNode]
     """Where those lead; the newest last."""
-    otherwise: list[tuple[Node, int]]
+    otherwise: list[tuple[HistoryNode, int]]
     """Up to the answer, what was written otherwise: nodes and the numbers of messages, from 0; the
     last first."""
 
@@ -189,20 +189,20 @@ class Found:
 class Histories:
     """See the module."""
 
-    roots: dict[ToolSchemas, Node] = field(default_factory=dict)
+    roots: dict[ToolSchemas, HistoryNode] = field(default_factory=dict)
     """By the tools that the histories were asked with."""
     serves_clients: bool = False
     """Some answer was passed on to a client."""
 
-    def find(self, tools: ToolSchemas, messages: Sequence[Message]) -> Found:
+    def find(self, tools: ToolSchemas, messages: Sequence[Message]) -> HistoryMatch:
         """The last message is a new one unless it is an assistant's: a client goes on from an
         answer without a word of its own, such as from one that was cut off. Nothing is added."""
-        root = self.roots.get(tools) or Node(tools)
+        root = self.roots.get(tools) or HistoryNode(tools)
         places = places_of(messages)
         goes_on = bool(messages) and messages[-1].role == "assistant"
 
-        answer: Node | None = None
-        otherwise: _Step | None = None
+        answer: HistoryNode | None = None
+        otherwise: _HistoryStep | None = None
         reached = [_Reached(root)]
         matched = 0
         for number, message in enumerate(messages if goes_on else messages[:-1]):
@@ -227,7 +227,7 @@ class Histories:
                 answer = reached[-1].node
                 otherwise = reached[-1].otherwise
 
-        return Found(
+        return HistoryMatch(
             answer=answer,
             root=root,
             serves_clients=self.serves_clients,
@@ -250,10 +250,10 @@ class Histories:
         if self.serves_clients and len(exact) < len(node.children):
             for child in node.alike(message, places[number]):
                 if child not in exact:
-                    step = _Step(child, number, before.otherwise)
+                    step = _HistoryStep(child, number, before.otherwise)
                     yield _Reached(child, before.num_alike + 1, before.num_named, step)
 
-    def add(self, found: Found) -> Node:
+    def add(self, found: HistoryMatch) -> HistoryNode:
         """The node of all of the request's messages."""
         node = found.answer or self.roots.setdefault(found.root.tools, found.root)
         for message, place in zip(
@@ -282,7 +282,7 @@ def _count_named(reached: Sequence[_Reached], messages: Sequence[Message], numbe
             )
 
 
-def _steps_back(step: _Step | None) -> Iterator[tuple[Node, int]]:
+def _steps_back(step: _HistoryStep | None) -> Iterator[tuple[HistoryNode, int]]:
     while step is not None:
         yield step.node, step.number
         step = step.before

@@ -15,7 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from agentevo.errors import ConfigError, EngineError
-from agentevo.inference.admission import Admission, Limits
+from agentevo.inference.admission import Admission, AdmissionLimits
 
 MAX_HEADER_BYTES = 16 * 2**10
 GRACE_S = 2
@@ -74,7 +74,7 @@ def url_of(listening: socket.socket, *, encrypted: bool = False) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-class _Server(uvicorn.Server):
+class _HttpServer(uvicorn.Server):
     """Leaves connections to `Admission`, and signals to the caller."""
 
     def __init__(
@@ -82,7 +82,7 @@ class _Server(uvicorn.Server):
         config: uvicorn.Config,
         listener: socket.socket,
         tls: ssl.SSLContext | None,
-        limits: Limits | None,
+        limits: AdmissionLimits | None,
     ) -> None:
         super().__init__(config)
         self._listener = listener
@@ -113,7 +113,7 @@ async def serving(
     *,
     close: Callable[[], Awaitable[None]],
     tls: ssl.SSLContext | None = None,
-    limits: Limits | None = None,
+    limits: AdmissionLimits | None = None,
     lifespan: Literal["on", "off"] = "off",
     max_header_bytes: int = MAX_HEADER_BYTES,
     **settings: Any,
@@ -121,7 +121,7 @@ async def serving(
     """Serves on the socket while the block runs, then awaits `close` and ends. `lifespan`: whether
     the application is told of its start and end. `settings` are uvicorn's. Raises EngineError if
     the server does not start."""
-    server = _Server(
+    server = _HttpServer(
         uvicorn.Config(
             app,
             log_config=None,

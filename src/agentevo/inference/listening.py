@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from agentevo.errors import ListenerError, StreamDivergedError, described
+from agentevo.errors import ListenerError, StreamDivergedError, describe_error
 from agentevo.inference.engine import TokenListener
 from agentevo.types import Completion
 
@@ -25,7 +25,7 @@ def tell(listen: TokenListener, ids: Sequence[int], logprobs: Sequence[float]) -
         raise
     except (Exception, asyncio.CancelledError) as error:
         raise ListenerError(
-            f"the listener of a request's tokens raised {described(error)}"
+            f"the listener of a request's tokens raised {describe_error(error)}"
         ) from error
 
 

@@ -61,7 +61,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     """Tokens are wanted as they are drawn, before Completed."""
 
 
-class Score(msgspec.Struct, frozen=True, kw_only=True, tag="score"):
+class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="score"):
     """Answered by Completed, with the given tokens and their log-probs, or Failed, unless it is
     cancelled."""
 
@@ -85,14 +85,14 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
     session: SessionName
 
 
-class Watch(msgspec.Struct, frozen=True, kw_only=True, tag="watch"):
+class WatchRequest(msgspec.Struct, frozen=True, kw_only=True, tag="watch"):
     """Asks for State now and every `every_s` from now on, and whenever version or sleep change."""
 
     id: int
     every_s: float
 
 
-class Tokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
+class DrawnTokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
     """The next tokens of a request that wants them as they are drawn. Those that no frame has taken
     when Completed is sent are in there alone."""
 
@@ -106,14 +106,14 @@ class Completed(msgspec.Struct, frozen=True, kw_only=True, tag="completed"):
     completion: Completion
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+class FailedRequest(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     id: int
     error: str
     """A name in ERRORS."""
     message: str
 
 
-class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
+class StateReport(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     """Comes unasked: first of all, and then as Watch says."""
 
     state: EngineState
@@ -123,8 +123,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
     """Id of the last Watch that has come."""
 
 
-ToEngine = Generate | Score | Cancel | Release | Watch
-FromEngine = Tokens | Completed | Failed | State
+ToEngine = Generate | ScoreRequest | Cancel | Release | WatchRequest
+FromEngine = DrawnTokens | Completed | FailedRequest | StateReport
 
 
 class SleepRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,13 +160,13 @@ def status_and_answer(error: EngineError) -> tuple[int, ErrorAnswer]:
     return status, ErrorAnswer(error=name, message=str(error))
 
 
-def failed(request: int, error: EngineError) -> Failed:
+def failure_of(request: int, error: EngineError) -> FailedRequest:
     """An error as the answer to the client whose request failed."""
     answer = status_and_answer(error)[1]
-    return Failed(id=request, error=answer.error, message=answer.message)
+    return FailedRequest(id=request, error=answer.error, message=answer.message)
 
 
-def raised(answer: Failed) -> EngineError:
+def error_of(answer: FailedRequest) -> EngineError:
     """The error that the client raises."""
     return ERRORS.get(answer.error, (500, EngineError))[1](answer.message)
 
@@ -239,12 +239,12 @@ class Outbox:
 
         return self._encoder.encode(taken) if taken else None
 
-    def _next_tokens(self) -> Tokens:
+    def _next_tokens(self) -> DrawnTokens:
         request = next(iter(self._tokens))
         ids, logprobs = self._tokens.pop(request)
         if len(ids) > MAX_TOKENS:
             self._tokens[request] = (ids[MAX_TOKENS:], logprobs[MAX_TOKENS:])
-        return Tokens(id=request, ids=ids[:MAX_TOKENS], logprobs=logprobs[:MAX_TOKENS])
+        return DrawnTokens(id=request, ids=ids[:MAX_TOKENS], logprobs=logprobs[:MAX_TOKENS])
 
     async def next_frame(self) -> bytes:
         """Waits until there is one."""

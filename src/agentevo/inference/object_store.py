@@ -31,7 +31,7 @@ from agentevo.inference.objects import CALL_S, Objects
 from agentevo.inference.version_manifest import (
     LATEST_FILE,
     MANIFEST_FILE,
-    Part,
+    ManifestPart,
     folder_name,
     version_numbers,
 )
@@ -76,11 +76,11 @@ class ObjectStoreWeights(WeightVersions):
         """See WeightVersions.versions. As the store lists them."""
         return version_numbers(self.objects.under())
 
-    def announced(self) -> Latest | None:
+    def latest_version(self) -> Latest | None:
         """See WeightVersions.announced."""
         if self._looked is not None and time.monotonic() - self._looked[0] < self._look_s:
             return self._looked[1]
-        latest = super().announced()
+        latest = super().latest_version()
         self._looked = (time.monotonic(), latest)
         return latest
 
@@ -129,12 +129,12 @@ class ObjectStoreWeights(WeightVersions):
         self,
         version: int,
         contents: list[Content],
-        manifest: Callable[[list[Part]], bytes],
+        manifest: Callable[[list[ManifestPart]], bytes],
     ) -> bytes:
-        def upload(content: Content) -> Part:
+        def upload(content: Content) -> ManifestPart:
             raw = save(content.tensors)
             self.objects.put(_path(version, content.file), raw)
-            return Part(content.file, hashlib.sha256(raw).hexdigest(), len(raw))
+            return ManifestPart(content.file, hashlib.sha256(raw).hexdigest(), len(raw))
 
         made = manifest(side_by_side(upload, contents))
         self.objects.put(_path(version, MANIFEST_FILE), made)
@@ -145,7 +145,7 @@ class ObjectStoreWeights(WeightVersions):
         version: int,
         files: dict[str, dict[str, Spec]],
         tensors: Iterator[tuple[str, torch.Tensor]],
-        manifest: Callable[[list[Part]], bytes],
+        manifest: Callable[[list[ManifestPart]], bytes],
     ) -> bytes:
         """One file is in memory at a time."""
         parts = []
@@ -155,7 +155,7 @@ class ObjectStoreWeights(WeightVersions):
             raw = buffer.getvalue()
             del buffer
             self.objects.put(_path(version, file), raw)
-            parts.append(Part(file, hashlib.sha256(raw).hexdigest(), len(raw)))
+            parts.append(ManifestPart(file, hashlib.sha256(raw).hexdigest(), len(raw)))
 
         made = manifest(parts)
         self.objects.put(_path(version, MANIFEST_FILE), made)
@@ -171,7 +171,7 @@ class ObjectStoreWeights(WeightVersions):
         except OSError:
             return  # it is old, and tried again with the next version
 
-    def _check_part(self, version: int, part: Part) -> None:
+    def _check_part(self, version: int, part: ManifestPart) -> None:
         """That it is there, by its size: reading everything again would cost what the store sells.
         Who reads compares the bits."""
         try:

@@ -44,7 +44,7 @@ class Objects:
         package is not installed."""
         self.url = url.rstrip("/")
         self._call_s = call_s
-        self.files, self._root = _opened(self.url)
+        self.files, self._root = _open_file_system(self.url)
         self._hanging: set[threading.Thread] = set()
 
     def info(self, path: str) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def state_of(info: dict[str, Any]) -> str:
     return repr([info.get(key) for key in CHANGES])
 
 
-def _opened(url: str) -> tuple[Any, str]:
+def _open_file_system(url: str) -> tuple[Any, str]:
     """(file system, the path in it)."""
     protocol = url.partition("://")[0]
     if protocol not in fsspec.available_protocols():

@@ -25,12 +25,12 @@ import torch
 from torch import distributed
 
 from agentevo.errors import ModelError
-from agentevo.inference.weight_delta import box_keys, change_of, checksum, combined
+from agentevo.inference.weight_delta import box_keys, change_of, checksum, combine_checksums
 from agentevo.models.parts import (
     Box,
     Grid,
-    Part,
     Spec,
+    WeightPart,
     as_bytes,
     boxes_of,
     boxes_of_all,
@@ -39,7 +39,7 @@ from agentevo.models.parts import (
 )
 
 
-class Found(NamedTuple):
+class BoxDifference(NamedTuple):
     """What a process says of a box that it has compared."""
 
     box: Box
@@ -54,7 +54,7 @@ class PublishedParts:
 
     def __init__(
         self,
-        own: Callable[[], Mapping[str, Part]],
+        own: Callable[[], Mapping[str, WeightPart]],
         group: distributed.ProcessGroup | None = None,
     ) -> None:
         """`own`: this process's parts of what is published, as they are now; the same names in the
@@ -83,8 +83,8 @@ class PublishedParts:
         """On the first process: what changed, unless it can't be said, because nothing was kept or
         other tensors are trained now. None on the others."""
         own = self._own()
-        found = self._compared()
-        of_all: list[dict[str, Found] | None] = [found]
+        found = self._compare_boxes()
+        of_all: list[dict[str, BoxDifference] | None] = [found]
         if distributed.is_initialized():
             first = distributed.get_rank(self._group) == 0
             of_all *= distributed.get_world_size(self._group)
@@ -114,7 +114,7 @@ class PublishedParts:
         distributed.recv(as_bytes(tensor), group=self._group, group_src=process)
         return tensor
 
-    def _given(self) -> dict[str, Part]:
+    def _given(self) -> dict[str, WeightPart]:
         """This process's parts without those that another one gives."""
         own = self._own()
         boxes = boxes_of_all(own, self._group)
@@ -125,7 +125,7 @@ class PublishedParts:
             if me in givers_of([of_one[name] for of_one in boxes])
         }
 
-    def _compared(self) -> dict[str, Found] | None:
+    def _compare_boxes(self) -> dict[str, BoxDifference] | None:
         """Of each box that this process gives; None where it has not kept the same ones."""
         given = self._given()
         self._changes = {}
@@ -141,7 +141,7 @@ class PublishedParts:
             specs = {kind: Spec(one.dtype, tuple(one.shape)) for kind, one in change.items()}
             if change:  # what is given whole is made again when it is given
                 self._changes[name] = {} if "whole" in change else change
-            found[name] = Found(part.box, specs, checksum(now))
+            found[name] = BoxDifference(part.box, specs, checksum(now))
 
         return found
 
@@ -162,7 +162,10 @@ class PartsDelta:
 
     @classmethod
     def of(
-        cls, own: Mapping[str, Part], found: list[dict[str, Found]], parts: PublishedParts
+        cls,
+        own: Mapping[str, WeightPart],
+        found: list[dict[str, BoxDifference]],
+        parts: PublishedParts,
     ) -> PartsDelta:
         """`found`: of each process. Raises ModelError where it is not all of a tensor."""
         made = cls({}, {}, {}, [], parts)
@@ -176,7 +179,7 @@ class PartsDelta:
 
         return made
 
-    def _add(self, name: str, spec: Spec, found: Mapping[Box, tuple[int, Found]]) -> None:
+    def _add(self, name: str, spec: Spec, found: Mapping[Box, tuple[int, BoxDifference]]) -> None:
         if not math.prod(spec.shape):
             self.state[name] = checksum(torch.empty(spec.shape, dtype=spec.dtype))
             return
@@ -190,7 +193,7 @@ class PartsDelta:
 
         boxes = boxes_of(grid, spec.shape)
         checksums = [found[box][1].sha256 for box in boxes]
-        self.state[name] = checksums[0] if len(boxes) == 1 else combined(checksums)
+        self.state[name] = checksums[0] if len(boxes) == 1 else combine_checksums(checksums)
         if len(boxes) > 1:
             self.grids[name] = grid
 

@@ -38,7 +38,7 @@ class PlainTexts:
         ids = self._context(turn)
         return ids[: len(ids) - unsaid] + self._chat.plain(text[len(known) :], begins=False)
 
-    def answered(self, prompt: str, said: str, turn: int, completion_ids: Sequence[int]) -> None:
+    def note_answer(self, prompt: str, said: str, turn: int, completion_ids: Sequence[int]) -> None:
         """Turn `turn` has answered a prompt with `said`."""
         ended = completion_ids[-1] in self._chat.end_ids
         if ended:

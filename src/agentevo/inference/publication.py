@@ -60,7 +60,7 @@ class Publication:
         """See WeightSender.publish. What a trainer before
         this one has published of this version or a later one stays, if it is whole. What can't be
         written now, `look_after` writes later."""
-        latest = await in_thread(self._announced)
+        latest = await in_thread(self._latest_version)
         self._version = version
         self._latest = latest
         if self._latest is not None and self._latest.version < version:
@@ -111,9 +111,9 @@ class Publication:
             self._advised = True
             self._note(self._folder.advice)
 
-    def _announced(self) -> Latest | None:
+    def _latest_version(self) -> Latest | None:
         try:
-            return self._folder.announced()
+            return self._folder.latest_version()
         except EngineError as error:
             self._say(str(error))
             return None

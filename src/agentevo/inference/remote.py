@@ -49,7 +49,7 @@ from agentevo.inference.client_connection import (
 from agentevo.inference.directory import EngineDirectory
 from agentevo.inference.engine import NO_VERSION, TokenListener, TokenScores, check_score
 from agentevo.inference.listening import StreamedTokens
-from agentevo.inference.messages import EngineState, State
+from agentevo.inference.messages import EngineState, StateReport
 from agentevo.inference.secret import RunSecret
 from agentevo.types import Completion, SamplingParams
 
@@ -70,7 +70,7 @@ more."""
 
 
 @dataclass(eq=False)
-class _Known:
+class _KnownEngine:
     """One engine, from when it is first heard of until it is gone."""
 
     address: EngineAddress
@@ -153,8 +153,8 @@ class RemoteEngine:
         self._max_age_s = max_age_s
         given = also if isinstance(engines, EngineDirectory) else [*engines, *also]
         self._given = {address.url: address for address in map(EngineAddress.read, given)}
-        self._known: dict[str, _Known] = {}
-        self._homes: dict[str, _Known] = {}
+        self._known: dict[str, _KnownEngine] = {}
+        self._homes: dict[str, _KnownEngine] = {}
         self._counts: dict[tuple[str, int], dict[str, float]] = {}
         """(URL, process) -> what it has counted, also of those that are gone."""
         self._watcher: asyncio.Task[None] | None = None
@@ -183,7 +183,7 @@ class RemoteEngine:
         deadline, and StreamDivergedError if another one than that which has died draws other
         tokens than `listen` was told."""
         streamed = None if listen is None else StreamedTokens(listen)
-        return await self._asked(
+        return await self._ask_engines(
             lambda connection, left: connection.generate(
                 prompt_ids, sampling, session, left, streamed
             ),
@@ -201,13 +201,13 @@ class RemoteEngine:
     ) -> TokenScores:
         """See ScoringEngine.score. Raises as `generate`."""
         check_score(context_ids, ids, temperature, deadline_s)
-        return await self._asked(
+        return await self._ask_engines(
             lambda connection, left: connection.score(context_ids, ids, temperature, left),
             None,
             deadline_s,
         )
 
-    async def _asked(
+    async def _ask_engines(
         self,
         ask: Callable[[ClientConnection, float], Awaitable[T]],
         session: str | None,
@@ -370,14 +370,14 @@ class RemoteEngine:
                 self._forget(engine)
 
         for url, address in addresses.items():
-            engine = self._known.setdefault(url, _Known(address, time.monotonic()))
+            engine = self._known.setdefault(url, _KnownEngine(address, time.monotonic()))
             # Another that came after it there may have another certificate.
             engine.address = address
             if not engine.connected and (engine.connecting is None or engine.connecting.done()):
                 engine.connecting = asyncio.ensure_future(self._connect(engine))
 
-    async def _connect(self, engine: _Known) -> None:
-        def hear(message: State) -> None:
+    async def _connect(self, engine: _KnownEngine) -> None:
+        def hear(message: StateReport) -> None:
             state = message.state
             engine.state = state
             engine.yours = message.yours
@@ -397,13 +397,13 @@ class RemoteEngine:
                 self._warn(str(error))
             self._trouble = str(error)
 
-    async def _ask_state(self, engine: _Known) -> None:
+    async def _ask_state(self, engine: _KnownEngine) -> None:
         if engine.connecting is not None:
             await asyncio.wait([engine.connecting])
         if engine.connection is not None:
             await engine.connection.look()
 
-    def _able(self) -> list[_Known]:
+    def _able(self) -> list[_KnownEngine]:
         """The engines that may be asked: usable, and not behind others for LATE_S."""
         usable = [engine for engine in self._known.values() if engine.usable]
         newest = max((engine.version for engine in usable), default=NO_VERSION)
@@ -425,7 +425,9 @@ class RemoteEngine:
 
         return able
 
-    def _choose(self, session: str | None, refused: Mapping[str, EngineError]) -> _Known | None:
+    def _choose(
+        self, session: str | None, refused: Mapping[str, EngineError]
+    ) -> _KnownEngine | None:
         """The conversation's engine if it may be asked, else the one with the least to do among
         those of the newest version: an engine that is late with new weights gets no more
         conversations whose tokens would be old. One that sleeps is asked when all of them do."""
@@ -455,14 +457,14 @@ class RemoteEngine:
             self._warned.add(text)
             LOG.warning(text)
 
-    def _move_home(self, session: str, engine: _Known) -> None:
+    def _move_home(self, session: str, engine: _KnownEngine) -> None:
         before = self._homes.get(session)
         if before is not None:
             before.homes.discard(session)
         self._homes[session] = engine
         engine.homes.add(session)
 
-    def _forget(self, engine: _Known) -> None:
+    def _forget(self, engine: _KnownEngine) -> None:
         """It is dead: its requests go to others, its conversations too when they go on."""
         self._known.pop(engine.url, None)
         for session in engine.homes:

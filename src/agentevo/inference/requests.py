@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Request:
+class EngineRequest:
     """One call of `generate`, or (future None) the computation of a shared prefix."""
 
     ids: list[int]
@@ -78,7 +78,7 @@ class Request:
             routed_experts=routed,
         )
 
-    def interrupted(
+    def restart_from(
         self, ids: list[int], rows: np.ndarray | None, known_rows: TokenRows | None
     ) -> None:
         """It is to be computed again, from `ids`, under other weights or the same. What was drawn
@@ -107,7 +107,7 @@ class Request:
         except (GrammarError, ListenerError) as error:
             self.future.set_exception(error)
 
-    def allowed(self) -> np.ndarray | None:
+    def allowed_tokens(self) -> np.ndarray | None:
         """The tokens that may come next, as in `sampling.keep_allowed`. A grammar that can't go on
         ends this request alone."""
         if self.grammar is None or self.future is None or self.future.done():

@@ -18,12 +18,12 @@ import torch
 from transformers import PreTrainedModel
 
 from agentevo.errors import EngineError
-from agentevo.models.routers import OWN, Recording, Replay, Routers, routers_of
+from agentevo.models.routers import OWN, Recording, RouterReplay, Routers, routers_of
 from agentevo.routed_experts import RoutedExperts, row_dtype
 
 if TYPE_CHECKING:
     from agentevo.inference.batch import StepBatch
-    from agentevo.inference.requests import Request
+    from agentevo.inference.requests import EngineRequest
     from agentevo.inference.scheduler import Sequence
 
 
@@ -110,7 +110,7 @@ def recording_of(batch: StepBatch, routers: Routers | None) -> Recording | None:
             rows[begin : begin + len(again)] = again
         begin += count
 
-    return Recording(routers, Replay(torch.as_tensor(rows, device=batch.input_ids.device)))
+    return Recording(routers, RouterReplay(torch.as_tensor(rows, device=batch.input_ids.device)))
 
 
 def record(batch: StepBatch, recording: Recording) -> None:
@@ -122,7 +122,9 @@ def record(batch: StepBatch, recording: Recording) -> None:
         begin += count
 
 
-def told(sequence: Sequence, request: Request, routers: Routers | None) -> RoutedExperts | None:
+def told(
+    sequence: Sequence, request: EngineRequest, routers: Routers | None
+) -> RoutedExperts | None:
     """What the completion of a request says, whose tokens but the last are all cached; None of an
     engine that doesn't record."""
     if routers is None:
@@ -132,7 +134,7 @@ def told(sequence: Sequence, request: Request, routers: Routers | None) -> Route
     return RoutedExperts.of(rows[request.params.routed_from :], routers.num_experts)
 
 
-def drawn_rows(sequence: Sequence, request: Request) -> np.ndarray | None:
+def drawn_rows(sequence: Sequence, request: EngineRequest) -> np.ndarray | None:
     """[ids - 1, layers, top_k]: of every token that has a next one, the row of the pass that drew
     that; None before anything was drawn."""
     kept = request.drawn_rows

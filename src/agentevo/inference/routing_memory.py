@@ -30,7 +30,7 @@ from agentevo.inference.routing import TokenRows, Weights, engine_routers
 from agentevo.models.routers import Routers
 
 if TYPE_CHECKING:
-    from agentevo.inference.requests import Request
+    from agentevo.inference.requests import EngineRequest
     from agentevo.inference.scheduler import Sequence
 
 SHARE = 1 / 8
@@ -38,7 +38,7 @@ SHARE = 1 / 8
 processor."""
 
 
-class Known(NamedTuple):
+class KnownPrefix(NamedTuple):
     """The first `num_tokens` of these rows."""
 
     rows: TokenRows
@@ -54,7 +54,7 @@ class Known(NamedTuple):
         """Those that a session's cache with these rows goes on with, whose first `common` tokens
         begin the new prompt."""
         longer = common > self.num_tokens and self.agrees(rows, common) == common
-        best = Known(rows, common) if longer else self
+        best = KnownPrefix(rows, common) if longer else self
         goes_on = best.rows is rows and best.num_tokens == rows.count
         return rows if goes_on else best.rows.beginning(best.num_tokens)
 
@@ -107,14 +107,14 @@ class RoutingMemory:
         and the version."""
         return self._beginnings, self._serves(version)
 
-    def known(self, request: Request) -> Known:
+    def known(self, request: EngineRequest) -> KnownPrefix:
         """See the module. Nothing is copied."""
         weights = self.weights(request.version)
         own = request.known_rows
         if own is not None and own.weights == weights:
-            return Known(own, min(own.count, len(request.ids)))
+            return KnownPrefix(own, min(own.count, len(request.ids)))
 
-        best = Known(TokenRows(weights), 0)
+        best = KnownPrefix(TokenRows(weights), 0)
         paths = self._paths.get(request.session, []) if request.session is not None else []
         ids = np.array(request.ids if paths else [], dtype=np.int32)
         for path in reversed(paths):
@@ -123,18 +123,18 @@ class RoutingMemory:
                 differs = (path.ids[:size] != ids[:size]).nonzero()[0]
                 count = int(differs[0]) if len(differs) else size
                 if count > best.num_tokens:
-                    best = Known(path.rows, count)
+                    best = KnownPrefix(path.rows, count)
 
         return best
 
-    def known_to_any(self, requests: Iterable[Request], ids: list[int]) -> TokenRows | None:
+    def known_to_any(self, requests: Iterable[EngineRequest], ids: list[int]) -> TokenRows | None:
         """The rows of a prefix that some requests share: what one of them knows of it."""
         best = None
         for request in requests:
             if request.ids[: len(ids)] == ids:
                 rows, count = self.known(request)
                 if count > (0 if best is None else best.num_tokens):
-                    best = Known(rows, min(count, len(ids)))
+                    best = KnownPrefix(rows, min(count, len(ids)))
         return None if best is None else best.rows.beginning(best.num_tokens)
 
     def keep(self, session: str, sequence: Sequence) -> None:

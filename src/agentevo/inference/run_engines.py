@@ -130,7 +130,7 @@ class RunEngines:
         listen: TokenListener | None = None,
     ) -> Completion:
         """See RemoteEngine.generate."""
-        left = await self._reached(deadline_s)
+        left = await self._wait_for_version(deadline_s)
         return await self._engines.generate(
             prompt_ids, sampling, session=session, deadline_s=left, listen=listen
         )
@@ -144,10 +144,10 @@ class RunEngines:
         deadline_s: float,
     ) -> TokenScores:
         """See RemoteEngine.score."""
-        left = await self._reached(deadline_s)
+        left = await self._wait_for_version(deadline_s)
         return await self._engines.score(context_ids, ids, temperature=temperature, deadline_s=left)
 
-    async def _reached(self, deadline_s: float) -> float:
+    async def _wait_for_version(self, deadline_s: float) -> float:
         """Waits for the version that is meant; the seconds that are left."""
         deadline = time.monotonic() + deadline_s
         if self._engines.version < self._meant:

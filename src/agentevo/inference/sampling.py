@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from agentevo.models.grammar import allowed
-from agentevo.penalties import Changes
+from agentevo.models.grammar import unpack_mask
+from agentevo.penalties import PenaltyChanges
 from agentevo.types import Alternatives, SamplingParams
 
 _BLOCK = 256
@@ -48,11 +48,11 @@ def keep_allowed(logits: torch.Tensor, masks: Sequence[np.ndarray | None]) -> No
     without a mask stays as it is."""
     for row, mask in enumerate(masks):
         if mask is not None:
-            forbidden = torch.from_numpy(~allowed(mask, logits.shape[-1]))
+            forbidden = torch.from_numpy(~unpack_mask(mask, logits.shape[-1]))
             logits[row].masked_fill_(forbidden.to(logits.device), float("-inf"))
 
 
-def penalise(logits: torch.Tensor, changes: Sequence[Changes | None]) -> None:
+def penalise(logits: torch.Tensor, changes: Sequence[PenaltyChanges | None]) -> None:
     """Logits [B, V] float32 under the penalties of each row, in place. A row without any stays as
     it is."""
     for row, change in enumerate(changes):
@@ -67,7 +67,7 @@ def draw(
     params: list[SamplingParams],
     uniforms: list[float],
     masks: Sequence[np.ndarray | None] = (),
-    changes: Sequence[Changes | None] = (),
+    changes: Sequence[PenaltyChanges | None] = (),
 ) -> tuple[list[int], list[float]]:
     """One token per row of logits [B, V], by inverting the cumulative distribution at `uniforms`
     [B] in [0, 1); greedy at temperature 0. `masks`: for each row the tokens that it may draw, as
@@ -84,7 +84,7 @@ def draw_with_alternatives(
     params: list[SamplingParams],
     uniforms: list[float],
     masks: Sequence[np.ndarray | None] = (),
-    changes: Sequence[Changes | None] = (),
+    changes: Sequence[PenaltyChanges | None] = (),
 ) -> tuple[list[int], list[float], list[Alternatives]]:
     """As `draw`, and for each row the `top_logprobs` likeliest tokens of the distribution that was
     drawn from; at temperature 0 the token alone."""

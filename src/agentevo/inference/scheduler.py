@@ -27,9 +27,9 @@ from agentevo.inference.kv_cache import (
     PrefixSegment,
     num_blocks,
 )
-from agentevo.inference.requests import Request
+from agentevo.inference.requests import EngineRequest
 from agentevo.inference.routing import TokenRows, drawn_rows
-from agentevo.inference.routing_memory import Known, RoutingMemory
+from agentevo.inference.routing_memory import KnownPrefix, RoutingMemory
 from agentevo.types import SamplingParams
 
 MIN_SHARED_TOKENS = 16
@@ -54,7 +54,7 @@ class Sequence:
     slot: int
     """-1 while it is idle."""
     ids: list[int]
-    request: Request | None
+    request: EngineRequest | None
     cached: int = 0
     segment: PrefixSegment | None = None
     offset: int = 0
@@ -94,13 +94,13 @@ class Scheduler:
         self.kv_tokens = kv_tokens
         """The memory budget."""
         self.cache = KVCache()
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[EngineRequest] = deque()
         self.running: list[Sequence] = []
         self.sessions: dict[str, Sequence] = {}
         """Idle sessions only, by name."""
         self.segments: dict[int, dict[PrefixKey, PrefixSegment]] = {}
         """Shared prefixes: length -> version and ids -> segment."""
-        self.pending_prefixes: dict[PrefixKey, Request] = {}
+        self.pending_prefixes: dict[PrefixKey, EngineRequest] = {}
         self.unshareable: set[PrefixKey] = set()
         """Prefixes that there was no memory to keep, until the queue is empty: computing them again
         and again could go on for ever."""
@@ -108,7 +108,7 @@ class Scheduler:
         self.prefix_hit_tokens = 0
         self.session_hit_tokens = 0
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: EngineRequest) -> None:
         """Queues a request. Raises RequestTooLongError if it can never run."""
         need = request.max_tokens
         what = f"prompt of {len(request.ids)} tokens"
@@ -147,7 +147,7 @@ class Scheduler:
         if self.config.prefix_sharing and not begun_only:
             self._request_prefixes()
 
-        held_back: list[Request] = []
+        held_back: list[EngineRequest] = []
         while self.waiting and len(self.running) < self.config.max_running:
             request = self.waiting.popleft()
             is_early = not request.is_begun if begun_only else self._prefix_coming(request)
@@ -226,7 +226,7 @@ class Scheduler:
         if sequence.request is not None and sequence.request.future is None:
             self.pending_prefixes.pop((sequence.request.version, tuple(sequence.ids)), None)
 
-    def abort(self) -> list[Request]:
+    def abort(self) -> list[EngineRequest]:
         """Empties queue and slots after a failure; returns the requests that are still to be
         answered."""
         unanswered = [
@@ -279,7 +279,7 @@ class Scheduler:
 
         records = self.routing is not None
         rows = drawn_rows(sequence, request) if records else None
-        request.interrupted(sequence.ids, rows, sequence.routed if records else None)
+        request.restart_from(sequence.ids, rows, sequence.routed if records else None)
         self.waiting.appendleft(request)
 
     def memory_tokens(self) -> int:
@@ -296,7 +296,7 @@ class Scheduler:
         return shared + sum(_round_up(s.cached - s.offset) for s in self.sessions.values())
 
     def _match(
-        self, version: int | None, ids: list[int], known: Known | None = None
+        self, version: int | None, ids: list[int], known: KnownPrefix | None = None
     ) -> PrefixSegment | None:
         """The longest segment of that version that is a proper prefix of `ids` (one token must be
         left to predict from) and was computed with the experts that are known."""
@@ -310,7 +310,7 @@ class Scheduler:
 
         return None
 
-    def _prefix_coming(self, request: Request) -> bool:
+    def _prefix_coming(self, request: EngineRequest) -> bool:
         return request.future is not None and any(
             version == request.version
             and len(ids) < request.num_context
@@ -331,7 +331,7 @@ class Scheduler:
                 version, [request for request in fresh if request.version == version]
             )
 
-    def _request_prefixes_of(self, version: int | None, fresh: list[Request]) -> None:
+    def _request_prefixes_of(self, version: int | None, fresh: list[EngineRequest]) -> None:
         by_prompt: dict[tuple[int, ...], int] = {}
         for request in fresh:
             key = tuple(request.ids[: request.num_context])
@@ -348,13 +348,15 @@ class Scheduler:
                 and wanted_key not in self.pending_prefixes
                 and wanted_key not in self.unshareable
             ):
-                request = Request(ids, SamplingParams(max_new_tokens=0), None, version=version)
+                request = EngineRequest(
+                    ids, SamplingParams(max_new_tokens=0), None, version=version
+                )
                 if self.routing is not None:
                     request.known_rows = self.routing.known_to_any(fresh, ids)
                 self.pending_prefixes[wanted_key] = request
                 self.waiting.appendleft(request)
 
-    def _place(self, request: Request) -> bool:
+    def _place(self, request: EngineRequest) -> bool:
         """Gives the request a slot (its session's, or a new one filled from a shared prefix); False
         if memory is short now."""
         idle = self.sessions.pop(request.session, None) if request.session is not None else None
@@ -395,7 +397,7 @@ class Scheduler:
             segment.last_used = self._tick()
             sequence.cached = len(segment.ids)
             if known is not None and known.num_tokens < len(segment.ids):
-                known = Known(segment.routed, len(segment.ids))
+                known = KnownPrefix(segment.routed, len(segment.ids))
 
             self.prefix_hit_tokens += len(segment.ids)
             if offset:
@@ -411,7 +413,7 @@ class Scheduler:
         self.running.append(sequence)
         return True
 
-    def _resume(self, idle: Sequence, request: Request) -> bool:
+    def _resume(self, idle: Sequence, request: EngineRequest) -> bool:
         """The next turn of a session: keeps what its cache has in common with the new prompt."""
         assert request.session is not None
 
@@ -457,7 +459,7 @@ class Scheduler:
         used = {s.slot for s in self.running}
         return next(slot for slot in range(self.cache.num_slots) if slot not in used)
 
-    def _fits_beside(self, segment: PrefixSegment, request: Request) -> bool:
+    def _fits_beside(self, segment: PrefixSegment, request: EngineRequest) -> bool:
         """Whether a request that refers to the segment has room to its last token, alone."""
         size = len(segment.ids)
         return _round_up(size) + _round_up(request.max_tokens - size) <= self.kv_tokens
@@ -557,7 +559,7 @@ def _length(sequence: Sequence) -> int:
     return len(sequence.ids) - sequence.offset
 
 
-def _room_to_draw(request: Request, ids: list[int]) -> int:
+def _room_to_draw(request: EngineRequest, ids: list[int]) -> int:
     """Tokens that there is room for behind these `ids` and with them."""
     return min(request.max_tokens, len(ids) + GROWTH_TOKENS)
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence as Tokens
 import torch
 
 from agentevo.inference.batch import StepBatch
-from agentevo.inference.requests import Request
+from agentevo.inference.requests import EngineRequest
 from agentevo.inference.sampling import summed_weights
 from agentevo.inference.scheduler import Sequence
 from agentevo.types import Completion, SamplingParams
@@ -28,13 +28,13 @@ def score_request(
     ids: Tokens[int],
     temperature: float,
     version: int | None,
-) -> Request:
+) -> EngineRequest:
     """The request that computes it, for the running event loop. Its future gets a Completion of
     the given tokens."""
     future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
     params = SamplingParams(temperature=temperature, max_new_tokens=0)
     whole = [*context_ids, *ids[:-1]]  # nothing is predicted from the last one
-    return Request(whole, params, future, version=version, scored=list(ids))
+    return EngineRequest(whole, params, future, version=version, scored=list(ids))
 
 
 def given_logprobs(logits: torch.Tensor, ids: Tokens[int], temperature: float) -> list[float]:
@@ -58,7 +58,7 @@ def given_logprobs(logits: torch.Tensor, ids: Tokens[int], temperature: float) -
 
 def take_scores(
     batch: StepBatch, logits: torch.Tensor, version: int
-) -> Iterator[tuple[Sequence, Request]]:
+) -> Iterator[tuple[Sequence, EngineRequest]]:
     """Takes down what logits [n, V] say of the given tokens that a step of that version predicts.
     Gives the requests that have all of their numbers now."""
     begin = 0
@@ -76,7 +76,7 @@ def take_scores(
             yield sequence, request
 
 
-def scored_completion(request: Request) -> Completion:
+def scored_completion(request: EngineRequest) -> Completion:
     """The answer to a request all of whose tokens have their numbers."""
     assert request.scored is not None
     return Completion(

@@ -48,7 +48,7 @@ try:
     from starlette.requests import ClientDisconnect
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from agentevo.inference.admission import MAX_CLIENTS, Connection, WebSocketProtocol
+    from agentevo.inference.admission import MAX_CLIENTS, AdmittedConnection, WebSocketProtocol
     from agentevo.inference.http_server import GRACE_S, serving
     from agentevo.inference.server_connection import ServerConnection
 except ModuleNotFoundError as missing:
@@ -96,7 +96,7 @@ class EngineDoor:
         self._closed = asyncio.Event()
         self._serving: set[asyncio.Task[None]] = set()
         self.app = FastAPI(title=f"AgentEvo engine {name}", openapi_url=None)
-        self.app.add_middleware(_Guard, secret=secret)
+        self.app.add_middleware(_EngineGuard, secret=secret)
         self.app.websocket(PATH)(self.requests)
         self.app.post("/sleep")(self.sleep)
         self.app.post("/wake")(self.wake)
@@ -173,7 +173,7 @@ class EngineDoor:
             await asyncio.gather(task, gone, closed, return_exceptions=True)
 
 
-class _Guard:
+class _EngineGuard:
     """Around the application: lets those in who have the secret, as long as there is room. Others
     get 401 and the reason, or for a WebSocket 403 alone: uvicorn logs an answer with more to say as
     a failure of ours. Either way the connection ends with its answer."""
@@ -183,7 +183,7 @@ class _Guard:
         self._secret = secret
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        connection: Connection = scope["state"]["connection"]
+        connection: AdmittedConnection = scope["state"]["connection"]
         answer = self._refusal(scope)
         if answer is None and not connection.admit():
             answer = status_and_answer(EngineUnavailableError(FULL))

@@ -36,11 +36,11 @@ from agentevo.inference.messages import (
     Generate,
     Outbox,
     Release,
-    Score,
-    State,
+    ScoreRequest,
+    StateReport,
     ToEngine,
-    Watch,
-    failed,
+    WatchRequest,
+    failure_of,
     read_requests,
 )
 from agentevo.types import Completion
@@ -143,7 +143,7 @@ class ServerConnection:
 
             watch = self._watch
             for message in messages:
-                if isinstance(message, (Generate, Score, Watch)):
+                if isinstance(message, (Generate, ScoreRequest, WatchRequest)):
                     if message.id <= self._newest_id:
                         self._last_word = (POLICY, f"the id {message.id} was used: ids grow")
                         return
@@ -157,10 +157,10 @@ class ServerConnection:
                 await asyncio.sleep(UNREAD_S)
 
     def _take(self, message: ToEngine) -> None:
-        if isinstance(message, (Generate, Score)):
+        if isinstance(message, (Generate, ScoreRequest)):
             if len(self._running) >= MAX_RUNNING:
                 error = EngineUnavailableError(f"{MAX_RUNNING} requests of this client are running")
-                self._outbox.put(failed(message.id, error))
+                self._outbox.put(failure_of(message.id, error))
                 return
             task = self._running[message.id] = asyncio.ensure_future(self._complete(message))
             task.add_done_callback(lambda _: self._running.pop(message.id, None))
@@ -171,26 +171,26 @@ class ServerConnection:
         elif isinstance(message, Cancel):
             if (running := self._running.get(message.id)) is not None:
                 running.cancel()
-        elif isinstance(message, Watch):
+        elif isinstance(message, WatchRequest):
             self._watch = message.id
             self._every_s = message.every_s if message.every_s >= LEAST_S else LEAST_S
 
-    async def _complete(self, request: Generate | Score) -> None:
+    async def _complete(self, request: Generate | ScoreRequest) -> None:
         """The one place where what an engine raises becomes an answer."""
         try:
-            if isinstance(request, Score):
-                completion = await self._scored(request)
+            if isinstance(request, ScoreRequest):
+                completion = await self._score(request)
             else:
-                completion = await self._generated(request)
+                completion = await self._generate(request)
             if self._told is not None and self._told.version != self._engine.version:
                 self._tell()
             self._outbox.put(Completed(id=request.id, completion=completion))
         except EngineError as error:
-            self._outbox.put(failed(request.id, error))
+            self._outbox.put(failure_of(request.id, error))
         except Exception as error:
             LOG.exception("the engine failed on a request")
             self._outbox.put(
-                failed(
+                failure_of(
                     request.id, EngineError(f"the engine failed: {type(error).__name__}: {error}")
                 )
             )
@@ -199,7 +199,7 @@ class ServerConnection:
                 request.id
             )  # an answer has them all, and nobody wants the rest
 
-    async def _generated(self, request: Generate) -> Completion:
+    async def _generate(self, request: Generate) -> Completion:
         check_request(request.sampling, request.deadline_s)
         return await self._engine.generate(
             request.prompt_ids,
@@ -209,7 +209,7 @@ class ServerConnection:
             listen=partial(self._outbox.put_tokens, request.id) if request.stream else None,
         )
 
-    async def _scored(self, request: Score) -> Completion:
+    async def _score(self, request: ScoreRequest) -> Completion:
         check_score(request.context_ids, request.ids, request.temperature, request.deadline_s)
         if not isinstance(self._engine, ScoringEngine):
             raise EngineError(CANT_SCORE)
@@ -265,7 +265,7 @@ class ServerConnection:
     def _tell(self, now: EngineState | None = None) -> None:
         self._told = now if now is not None else self._state()
         self._told_at = time.monotonic()
-        self._outbox.put(State(state=self._told, yours=len(self._running), watch=self._watch))
+        self._outbox.put(StateReport(state=self._told, yours=len(self._running), watch=self._watch))
 
     async def _say_good_bye(self, code: int, reason: str) -> None:
         with suppress(

@@ -47,7 +47,7 @@ from agentevo.inference.sglang_wire import (
     SglangClient,
     launch_arguments,
     launch_config,
-    unsupported,
+    why_unsupported,
 )
 from agentevo.inference.verified import VerifiedWeights, check_publish, verify_weights
 from agentevo.models.parameters import trained_weights
@@ -176,7 +176,7 @@ class SglangEngine:
             )
 
         facts = self._known()
-        reason = unsupported(sampling, facts, self._options.seeded)
+        reason = why_unsupported(sampling, facts, self._options.seeded)
         if reason:
             raise EngineError(f"engine.type=sglang: {reason}")
 
@@ -444,7 +444,7 @@ class SglangEngine:
         self._check_whole()
 
     def _check_alive(self) -> None:
-        ended = self._server.ended() if self._server is not None else ""
+        ended = self._server.describe_end() if self._server is not None else ""
         if ended:
             raise EngineError(f"SGLang has ended: {ended}")
 

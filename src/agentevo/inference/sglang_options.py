@@ -69,7 +69,7 @@ def read_options(section: EngineSection) -> SglangOptions:
     try:
         options = SglangOptions.model_validate(section.options)
     except pydantic.ValidationError as error:
-        raise ConfigError(_described(error)) from error
+        raise ConfigError(_describe_unknown(error)) from error
 
     if options.url is not None:
         _check_url(options, options.url)
@@ -97,7 +97,7 @@ def check_keys(options: SglangOptions) -> tuple[str | None, str | None]:
     )
 
 
-def _described(error: pydantic.ValidationError) -> str:
+def _describe_unknown(error: pydantic.ValidationError) -> str:
     wrong = error.errors()[0]
     key = ".".join(["engine.options", *map(str, wrong["loc"])])
     known = list(SglangOptions.model_fields)

@@ -16,9 +16,9 @@ from agentevo.errors import EngineError
 from agentevo.inference.engine import TokenListener
 from agentevo.inference.listening import tell
 from agentevo.inference.sglang_wire import (
-    Drawn,
     ServerFacts,
     SglangClient,
+    SglangTokens,
     generate_body,
     read_answer,
 )
@@ -113,7 +113,7 @@ class SglangRequests:
         deadline: float,
         found: Completion,
         listen: TokenListener | None,
-    ) -> Drawn:
+    ) -> SglangTokens:
         """One request; what it draws is added to `found`. Returns its last piece."""
         before = len(found.ids)
         last = None
@@ -144,7 +144,7 @@ class SglangRequests:
         return last
 
     def _reason(
-        self, last: Drawn, sampling: SamplingParams, found: Completion
+        self, last: SglangTokens, sampling: SamplingParams, found: Completion
     ) -> FinishReason | None:
         """Why the request ends; None where it goes on."""
         whole = len(found.ids) >= sampling.max_new_tokens

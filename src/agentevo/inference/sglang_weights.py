@@ -61,7 +61,7 @@ def write_version(
     plain: Any = model.get_base_model() if is_adapted(model) else model  # type: ignore[operator]
 
     if is_adapted(model):
-        state = _summed(model, state)
+        state = _merge_adapters(model, state)
 
     with atomic_folder(folder) as staging, no_progress_bars():
         plain.save_pretrained(
@@ -73,7 +73,7 @@ def write_version(
     return folder
 
 
-def _summed(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _merge_adapters(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """W + scale B A for every adapted layer, under the names of the plain model."""
     found = {}
     for name, one in state.items():

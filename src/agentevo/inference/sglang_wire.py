@@ -53,7 +53,7 @@ class ServerFacts(NamedTuple):
     """Whether each piece of a stream has the new tokens alone."""
 
 
-class Drawn(NamedTuple):
+class SglangTokens(NamedTuple):
     """A piece of an answer."""
 
     ids: list[int]
@@ -81,7 +81,7 @@ def launch_config(api_key: str) -> str:
     return f"api-key: {api_key}\n"
 
 
-def unsupported(sampling: SamplingParams, facts: ServerFacts, seeded: bool) -> str:
+def why_unsupported(sampling: SamplingParams, facts: ServerFacts, seeded: bool) -> str:
     """Why no tokens can be drawn as the request wants, or an empty text."""
     if sampling.penalties is not None:
         return "penalties are not what AgentEvo means by them there: leave them out"
@@ -177,7 +177,7 @@ def read_answer(
     vocabulary: int,
     *,
     done: int = 0,
-) -> Drawn:
+) -> SglangTokens:
     """An answer, or a piece of one; `done`: how many of its tokens are known. Raises EngineError
     for one that is not what this module asks for."""
     try:
@@ -185,7 +185,7 @@ def read_answer(
         finish = meta["finish_reason"]
         ids = [int(one) for one in answer["output_ids"]]
         if finish is not None and finish["type"] == "abort" and not ids:
-            return Drawn([], [], [], [], finish)
+            return SglangTokens([], [], [], [], finish)
 
         logprobs, top = _numbers(meta, ids, sampling, facts, vocabulary)
         labels: list[str] = []
@@ -203,7 +203,7 @@ def read_answer(
             f"{'.'.join(map(str, OLDEST))} or newer"
         ) from error
 
-    return Drawn(ids[done:], logprobs[done:], top[done:], labels, finish)
+    return SglangTokens(ids[done:], logprobs[done:], top[done:], labels, finish)
 
 
 def _numbers(

@@ -43,7 +43,7 @@ from agentevo.inference.engine import (
 )
 from agentevo.inference.grammars import EngineGrammars
 from agentevo.inference.kv_cache import kv_bytes_per_token
-from agentevo.inference.requests import Request
+from agentevo.inference.requests import EngineRequest
 from agentevo.inference.routing import record, recording_of, told
 from agentevo.inference.routing_memory import RoutingMemory
 from agentevo.inference.sampling import draw_with_alternatives
@@ -160,8 +160,8 @@ class TorchEngine:
         penalties = None if given is None else PenaltyState(given, prompt_ids)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         ids = list(prompt_ids)
-        request = Request(ids, sampling, future, session, version, listen, grammar, penalties)
-        return await self._answered(request, deadline_s, began_at, slept_s)
+        request = EngineRequest(ids, sampling, future, session, version, listen, grammar, penalties)
+        return await self._queue_and_wait(request, deadline_s, began_at, slept_s)
 
     async def score(
         self,
@@ -178,10 +178,10 @@ class TorchEngine:
         began_at = time.monotonic()
         slept_s = self.slept_s
         request = score_request(context_ids, ids, temperature, version)
-        return TokenScores.of(await self._answered(request, deadline_s, began_at, slept_s))
+        return TokenScores.of(await self._queue_and_wait(request, deadline_s, began_at, slept_s))
 
-    async def _answered(
-        self, request: Request, deadline_s: float, began_at: float, slept_s: float
+    async def _queue_and_wait(
+        self, request: EngineRequest, deadline_s: float, began_at: float, slept_s: float
     ) -> Completion:
         """Queues the request and waits for its answer. `began_at`: when the deadline began to run,
         by the monotonic clock; `slept_s`: how long the engine had slept then."""
@@ -211,7 +211,7 @@ class TorchEngine:
 
     def version_for(self, wanted: int | None) -> int:
         """The version that serves requests for that one; None: the newest."""
-        return self._earlier.served(wanted, self._version)[0]
+        return self._earlier.model_serving(wanted, self._version)[0]
 
     def _late(self, deadline_s: float) -> DeadlineExceededError:
         state = (
@@ -436,7 +436,7 @@ class TorchEngine:
         by_version: dict[int, list[Sequence]] = {}
         for sequence in self.scheduler.running:
             wanted = None if sequence.request is None else sequence.request.version
-            version, _ = self._earlier.served(wanted, self._version)
+            version, _ = self._earlier.model_serving(wanted, self._version)
             by_version.setdefault(version, []).append(sequence)
 
         finished = sum(self._pass(version, running) for version, running in by_version.items())
@@ -450,7 +450,7 @@ class TorchEngine:
         batch = build_batch(
             self.scheduler.cache, choose_work(running, self._prefill_tokens), device
         )
-        _, model = self._earlier.served(version, self._version)
+        _, model = self._earlier.model_serving(version, self._version)
         batch.plan.routing = recording = recording_of(batch, self._routers)
         outputs = model(
             input_ids=batch.input_ids,
@@ -490,7 +490,7 @@ class TorchEngine:
             return 0
 
         requests = [s.request for s in batch.sampled if s.request is not None]
-        masks = [r.allowed() for r in requests] if any(r.grammar for r in requests) else []
+        masks = [r.allowed_tokens() for r in requests] if any(r.grammar for r in requests) else []
         changes = [None if r.penalties is None else r.penalties.changes() for r in requests]
         tokens, logprobs, likeliest = draw_with_alternatives(
             logits,
@@ -521,7 +521,7 @@ class TorchEngine:
         self._generated += len(tokens)
         return finished
 
-    def _answer(self, sequence: Sequence, request: Request, completion: Completion) -> None:
+    def _answer(self, sequence: Sequence, request: EngineRequest, completion: Completion) -> None:
         self.scheduler.finish(sequence)
         if request.future is not None and not request.future.done():
             request.future.set_result(completion)

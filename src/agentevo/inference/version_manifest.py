@@ -16,7 +16,7 @@ MANIFEST_FILE = "manifest.json"
 LATEST_FILE = "latest.json"
 
 
-class Part(msgspec.Struct, frozen=True):
+class ManifestPart(msgspec.Struct, frozen=True):
     """A file of a version."""
 
     file: str
@@ -24,7 +24,7 @@ class Part(msgspec.Struct, frozen=True):
     bytes: int
 
 
-class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
+class VersionManifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Contents of a version's manifest.json."""
 
     version: int
@@ -32,7 +32,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of all its files."""
     tensors: int
     """The number of tensors of the model that it is about."""
-    parts: list[Part]
+    parts: list[ManifestPart]
     chain: list[Latest] = []
     """What a delta builds on: a full version, then the deltas in between. Empty: a full version."""
     deltas: int = 0
@@ -48,7 +48,7 @@ class Base(NamedTuple):
     """A version that a delta may build on."""
 
     latest: Latest
-    manifest: Manifest
+    manifest: VersionManifest
 
 
 def folder_name(version: int) -> str:
@@ -62,10 +62,10 @@ def version_numbers(names: Iterable[str]) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def full_manifest(version: int, tensors: int) -> Callable[[list[Part]], bytes]:
+def full_manifest(version: int, tensors: int) -> Callable[[list[ManifestPart]], bytes]:
     """What makes a full version's manifest of its files."""
     return lambda parts: msgspec.json.encode(
-        Manifest(version, sum(part.bytes for part in parts), tensors, parts)
+        VersionManifest(version, sum(part.bytes for part in parts), tensors, parts)
     )
 
 
@@ -74,13 +74,13 @@ def delta_manifest(
     base: Base,
     state: dict[str, str],
     grids: Mapping[str, Grid] = MappingProxyType({}),
-) -> Callable[[list[Part]], bytes]:
+) -> Callable[[list[ManifestPart]], bytes]:
     """What makes a delta's manifest of its files. `state`: checksum of every tensor."""
 
-    def manifest(parts: list[Part]) -> bytes:
+    def manifest(parts: list[ManifestPart]) -> bytes:
         size = sum(part.bytes for part in parts)
         return msgspec.json.encode(
-            Manifest(
+            VersionManifest(
                 version,
                 size,
                 len(state),
@@ -97,4 +97,4 @@ def delta_manifest(
 
 def base_of(latest: Latest, manifest: bytes) -> Base:
     """A version that has just been written with this manifest."""
-    return Base(latest, msgspec.json.decode(manifest, type=Manifest))
+    return Base(latest, msgspec.json.decode(manifest, type=VersionManifest))

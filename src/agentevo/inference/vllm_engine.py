@@ -64,7 +64,7 @@ from agentevo.inference.vllm_weights import (
     write_weights,
 )
 from agentevo.inference.vllm_words import (
-    Drawn,
+    VllmTokens,
     adapter_of,
     check_sampling,
     drawing,
@@ -175,10 +175,10 @@ class VllmEngine:
             )
 
         streams = listen is not None or bool(sampling.stop_strings)
-        drawn = Drawn()
+        drawn = VllmTokens()
         stopped = False
         params = drawing(sampling, self._vocabulary, self._unused, streams=streams)
-        async with self._asked(prompt_ids, params, deadline_s) as (name, outputs):
+        async with self._open_request(prompt_ids, params, deadline_s) as (name, outputs):
             async for answer in outputs:
                 (output,) = answer.outputs
                 if stopped:  # what vLLM draws until it hears of that
@@ -208,7 +208,7 @@ class VllmEngine:
             top_logprobs=drawn.top_logprobs,
         )
 
-    def _cut_at_stop_string(self, drawn: Drawn, before: int, sampling: SamplingParams) -> bool:
+    def _cut_at_stop_string(self, drawn: VllmTokens, before: int, sampling: SamplingParams) -> bool:
         """Whether one of the tokens from `before` on completes a stop string; then what follows it
         is dropped."""
         if self._tokenizer is None or not sampling.stop_strings:
@@ -241,8 +241,11 @@ class VllmEngine:
         ends = time.monotonic() + deadline_s
         while True:  # once more when new weights have come in the middle
             began = self._version
-            one = Drawn()
-            async with self._asked(whole, scoring(), ends - time.monotonic()) as (_, outputs):
+            one = VllmTokens()
+            async with self._open_request(whole, scoring(), ends - time.monotonic()) as (
+                _,
+                outputs,
+            ):
                 async for answer in outputs:
                     (output,) = answer.outputs
                     one.add(output, SamplingParams())
@@ -477,7 +480,7 @@ class VllmEngine:
         self._computed += tokens - cached
 
     @asynccontextmanager
-    async def _asked(
+    async def _open_request(
         self, prompt_ids: Sequence[int], params: Any, deadline_s: float
     ) -> AsyncIterator[tuple[str, AsyncIterator[Any]]]:
         """A request to vLLM, under its name there, and what comes of it. Whatever ends the block

@@ -24,7 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from agentevo.devices import identity
 from agentevo.errors import EngineError, WeightsLostError
 from agentevo.inference.broadcast_files import Incoming
-from agentevo.inference.broadcast_source import received
+from agentevo.inference.broadcast_source import receive_place
 from agentevo.inference.engine import Weights
 from agentevo.inference.verified import check_shapes
 from agentevo.models.adapters import is_adapted
@@ -171,7 +171,7 @@ class WeightLoader:
 
         def work() -> dict[str, torch.Tensor]:
             given = msgspec.json.decode(incoming, type=Incoming)
-            changed = received(given, self.rank, self.device)
+            changed = receive_place(given, self.rank, self.device)
             for name, tensor in changed.items():
                 if not torch.isfinite(tensor).all():
                     raise EngineError(f"{name} holds NaN or infinity")

@@ -207,7 +207,7 @@ def scoring() -> Any:
 
 
 @dataclass
-class Drawn:
+class VllmTokens:
     """What one request has been given so far."""
 
     ids: list[int] = field(default_factory=list)

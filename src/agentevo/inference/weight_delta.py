@@ -31,7 +31,7 @@ from agentevo.models.parts import Box, Grid, boxes_of
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Change(NamedTuple):
+class TensorChange(NamedTuple):
     """Elements of one tensor, flattened, that have new bits."""
 
     indices: torch.Tensor
@@ -40,18 +40,18 @@ class Change(NamedTuple):
     """[n], of the tensor's own dtype."""
 
 
-def changed(old: torch.Tensor, new: torch.Tensor) -> Change:
+def find_change(old: torch.Tensor, new: torch.Tensor) -> TensorChange:
     """What differs in its bits."""
     flat = new.detach().reshape(-1)
     indices = _differs(old, new).nonzero().squeeze(1)
-    return Change(indices, flat[indices])
+    return TensorChange(indices, flat[indices])
 
 
-def packed(change: Change, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def pack_change(change: TensorChange, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(gaps, values) as they are stored, of at least one element. `whole` is the new tensor: what
     is listed only to bridge a gap is taken from it."""
-    narrow = _bridged(change.indices, 1 << 8)
-    wide = _bridged(change.indices, 1 << 16)
+    narrow = _bridge_gaps(change.indices, 1 << 8)
+    wide = _bridge_gaps(change.indices, 1 << 16)
     size = whole.element_size()
     is_narrow = len(narrow) * (1 + size) <= len(wide) * (2 + size)
     indices = narrow if is_narrow else wide
@@ -60,7 +60,7 @@ def packed(change: Change, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return gaps.to(torch.uint8 if is_narrow else torch.uint16), values
 
 
-def applied(base: torch.Tensor, gaps: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def apply_change(base: torch.Tensor, gaps: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """A new tensor; `base` stays as it is. Raises EngineError for what can't be of this tensor."""
     if gaps.dtype not in (torch.uint8, torch.uint16) or gaps.ndim != 1:
         raise EngineError(f"gaps of dtype {gaps.dtype} and shape {tuple(gaps.shape)}")
@@ -85,13 +85,13 @@ def checksum(tensor: torch.Tensor, grid: Grid | None = None) -> str:
     after the other (`combined`), as processes make it that have a box each."""
     if grid is not None:
         boxes = boxes_of(grid, tensor.shape)
-        return combined(checksum(tensor[box.slices]) for box in boxes)
+        return combine_checksums(checksum(tensor[box.slices]) for box in boxes)
     digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode())
     digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
-def combined(checksums: Iterable[str]) -> str:
+def combine_checksums(checksums: Iterable[str]) -> str:
     """The checksum of a tensor from those of its boxes, in the order of `boxes_of`."""
     return hashlib.sha256("".join(checksums).encode()).hexdigest()
 
@@ -105,7 +105,7 @@ def change_of(base: torch.Tensor, new: torch.Tensor) -> dict[str, torch.Tensor]:
     """`gaps` and `values`, or `whole` where that is smaller; nothing where nothing changed."""
     count = int(torch.count_nonzero(_differs(base, new)))  # a sum would make int64 of it
     if 2 * count < new.numel():
-        gaps, values = packed(changed(base, new), new)
+        gaps, values = pack_change(find_change(base, new), new)
         found = {"gaps": gaps, "values": values}
         if num_bytes(found) < num_bytes({"whole": new}):
             return found if count else {}
@@ -149,7 +149,7 @@ def with_delta(
             values = change.get(f"values:{key}")
             if values is None:
                 raise EngineError(f"no values for {key}")
-            made = applied(old, tensor, values)
+            made = apply_change(old, tensor, values)
 
         if box is None:
             new[name] = made
@@ -196,7 +196,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(_BITS[tensor.element_size()])
 
 
-def _bridged(indices: torch.Tensor, reach: int) -> torch.Tensor:
+def _bridge_gaps(indices: torch.Tensor, reach: int) -> torch.Tensor:
     """`indices` with elements added so that no step is longer than `reach`."""
     steps = torch.diff(indices, prepend=indices.new_tensor([-1]))
     extra = (steps - 1).div(reach, rounding_mode="floor")

@@ -67,7 +67,7 @@ class WeightSource(Protocol):
         """Where the weights come from, for messages."""
         ...
 
-    def announced(self) -> Latest | None:
+    def latest_version(self) -> Latest | None:
         """The version that was published last; None before the first."""
         ...
 

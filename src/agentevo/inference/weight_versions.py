@@ -36,8 +36,8 @@ from agentevo.inference.version_manifest import (
     LATEST_FILE,
     MANIFEST_FILE,
     Base,
-    Manifest,
-    Part,
+    ManifestPart,
+    VersionManifest,
     base_of,
     delta_manifest,
     folder_name,
@@ -66,7 +66,7 @@ class Content(NamedTuple):
     tensors: dict[str, torch.Tensor]
 
 
-class Held(NamedTuple):
+class HeldVersion(NamedTuple):
     """A version in memory."""
 
     base: Base
@@ -80,7 +80,7 @@ class WeightVersions(ABC):
 
     def __init__(self, *, full_every: int = 1) -> None:
         self._full_every = full_every
-        self._held: Held | None = None
+        self._held: HeldVersion | None = None
         """The version that was written or read last, in whole."""
         self._parts: PublishedParts | None = None
         """Of weights that lie in parts, those that were written last..."""
@@ -112,7 +112,7 @@ class WeightVersions(ABC):
         self,
         version: int,
         contents: list[Content],
-        manifest: Callable[[list[Part]], bytes],
+        manifest: Callable[[list[ManifestPart]], bytes],
     ) -> bytes:
         """Writes a version in place of what was there, and returns its manifest's bytes."""
 
@@ -122,7 +122,7 @@ class WeightVersions(ABC):
         version: int,
         files: dict[str, dict[str, Spec]],
         tensors: Iterator[tuple[str, torch.Tensor]],
-        manifest: Callable[[list[Part]], bytes],
+        manifest: Callable[[list[ManifestPart]], bytes],
     ) -> bytes:
         """The same of tensors that come one after the other, in the order of the files, and are let
         go one by one."""
@@ -136,7 +136,7 @@ class WeightVersions(ABC):
         """Deletes what it can of a version."""
 
     @abstractmethod
-    def _check_part(self, version: int, part: Part) -> None:
+    def _check_part(self, version: int, part: ManifestPart) -> None:
         """Raises EngineError if the file is not as it was written, as far as can be found out at a
         price that can be paid every minute."""
 
@@ -159,7 +159,7 @@ class WeightVersions(ABC):
         trained = {
             name: tensor.cpu().contiguous() for name, tensor in trained_weights(model).items()
         }
-        held = None if in_full else self._followed(trained, version)
+        held = None if in_full else self._base_of_delta(trained, version)
         base, change = (None, {}) if held is None else (held.base, delta_of(held.tensors, trained))
         if base is not None and not self._pays(base, num_bytes(change), _specs(trained)):
             base = None
@@ -175,7 +175,7 @@ class WeightVersions(ABC):
         latest = self._written(version, made, keep)
         if self._full_every > 1:
             snapshot = {name: tensor.clone() for name, tensor in trained.items()}
-            self._held = Held(base_of(latest, made), snapshot)
+            self._held = HeldVersion(base_of(latest, made), snapshot)
 
         return latest.sha256
 
@@ -226,7 +226,9 @@ class WeightVersions(ABC):
         taken = [base.latest.version, *(link.version for link in chain)]
         return len(chain) + 2 <= self._full_every and version not in taken  # it would replace it
 
-    def _followed(self, trained: Mapping[str, torch.Tensor], version: int) -> Held | None:
+    def _base_of_delta(
+        self, trained: Mapping[str, torch.Tensor], version: int
+    ) -> HeldVersion | None:
         """What a delta of whole tensors builds on; None for a full version."""
         held = self._held
         if held is None or not self._may_follow(held.base, version):
@@ -260,10 +262,10 @@ class WeightVersions(ABC):
 
     def latest(self) -> int | None:
         """The version that was written last; None before the first."""
-        latest = self.announced()
+        latest = self.latest_version()
         return None if latest is None else latest.version
 
-    def announced(self) -> Latest | None:
+    def latest_version(self) -> Latest | None:
         """`latest` with its checksum. Raises EngineError if latest.json is not what `write`
         makes."""
         try:
@@ -283,7 +285,7 @@ class WeightVersions(ABC):
         the ones that were written.
         """
         raw = self._raw_manifest(version, sha256)
-        manifest = self._decoded(version, raw)
+        manifest = self._decode_manifest(version, raw)
 
         latest = Latest(version, hashlib.sha256(raw).hexdigest())
         if self._held is not None and self._held.base.latest == latest:
@@ -291,11 +293,11 @@ class WeightVersions(ABC):
 
         tensors = self._follow(latest, manifest) if manifest.chain else self._load(manifest)
         if self._full_every > 1:
-            self._held = Held(Base(latest, manifest), tensors)
+            self._held = HeldVersion(Base(latest, manifest), tensors)
 
         return dict(tensors)
 
-    def _follow(self, latest: Latest, manifest: Manifest) -> dict[str, torch.Tensor]:
+    def _follow(self, latest: Latest, manifest: VersionManifest) -> dict[str, torch.Tensor]:
         """The tensors of a delta: from what is held, or from the full version."""
         links = manifest.chain
         held = self._held
@@ -353,7 +355,7 @@ class WeightVersions(ABC):
     def check(self, wanted: Latest) -> None:
         """Raises EngineError unless latest.json names these weights and they, and all that they
         build on, are as they were written (see `_check_part`)."""
-        latest = self.announced()
+        latest = self.latest_version()
         if latest != wanted:
             raise EngineError(
                 f"{self.place}/{LATEST_FILE} "
@@ -365,10 +367,10 @@ class WeightVersions(ABC):
             for part in self._manifest(link.version, link.sha256).parts:
                 self._check_part(link.version, part)
 
-    def _load(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+    def _load(self, manifest: VersionManifest) -> dict[str, torch.Tensor]:
         """What a version's files have, each compared with its checksum."""
 
-        def one(part: Part) -> dict[str, torch.Tensor]:
+        def one(part: ManifestPart) -> dict[str, torch.Tensor]:
             content = self._read(manifest.version, part.file)
             self._compare(manifest.version, part, hashlib.sha256(content).hexdigest())
             try:
@@ -385,19 +387,19 @@ class WeightVersions(ABC):
 
         return tensors
 
-    def _manifest(self, version: int, sha256: str | None) -> Manifest:
-        return self._decoded(version, self._raw_manifest(version, sha256))
+    def _manifest(self, version: int, sha256: str | None) -> VersionManifest:
+        return self._decode_manifest(version, self._raw_manifest(version, sha256))
 
     def _raw_manifest(self, version: int, sha256: str | None) -> bytes:
         raw = self._read(version, MANIFEST_FILE)
         found = hashlib.sha256(raw).hexdigest()
         if sha256 is not None and found != sha256:
-            raise self._changed(f"{self._name(version)}/{MANIFEST_FILE}", found, sha256)
+            raise self._change_error(f"{self._name(version)}/{MANIFEST_FILE}", found, sha256)
         return raw
 
-    def _decoded(self, version: int, raw: bytes) -> Manifest:
+    def _decode_manifest(self, version: int, raw: bytes) -> VersionManifest:
         try:
-            manifest = msgspec.json.decode(raw, type=Manifest)
+            manifest = msgspec.json.decode(raw, type=VersionManifest)
         except msgspec.MsgspecError as error:
             raise self._unreadable(version, error) from error
 
@@ -411,11 +413,11 @@ class WeightVersions(ABC):
 
         return manifest
 
-    def _compare(self, version: int, part: Part, sha256: str) -> None:
+    def _compare(self, version: int, part: ManifestPart, sha256: str) -> None:
         if sha256 != part.sha256:
-            raise self._changed(f"{self._name(version)}/{part.file}", sha256, part.sha256)
+            raise self._change_error(f"{self._name(version)}/{part.file}", sha256, part.sha256)
 
-    def _changed(self, what: str, found: str, wanted: str) -> EngineError:
+    def _change_error(self, what: str, found: str, wanted: str) -> EngineError:
         return EngineError(
             f"{what} is not what was written (SHA-256 {found[:12]}… and not {wanted[:12]}…): torn "
             "or changed, not served"

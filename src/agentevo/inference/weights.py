@@ -25,7 +25,7 @@ from agentevo.files import PARTIAL, atomic_folder, sync_to_disk, write_atomic
 from agentevo.inference.version_manifest import (
     LATEST_FILE,
     MANIFEST_FILE,
-    Part,
+    ManifestPart,
     folder_name,
     version_numbers,
 )
@@ -84,11 +84,11 @@ class WeightsFolder(WeightVersions):
         self,
         version: int,
         contents: list[Content],
-        manifest: Callable[[list[Part]], bytes],
+        manifest: Callable[[list[ManifestPart]], bytes],
     ) -> bytes:
-        with self._placed(version) as staging:
+        with self._place_version(version) as staging:
 
-            def save(content: Content) -> Part:
+            def save(content: Content) -> ManifestPart:
                 path = staging / content.file
                 try:
                     save_file(content.tensors, path)
@@ -107,9 +107,9 @@ class WeightsFolder(WeightVersions):
         version: int,
         files: dict[str, dict[str, Spec]],
         tensors: Iterator[tuple[str, torch.Tensor]],
-        manifest: Callable[[list[Part]], bytes],
+        manifest: Callable[[list[ManifestPart]], bytes],
     ) -> bytes:
-        with self._placed(version) as staging:
+        with self._place_version(version) as staging:
             write_files(staging, files, tensors)
             made = manifest(side_by_side(_part, (staging / file for file in files)))
             _write_manifest(staging, made)
@@ -117,7 +117,7 @@ class WeightsFolder(WeightVersions):
         return made
 
     @contextmanager
-    def _placed(self, version: int) -> Iterator[Path]:
+    def _place_version(self, version: int) -> Iterator[Path]:
         """A folder that becomes the version's."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob(
@@ -133,7 +133,7 @@ class WeightsFolder(WeightVersions):
     def _delete(self, version: int) -> None:
         shutil.rmtree(self.path(version), ignore_errors=True)
 
-    def _check_part(self, version: int, part: Part) -> None:
+    def _check_part(self, version: int, part: ManifestPart) -> None:
         """Reads the file again."""
         try:
             found = _sha256(self.path(version) / part.file)
@@ -142,10 +142,10 @@ class WeightsFolder(WeightVersions):
         self._compare(version, part, found)
 
 
-def _part(path: Path) -> Part:
+def _part(path: Path) -> ManifestPart:
     """Of a file that was written, and outlasts a power cut from here on."""
     sync_to_disk(path)
-    return Part(path.name, _sha256(path), path.stat().st_size)
+    return ManifestPart(path.name, _sha256(path), path.stat().st_size)
 
 
 def _write_manifest(folder: Path, content: bytes) -> None:

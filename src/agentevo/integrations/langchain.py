@@ -19,7 +19,7 @@ from agentevo.agents.rollout_thread import BlockingPolicy
 from agentevo.config import AgentSection
 from agentevo.data.messages import messages_of, tools_of
 from agentevo.errors import BadRequestError, MissingExtraError
-from agentevo.gateway.answer import Answer
+from agentevo.gateway.answer import AnswerInProgress
 from agentevo.gateway.request import ModelRequest
 from agentevo.types import Message, Task, Turn
 
@@ -71,7 +71,7 @@ class ChatPolicy(BaseChatModel):
         run_manager: Any = None,
         **options: Any,
     ) -> ChatResult:
-        reply = self._asked(messages, stop, options)
+        reply = self._ask(messages, stop, options)
         if not isinstance(reply, ChatResult):
             reply.close()
             raise BadRequestError(
@@ -88,10 +88,10 @@ class ChatPolicy(BaseChatModel):
         run_manager: Any = None,
         **options: Any,
     ) -> ChatResult:
-        result: ChatResult = await self._asked(messages, stop, options)
+        result: ChatResult = await self._ask(messages, stop, options)
         return result
 
-    def _asked(
+    def _ask(
         self, messages: list[BaseMessage], stop: list[str] | None, options: Mapping[str, Any]
     ) -> Any:
         """The reply, or what gives it when it is awaited."""
@@ -106,7 +106,7 @@ class ChatPolicy(BaseChatModel):
         tools = options.get("tools")
 
         def question(policy: Policy) -> Coroutine[Any, Any, ChatResult]:
-            return _replied(policy, prompt, tools, self.sampling, stop)
+            return _reply(policy, prompt, tools, self.sampling, stop)
 
         if isinstance(self.policy, BlockingPolicy):
             return self.policy.ask(question)
@@ -114,7 +114,7 @@ class ChatPolicy(BaseChatModel):
         return question(self.policy)
 
 
-async def _replied(
+async def _reply(
     policy: Policy,
     prompt: Any,
     tools: Sequence[Mapping[str, Any]] | None,
@@ -129,7 +129,7 @@ async def _replied(
         return _result(said.message, turn, policy.num_tokens(said.turn))
 
     given = tools_of(tools) if tools else None
-    answer = Answer(
+    answer = AnswerInProgress(
         ModelRequest(prompt=messages, tools=given, model="policy"), conversation.chat, said.opening
     )
     answer.finish(turn)

@@ -9,7 +9,7 @@ import yaml
 from agentevo.errors import ConfigError
 from agentevo.launch.fleet import Fleet, written_as
 from agentevo.launch.node import GRACE_S
-from agentevo.launch.plan import NODES_FILE, Launch
+from agentevo.launch.plan import NODES_FILE, PlannedLaunch
 
 FILE = "compose.yaml"
 LAUNCH = "/launch"
@@ -31,7 +31,7 @@ class ComposeFleet(Fleet):
     """The port of this machine, on loopback, on which the dashboard is."""
 
 
-def compose(launch: Launch, fleet: ComposeFleet, folder: str) -> dict[str, str]:
+def compose(launch: PlannedLaunch, fleet: ComposeFleet, folder: str) -> dict[str, str]:
     """The compose file by its name. Raises ConfigError for more than one node."""
     if len(launch.nodes) > 1:
         raise ConfigError(
@@ -70,6 +70,6 @@ def compose(launch: Launch, fleet: ComposeFleet, folder: str) -> dict[str, str]:
     return {FILE: yaml.safe_dump(project, sort_keys=False)}
 
 
-def command(launch: Launch, folder: str) -> list[str]:
+def command(launch: PlannedLaunch, folder: str) -> list[str]:
     """What submits it."""
     return ["docker", "compose", "--file", f"{folder}/{FILE}", "up", "--detach"]

@@ -34,7 +34,7 @@ def written_as(pattern: str, how: str) -> pydantic.AfterValidator:
     return pydantic.AfterValidator(check)
 
 
-class Node(pydantic.BaseModel, extra="forbid", frozen=True):
+class FleetNode(pydantic.BaseModel, extra="forbid", frozen=True):
     """What runs on one machine."""
 
     trainer: int = 0
@@ -70,7 +70,7 @@ class Fleet(Section):
         """Whether the trainer samples through other processes."""
         return self.engines > 0 or self.samplers > 0
 
-    def place(self) -> tuple[Node, ...]:
+    def place(self) -> tuple[FleetNode, ...]:
         """The nodes, those of the trainer first. Raises ConfigError for what does not fit."""
         self._check()
         own = self._num_trainer_gpus()
@@ -98,7 +98,7 @@ class Fleet(Section):
         samplers = [len(range(n, self.samplers, len(engines))) for n in range(len(engines))]
         trains = [n < self.trainer_nodes for n in range(len(engines))]
         return tuple(
-            Node(
+            FleetNode(
                 trainer=max(own, 1) if is_trainer else 0,
                 trainer_devices=tuple(range(own)) if is_trainer else (),
                 engines=tuple(of_node),

@@ -15,7 +15,7 @@ from pydantic import Field
 from agentevo.errors import ConfigError
 from agentevo.launch.fleet import Fleet, written_as
 from agentevo.launch.node import GRACE_S
-from agentevo.launch.plan import NODES_FILE, Launch
+from agentevo.launch.plan import NODES_FILE, PlannedLaunch
 
 MANIFEST = "manifest.yaml"
 LAUNCH = "/launch"
@@ -78,7 +78,7 @@ class KubernetesFleet(Fleet):
     """How often pods may be replaced before the Job fails."""
 
 
-def manifest(launch: Launch, fleet: KubernetesFleet, folder: str) -> dict[str, str]:
+def manifest(launch: PlannedLaunch, fleet: KubernetesFleet, folder: str) -> dict[str, str]:
     """The manifest by its name. Raises ConfigError for files that no ConfigMap can hold."""
     files = launch.files()
     if sum(len(text.encode()) for text in files.values()) > LARGEST_CONFIG:
@@ -117,7 +117,7 @@ def manifest(launch: Launch, fleet: KubernetesFleet, folder: str) -> dict[str, s
     return {MANIFEST: text}
 
 
-def _claim(launch: Launch, fleet: KubernetesFleet, meta: dict[str, Any]) -> dict[str, Any]:
+def _claim(launch: PlannedLaunch, fleet: KubernetesFleet, meta: dict[str, Any]) -> dict[str, Any]:
     spec: dict[str, Any] = {
         "accessModes": ["ReadWriteMany" if len(launch.nodes) > 1 else "ReadWriteOnce"],
         "resources": {"requests": {"storage": fleet.storage}},
@@ -133,7 +133,7 @@ def _claim(launch: Launch, fleet: KubernetesFleet, meta: dict[str, Any]) -> dict
     }
 
 
-def _job(launch: Launch, fleet: KubernetesFleet) -> dict[str, Any]:
+def _job(launch: PlannedLaunch, fleet: KubernetesFleet) -> dict[str, Any]:
     count = len(launch.nodes)
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
@@ -170,7 +170,7 @@ def _job(launch: Launch, fleet: KubernetesFleet) -> dict[str, Any]:
     }
 
 
-def _container(launch: Launch, fleet: KubernetesFleet) -> dict[str, Any]:
+def _container(launch: PlannedLaunch, fleet: KubernetesFleet) -> dict[str, Any]:
     asked: dict[str, str] = {"cpu": fleet.cpu, "memory": fleet.memory}
     devices = {fleet.gpu_resource: str(fleet.gpus)} if fleet.gpus else {}
     secrets = [
@@ -210,6 +210,6 @@ def _container(launch: Launch, fleet: KubernetesFleet) -> dict[str, Any]:
     }
 
 
-def command(launch: Launch, folder: str) -> list[str]:
+def command(launch: PlannedLaunch, folder: str) -> list[str]:
     """What submits it."""
     return ["kubectl", "apply", "-f", f"{folder}/{MANIFEST}"]

@@ -32,9 +32,9 @@ from agentevo.device_names import visible
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.files import write_atomic
 from agentevo.inference.directory import EngineDirectory
-from agentevo.launch.fleet import Node
-from agentevo.launch.plan import Plan, read_plan
-from agentevo.processes.supervisor import Child, Children
+from agentevo.launch.fleet import FleetNode
+from agentevo.launch.plan import LaunchPlan, read_plan
+from agentevo.processes.supervisor import ChildProcess, Children
 from agentevo.runs.resume_rules import changes
 from agentevo.signals import asked_to_stop
 
@@ -57,7 +57,7 @@ STOPPED = 143
 """Exit code of who was asked to end."""
 
 
-class Beat(msgspec.Struct):
+class HeartbeatThread(msgspec.Struct):
     """What node 0 says of itself."""
 
     count: int
@@ -95,16 +95,16 @@ def run_node(
     watch = HeadWatch(beat)
     trainer = None
 
-    def ended() -> int | None:
+    def exit_code() -> int | None:
         of_head = watch.poll() if rank else None
         return of_head if trainer is None else trainer.poll()
 
     with asked_to_stop(parent) as stop, ExitStack() as stack:
         heart = stack.enter_context(Heart(beat)) if rank == 0 else None
         if node.trainer:
-            trainer = stack.enter_context(_Trainer(plan, rank, head, words, run_dir))
+            trainer = stack.enter_context(_TrainerProcess(plan, rank, head, words, run_dir))
 
-        _look_after(node, words, config, len(plan.nodes) > 1, ended, stop, note)
+        _look_after(node, words, config, len(plan.nodes) > 1, exit_code, stop, note)
         code = trainer.end() if trainer is not None else None
         if not code and rank != 0:
             code = _end_of_head(watch.poll)
@@ -115,7 +115,7 @@ def run_node(
 
 
 def _look_after(
-    node: Node,
+    node: FleetNode,
     words: list[str],
     config: RunConfig,
     is_shared: bool,
@@ -156,7 +156,9 @@ def _end_of_head(ended: Callable[[], int | None]) -> int | None:
     return code
 
 
-def _children(node: Node, words: list[str], run_dir: Path, is_shared: bool) -> list[Child]:
+def _children(
+    node: FleetNode, words: list[str], run_dir: Path, is_shared: bool
+) -> list[ChildProcess]:
     """`is_shared`: other machines ask these engines too."""
     announced = EngineDirectory(run_dir / "engines")
     agentevo = [sys.executable, "-m", "agentevo"]
@@ -167,8 +169,8 @@ def _children(node: Node, words: list[str], run_dir: Path, is_shared: bool) -> l
 
     def child(
         command: str, name: str, more: list[str], devices: tuple[int, ...], is_engine: bool
-    ) -> Child:
-        return Child(
+    ) -> ChildProcess:
+        return ChildProcess(
             name,
             [*agentevo, command, *words, "--name", name, *more, *parent],
             logs / f"{name}.log",
@@ -186,11 +188,13 @@ def _children(node: Node, words: list[str], run_dir: Path, is_shared: bool) -> l
     return engines + samplers
 
 
-class _Trainer:
+class _TrainerProcess:
     """The trainer's ranks on this node, which are ended with the context. One of them is asked to
     end: the first of all, which others pass it on to, stops after its step and sends them home."""
 
-    def __init__(self, plan: Plan, rank: int, head: str, words: list[str], run_dir: Path) -> None:
+    def __init__(
+        self, plan: LaunchPlan, rank: int, head: str, words: list[str], run_dir: Path
+    ) -> None:
         going_on = ["--resume"] if (run_dir / "config.yaml").is_file() else []
         command = ["learn" if plan.is_apart else "train", *words, *going_on]
         self._command = [sys.executable, "-m", "agentevo", *command]
@@ -289,7 +293,7 @@ class Heart:
         is_last = False
         while not is_last:
             is_last = self._done.is_set()
-            beat = Beat(count, self.code if is_last else None)
+            beat = HeartbeatThread(count, self.code if is_last else None)
             count += 1
             with suppress(OSError):  # the folder is away for a moment; the next beat comes
                 write_atomic(self._path, msgspec.json.encode(beat))
@@ -303,15 +307,15 @@ class HeadWatch:
         self._path = path
         self._lost_s = lost_s
         self._old_s = old_s
-        self._seen: Beat | None = None
-        self._old: Beat | None = None
+        self._seen: HeartbeatThread | None = None
+        self._old: HeartbeatThread | None = None
         """How node 0 had ended when this node began: perhaps it is about to begin again."""
         self._changed = time.monotonic()
 
     def poll(self) -> int | None:
         """The trainer's exit code, once it has ended. Raises LostNodeError."""
         with suppress(OSError, msgspec.DecodeError):
-            beat = msgspec.json.decode(self._path.read_bytes(), type=Beat)
+            beat = msgspec.json.decode(self._path.read_bytes(), type=HeartbeatThread)
             if self._seen is None and beat.code is not None:
                 self._old = beat
 

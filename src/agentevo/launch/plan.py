@@ -17,7 +17,7 @@ import pydantic
 from agentevo.config import RunConfig, load_config, to_yaml
 from agentevo.credentials import REFERENCE
 from agentevo.errors import ConfigError
-from agentevo.launch.fleet import Fleet, Node
+from agentevo.launch.fleet import Fleet, FleetNode
 from agentevo.launch.local_paths import carry, with_absolute_paths
 from agentevo.parsing import ParseError, dump_yaml, parse_yaml, read_text
 
@@ -27,7 +27,7 @@ LONGEST_NAME = 50
 """Characters of a job's name: what Kubernetes adds to it must fit into a DNS label of 63."""
 
 
-class Plan(pydantic.BaseModel, extra="forbid", frozen=True):
+class LaunchPlan(pydantic.BaseModel, extra="forbid", frozen=True):
     """Contents of nodes.yaml."""
 
     name: str
@@ -36,7 +36,7 @@ class Plan(pydantic.BaseModel, extra="forbid", frozen=True):
     overrides: tuple[str, ...] = ()
     port: int = pydantic.Field(default=29400, ge=1024, le=65535)
     """Where rank 0 of the trainer listens for the others."""
-    nodes: tuple[Node, ...] = pydantic.Field(min_length=1)
+    nodes: tuple[FleetNode, ...] = pydantic.Field(min_length=1)
 
     @property
     def ranks(self) -> int:
@@ -55,7 +55,7 @@ class Plan(pydantic.BaseModel, extra="forbid", frozen=True):
         return dump_yaml(self.model_dump(mode="json"))
 
 
-class Launch:
+class PlannedLaunch:
     """What a kind of cluster is told: the plan, and the files of its folder."""
 
     def __init__(self, recipe: str, overrides: list[str], fleet: Fleet, runs: str = "") -> None:
@@ -69,7 +69,9 @@ class Launch:
         _check(self.config, fleet, self.nodes)
         own = self.config.run_dir
         place = f"run.dir={f'{runs}/{own.name}' if runs else own}"
-        self.plan = Plan(name=self.name, recipe=RECIPE_FILE, overrides=(place,), nodes=self.nodes)
+        self.plan = LaunchPlan(
+            name=self.name, recipe=RECIPE_FILE, overrides=(place,), nodes=self.nodes
+        )
         self.runs = runs
         self.shared_paths: dict[str, str] = {}
         """Key -> the path of this machine that the nodes read, as `files` has found them."""
@@ -142,11 +144,11 @@ class Launch:
         return {RECIPE_FILE: recipe, NODES_FILE: self.plan.to_yaml(), **found, **carried}
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path) -> LaunchPlan:
     """Raises ConfigError for what is no plan."""
     text = read_text(path)
     try:
-        return Plan.model_validate(parse_yaml(text))
+        return LaunchPlan.model_validate(parse_yaml(text))
     except (ParseError, pydantic.ValidationError) as error:
         first = str(error).splitlines()[0]
         raise ConfigError(
@@ -160,7 +162,7 @@ def _job_name(name: str) -> str:
     return plain if plain[:1].isalpha() else f"run-{plain}".strip("-")
 
 
-def _check(config: RunConfig, fleet: Fleet, nodes: tuple[Node, ...]) -> None:
+def _check(config: RunConfig, fleet: Fleet, nodes: tuple[FleetNode, ...]) -> None:
     from agentevo.orchestration.checks import check_processes
 
     check_processes(config, world=sum(node.trainer for node in nodes))

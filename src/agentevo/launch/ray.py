@@ -6,7 +6,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from agentevo.launch.fleet import Fleet
-from agentevo.launch.plan import NODES_FILE, Launch
+from agentevo.launch.plan import NODES_FILE, PlannedLaunch
 from agentevo.parsing import dump_yaml
 
 SETTINGS = "ray.yaml"
@@ -27,13 +27,13 @@ class RayFleet(Fleet):
     """How often the launch is begun again after its trainer was lost."""
 
 
-def settings(launch: Launch, fleet: RayFleet, folder: str) -> dict[str, str]:
+def settings(launch: PlannedLaunch, fleet: RayFleet, folder: str) -> dict[str, str]:
     """The file that `agentevo launch own` reads beside nodes.yaml, by its name."""
     keys = {"cpus_per_node", "gpus", "resources", "spread", "placed_s", "restarts"}
     return {SETTINGS: dump_yaml(fleet.model_dump(include=keys))}
 
 
-def command(launch: Launch, folder: str) -> list[str]:
+def command(launch: PlannedLaunch, folder: str) -> list[str]:
     """What submits it, as a job of the cluster that RAY_ADDRESS names."""
     own = ["agentevo", "launch", "own", f"{folder}/{NODES_FILE}"]
     return ["ray", "job", "submit", "--no-wait", "--", *own]

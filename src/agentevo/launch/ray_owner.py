@@ -27,7 +27,7 @@ from agentevo.console import to_stderr
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.extras import load_extra
 from agentevo.launch.node import GRACE_S, STOPPED
-from agentevo.launch.plan import Plan, read_plan
+from agentevo.launch.plan import LaunchPlan, read_plan
 from agentevo.launch.ray import SETTINGS, RayFleet
 from agentevo.parsing import ParseError, parse_yaml
 from agentevo.signals import asked_to_stop
@@ -128,7 +128,7 @@ class _Owner:
     def __init__(
         self,
         ray: Any,
-        plan: Plan,
+        plan: LaunchPlan,
         fleet: RayFleet,
         path: Path,
         id: str,
@@ -155,7 +155,7 @@ class _Owner:
         self._place()
         try:
             for start in range(self._fleet.restarts + 1):
-                code = self._launched(f"{self._id}-{start}", stop)
+                code = self._launch(f"{self._id}-{start}", stop)
                 if code is not None and (code in (0, WRONG) or stop()):
                     return code
                 if stop():
@@ -171,7 +171,7 @@ class _Owner:
         finally:
             self._remove()
 
-    def _launched(self, id: str, stop: Callable[[], bool]) -> int | None:
+    def _launch(self, id: str, stop: Callable[[], bool]) -> int | None:
         """One start of the launch: the trainer's exit code; None where its node was lost."""
         self._make(0)
         head = self._start(0, None, id, self._fleet.placed_s)

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from agentevo.errors import ConfigError
 from agentevo.launch.fleet import Fleet, written_as
-from agentevo.launch.plan import NODES_FILE, Launch
+from agentevo.launch.plan import NODES_FILE, PlannedLaunch
 
 TASK = "task.sky.yaml"
 RUNS = "/runs"
@@ -49,7 +49,7 @@ class SkyPilotFleet(Fleet):
     """Shell lines on each new node."""
 
 
-def task(launch: Launch, fleet: SkyPilotFleet, folder: str) -> dict[str, str]:
+def task(launch: PlannedLaunch, fleet: SkyPilotFleet, folder: str) -> dict[str, str]:
     """The task by its file's name. Raises ConfigError for what SkyPilot can't be asked."""
     if fleet.gpus and not fleet.accelerator:
         raise ConfigError("accelerator: say which device, such as --set accelerator=H100")
@@ -88,7 +88,7 @@ def task(launch: Launch, fleet: SkyPilotFleet, folder: str) -> dict[str, str]:
     return {TASK: yaml.safe_dump({**tree, "setup": fleet.setup, "run": RUN}, sort_keys=False)}
 
 
-def command(launch: Launch, folder: str) -> list[str]:
+def command(launch: PlannedLaunch, folder: str) -> list[str]:
     """What submits it."""
     secrets = [word for name in launch.variables for word in ("--secret", name)]
     return ["sky", "launch", "--yes", "--cluster", launch.name, *secrets, f"{folder}/{TASK}"]

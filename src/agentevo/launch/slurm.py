@@ -16,7 +16,7 @@ from pydantic import Field
 from agentevo.errors import ConfigError
 from agentevo.launch.fleet import Fleet, written_as
 from agentevo.launch.node import GRACE_S, STOPPED
-from agentevo.launch.plan import NODES_FILE, Launch
+from agentevo.launch.plan import NODES_FILE, PlannedLaunch
 
 SCRIPT = "job.sbatch"
 
@@ -50,7 +50,7 @@ class SlurmFleet(Fleet):
     """Further options of sbatch, such as --exclusive."""
 
 
-def script(launch: Launch, fleet: SlurmFleet, folder: str) -> dict[str, str]:
+def script(launch: PlannedLaunch, fleet: SlurmFleet, folder: str) -> dict[str, str]:
     """The batch script by its name. `folder`: that of the launch, as the nodes see it.
 
     Raises ConfigError for a folder that no line of sbatch can name."""
@@ -103,6 +103,6 @@ while kill -0 "$step" 2> /dev/null; do wait "$step"; code=$?; done
     }
 
 
-def command(launch: Launch, folder: str) -> list[str]:
+def command(launch: PlannedLaunch, folder: str) -> list[str]:
     """What submits it."""
     return ["sbatch", f"{folder}/{SCRIPT}"]

@@ -15,13 +15,13 @@ from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.files import must_write, write_atomic
 from agentevo.launch import compose, kubernetes, ray, skypilot, slurm
 from agentevo.launch.fleet import Fleet
-from agentevo.launch.plan import NODES_FILE, Launch
+from agentevo.launch.plan import NODES_FILE, PlannedLaunch
 from agentevo.paths import check_new_folder
 
 SUBMIT_S = 600.0
 
 
-class Made(NamedTuple):
+class WrittenLaunch(NamedTuple):
     """A launch's folder, and what submits it."""
 
     folder: Path
@@ -39,9 +39,9 @@ class Target(NamedTuple):
 
     fleet: type[Fleet]
     """What it is asked for."""
-    write: Callable[[Launch, Any, str], dict[str, str]]
+    write: Callable[[PlannedLaunch, Any, str], dict[str, str]]
     """(the launch, what is asked for, the folder) -> the files that its tool reads, by name."""
-    command: Callable[[Launch, str], list[str]]
+    command: Callable[[PlannedLaunch, str], list[str]]
     """(the launch, the folder) -> what submits it."""
     runs: str = ""
     """The folder of runs in its containers."""
@@ -68,14 +68,16 @@ def fleet_of(target: str, values: Mapping[str, Any]) -> Fleet:
         raise ConfigError("\n".join(lines)) from error
 
 
-def make(target: str, recipe: str, overrides: list[str], fleet: Fleet, folder: Path) -> Made:
+def make(
+    target: str, recipe: str, overrides: list[str], fleet: Fleet, folder: Path
+) -> WrittenLaunch:
     """Writes the folder; files of an earlier launch are replaced, others (logs) stay.
 
     Raises ConfigError for a recipe that can't run there, and a folder that holds something else.
     """
     _check_folder(folder)
     kind = TARGETS[target]
-    launch = Launch(recipe, overrides, fleet, kind.runs)
+    launch = PlannedLaunch(recipe, overrides, fleet, kind.runs)
     files = launch.files() | kind.write(launch, fleet, str(folder))
     with must_write(folder, "give another --out"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -89,10 +91,10 @@ def make(target: str, recipe: str, overrides: list[str], fleet: Fleet, folder: P
             "the recipe names no engine.type, so the nodes sample with torch, which is slow on a "
             "GPU: set engine.type=vllm where they have vLLM"
         )
-    return Made(folder, kind.command(launch, str(folder)), notes)
+    return WrittenLaunch(folder, kind.command(launch, str(folder)), notes)
 
 
-def submitted(made: Made) -> str:
+def submit_launch(made: WrittenLaunch) -> str:
     """What the cluster's tool says. Raises SubmitError if it refuses or is not there."""
     program = shutil.which(made.command[0])
     if program is None:

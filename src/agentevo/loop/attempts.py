@@ -25,11 +25,11 @@ from agentevo.loop.contents import check_id
 from agentevo.loop.errors import UnknownAttemptError
 from agentevo.loop.records import (
     Answers,
-    Ask,
-    Ended,
     EndedAgent,
+    EndedAttempts,
     NewAttempt,
-    Opened,
+    OpenedService,
+    ServiceRequest,
     Settled,
     SettledAgent,
 )
@@ -69,7 +69,7 @@ class _Elsewhere:
         )
 
 
-class _UnderWay:
+class _AttemptUnderWay:
     """One attempt."""
 
     def __init__(self, new: NewAttempt, policy: Policy) -> None:
@@ -78,7 +78,7 @@ class _UnderWay:
         self.asks: dict[str, asyncio.Task[Answers]] = {}
         self.seen_at = time.monotonic()
         self.num_seen = 0
-        self.opened: Opened | None = None
+        self.opened: OpenedService | None = None
 
         self.calls: list[RunningCall] = [
             one.calls.attempt("loop") for one in policy.conversations.values()
@@ -132,14 +132,14 @@ class Attempts:
         self._limit = limit
         self._timeout_s = timeout_s
         self._slots = asyncio.Semaphore(limit)
-        self._open: dict[str, _UnderWay] = {}
+        self._open: dict[str, _AttemptUnderWay] = {}
         self._handles: dict[str, str] = {}
         """Id of an attempt that is open -> its handle."""
-        self._ends: OrderedDict[str, asyncio.Task[Ended]] = OrderedDict()
+        self._ends: OrderedDict[str, asyncio.Task[EndedAttempts]] = OrderedDict()
         self._is_closed = False
         self._watching = asyncio.create_task(self._watch())
 
-    async def open(self, new: NewAttempt, *, has_session: bool, within_s: float) -> Opened:
+    async def open(self, new: NewAttempt, *, has_session: bool, within_s: float) -> OpenedService:
         """Begins one, or says again what was said of it. `has_session`: clients of its own get a
         key at once. Raises TimeoutError where as many as may be are under way for `within_s`."""
         check_id(new.task_id, "a task")
@@ -171,14 +171,14 @@ class Attempts:
         if new.elsewhere:
             policy.remote = cast("RemoteConversations", _Elsewhere(new.elsewhere))
 
-        attempt = _UnderWay(new, policy)
+        attempt = _AttemptUnderWay(new, policy)
         names = {agent: one.name for agent, one in policy.conversations.items()}
         keys = {}
         if has_session:
             keys = {agent: attempt.session(agent).key for agent in dict.fromkeys(["", *names])}
 
         handle = secrets.token_urlsafe(24)
-        attempt.opened = Opened(handle=handle, names=names, keys=keys)
+        attempt.opened = OpenedService(handle=handle, names=names, keys=keys)
         self._open[handle] = attempt
         self._handles[new.id] = handle
 
@@ -190,7 +190,7 @@ class Attempts:
         """What the attempt says to the run's own remote models, if it has any."""
         return self._find(handle).policy.remote
 
-    async def generate(self, handle: str, ask: Ask) -> Answers:
+    async def generate(self, handle: str, ask: ServiceRequest) -> Answers:
         """The answers to a call; one that comes again gets the same. Raises what
         Conversation.complete raises."""
         attempt = self._find(handle)
@@ -207,7 +207,7 @@ class Attempts:
 
         return task.result()
 
-    async def _generate(self, conversation: Conversation, ask: Ask) -> Answers:
+    async def _generate(self, conversation: Conversation, ask: ServiceRequest) -> Answers:
         prompt: Any = ask.messages if ask.ids is None else ask.ids
         if not prompt:
             raise BadRequestError("messages is empty: give the whole history")
@@ -227,7 +227,7 @@ class Attempts:
         }
         return Settled(agents=agents, posted=list(attempt.session("").posted))
 
-    async def end(self, handle: str) -> Ended:
+    async def end(self, handle: str) -> EndedAttempts:
         """Ends one; asked for again, it says the same again."""
         if handle not in self._ends:
             self._find(handle)
@@ -236,20 +236,20 @@ class Attempts:
                 self._ends.popitem(last=False)
         return await asyncio.shield(self._ends[handle])
 
-    def _ending(self, handle: str) -> asyncio.Task[Ended]:
+    def _ending(self, handle: str) -> asyncio.Task[EndedAttempts]:
         """From now on it takes no call, and another attempt may begin once it has ended."""
         attempt = self._open.pop(handle)
         del self._handles[attempt.new.id]
         task = attempt.start(self._end(attempt))
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._retrieve_exception)
         return task
 
-    def _ended(self, task: asyncio.Task[Ended]) -> None:
+    def _retrieve_exception(self, task: asyncio.Task[EndedAttempts]) -> None:
         self._slots.release()
         if not task.cancelled():
             task.exception()  # nobody may ask
 
-    async def _end(self, attempt: _UnderWay) -> Ended:
+    async def _end(self, attempt: _AttemptUnderWay) -> EndedAttempts:
         for task in attempt.asks.values():
             task.cancel()
 
@@ -258,15 +258,15 @@ class Attempts:
         for call in attempt.calls:
             call.end("completed", None)
 
-        return Ended(
+        return EndedAttempts(
             agents={
-                agent: self._recorded(attempt.new, agent, conversation)
+                agent: self._record(attempt.new, agent, conversation)
                 for agent, conversation in attempt.policy.conversations.items()
             }
         )
 
-    def _recorded(self, new: NewAttempt, agent: str, conversation: Conversation) -> EndedAgent:
-        turns: list[Turn] = conversation.recorded({})
+    def _record(self, new: NewAttempt, agent: str, conversation: Conversation) -> EndedAgent:
+        turns: list[Turn] = conversation.turns_to_record({})
         sealed = Trajectory(
             id=conversation.name,
             task_id=new.task_id,
@@ -299,7 +299,7 @@ class Attempts:
             for handle in [name for name, one in self._open.items() if one.is_silent(limit)]:
                 self._ending(handle)
 
-    def _find(self, handle: str) -> _UnderWay:
+    def _find(self, handle: str) -> _AttemptUnderWay:
         attempt = self._open.get(handle)
         if attempt is None:
             raise UnknownAttemptError(

@@ -65,7 +65,7 @@ class Calls:
             with suppress(RuntimeError):  # who asked has ended with its loop
                 here.call_soon_threadsafe(answered.set)
 
-        future = self._asked(work)
+        future = self._ask(work)
         future.add_done_callback(tell)
         try:
             await answered.wait()
@@ -83,7 +83,7 @@ class Calls:
             return work()
 
         try:
-            return self._asked(done()).result(within_s)
+            return self._ask(done()).result(within_s)
         except TimeoutError as error:
             raise EngineUnavailableError(f"the run did not answer within {within_s:g} s") from error
 
@@ -93,7 +93,7 @@ class Calls:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(work)
 
-    def _asked(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+    def _ask(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         future: Future[T] = Future()
         with self._lock:
             is_open = self._loop is not None and not self.is_closed

@@ -33,27 +33,27 @@ from agentevo.loop.model import TrainableModel
 from agentevo.loop.program_parts import ProgramParts
 from agentevo.loop.records import (
     Answers,
-    Ask,
     Checkpoint,
-    Ended,
+    EndedAttempts,
     ModelState,
     NewAttempt,
-    Opened,
+    OpenedService,
+    ServiceRequest,
     Settled,
     Submitted,
-    Trained,
+    TrainedSubmission,
 )
 from agentevo.loop.tunnel import Tunnel, pinned_context
 from agentevo.loop.wire import (
     ASK_AGAIN,
     NAME,
     PREFIX,
-    Failure,
     ListedModel,
     Named,
     NewGroup,
     OpenModel,
-    raised,
+    WireFailure,
+    error_of,
 )
 from agentevo.remote_models import RemoteConversations
 from agentevo.seeds import derive_seed
@@ -196,14 +196,14 @@ class Client:
 
 def _failure(answer: httpx.Response) -> Exception:
     try:
-        return raised(decode(answer.content, Failure))
+        return error_of(decode(answer.content, WireFailure))
     except Exception:  # noqa: BLE001 (it is no server of ours)
         return EngineUnavailableError(
             f"{answer.request.url} answers {answer.status_code}: it is no `agentevo server`"
         )
 
 
-class _Session:
+class _ServerSession:
     """An attempt's session at the server's gateway (DoorSession)."""
 
     def __init__(self, base: str, key: str) -> None:
@@ -247,17 +247,17 @@ class _ServedModel:
         body = NewGroup(task_id=task_id, greedy=greedy)
         return (await self._ask("POST", "/groups", body, kind=Named)).id
 
-    async def open(self, attempt: NewAttempt) -> Opened:
+    async def open(self, attempt: NewAttempt) -> OpenedService:
         new = msgspec.structs.replace(attempt, elsewhere=list(self._program.remote_models))
-        return await self._ask("POST", "/attempts", new, kind=Opened)
+        return await self._ask("POST", "/attempts", new, kind=OpenedService)
 
-    async def generate(self, attempt: Opened, ask: Ask) -> Answers:
+    async def generate(self, attempt: OpenedService, ask: ServiceRequest) -> Answers:
         return await self._of_attempt(attempt, "generate", ask, kind=Answers)
 
-    def session(self, attempt: Opened, agent: str = "") -> DoorSession:
-        return _Session(self._client.base(), attempt.keys[agent])
+    def session(self, attempt: OpenedService, agent: str = "") -> DoorSession:
+        return _ServerSession(self._client.base(), attempt.keys[agent])
 
-    async def remote(self, attempt: Opened) -> RemoteConversations | None:
+    async def remote(self, attempt: OpenedService) -> RemoteConversations | None:
         if not self._program.remote_models:
             return None
         name = next(iter(attempt.names.values()))
@@ -268,26 +268,28 @@ class _ServedModel:
     def remote_agents(self) -> Mapping[str, str]:
         return self._program.remote_agents
 
-    async def settle(self, attempt: Opened) -> Settled:
+    async def settle(self, attempt: OpenedService) -> Settled:
         return await self._of_attempt(attempt, "settle", {}, kind=Settled)
 
-    async def end(self, attempt: Opened) -> Ended:
-        return await self._of_attempt(attempt, "end", {}, kind=Ended)
+    async def end(self, attempt: OpenedService) -> EndedAttempts:
+        return await self._of_attempt(attempt, "end", {}, kind=EndedAttempts)
 
-    async def _of_attempt(self, attempt: Opened, what: str, body: Any, *, kind: type[T]) -> T:
+    async def _of_attempt(
+        self, attempt: OpenedService, what: str, body: Any, *, kind: type[T]
+    ) -> T:
         path = f"{self._path}/attempts/{attempt.handle}/{what}"
         try:
             return await self._client.request("POST", path, body, kind=kind)
         except ModelNotOpenError as error:  # its server was started anew, so the attempt is gone
             raise UnknownAttemptError(str(error)) from error
 
-    async def train(self, groups: Sequence[Group]) -> Trained:
+    async def train(self, groups: Sequence[Group]) -> TrainedSubmission:
         submitted = Submitted(groups=list(groups))
         while True:
             named = await self._ask("POST", "/steps", submitted, kind=Named)
             try:
                 path = f"{self._path}/steps/{named.id}"
-                return await self._client.request("GET", path, kind=Trained)
+                return await self._client.request("GET", path, kind=TrainedSubmission)
             except ModelNotOpenError:
                 continue  # its server was started anew, and may not have trained on it
 

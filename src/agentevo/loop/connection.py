@@ -11,19 +11,19 @@ from agentevo.agents.policy import DoorSession
 from agentevo.loop.group import Group
 from agentevo.loop.records import (
     Answers,
-    Ask,
     Checkpoint,
-    Ended,
+    EndedAttempts,
     ModelState,
     NewAttempt,
-    Opened,
+    OpenedService,
+    ServiceRequest,
     Settled,
-    Trained,
+    TrainedSubmission,
 )
 from agentevo.remote_models import RemoteConversations
 
 
-class Connection(Protocol):
+class LoopConnection(Protocol):
     """See the module. Every call has a deadline, and may be repeated: what has been done is not
     done again."""
 
@@ -32,28 +32,28 @@ class Connection(Protocol):
     async def group(self, task_id: str, *, greedy: bool) -> str:
         """The id of a new group of attempts at a task."""
 
-    async def open(self, attempt: NewAttempt) -> Opened:
+    async def open(self, attempt: NewAttempt) -> OpenedService:
         """Begins an attempt. It is given up when nothing is asked of it for long."""
 
-    async def generate(self, attempt: Opened, ask: Ask) -> Answers: ...
+    async def generate(self, attempt: OpenedService, ask: ServiceRequest) -> Answers: ...
 
-    def session(self, attempt: Opened, agent: str = "") -> DoorSession:
+    def session(self, attempt: OpenedService, agent: str = "") -> DoorSession:
         """The attempt's way to the policy for clients of their own; `agent`: to one of several."""
 
-    async def remote(self, attempt: Opened) -> RemoteConversations | None:
+    async def remote(self, attempt: OpenedService) -> RemoteConversations | None:
         """What the attempt says to remote models, if there are any."""
 
     @property
     def remote_agents(self) -> Mapping[str, str]:
         """The agents that a remote model plays, and which."""
 
-    async def settle(self, attempt: Opened) -> Settled:
+    async def settle(self, attempt: OpenedService) -> Settled:
         """What such clients have done until now."""
 
-    async def end(self, attempt: Opened) -> Ended:
+    async def end(self, attempt: OpenedService) -> EndedAttempts:
         """The attempt takes no further call."""
 
-    async def train(self, groups: Sequence[Group]) -> Trained:
+    async def train(self, groups: Sequence[Group]) -> TrainedSubmission:
         """One step, once it is committed."""
 
     async def save(self) -> None:

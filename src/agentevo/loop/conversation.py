@@ -12,8 +12,8 @@ import msgspec
 from agentevo.agents.policy import DoorSession, Policy
 from agentevo.agents.posted_rewards import PostedReward
 from agentevo.errors import EngineError, EngineUnavailableError
-from agentevo.loop.connection import Connection
-from agentevo.loop.records import Ask, Ended, EndedAgent, Opened, Settled
+from agentevo.loop.connection import LoopConnection
+from agentevo.loop.records import EndedAgent, EndedAttempts, OpenedService, ServiceRequest, Settled
 from agentevo.models.answer_form import AnswerForm
 from agentevo.remote_models import RemoteConversations
 from agentevo.store.call_log import AttemptCalls
@@ -23,13 +23,13 @@ from agentevo.types import Message, SamplingOverrides, Turn
 class RemoteAttempt:
     """What its conversations have in common: one attempt that is under way."""
 
-    def __init__(self, connection: Connection, opened: Opened) -> None:
+    def __init__(self, connection: LoopConnection, opened: OpenedService) -> None:
         self.connection = connection
         self.opened = opened
         self.settled: Settled | None = None
         """What clients of its own have done; None where there are none."""
-        self.ended: Ended | None = None
-        self.conversations = {name: RemoteConversation(self, name) for name in opened.names}
+        self.ended: EndedAttempts | None = None
+        self.conversations = {name: LoopConversation(self, name) for name in opened.names}
 
     async def settle(self) -> None:
         """From now on it is known what clients have done."""
@@ -37,14 +37,14 @@ class RemoteAttempt:
         for name, conversation in self.conversations.items():
             conversation.take(self.settled.agents[name].turns)
 
-    async def end(self) -> Ended:
+    async def end(self) -> EndedAttempts:
         """Ends it. Raises EngineUnavailableError."""
         if self.ended is None:
             self.ended = await self.connection.end(self.opened)
         return self.ended
 
 
-class RemoteConversation:
+class LoopConversation:
     """What a Policy and an Attempt need of a Conversation."""
 
     def __init__(self, attempt: RemoteAttempt, agent: str) -> None:
@@ -83,7 +83,7 @@ class RemoteConversation:
     ) -> list[Turn]:
         """See Conversation.complete."""
         is_ids = bool(prompt) and isinstance(prompt[0], int)
-        ask = Ask(
+        ask = ServiceRequest(
             id=uuid.uuid4().hex,
             agent=self.agent,
             messages=None if is_ids else cast("list[Message]", list(prompt)),
@@ -139,7 +139,7 @@ class RemoteConversation:
         ended = self.attempt.ended
         return None if ended is None else ended.agents[self.agent]
 
-    def recorded(self, rewards: Mapping[int, float]) -> list[Turn]:
+    def turns_to_record(self, rewards: Mapping[int, float]) -> list[Turn]:
         """See Conversation.recorded."""
         if self.ended is None:
             return []
@@ -172,7 +172,7 @@ class RemoteSession:
         return [] if settled is None else settled.posted
 
 
-class _Door:
+class _ConversationDoor:
     """Where the sessions of a RemotePolicy come from."""
 
     def __init__(self, attempt: RemoteAttempt) -> None:
@@ -183,7 +183,7 @@ class _Door:
         self, conversations: Mapping[str, Any], remote: Any, remote_agents: Mapping[str, str]
     ) -> RemoteSession:
         self.is_used = True
-        alone: RemoteConversation | None = conversations.get("")
+        alone: LoopConversation | None = conversations.get("")
         agent = "" if alone is None else alone.agent
         session = self._attempt.connection.session(self._attempt.opened, agent)
         return RemoteSession(session, self._attempt)
@@ -198,7 +198,7 @@ class RemotePolicy(Policy):
     def __init__(self, attempt: RemoteAttempt, remote: RemoteConversations | None = None) -> None:
         """`remote`: what the attempt says to remote models, if there are any."""
         own: Mapping[str, Any] = attempt.conversations
-        door = _Door(attempt)
+        door = _ConversationDoor(attempt)
         super().__init__(
             next(iter(own.values())),
             door,

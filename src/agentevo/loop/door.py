@@ -30,23 +30,23 @@ from starlette.types import Receive, Scope, Send
 from agentevo.errors import BadRequestError, EngineUnavailableError
 from agentevo.event_loop import in_thread
 from agentevo.gateway.app import Routes
-from agentevo.inference.admission import Connection
+from agentevo.inference.admission import AdmittedConnection
 from agentevo.inference.secret import RunSecret
 from agentevo.loop.encoding import decode, encode
-from agentevo.loop.records import Ask, NewAttempt, Submitted
+from agentevo.loop.records import NewAttempt, ServiceRequest, Submitted
 from agentevo.loop.wire import (
     ASK_AGAIN,
     PREFIX,
     WAIT_S,
-    Failure,
     Named,
     NewGroup,
     OpenModel,
+    WireFailure,
     failure_of,
 )
 
 if TYPE_CHECKING:
-    from agentevo.loop.server import Server
+    from agentevo.loop.server import LoopServer
 
 MAX_BODY = 16 * 2**20
 """Longest body, in bytes."""
@@ -61,61 +61,61 @@ QUICK_S = 60.0
 _JSON = "application/json"
 
 
-class Door:
+class LoopDoor:
     """See the module."""
 
-    def __init__(self, server: Server, folder: Path, gateway: Routes) -> None:
+    def __init__(self, server: LoopServer, folder: Path, gateway: Routes) -> None:
         """`folder` holds the key."""
         self._server = server
         self.secret = RunSecret(folder)
         self._gateway = gateway
 
-    async def guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def guard(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application behind the admission of connections (inference/admission.py)."""
         if scope["type"] != "http":
             return
 
         if not (scope["path"] + "/").startswith(PREFIX + "/"):
-            await self._gateway.guarded(scope, receive, send)
+            await self._gateway.guard(scope, receive, send)
             return
 
-        connection: Connection = scope["state"]["connection"]
+        connection: AdmittedConnection = scope["state"]["connection"]
         request = Request(scope, receive)
         if not await in_thread(self.secret.is_in, request.headers.get("authorization")):
             message = "the key is missing or wrong: it is in the file that the server printed"
-            response = _failed(401, Failure(type="ConfigError", message=message))
+            response = _failure_response(401, WireFailure(type="ConfigError", message=message))
             await response(scope, receive, send)
             return
 
         if not connection.admit():
-            busy = Failure(type="EngineUnavailableError", message="too many connections")
-            await _failed(503, busy)(scope, receive, send)
+            busy = WireFailure(type="EngineUnavailableError", message="too many connections")
+            await _failure_response(503, busy)(scope, receive, send)
             return
 
         try:
-            response = await self._answered(request)
+            response = await self._respond(request)
             await response(scope, receive, send)
         except ClientDisconnect:
             return
         finally:
             connection.leave()
 
-    async def _answered(self, request: Request) -> Response:
+    async def _respond(self, request: Request) -> Response:
         """The one place where a failure becomes an answer."""
         path = request.url.path.removeprefix(PREFIX).strip("/")
         parts = path.split("/", 4) if path else []
         try:
-            return await self._routed(request, request.method, parts)
+            return await self._route(request, request.method, parts)
         except ClientDisconnect:
             raise
         except TimeoutError as error:
             if type(error) is TimeoutError:
                 return Response(status_code=ASK_AGAIN)
-            return _failed(*failure_of(error))
+            return _failure_response(*failure_of(error))
         except Exception as error:  # noqa: BLE001 (whatever it is, the server goes on)
-            return _failed(*failure_of(error))
+            return _failure_response(*failure_of(error))
 
-    async def _routed(  # noqa: PLR0911 (a table of routes)
+    async def _route(  # noqa: PLR0911 (a table of routes)
         self, request: Request, method: str, parts: list[str]
     ) -> Response:
         server = self._server
@@ -151,7 +151,7 @@ class Door:
             case ("GET", name, "steps", submission):
                 service = server.service(name)
                 async with asyncio.timeout(WAIT_S):
-                    return _json(await service.call(service.trained(submission)))
+                    return _json(await service.call(service.wait_for_training(submission)))
             case ("GET", name, "checkpoints"):
                 service = server.service(name)
                 return _json(await _quick(service.call(service.checkpoints())))
@@ -176,7 +176,7 @@ class Door:
                 opening = service.attempts.open(new, has_session=True, within_s=WAIT_S)
                 return _json(await service.call(opening))
             case [handle, "generate"]:
-                ask = decode(content, Ask)
+                ask = decode(content, ServiceRequest)
                 async with asyncio.timeout(WAIT_S):
                     return _json(await service.call(service.attempts.generate(handle, ask)))
             case [handle, "settle"]:
@@ -220,5 +220,5 @@ def _json(record: Any) -> Response:
     return Response(encode(record), media_type=_JSON)
 
 
-def _failed(status: int, failure: Failure) -> Response:
+def _failure_response(status: int, failure: WireFailure) -> Response:
     return Response(encode(failure), status, media_type=_JSON)

@@ -82,7 +82,9 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         except (TypeError, ValueError) as error:
             raise ConfigError(f"the group {self.id}: {error}") from error
 
-        return self._of_each(lambda one: _rewarded(one, given[one.id]) if one.id in given else one)
+        return self._of_each(
+            lambda one: _with_reward(one, given[one.id]) if one.id in given else one
+        )
 
     def without(self, *ids: str) -> Group:
         """The group without these attempts."""
@@ -109,7 +111,7 @@ def baseline_name(group_id: str, task_id: str) -> str:
     return f"{task_id}/{BASELINE}@{group_id.removeprefix(f'{task_id}/train@')}"
 
 
-def _rewarded(trajectory: Trajectory, reward: float) -> Trajectory:
+def _with_reward(trajectory: Trajectory, reward: float) -> Trajectory:
     if trajectory.status != "completed":
         return trajectory
     return msgspec.structs.replace(

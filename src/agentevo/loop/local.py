@@ -21,14 +21,14 @@ from agentevo.loop.group import Group
 from agentevo.loop.model import TrainableModel
 from agentevo.loop.records import (
     Answers,
-    Ask,
     Checkpoint,
-    Ended,
+    EndedAttempts,
     ModelState,
     NewAttempt,
-    Opened,
+    OpenedService,
+    ServiceRequest,
     Settled,
-    Trained,
+    TrainedSubmission,
 )
 from agentevo.loop.service import LoopService
 from agentevo.remote_models import RemoteConversations
@@ -56,9 +56,9 @@ class _OnTheRunsLoop:
     async def complete(self, *arguments: Any, **options: Any) -> list[RemoteTurn]:
         return await self._service.call(self._own.complete(*arguments, **options))
 
-    def recorded(self) -> list[RemoteTurn]:
+    def turns_to_record(self) -> list[RemoteTurn]:
         """See RemoteConversations.recorded; once the attempt has ended."""
-        return self._own.recorded()
+        return self._own.turns_to_record()
 
     def metrics(self) -> dict[str, float]:
         """See RemoteConversations.metrics."""
@@ -77,7 +77,7 @@ class LocalConnection:
     async def group(self, task_id: str, *, greedy: bool) -> str:
         return await self._service.call(self._service.group(task_id, greedy=greedy))
 
-    async def open(self, attempt: NewAttempt) -> Opened:
+    async def open(self, attempt: NewAttempt) -> OpenedService:
         service = self._service
         within_s = service.config.agent.timeout_s + 2 * MARGIN_S  # the longest that one may take
         try:
@@ -90,14 +90,14 @@ class LocalConnection:
                 f"rollout.max_attempts, and none ended within {within_s:g} s"
             ) from error
 
-    async def generate(self, attempt: Opened, ask: Ask) -> Answers:
+    async def generate(self, attempt: OpenedService, ask: ServiceRequest) -> Answers:
         return await self._service.call(self._service.attempts.generate(attempt.handle, ask))
 
-    def session(self, attempt: Opened, agent: str = "") -> DoorSession:
+    def session(self, attempt: OpenedService, agent: str = "") -> DoorSession:
         attempts = self._service.attempts
         return self._service.call_now(lambda: attempts.session(attempt.handle, agent))
 
-    async def remote(self, attempt: Opened) -> RemoteConversations | None:
+    async def remote(self, attempt: OpenedService) -> RemoteConversations | None:
         if not self._service.config.remote_models:
             return None
         own = self._service.attempts.remote(attempt.handle)
@@ -108,13 +108,13 @@ class LocalConnection:
     def remote_agents(self) -> Mapping[str, str]:
         return remote_agents(self._service.config)
 
-    async def settle(self, attempt: Opened) -> Settled:
+    async def settle(self, attempt: OpenedService) -> Settled:
         return await self._service.call(self._service.attempts.settle(attempt.handle))
 
-    async def end(self, attempt: Opened) -> Ended:
+    async def end(self, attempt: OpenedService) -> EndedAttempts:
         return await self._service.call(self._service.attempts.end(attempt.handle))
 
-    async def train(self, groups: Sequence[Group]) -> Trained:
+    async def train(self, groups: Sequence[Group]) -> TrainedSubmission:
         return await self._service.call(self._service.train(groups))
 
     async def save(self) -> None:

@@ -14,9 +14,9 @@ import msgspec
 from agentevo.errors import ConfigError, UnusableCheckpointError
 from agentevo.event_loop import in_thread
 from agentevo.files import atomic_folder
-from agentevo.loop.connection import Connection
+from agentevo.loop.connection import LoopConnection
 from agentevo.loop.group import Group
-from agentevo.loop.records import Checkpoint, ModelState, Trained
+from agentevo.loop.records import Checkpoint, ModelState, TrainedSubmission
 from agentevo.models import checkpoint_manifest as manifest
 from agentevo.rewards import RewardConfig
 
@@ -28,7 +28,7 @@ class TrainableModel:
     """See the module. It belongs to one event loop."""
 
     def __init__(
-        self, connection: Connection, state: ModelState, rewards: Sequence[RewardConfig] = ()
+        self, connection: LoopConnection, state: ModelState, rewards: Sequence[RewardConfig] = ()
     ) -> None:
         """`rewards` judge what its rollouts return no reward for."""
         self.connection = connection
@@ -59,7 +59,7 @@ class TrainableModel:
         self._state = await self.connection.state()
         return self._state
 
-    async def train(self, groups: Sequence[Group]) -> Trained:
+    async def train(self, groups: Sequence[Group]) -> TrainedSubmission:
         """One step on these groups, by the recipe; returns when it is committed.
 
         The same groups again, after an answer that was lost, say, are not trained again: the answer

@@ -51,7 +51,7 @@ class NewAttempt(msgspec.Struct, frozen=True, kw_only=True):
     """One that is asked for again has the same one, and is the same."""
 
 
-class Opened(msgspec.Struct, frozen=True, kw_only=True):
+class OpenedService(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt that has begun."""
 
     handle: str
@@ -63,7 +63,7 @@ class Opened(msgspec.Struct, frozen=True, kw_only=True):
     one without a name is good for all of several agents."""
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
+class ServiceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One call of the policy."""
 
     id: str
@@ -119,13 +119,13 @@ class EndedAgent(msgspec.Struct, frozen=True, kw_only=True):
     """Proves that `turns` are what the engine drew in this attempt (seals.py)."""
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True):
+class EndedAttempts(msgspec.Struct, frozen=True, kw_only=True):
     """What is recorded of an attempt."""
 
     agents: dict[str, EndedAgent]
 
 
-class Trained(msgspec.Struct, frozen=True, kw_only=True):
+class TrainedSubmission(msgspec.Struct, frozen=True, kw_only=True):
     """What a step has come to."""
 
     step: int

@@ -33,7 +33,7 @@ from agentevo.loop.model import TrainableModel
 from agentevo.loop.records import NewAttempt
 from agentevo.rollout.failures import FirstFailures, failure_words
 from agentevo.rollout.given_tasks import task_of
-from agentevo.rollout.group import Attempt, InfrastructureFailure
+from agentevo.rollout.group import GroupAttempt, InfrastructureFailure
 from agentevo.rollout.scoring import Scoring
 from agentevo.store.records import RETRIES
 from agentevo.types import Task, Trajectory
@@ -80,8 +80,8 @@ class Rollout:
         return Group(
             id=name,
             task=own,
-            trajectories=await self._scored(model, own, members),
-            baseline=next(iter(await self._scored(model, own, greedy_ones)), None),
+            trajectories=await self._score(model, own, members),
+            baseline=next(iter(await self._score(model, own, greedy_ones)), None),
             seals={name: seal for one in made for name, seal in one.seals.items()},
         )
 
@@ -90,8 +90,8 @@ class Rollout:
             self._scorings[model] = Scoring(model.rewards, show=self._failures.show)
         return self._scorings[model]
 
-    async def _scored(
-        self, model: TrainableModel, task: Task, made: Sequence[_Made]
+    async def _score(
+        self, model: TrainableModel, task: Task, made: Sequence[_MadeAttempt]
     ) -> list[Trajectory]:
         """The trajectories of these attempts, those of each agent in turn. Nobody judges an agent
         that is not trained."""
@@ -109,7 +109,7 @@ class Rollout:
 
     async def _made(
         self, model: TrainableModel, task: Task, group: str, number: int, greedy: bool
-    ) -> _Made:
+    ) -> _MadeAttempt:
         """One attempt, again when the engine fails it."""
         failures = 0
         while True:
@@ -125,11 +125,11 @@ class Rollout:
 
     async def _attempt(
         self, model: TrainableModel, task: Task, group: str, number: int, greedy: bool
-    ) -> _Made:
+    ) -> _MadeAttempt:
         new = NewAttempt(task_id=task.id, group_id=group, number=number, greedy=greedy)
         opened = await model.connection.open(new)
         under_way = RemoteAttempt(model.connection, opened)
-        attempt = Attempt(
+        attempt = GroupAttempt(
             self._agent,
             copy_of_task(task),
             RemotePolicy(under_way, await model.connection.remote(opened)),
@@ -140,7 +140,7 @@ class Rollout:
         trajectories = await attempt.run(task_id=task.id, group_id=group, number=number)
         ended = (await under_way.end()).agents
         seals = {opened.names[agent]: ended[agent].seal for agent in ended}
-        return _Made(trajectories, seals, attempt.unrewarded)
+        return _MadeAttempt(trajectories, seals, attempt.unrewarded)
 
     def trace_of(self, error: str | None) -> str:
         """The traceback of the first attempt that failed so."""
@@ -154,7 +154,7 @@ class AsyncRollout(Rollout):
         return await self._function(*arguments, **options)
 
 
-class _Made:
+class _MadeAttempt:
     """An attempt that has ended."""
 
     def __init__(

@@ -21,14 +21,14 @@ from agentevo.errors import ConfigError, EngineUnavailableError
 from agentevo.event_loop import run_coroutine
 from agentevo.gateway.app import Routes
 from agentevo.gateway.bridge import Bridge
-from agentevo.gateway.session import Session
+from agentevo.gateway.session import GatewaySession
 from agentevo.inference.address import EngineAddress
-from agentevo.inference.admission import Limits
+from agentevo.inference.admission import AdmissionLimits
 from agentevo.inference.certificate import RunCertificate
 from agentevo.inference.conversation import Conversation
 from agentevo.inference.http_server import serving, url_of
 from agentevo.loop.client_sections import brings_template, check_sections, only_from_the_hub
-from agentevo.loop.door import Door
+from agentevo.loop.door import LoopDoor
 from agentevo.loop.errors import ModelNotOpenError
 from agentevo.loop.local import loop_config
 from agentevo.loop.service import LoopService
@@ -49,7 +49,7 @@ KEPT_S = 60.0
 LONGEST_REQUEST_S = 3600.0
 
 
-class Server:
+class LoopServer:
     """The models that are open. Belongs to the door's event loop."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Server:
         self._note = note
         self._services: dict[str, LoopService] = {}
         self._jobs: dict[tuple[str, ...], asyncio.Task[Any]] = {}
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, GatewaySession] = {}
         """Of attempts, by their keys at the gateway."""
 
     async def job(self, key: tuple[str, ...], work: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -98,7 +98,7 @@ class Server:
         by a request that would fail it again."""
         service = self._services.get(name)
         if service is not None and service.is_ending and service.has_failed:
-            raise service.ended()
+            raise service.error_of_end()
         if service is None or not service.is_open:
             raise ModelNotOpenError(f"the model {name!r} is not open here: open it first")
         return service
@@ -147,9 +147,9 @@ class Server:
         """Waits for the end of a model that ends already, and forgets it."""
         service = self._services.get(name)
         if service is not None and service.is_ending:
-            await self._closed(name, service)
+            await self._forget_closed(name, service)
 
-    async def _closed(self, name: str, service: LoopService) -> None:
+    async def _forget_closed(self, name: str, service: LoopService) -> None:
         try:
             await service.close()
         except Exception as error:
@@ -172,7 +172,7 @@ class Server:
         """Ends a model's run with a checkpoint."""
         service = self._services.get(name)
         if service is not None:
-            await self._closed(name, service)
+            await self._forget_closed(name, service)
             self._note(f"{name}: closed")
 
     def models(self) -> list[ListedModel]:
@@ -200,7 +200,7 @@ class Server:
 class _SessionDoor:
     """Where the own clients of one model's attempts ask: at the server's own socket."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: LoopServer) -> None:
         """Made on the door's event loop, used on the run's."""
         self._server = server
         self._loop = asyncio.get_running_loop()
@@ -211,11 +211,11 @@ class _SessionDoor:
         conversations: Mapping[str, Conversation],
         remote: RemoteConversations | None,
         remote_agents: Mapping[str, str],
-    ) -> Session:
+    ) -> GatewaySession:
         if self._bridge is None:
             self._bridge = Bridge(self._loop)
 
-        session = Session(
+        session = GatewaySession(
             conversations,
             self._server.base,
             follows_client=False,
@@ -258,15 +258,15 @@ def serve_loops(
         url = url_of(door.listener, encrypted=context is not None)
 
         async def work() -> None:
-            server = Server(folder, url, max_models=max_models, note=note)
+            server = LoopServer(folder, url, max_models=max_models, note=note)
             gateway = Routes(
                 server.sessions,
                 model="policy",
                 timeout_s=LONGEST_REQUEST_S,
                 max_body=MAX_BODY_MB * 2**20,
             )
-            own = Door(server, folder / FOLDER, gateway)
-            limits = Limits(strangers=256, clients=MAX_CONNECTIONS, idle_s=IDLE_S)
+            own = LoopDoor(server, folder / FOLDER, gateway)
+            limits = AdmissionLimits(strangers=256, clients=MAX_CONNECTIONS, idle_s=IDLE_S)
             settings: dict[str, Any] = {
                 "ws": "none",
                 "interface": "asgi3",
@@ -275,7 +275,7 @@ def serve_loops(
             door.secret.value()
 
             async with serving(
-                own.guarded,
+                own.guard,
                 door.listener,
                 close=server.close,
                 tls=context,

@@ -18,7 +18,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agentevo.agents.policy import Door, Policy
+from agentevo.agents.policy import Policy, PolicyDoor
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import by_rank, trained_agents
 from agentevo.config.parallel import check_alone
@@ -38,9 +38,9 @@ from agentevo.loop.calls import Calls
 from agentevo.loop.contents import check_id, check_outcome, check_task
 from agentevo.loop.errors import ModelNotOpenError
 from agentevo.loop.group import Group, baseline_name
-from agentevo.loop.records import Checkpoint, ModelState, NewAttempt, Trained
+from agentevo.loop.records import Checkpoint, ModelState, NewAttempt, TrainedSubmission
 from agentevo.loop.seals import Sealer
-from agentevo.loop.wire import failure_of, raised
+from agentevo.loop.wire import error_of, failure_of
 from agentevo.models import checkpoint_manifest as manifest
 from agentevo.models.positions import context_length
 from agentevo.models.template_rendering import templates_of_strangers
@@ -55,7 +55,7 @@ from agentevo.rollout.sampler import Sampler, group_name
 from agentevo.runs.chain import is_given_up
 from agentevo.runs.creation import check_place
 from agentevo.store.codec import content_digest, encode_task, encode_trajectories
-from agentevo.training.batching.step_plan import Plan
+from agentevo.training.batching.step_plan import StepPlan
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.types import Outcome, Task, Trajectory, group_of_agent
 
@@ -106,7 +106,7 @@ class LoopService:
         config: RunConfig,
         *,
         resume: bool,
-        door: Door | None,
+        door: PolicyDoor | None,
         note: Callable[[str], None],
         is_of_stranger: bool = False,
     ) -> None:
@@ -121,7 +121,7 @@ class LoopService:
         self._note = note
         self._is_of_stranger = is_of_stranger
         self._opened: Future[None] = Future()
-        self._calls = Calls(self.ended)
+        self._calls = Calls(self.error_of_end)
         self._is_closing = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(
@@ -190,17 +190,17 @@ class LoopService:
         if not self._opened.done():
             self._main.cancel()
 
-    def ended(self) -> AgentEvoError:
+    def error_of_end(self) -> AgentEvoError:
         """Why nothing is done here any more: a new exception for each who asks."""
         if isinstance(self._failure, AgentEvoError):
-            return raised(failure_of(self._failure)[1])
+            return error_of(failure_of(self._failure)[1])
         why = "it was closed" if self._failure is None else f"it failed: {self._failure}"
         return EngineUnavailableError(f"{self.config.run_dir}: the run has ended: {why}")
 
     def _run(self) -> None:
         try:
             with templates_of_strangers() if self._is_of_stranger else nullcontext():
-                run_coroutine(self._trained())
+                run_coroutine(self._train())
         except asyncio.CancelledError as error:
             if self._opened.done():  # else it was closed before that
                 self._failure = error
@@ -208,9 +208,9 @@ class LoopService:
             self._failure = error
         self._calls.end()
         if not self._opened.done():
-            self._opened.set_exception(self._failure or self.ended())
+            self._opened.set_exception(self._failure or self.error_of_end())
 
-    async def _trained(self) -> None:
+    async def _train(self) -> None:
         main = asyncio.current_task()
         assert main is not None
         self._main = main
@@ -227,7 +227,7 @@ class LoopService:
             submissions=self._submissions,
         )
 
-    async def opened(self, parts: Components) -> None:
+    async def note_open(self, parts: Components) -> None:
         """See Host.opened."""
         config = self.config
         self._parts = parts
@@ -252,7 +252,7 @@ class LoopService:
         )
 
         for record in await parts.store.steps():
-            self.committed(str(record.record["source"].get(KEY)), record.step)
+            self.note_commit(str(record.record["source"].get(KEY)), record.step)
 
         self._opened.set_result(None)
 
@@ -267,7 +267,7 @@ class LoopService:
         temperature = 0.0 if new.greedy else self.config.sampling.temperature
         return self._sampler.policy(name, temperature, door=self._door)
 
-    def committed(self, submission: str, step: int) -> None:
+    def note_commit(self, submission: str, step: int) -> None:
         """See Host.committed."""
         self._steps[submission] = self._step = step
 
@@ -297,10 +297,10 @@ class LoopService:
         count = self._group_counts[name]
         return name if count == 1 else f"{name}.{count}"
 
-    async def train(self, groups: Sequence[Group]) -> Trained:
+    async def train(self, groups: Sequence[Group]) -> TrainedSubmission:
         """See Connection.train."""
         name = await self.submit(groups)
-        return await self.trained(name)
+        return await self.wait_for_training(name)
 
     async def submit(self, groups: Sequence[Group]) -> str:
         """Takes groups for a step, unless it has them already; returns the submission's id. Raises
@@ -337,7 +337,7 @@ class LoopService:
         """Whether this submission has become a step, or is about to."""
         return name in self._steps or self._submissions.has(name)
 
-    async def trained(self, name: str) -> Trained:
+    async def wait_for_training(self, name: str) -> TrainedSubmission:
         """What a submission has come to, once it is committed."""
         if name not in self._steps:
             if not self._submissions.has(name):
@@ -345,8 +345,8 @@ class LoopService:
             await asyncio.shield(self._submissions.future(name))
 
         (record, *_) = await self._parts.store.steps(after=self._steps[name] - 1)
-        dropped = Plan.of(record.step, record.record).dropped
-        return Trained(
+        dropped = StepPlan.of(record.step, record.record).dropped
+        return TrainedSubmission(
             step=record.step,
             metrics=record.record["metrics"],
             dropped={name: reason for reason, names in dropped.items() for name in names},
@@ -383,7 +383,7 @@ class LoopService:
 
     async def save(self) -> None:
         """See Connection.save."""
-        await self._submissions.saved()
+        await self._submissions.save_checkpoint()
 
     async def checkpoints(self) -> list[Checkpoint]:
         """See Connection.checkpoints."""

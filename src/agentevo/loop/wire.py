@@ -46,7 +46,7 @@ class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
     is_open: bool
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
+class WireFailure(msgspec.Struct, frozen=True, kw_only=True):
     """What went wrong."""
 
     type: str
@@ -78,15 +78,15 @@ _STATUSES: tuple[tuple[type[AgentEvoError], int], ...] = (
 )
 
 
-def failure_of(error: BaseException) -> tuple[int, Failure]:
+def failure_of(error: BaseException) -> tuple[int, WireFailure]:
     """(HTTP status, what the body says)."""
     if not isinstance(error, AgentEvoError):
-        return 500, Failure(type="EngineError", message=errors.described(error))
+        return 500, WireFailure(type="EngineError", message=errors.describe_error(error))
     status = next((status for kind, status in _STATUSES if isinstance(error, kind)), 500)
     kind = next((k.__name__ for k in type(error).__mro__ if k.__name__ in _OURS), "AgentEvoError")
-    return status, Failure(type=kind, message=errors.storable(str(error)))
+    return status, WireFailure(type=kind, message=errors.storable(str(error)))
 
 
-def raised(failure: Failure) -> AgentEvoError:
+def error_of(failure: WireFailure) -> AgentEvoError:
     """The failure as the exception that it was on the server."""
     return _OURS.get(failure.type, AgentEvoError)(failure.message)

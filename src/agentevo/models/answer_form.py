@@ -62,7 +62,7 @@ def grammar_of(
     do. Raises BadRequestError for what this model's family has no notation for."""
     form = form or AnswerForm()
     tools = () if form.calls == "none" else tools or ()
-    strict = _enforced(form, chat, tools)
+    strict = _can_enforce(form, chat, tools)
     if form.schema is None and form.calls != "required" and not strict:
         return ""
 
@@ -90,7 +90,7 @@ def grammar_of(
     return "\n".join([f"start: {thought}({' | '.join(ways)})", *rules])
 
 
-def _enforced(form: AnswerForm, chat: ChatFormat, tools: Sequence[Mapping[str, Any]]) -> bool:
+def _can_enforce(form: AnswerForm, chat: ChatFormat, tools: Sequence[Mapping[str, Any]]) -> bool:
     """Whether there are strict tools that can be held to their schemas."""
     if not any(map(is_strict, tools)):
         return False

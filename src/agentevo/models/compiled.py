@@ -33,7 +33,7 @@ class CompiledLayer(PackedWeights):
         """As the layer's own `forward`."""
         forward: Callable[..., Any] = type(self.layer).forward
         if not torch.is_inference_mode_enabled():
-            forward = _compiled(forward)
+            forward = _compile_forward(forward)
         return forward(self.layer, *args, **kwargs)
 
     def drop(self) -> None:
@@ -63,6 +63,6 @@ def _has_experts(layer: nn.Module) -> bool:
 
 
 @cache
-def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _compile_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     made: Callable[..., Any] = torch.compile(forward, dynamic=True)
     return made

@@ -209,13 +209,13 @@ def _remarks() -> Iterator[list[str]]:
     """What transformers only logs of RoPE's parameters: unknown ones, and values out of range."""
     told: list[str] = []
 
-    class Listener(logging.Handler):
+    class OverrideListener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if _RATIO not in (text := record.getMessage()):
                 told.append(text)
 
     logger = logging.getLogger("transformers.modeling_rope_utils")
-    listener = Listener()
+    listener = OverrideListener()
     listener.setLevel(logging.WARNING)
     level = logger.level
     propagates = logger.propagate

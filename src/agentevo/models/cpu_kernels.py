@@ -51,7 +51,7 @@ class Matrix(ctypes.Structure):
     )
 
 
-class Cache(ctypes.Structure):
+class KernelCache(ctypes.Structure):
     """`cache` of cpu/attention.c."""
 
     _fields_ = (
@@ -64,7 +64,7 @@ class Cache(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Cache:
+    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> KernelCache:
         """Of one layer's keys [slots, G, blocks, D, KEY_BLOCK] and values [slots, G, places, D]."""
         assert keys.is_contiguous() and values.is_contiguous()
         _, groups, places, dim = values.shape
@@ -94,9 +94,9 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "gate": [_POINTER, _POINTER, _LONG, _POINTER, _LONG],
     "softmax_rows": [_POINTER, _LONG, _LONG, _LONG],
     "rotate": [_POINTER, *[_LONG] * 5, *[_POINTER] * 4, _LONG],
-    "keep": [ctypes.POINTER(Cache), *[_POINTER, _LONG] * 2, _POINTER, _POINTER, _LONG, _LONG],
+    "keep": [ctypes.POINTER(KernelCache), *[_POINTER, _LONG] * 2, _POINTER, _POINTER, _LONG, _LONG],
     "attend": [
-        ctypes.POINTER(Cache),
+        ctypes.POINTER(KernelCache),
         *[_POINTER] * 5,
         ctypes.POINTER(Prefix),
         *[_LONG] * 3,
@@ -147,7 +147,7 @@ class CpuKernels:
         )
         return out
 
-    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def gate_in_place(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """gate * sigmoid(gate) * up, in the place of `gate`; both [rows, width], width a multiple
         of WHOLE."""
         assert gate.is_contiguous() and up.is_contiguous()
@@ -165,7 +165,7 @@ class CpuKernels:
         )
         return scores
 
-    def rotated(
+    def rotate(
         self, heads: torch.Tensor, num_q: int, num_k: int, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Query heads [T, num_q, D] and key heads [T, num_k, D], the first of heads [T, more, D],
@@ -194,7 +194,7 @@ class CpuKernels:
 
     def keep(
         self,
-        cache: Cache,
+        cache: KernelCache,
         k: torch.Tensor,
         v: torch.Tensor,
         slots: torch.Tensor,
@@ -217,7 +217,7 @@ class CpuKernels:
 
     def attend(  # noqa: PLR0917 (in the order of the C function)
         self,
-        cache: Cache,
+        cache: KernelCache,
         q: torch.Tensor,
         tokens: torch.Tensor,
         slots: torch.Tensor,
@@ -284,7 +284,7 @@ def _compare(kernels: CpuKernels) -> None:
     x, y = torch.randn(2, 5, 96, generator=numbers, dtype=torch.float32).mul_(4)
     epsilon = 1e-5
     normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
-    q, k = kernels.rotated(x.view(5, 3, 32), 2, 1, y[:, :32], y[:, 32:64])
+    q, k = kernels.rotate(x.view(5, 3, 32), 2, 1, y[:, :32], y[:, 32:64])
     heads = x.view(5, 3, 32)
     cos = y[:, None, :32]
     sin = y[:, None, 32:64]
@@ -294,22 +294,22 @@ def _compare(kernels: CpuKernels) -> None:
         "rms_norm": (kernels.rms_norm(x, epsilon), normed),
         "rotate": (torch.cat([q, k], 1), turned),
         "softmax": (kernels.softmax_(x[:, :37].clone()), torch.softmax(x[:, :37], -1)),
-        "gate": (kernels.gated(x.clone(), y), torch.nn.functional.silu(x) * y),
-        "attend": _attended(kernels, x[:, :16], y[:, :16]),
+        "gate": (kernels.gate_in_place(x.clone(), y), torch.nn.functional.silu(x) * y),
+        "attend": _attend_both_ways(kernels, x[:, :16], y[:, :16]),
     }
     for name, (ours, theirs) in found.items():
         if not torch.allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE):
             raise KernelsUnavailableError(f"{name} computes something else than PyTorch does")
 
 
-def _attended(
+def _attend_both_ways(
     kernels: CpuKernels, numbers: torch.Tensor, queries: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of five tokens in slot 1 to themselves, by the kernels and by PyTorch: numbers and
     queries [5, 16]."""
     keys = numbers.new_zeros(2, 1, 1, 16, 32)
     values = numbers.new_zeros(2, 1, 32, 16)
-    cache = Cache.of(keys, values)
+    cache = KernelCache.of(keys, values)
     k = numbers[:, None]
     v = numbers.flip(0)[:, None]
     one = torch.ones(5, dtype=torch.int64)

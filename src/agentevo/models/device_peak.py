@@ -72,7 +72,7 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> Peak:
         known = known_peak(name_of(device), dtype, tf32=allows_tf32())
         if known is not None:
             return known
-    return _measured(device.type, dtype, torch.get_num_threads(), allows_tf32())
+    return _measure(device.type, dtype, torch.get_num_threads(), allows_tf32())
 
 
 def known_peak(name: str, dtype: torch.dtype, *, tf32: bool) -> Peak | None:
@@ -86,7 +86,7 @@ def known_peak(name: str, dtype: torch.dtype, *, tf32: bool) -> Peak | None:
 
 
 @cache
-def _measured(device: str, dtype: torch.dtype, threads: int, tf32: bool) -> Peak:
+def _measure(device: str, dtype: torch.dtype, threads: int, tf32: bool) -> Peak:
     """The fastest of several products. `threads` and `tf32` tell measurements apart."""
     side = SIDE_ON_CPU if device == "cpu" else SIDE
     left, right = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(2))

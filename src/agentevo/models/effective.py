@@ -23,7 +23,7 @@ def ingredients(linear: nn.Module | None) -> list[torch.Tensor | float] | None:
     product: hooks that listen in, active dropout, adapters of other kinds or on other layers."""
     if type(linear) is FastLinear:
         parameters = linear._parameters.values()  # quicker than by name
-        return None if _listened(linear) else [one for one in parameters if one is not None]
+        return None if _has_hooks(linear) else [one for one in parameters if one is not None]
 
     if not _is_lora(linear):
         return None
@@ -33,8 +33,8 @@ def ingredients(linear: nn.Module | None) -> list[torch.Tensor | float] | None:
         type(layer.base_layer) is not FastLinear
         or layer.merged
         or layer.fan_in_fan_out
-        or _listened(layer)
-        or _listened(layer.base_layer)
+        or _has_hooks(layer)
+        or _has_hooks(layer.base_layer)
     ):
         return None
 
@@ -95,5 +95,5 @@ def _is_lora(linear: nn.Module | None) -> bool:
     return type(linear).__name__ == "Linear" and type(linear).__module__ == "peft.tuners.lora.layer"
 
 
-def _listened(module: nn.Module) -> bool:
+def _has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)

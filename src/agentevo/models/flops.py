@@ -31,7 +31,7 @@ Window = int | None
 
 
 @dataclass(frozen=True)
-class Work:
+class ForwardWork:
     """The work of a pass: tokens, predictions and query-key pairs."""
 
     tokens: int
@@ -59,36 +59,40 @@ class ModelFlops:
     def windows(self) -> tuple[Window, ...]:
         return tuple(self.layers)
 
-    def forward(self, work: Work) -> float:
+    def forward(self, work: ForwardWork) -> float:
         """A pass without gradient."""
         weights = (self.trained + self.frozen) * work.tokens + (
             self.output_trained + self.output_frozen
         ) * work.predictions
         return 2 * weights + self._attention(work)
 
-    def training(self, work: Work) -> float:
+    def training(self, work: ForwardWork) -> float:
         """Forward and backward."""
         trained = self.trained * work.tokens + self.output_trained * work.predictions
         frozen = self.frozen * work.tokens + self.output_frozen * work.predictions
         return 6 * trained + 4 * frozen + 3 * self._attention(work)
 
-    def _attention(self, work: Work) -> float:
+    def _attention(self, work: ForwardWork) -> float:
         return self.per_pair * sum(
             count * work.pairs[window] for window, count in self.layers.items()
         )
 
 
-def work_of_sequences(lengths: Iterable[int], predictions: int, windows: Iterable[Window]) -> Work:
+def work_of_sequences(
+    lengths: Iterable[int], predictions: int, windows: Iterable[Window]
+) -> ForwardWork:
     """Sequences that are computed one by one, with causal attention."""
     lengths = list(lengths)
-    return Work(
+    return ForwardWork(
         sum(lengths),
         predictions,
         {window: sum(_pairs(length, window) for length in lengths) for window in windows},
     )
 
 
-def work_of_depths(depths: torch.Tensor, predictions: int, windows: Iterable[Window]) -> Work:
+def work_of_depths(
+    depths: torch.Tensor, predictions: int, windows: Iterable[Window]
+) -> ForwardWork:
     """Tokens that see themselves and all before them: depths, of any shape, are numbers of tokens
     before each."""
     seen = depths + 1
@@ -96,7 +100,7 @@ def work_of_depths(depths: torch.Tensor, predictions: int, windows: Iterable[Win
         window: int((seen if window is None else seen.clamp(max=window)).sum())
         for window in windows
     }
-    return Work(depths.numel(), predictions, pairs)
+    return ForwardWork(depths.numel(), predictions, pairs)
 
 
 def _pairs(length: int, window: Window) -> int:

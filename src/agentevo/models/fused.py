@@ -96,7 +96,7 @@ class FusedLayer(PackedWeights):
         """The matrix of each product, queries-keys-values, output, gate, up, down, from the layer's
         weights of now; None where the layer computes more than these products."""
         made_of = self._ingredients()
-        return None if made_of is None else self._packed(made_of)
+        return None if made_of is None else self._packed_for(made_of)
 
     def drop(self) -> None:
         """See PackedWeights.drop."""
@@ -116,24 +116,24 @@ class FusedLayer(PackedWeights):
     ) -> torch.Tensor:
         """Hidden states x [T, H] after this layer; `weights` are its own of now."""
         qkv, o, gate, up, down = weights
-        heads = qkv.product(self._normed(x)).view(
+        heads = qkv.product(self._normalise(x)).view(
             x.shape[0], -1, self.head_dim
         )  # [T, query, key and value heads, D]
-        query, key = self._rotated(heads, *rotation)
+        query, key = self._rotate(heads, *rotation)
         value = heads[:, self.num_rotated :]
         out = plan.attend(query, key, value, self.scaling, self.window, None)
         x = o.product_plus(out.reshape(x.shape[0], -1), x)
-        normed = self._normed(x)
-        return down.product_plus(self._gated(normed, gate, up), x)
+        normed = self._normalise(x)
+        return down.product_plus(self._gate(normed, gate, up), x)
 
-    def _gated(self, x: torch.Tensor, gate: PackedMatrix, up: PackedMatrix) -> torch.Tensor:
+    def _gate(self, x: torch.Tensor, gate: PackedMatrix, up: PackedMatrix) -> torch.Tensor:
         """SiLU of the gate's product, times the other's."""
         kernels = cpu_kernels()
         if kernels is None or gate.num_outputs % WHOLE:
             return up.product_times(x, gate.product(x, "swish"))
-        return kernels.gated(gate.product(x), up.product(x))
+        return kernels.gate_in_place(gate.product(x), up.product(x))
 
-    def _normed(self, x: torch.Tensor) -> torch.Tensor:
+    def _normalise(self, x: torch.Tensor) -> torch.Tensor:
         """RMS norm of x [T, H] without its weight (arXiv 1910.07467), which is in the matrix that
         follows."""
         if (kernels := cpu_kernels()) is not None:
@@ -142,7 +142,7 @@ class FusedLayer(PackedWeights):
         mean = torch.addcmul(self.epsilon_tensor, length, length, value=1 / x.shape[-1])
         return x * mean.rsqrt_()
 
-    def _rotated(
+    def _rotate(
         self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Query and key heads, of heads [T, all, D], with their rotary position (arXiv 2104.09864);
@@ -155,7 +155,7 @@ class FusedLayer(PackedWeights):
             heads = torch.cat([self.attention.q_norm(query), self.attention.k_norm(key)], dim=1)
 
         if (kernels := cpu_kernels()) is not None:
-            return kernels.rotated(heads, num_q, num_k, cos[0], sin[0])
+            return kernels.rotate(heads, num_q, num_k, cos[0], sin[0])
 
         heads = heads[:, : self.num_rotated]
         cos = cos.transpose(0, 1)  # [T, 1, D]
@@ -187,7 +187,7 @@ class FusedLayer(PackedWeights):
 
         return made_of
 
-    def _packed(self, made_of: list[torch.Tensor | float]) -> tuple[PackedMatrix, ...]:
+    def _packed_for(self, made_of: list[torch.Tensor | float]) -> tuple[PackedMatrix, ...]:
         state = [
             (id(item), item.data_ptr(), item._version) if isinstance(item, torch.Tensor) else item
             for item in made_of

@@ -203,7 +203,7 @@ class GrammarState:
         return self._digest.hexdigest()
 
 
-def allowed(mask: np.ndarray, vocabulary: int) -> np.ndarray:
+def unpack_mask(mask: np.ndarray, vocabulary: int) -> np.ndarray:
     """[vocabulary] bool from [W] uint32."""
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocabulary]
     if len(bits) < vocabulary:

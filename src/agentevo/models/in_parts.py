@@ -21,7 +21,7 @@ from torch import distributed, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from agentevo.models.parts import Part, Spec, Wholes
+from agentevo.models.parts import Spec, WeightPart, Wholes
 from agentevo.models.tensor_file import split_files, write_files
 
 FILE_BYTES = 5 * 2**30
@@ -34,7 +34,7 @@ class InParts:
 
     skeleton: PreTrainedModel
     """The model with its configuration, whose weights are not looked at."""
-    own: Callable[[bool], Mapping[str, Part]]
+    own: Callable[[bool], Mapping[str, WeightPart]]
     """This process's parts as they are now, of the dtype that is served, by name in one order
     everywhere; whether of what is trained alone."""
     tell: Callable[..., None] = lambda name, *arguments: None

@@ -152,10 +152,10 @@ class PackedMatrix:
         if (out := self._of_one_row(x)) is not None:
             return _swish(out) if activation == "swish" else out
         if x.shape[0] == 1:  # oneDNN sums a single row in another order
-            return self._multiplied(x.expand(2, -1), activation)[:1]
-        return self._multiplied(x, activation)
+            return self._multiply(x.expand(2, -1), activation)[:1]
+        return self._multiply(x, activation)
 
-    def _multiplied(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+    def _multiply(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, activation, [], "")
 
     def product_plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -228,7 +228,7 @@ class PackedMatrix:
 
         numbers = torch.Generator().manual_seed(0)
         x = torch.randn(2, self.num_inputs, generator=numbers, dtype=torch.float32)
-        wanted = self._multiplied(x, "none")[:1]
+        wanted = self._multiply(x, "none")[:1]
         for stretch in (*STRETCHES, self.num_inputs):
             starts = torch.arange(0, self.num_inputs, stretch)
             blocks = torch.arange(0, len(self._tables), self.num_inputs)

@@ -114,10 +114,12 @@ def _load(
             parameter.data = parameter.data.to(dtype)
 
         limit_to_tokens(model, tokenizer)
-        return LoadedModel(_placed(model, device), tokenizer, section.name)
+        return LoadedModel(_place(model, device), tokenizer, section.name)
 
     quantized = (
-        {} if section.lora.quantize == "none" else _quantized(section.lora.quantize, dtype, device)
+        {}
+        if section.lora.quantize == "none"
+        else _quantization_arguments(section.lora.quantize, dtype, device)
     )
     loaded = _from_pretrained(
         section.name,
@@ -139,7 +141,7 @@ def load_base(name: str, overrides: Mapping[str, Any]) -> LoadedModel:
     return _from_pretrained(name, fetch(name), "auto", torch.device("cpu"), {}, overrides)
 
 
-def _quantized(kind: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def _quantization_arguments(kind: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """Arguments of from_pretrained for a base in 8 or 4 bits: NF4 with quantized constants (arXiv
     2305.14314, section 3)."""
     check_quantize(kind)
@@ -191,7 +193,7 @@ def _from_pretrained(
         _never_pack(model)
         return LoadedModel(model.requires_grad_(False).eval(), tokenizer, name)
 
-    return LoadedModel(_placed(model, device), tokenizer, name)
+    return LoadedModel(_place(model, device), tokenizer, name)
 
 
 def _check_rows(name: str, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -284,7 +286,7 @@ def load_reward_model(
             "other words than were said"
         )
 
-    return _placed(model, policy.device)
+    return _place(model, policy.device)
 
 
 def _read_folder(
@@ -341,7 +343,7 @@ def _looks_or_listens(folder: Path) -> bool:
     return any(config.get(part) for part in ("vision_config", "audio_config", "vision_tower"))
 
 
-def _placed(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+def _place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     """On the device; what transformers keeps in float32 beside weights of another dtype (the
     frequencies of positions, the bias of a router) stays so."""
     module: torch.nn.Module = model

@@ -92,7 +92,7 @@ def grid_of(boxes: Collection[Box], shape: Sequence[int]) -> Grid:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class WeightPart:
     """What this process has of one tensor."""
 
     local: torch.Tensor
@@ -105,7 +105,7 @@ class Part:
     @classmethod
     def of(
         cls, tensor: torch.Tensor, parameter: torch.Tensor | None = None, cut: Cut | None = None
-    ) -> Part:
+    ) -> WeightPart:
         """Of a tensor that lies as a parameter does (by default, as it says itself): sharded by
         FSDP, or not, within a slice, or not."""
         place = tensor if parameter is None else parameter
@@ -137,14 +137,14 @@ class Part:
         """What is given of it, on the CPU."""
         return self.local.detach().to(self.spec.dtype).cpu().contiguous()
 
-    def to(self, dtype: torch.dtype) -> Part:
+    def to(self, dtype: torch.dtype) -> WeightPart:
         """The same, given in another dtype."""
-        return Part(self.local, self.shape, self.offset, dtype)
+        return WeightPart(self.local, self.shape, self.offset, dtype)
 
-    def copied(self) -> Part:
+    def copy_to_cpu(self) -> WeightPart:
         """A copy on the CPU, which later steps don't change."""
         copy = self.local.detach().to("cpu", self.spec.dtype, copy=True)
-        return Part(copy, self.shape, self.offset)
+        return WeightPart(copy, self.shape, self.offset)
 
 
 @runtime_checkable
@@ -170,7 +170,7 @@ def own_part(saved: Saved, parameter: torch.Tensor, cut: Cut | None = None) -> t
     if not isinstance(parameter, DTensor) and cut is None:
         return saved.to(parameter.device) if isinstance(saved, torch.Tensor) else saved.read()
 
-    part = Part.of(parameter, cut=cut)
+    part = WeightPart.of(parameter, cut=cut)
     if tuple(saved.shape) != part.shape:
         raise ValueError(f"a tensor {tuple(saved.shape)} for one of {part.shape}")
 
@@ -197,7 +197,7 @@ class Wholes:
     not all of a tensor."""
 
     def __init__(
-        self, parts: Mapping[str, Part], group: distributed.ProcessGroup | None = None
+        self, parts: Mapping[str, WeightPart], group: distributed.ProcessGroup | None = None
     ) -> None:
         """`group`: of all processes and for tensors on the CPU. They all have the same names."""
         self._parts = parts
@@ -252,7 +252,7 @@ class Wholes:
             whole[box.slices] = given
 
 
-def give(parts: Mapping[str, Part], group: distributed.ProcessGroup | None = None) -> None:
+def give(parts: Mapping[str, WeightPart], group: distributed.ProcessGroup | None = None) -> None:
     """What the other processes do while the first one iterates over `Wholes` of its own parts."""
     boxes = boxes_of_all(parts, group)
     me = distributed.get_rank(group)
@@ -262,7 +262,7 @@ def give(parts: Mapping[str, Part], group: distributed.ProcessGroup | None = Non
 
 
 def boxes_of_all(
-    parts: Mapping[str, Part], group: distributed.ProcessGroup | None
+    parts: Mapping[str, WeightPart], group: distributed.ProcessGroup | None
 ) -> list[dict[str, Box]]:
     """Where the parts of each process lie; called by all of them."""
     own = {name: part.box for name, part in parts.items()}
@@ -282,7 +282,7 @@ def givers_of(boxes: list[Box]) -> dict[int, Box]:
     return {process: box for box, process in givers.items()}
 
 
-def _begun(part: Part) -> torch.Tensor:
+def _begun(part: WeightPart) -> torch.Tensor:
     """The whole with this process's own part in it."""
     if tuple(part.local.shape) == part.shape:
         return part.given

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from agentevo.errors import ConfigError, MissingExtraError, ModelError, UnknownNameError
 from agentevo.models import modelscope
-from agentevo.models.cache import Progress, cache_folder, cached, is_complete
+from agentevo.models.cache import Progress, cache_folder, ensure_cached, is_complete
 from agentevo.models.known import KnownModel, known_models
 from agentevo.models.modelscope import MODELSCOPE
 from agentevo.parsing import read_json_object
@@ -43,7 +43,7 @@ def resolve(name: str, progress: Progress | None = None) -> Path | str:
     """A folder with a model in it, or a hub name for transformers. Downloads a known model that is
     not in the cache yet. Raises as `locate`."""
     source = locate(name)
-    return cached(source, progress) if isinstance(source, KnownModel) else source
+    return ensure_cached(source, progress) if isinstance(source, KnownModel) else source
 
 
 def locate(name: str) -> Path | str | KnownModel:

@@ -56,7 +56,7 @@ TOKENS = 8
 class Routing(Protocol):
     """Hears of the routers of a pass."""
 
-    def asked(self, router: _Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def answer_call(self, router: _Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a router answers that is called with these arguments."""
         ...
 
@@ -64,9 +64,9 @@ class Routing(Protocol):
 class Chooser(ABC):
     """A Routing that says which experts are chosen."""
 
-    def asked(self, router: _Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def answer_call(self, router: _Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See Routing.asked."""
-        with _Choice(self, router.layer, router.number):
+        with _RouterChoice(self, router.layer, router.number):
             return router.alone(args, kwargs)
 
     @abstractmethod
@@ -90,7 +90,7 @@ _TOPK = (torch.topk, torch.Tensor.topk)
 class Recording(Chooser):
     """Keeps what is chosen in one pass: by the routers or, of some tokens, by a replay."""
 
-    def __init__(self, routers: Routers, replay: Replay | None = None) -> None:
+    def __init__(self, routers: Routers, replay: RouterReplay | None = None) -> None:
         self.routers = routers
         self.replay = replay
         self._chosen: dict[int, torch.Tensor] = {}
@@ -108,7 +108,7 @@ class Recording(Chooser):
         return found
 
 
-class Replay(Chooser):
+class RouterReplay(Chooser):
     """Answers with recorded experts in one pass, or only tells where they differ from the router's
     own."""
 
@@ -141,13 +141,13 @@ class Replay(Chooser):
         router was not asked."""
         return None if self._is_divided else _of_all(self._differs, self.rows.shape[1])
 
-    def stretch(self, first: int, length: int) -> Replay:
+    def stretch(self, first: int, length: int) -> RouterReplay:
         """Of a process that has these tokens of the pass alone; what is behind its end decides for
         itself."""
         self._is_divided = True
         own = self.rows[first : first + length]
         padding = own.new_full((length - len(own), *own.shape[1:]), OWN)
-        return Replay(torch.cat([own, padding]), apply=self.apply)
+        return RouterReplay(torch.cat([own, padding]), apply=self.apply)
 
 
 def _of_all(of_layers: dict[int, torch.Tensor], layers: int) -> torch.Tensor:
@@ -159,7 +159,7 @@ def _of_all(of_layers: dict[int, torch.Tensor], layers: int) -> torch.Tensor:
     return torch.stack([of_layers[layer] for layer in range(layers)], dim=1)
 
 
-class _Choice(TorchFunctionMode):
+class _RouterChoice(TorchFunctionMode):
     """While a router computes: one of its calls of topk is answered with what `chooser` chooses."""
 
     def __init__(self, chooser: Chooser, layer: int, number: int) -> None:
@@ -199,7 +199,9 @@ class _Router:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         routing = _ROUTING.get()
-        return self.alone(args, kwargs) if routing is None else routing.asked(self, args, kwargs)
+        return (
+            self.alone(args, kwargs) if routing is None else routing.answer_call(self, args, kwargs)
+        )
 
     def alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The router's own answer."""
@@ -229,7 +231,7 @@ def routers_of(model: nn.Module) -> Routers | None:
     return next((one.routers for one in stand_ins if isinstance(one, _Router)), None)
 
 
-def routed(model: PreTrainedModel) -> PreTrainedModel:
+def enable_routing(model: PreTrainedModel) -> PreTrainedModel:
     """Lets passes of the model record and replay what its routers choose, in place; after
     `agentevo.models.attention.prepare`, before `keep_activations`. Raises ModelError, with the
     model as it was, for one without experts, and for routers of another kind."""
@@ -339,7 +341,7 @@ class _Trial:
         kinds = {found._replace(layers=layers) for found in self._found.values()}
         return kinds.pop() if len(kinds) == 1 else "its routers choose different numbers of experts"
 
-    def asked(self, router: _Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def answer_call(self, router: _Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See Routing.asked: the router's own answer."""
         with _Counting() as own:
             answer = router.alone(args, kwargs)
@@ -357,7 +359,7 @@ class _Trial:
 
         router.number = places[-1]
         scores, found = own.given[router.number]
-        wrong = _unforced(router, args, kwargs, found.indices, scores.shape[-1], given)
+        wrong = _why_not_forced(router, args, kwargs, found.indices, scores.shape[-1], given)
         if wrong:
             self.problem = f"its {name} {wrong}"
 
@@ -370,7 +372,7 @@ _SHIFTS = (0, 1, 2)
 """Experts that a router is made to choose in a trial: its own, and those so many numbers on."""
 
 
-def _unforced(
+def _why_not_forced(
     one: _Router,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -386,7 +388,7 @@ def _unforced(
 
     for shift in _SHIFTS:
         wanted = ((chosen + shift) % num_experts).flip(-1)
-        again = _tensors(_Forced(wanted).asked(one, args, kwargs))
+        again = _tensors(_Forced(wanted).answer_call(one, args, kwargs))
         theirs = _weights(again, wanted)
         if theirs is None or not any(torch.equal(x, wanted) for x in again):
             return "chooses again among what topk gave it"

@@ -144,7 +144,7 @@ def skeleton_of(model: PreTrainedModel) -> PreTrainedModel:
     return _SHARDED[model].skeleton if model in _SHARDED else model
 
 
-def changed(model: nn.Module) -> None:
+def note_change(model: nn.Module) -> None:
     """What has been gathered is out of date: its shards have been written to."""
     if isinstance(model, FSDPModule):
         model.reshard()

@@ -6,7 +6,7 @@ Importing this loads no torch, rich or matplotlib.
 from agentevo.observability.collapse import CollapseLimits, CollapseMonitor, CollapseWarning
 from agentevo.observability.live import LiveView
 from agentevo.observability.metrics import (
-    Evaluation,
+    EvaluationMetrics,
     MetricsLog,
     MetricsRow,
     read_evaluations,
@@ -26,7 +26,7 @@ __all__ = [
     "CollapseMonitor",
     "CollapseWarning",
     "Decode",
-    "Evaluation",
+    "EvaluationMetrics",
     "LiveView",
     "MetricsLog",
     "MetricsRow",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from agentevo.observability.attempt_view import selected
+from agentevo.observability.attempt_view import select_turns
 from agentevo.pages.text import shown
 from agentevo.types import Trajectory, Turn
 
@@ -24,7 +24,7 @@ LEVELS = (0.9, 0.5, 0.2, 0.05, 0.01)
 NONE: Mapping[int, np.ndarray] = MappingProxyType({})
 
 
-class Block(NamedTuple):
+class TokenBlock(NamedTuple):
     """Drawn tokens of one turn, with the prompt before them where they begin with the first."""
 
     turn: int
@@ -40,10 +40,10 @@ class Block(NamedTuple):
     start: int
 
 
-class Tokens(NamedTuple):
+class TurnTokens(NamedTuple):
     """A part, and where the next one begins: (place among the turns, token)."""
 
-    blocks: list[Block]
+    blocks: list[TokenBlock]
     next: tuple[int, int] | None
 
 
@@ -77,16 +77,16 @@ def tokens_part(
     start: tuple[int, int] = (0, 0),
     leaf: int | None = None,
     most: int = TOKENS,
-) -> Tokens:
+) -> TurnTokens:
     """About `most` tokens from `start` on. Without `decode` tokens are their ids."""
-    order, shared = selected(trajectory.turns, leaf)
-    blocks: list[Block] = []
+    order, shared = select_turns(trajectory.turns, leaf)
+    blocks: list[TokenBlock] = []
     left = most
     for place in range(start[0], len(order)):
         turn = trajectory.turns[order[place]]
         first = start[1] if place == start[0] else 0
         if left <= 0:
-            return Tokens(blocks, (place, 0))
+            return TurnTokens(blocks, (place, 0))
 
         size = min(left, len(turn.completion_ids) - first)
         before = order[place - 1] if place else None
@@ -94,9 +94,9 @@ def tokens_part(
         left -= size + 20
 
         if first + size < len(turn.completion_ids):
-            return Tokens(blocks, (place, first + size))
+            return TurnTokens(blocks, (place, first + size))
 
-    return Tokens(blocks, None)
+    return TurnTokens(blocks, None)
 
 
 def block_of(
@@ -107,7 +107,7 @@ def block_of(
     is_shared: bool,
     decode: Callable[[Sequence[int]], str] | None,
     training: Training,
-) -> Block:
+) -> TokenBlock:
     place = slice(first, first + size)
     ids = list(turn.completion_ids[place])
     logprobs = list(turn.logprobs[place])
@@ -119,7 +119,7 @@ def block_of(
         note = "begins anew" if turn.parent is None else f"goes on from turn {turn.parent}"
 
     prompt = "" if first else _text(list(turn.prompt_ids[: 4 * PROMPT]), decode)
-    return Block(
+    return TokenBlock(
         turn.index,
         note,
         is_shared,
@@ -136,8 +136,8 @@ def block_of(
             "lp": None if is_greedy else [round(value, 5) for value in logprobs],
             "ver": versions,
             "adv": _advantages(turn, place, training),
-            "ent": _measured(training.entropies, turn, place),
-            "mov": _measured(training.moved, turn, place),
+            "ent": _token_numbers(training.entropies, turn, place),
+            "mov": _token_numbers(training.moved, turn, place),
             "on": [_is_trained(turn, version, training) for version in versions],
         },
         first,
@@ -154,7 +154,9 @@ def _advantages(turn: Turn, place: slice, training: Training) -> list[float] | N
     return None if values is None else [round(float(v), 6) for v in values[place]]
 
 
-def _measured(of: Mapping[int, np.ndarray], turn: Turn, place: slice) -> list[float | None] | None:
+def _token_numbers(
+    of: Mapping[int, np.ndarray], turn: Turn, place: slice
+) -> list[float | None] | None:
     values = of.get(turn.index)
     if values is None:
         return None

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from agentevo.pages.worlds import NO_LEGEND, Legend, Piece, legend_of, pieces
+from agentevo.pages.worlds import NO_LEGEND, Legend, WorldPiece, legend_of, pieces
 from agentevo.store.calls import StoredCall
 from agentevo.types import ImagePart, Message, RemoteTurn, Trajectory, Turn
 
@@ -23,7 +23,7 @@ MAX_CALLS = 400
 MAX_TREE = 150
 
 
-class ToolUse(NamedTuple):
+class ShownToolUse(NamedTuple):
     """A call of a tool: what the policy wrote, and what became of it."""
 
     name: str
@@ -34,16 +34,16 @@ class ToolUse(NamedTuple):
     error: str
 
 
-class Said(NamedTuple):
+class ShownMessage(NamedTuple):
     """One message."""
 
     number: int
     role: str
     who: str
     thought: str
-    pieces: list[Piece]
+    pieces: list[WorldPiece]
     images: list[str]
-    tools: list[ToolUse]
+    tools: list[ShownToolUse]
     rest: int
     """Characters that are not shown yet."""
 
@@ -56,7 +56,7 @@ class TurnView(NamedTuple):
     """Where it goes on from, if not from the turn before."""
     is_shared: bool
     """Whether another branch has it, too, which is shown before."""
-    messages: list[Said]
+    messages: list[ShownMessage]
     num_prompt: int
     num_completion: int
     reward: float
@@ -66,7 +66,7 @@ class TurnView(NamedTuple):
     """How it was drawn, where not by the recipe."""
 
 
-class Part(NamedTuple):
+class ShownPart(NamedTuple):
     """Some turns, and where the next ones begin."""
 
     turns: list[TurnView]
@@ -94,7 +94,7 @@ def is_branched(turns: Sequence[Turn]) -> bool:
     return any(count > 1 for count in parents.values())
 
 
-def selected(turns: Sequence[Turn], leaf: int | None) -> tuple[list[int], set[int]]:
+def select_turns(turns: Sequence[Turn], leaf: int | None) -> tuple[list[int], set[int]]:
     """The turns to show, and those of them that an earlier branch has, too."""
     if leaf is None or not 0 <= leaf < len(turns):
         return list(range(len(turns))), set()
@@ -115,16 +115,16 @@ def part_of(
     start: int = 0,
     leaf: int | None = None,
     most: int = TURNS,
-) -> Part:
+) -> ShownPart:
     """`most` turns from the `start`-th of those to show."""
-    shown, shared = selected(trajectory.turns, leaf)
+    shown, shared = select_turns(trajectory.turns, leaf)
     uses = _uses(trajectory, calls)
     legend = world_of(trajectory.turns)
     page = shown[start : start + most]
     before = dict(zip(shown[1:], shown, strict=False))
     views = [turn_view(trajectory.turns[i], before.get(i), i in shared, uses, legend) for i in page]
     more = start + most
-    return Part(views, more if more < len(shown) else None, len(shown))
+    return ShownPart(views, more if more < len(shown) else None, len(shown))
 
 
 def world_of(turns: Sequence[Turn]) -> Legend:
@@ -181,10 +181,12 @@ def turn_view(
     )
 
 
-def said(message: Message, number: int, tools: list[ToolUse], legend: Legend = NO_LEGEND) -> Said:
+def said(
+    message: Message, number: int, tools: list[ShownToolUse], legend: Legend = NO_LEGEND
+) -> ShownMessage:
     """A message with its first FIRST characters."""
     text = message.text
-    return Said(
+    return ShownMessage(
         number=number,
         role=message.role,
         who=message.name or "",
@@ -206,12 +208,12 @@ def _images(message: Message) -> list[str]:
     ]
 
 
-def _tool_use(name: str, arguments: str, call_id: str, call: StoredCall | None) -> ToolUse:
+def _tool_use(name: str, arguments: str, call_id: str, call: StoredCall | None) -> ShownToolUse:
     took = None
     if call is not None and call.call.ended_at is not None:
         took = call.call.ended_at - call.call.started_at
 
-    return ToolUse(
+    return ShownToolUse(
         name,
         pretty(arguments),
         call_id,
@@ -315,7 +317,7 @@ def timeline(calls: Sequence[StoredCall]) -> list[CallRow]:
     return rows
 
 
-def ending(trajectory: Trajectory, calls: Sequence[StoredCall]) -> list[Piece]:
+def ending(trajectory: Trajectory, calls: Sequence[StoredCall]) -> list[WorldPiece]:
     """What the world showed after the last turn, of the newest try that says so."""
     told = [
         str(stored.call.attributes["ending"])
@@ -400,7 +402,7 @@ def verdicts(calls: Sequence[StoredCall]) -> list[Verdict]:
     return found
 
 
-class Node(NamedTuple):
+class TreeNode(NamedTuple):
     """A turn in the picture of the branches."""
 
     number: int
@@ -412,13 +414,13 @@ class Node(NamedTuple):
     is_on: bool
 
 
-def tree(turns: Sequence[Turn], leaf: int | None) -> list[Node]:
+def tree(turns: Sequence[Turn], leaf: int | None) -> list[TreeNode]:
     """The turns as a tree from left to right; empty where there are no branches, or more turns than
     a picture shows."""
     if not is_branched(turns) or len(turns) > MAX_TREE:
         return []
 
-    shown = set(selected(turns, leaf)[0])
+    shown = set(select_turns(turns, leaf)[0])
     children: dict[int | None, list[int]] = defaultdict(list)
     for turn in turns:
         children[turn.parent].append(turn.index)
@@ -433,7 +435,7 @@ def tree(turns: Sequence[Turn], leaf: int | None) -> list[Node]:
                 firsts[index] = end
 
     return [
-        Node(
+        TreeNode(
             turn.index,
             *places[turn.index],
             None if turn.parent is None else places[turn.parent],
@@ -446,7 +448,7 @@ def tree(turns: Sequence[Turn], leaf: int | None) -> list[Node]:
 
 def remote_part(
     turns: Sequence[RemoteTurn], limit: int = 40
-) -> list[tuple[RemoteTurn, list[Said]]]:
+) -> list[tuple[RemoteTurn, list[ShownMessage]]]:
     """What remote models said, the first `limit` of it."""
     return [
         (

@@ -57,18 +57,18 @@ def tree_lines(calls: Iterable[StoredCall], now: float) -> list[str]:
         inside.setdefault(parent, []).append(stored)
 
     lines: list[tuple[str, str]] = []
-    waiting = [(stored, 0) for stored in reversed(_ordered(inside.get(None, [])))]
+    waiting = [(stored, 0) for stored in reversed(_sort_by_start(inside.get(None, [])))]
     while waiting:
         stored, depth = waiting.pop()
         lines.append((f"{'  ' * depth}{_title(stored)}", _facts(stored, now)))
-        within = _ordered(inside.get(stored.call.id, []))
+        within = _sort_by_start(inside.get(stored.call.id, []))
         waiting += [(child, depth + 1) for child in reversed(within)]
 
     width = max((len(title) for title, _ in lines), default=0)
     return [f"{title:<{width}}  {facts}" for title, facts in lines]
 
 
-def _ordered(calls: list[StoredCall]) -> list[StoredCall]:
+def _sort_by_start(calls: list[StoredCall]) -> list[StoredCall]:
     return sorted(calls, key=lambda stored: stored.call.started_at)
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from agentevo.observability.metrics_table import Measured
-from agentevo.pages.charts import Chart, Line
+from agentevo.pages.charts import Chart, ChartLine
 
 Axis = Literal["step", "tokens", "time"]
 NAMES = {"step": "step", "tokens": "tokens", "time": "hours"}
@@ -64,7 +64,7 @@ def is_share(metric: str) -> bool:
     return any(word in metric for word in ("success", "accurac"))
 
 
-def compared(names: Sequence[str]) -> list[str]:
+def metrics_to_compare(names: Sequence[str]) -> list[str]:
     """Of the metrics that were logged, those that a comparison shows where none are asked for."""
     held_out = [one for one in names if one.startswith("val-core/") and one.endswith("/greedy")]
     rates = [one for one in held_out if is_share(one)]
@@ -107,10 +107,10 @@ def line_of(
         return None
 
     where = places(view, axis)
-    return thinned([where[row] for row in rows], list(values))
+    return thin_peaks([where[row] for row in rows], list(values))
 
 
-def thinned(
+def thin_peaks(
     x: list[float], values: list[float], most: int = MOST_POINTS
 ) -> tuple[list[float], list[float]]:
     """At most about so many points: of each stretch the lowest and the highest, so that no peak is
@@ -142,7 +142,7 @@ def chart_of(view: Measured, metric: str, title: str = "", axis: Axis = "step") 
     return Chart(
         title or title_of(metric),
         line[0],
-        [Line(metric, line[1])],
+        [ChartLine(metric, line[1])],
         share=is_share(metric),
         name_of_x=NAMES[axis],
     )
@@ -171,7 +171,7 @@ def band_chart(
         return None
 
     if axis != "step" and any(len(lines) > 1 for lines in drawn):
-        where = thinned(where, [0.0] * len(where))[0]
+        where = thin_peaks(where, [0.0] * len(where))[0]
         drawn = [[(where, _between(line, where)) for line in lines] for lines in drawn]
 
     at = {x: place for place, x in enumerate(where)}
@@ -187,7 +187,7 @@ def band_chart(
         full = [one if whole and len(one) >= whole else [] for one in found]
         bands = whole > 1
         shown.append(
-            Line(
+            ChartLine(
                 name,
                 [statistics.fmean(one) if one else math.nan for one in full],
                 low=[min(one) if one else math.nan for one in full] if bands else None,

@@ -179,7 +179,7 @@ class CollapseMonitor:
         state = self._state
         limits = self.limits
         state.step = step
-        state.usual_gradient = self._believed(GRAD_NORM)
+        state.usual_gradient = self._expected_mean(GRAD_NORM)
         for key in SMOOTHED:
             value = _finite(metrics, key)
             if value is None or (
@@ -209,8 +209,8 @@ class CollapseMonitor:
                 state.best_score = score
                 state.best_score_step = step
 
-        state.highest_spread = max(state.highest_spread, self._believed(SPREAD) or 0.0)
-        entropy = self._believed(ENTROPY)
+        state.highest_spread = max(state.highest_spread, self._expected_mean(SPREAD) or 0.0)
+        entropy = self._expected_mean(ENTROPY)
         if entropy is not None:
             state.start_entropy = entropy if state.start_entropy is None else state.start_entropy
             state.lowest_entropy = (
@@ -221,15 +221,15 @@ class CollapseMonitor:
         past = self._state.means.get(key)
         return None if past is None or past.count == 0 else past.mean
 
-    def _believed(self, key: str) -> float | None:
+    def _expected_mean(self, key: str) -> float | None:
         past = self._state.means.get(key)
         return None if past is None or past.count < self.limits.warmup_steps else past.mean
 
-    def _solved(self) -> bool:
+    def _is_solved(self) -> bool:
         success = self._mean(SUCCESS)
         return success is not None and success >= self.limits.solved_success
 
-    def _stalled(self) -> bool:
+    def _is_stalled(self) -> bool:
         return self._state.step - self._state.best_score_step >= self.limits.patience_steps
 
     def _success_words(self) -> str:
@@ -310,16 +310,16 @@ class CollapseMonitor:
         )
 
     def _spread_vanished(self, metrics: Mapping[str, float | None]) -> str | None:
-        spread = self._believed(SPREAD)
-        ratio = self._believed(ZERO_SPREAD)
+        spread = self._expected_mean(SPREAD)
+        ratio = self._expected_mean(ZERO_SPREAD)
         peak = self._state.highest_spread
 
         equal = ratio is not None and ratio >= self.limits.zero_spread_ratio
         shrunk = spread is not None and peak > 0 and spread <= self.limits.spread_drop * peak
         if (
             not (equal or shrunk)
-            or self._solved()
-            or not self._stalled()
+            or self._is_solved()
+            or not self._is_stalled()
             or self._all_failing(metrics)
         ):
             return None
@@ -335,14 +335,14 @@ class CollapseMonitor:
         )
 
     def _entropy_collapsed(self, metrics: Mapping[str, float | None]) -> str | None:
-        entropy = self._believed(ENTROPY)
+        entropy = self._expected_mean(ENTROPY)
         start = self._state.start_entropy
         if (
             entropy is None
             or not start
             or entropy > self.limits.entropy_drop * start
-            or self._solved()
-            or not self._stalled()
+            or self._is_solved()
+            or not self._is_stalled()
         ):
             return None
 
@@ -357,14 +357,14 @@ class CollapseMonitor:
         )
 
     def _entropy_exploded(self, metrics: Mapping[str, float | None]) -> str | None:
-        entropy = self._believed(ENTROPY)
+        entropy = self._expected_mean(ENTROPY)
         low = self._state.lowest_entropy
         if (
             entropy is None
             or low is None
             or entropy < low + self.limits.entropy_rise
             or entropy < 2 * low
-            or self._solved()
+            or self._is_solved()
         ):
             return None
 
@@ -375,9 +375,9 @@ class CollapseMonitor:
         )
 
     def _length_limit(self, metrics: Mapping[str, float | None]) -> str | None:
-        clipped = self._believed(CLIPPED)
+        clipped = self._expected_mean(CLIPPED)
         length = self._mean(LENGTH)
-        if clipped is None or clipped < self.limits.clip_ratio or self._solved():
+        if clipped is None or clipped < self.limits.clip_ratio or self._is_solved():
             return None
 
         words = "" if length is None else f" (mean length {length:.0f} tokens)"
@@ -389,7 +389,7 @@ class CollapseMonitor:
 
     def _reward_fell(self, metrics: Mapping[str, float | None]) -> str | None:
         state = self._state
-        score = self._believed(SCORE)
+        score = self._expected_mean(SCORE)
         if score is None or state.best_score is None or state.first_score is None:
             return None
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from agentevo.observability.metrics import Evaluation, MetricsRow, read_evaluations
+from agentevo.observability.metrics import EvaluationMetrics, MetricsRow, read_evaluations
 
 SMOOTHING = 2
 """A smoothed curve is the mean over this many neighbours on each side."""
@@ -48,14 +48,14 @@ def wilson_interval(rate: float, n: float, z: float = 1.96) -> tuple[float, floa
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def held_out(rows: Sequence[MetricsRow]) -> dict[str, list[tuple[float, Evaluation]]]:
+def held_out(rows: Sequence[MetricsRow]) -> dict[str, list[tuple[float, EvaluationMetrics]]]:
     """Evaluations that have a success rate, by environment, as (step, evaluation) in the order of
     the steps.
 
     Of several at one step the last counts: at step 0 an earlier one was measured before the cold
     start.
     """
-    by_environment: dict[str, dict[float, Evaluation]] = {}
+    by_environment: dict[str, dict[float, EvaluationMetrics]] = {}
     for row in rows:
         for result in read_evaluations(row):
             if result.success is not None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agentevo.observability.curves import has_numbers, held_out, series, wilson_interval
-from agentevo.observability.metrics import Evaluation, MetricsRow, not_comparable
+from agentevo.observability.metrics import EvaluationMetrics, MetricsRow, not_comparable
 from agentevo.observability.panels import (
     BLUE,
     GREEN,
@@ -95,7 +95,7 @@ def _title(summary: Mapping[str, Any]) -> str:
 
 def _draw_held_out(
     axes: Axes,
-    points: list[tuple[float, Evaluation]],
+    points: list[tuple[float, EvaluationMetrics]],
     color: str,
     name: str,
     summary: Mapping[str, Any],
@@ -110,7 +110,7 @@ def _draw_held_out(
 
 
 def _draw_greedy(
-    axes: Axes, points: list[tuple[float, Evaluation]], color: str, of: str, number: float
+    axes: Axes, points: list[tuple[float, EvaluationMetrics]], color: str, of: str, number: float
 ) -> None:
     """`number`: how many tasks an evaluation had that does not say so itself."""
     greedy = [
@@ -146,7 +146,9 @@ def _draw_greedy(
             )
 
 
-def _draw_sampled(axes: Axes, points: list[tuple[float, Evaluation]], color: str, of: str) -> None:
+def _draw_sampled(
+    axes: Axes, points: list[tuple[float, EvaluationMetrics]], color: str, of: str
+) -> None:
     sampled = [
         (step, result.success_sampled)
         for step, result in points
@@ -164,7 +166,7 @@ def _draw_sampled(axes: Axes, points: list[tuple[float, Evaluation]], color: str
         )
 
 
-def _draw_players(axes: Axes, last: Evaluation, color: str, of: str) -> None:
+def _draw_players(axes: Axes, last: EvaluationMetrics, color: str, of: str) -> None:
     for player, dashes, level in (
         ("random", (1, 2), last.random),
         ("optimal", (5, 2), last.optimal),
@@ -182,7 +184,7 @@ def _draw_players(axes: Axes, last: Evaluation, color: str, of: str) -> None:
 
 
 def _annotate_before_after(
-    axes: Axes, points: list[tuple[float, Evaluation]], summary: Mapping[str, Any]
+    axes: Axes, points: list[tuple[float, EvaluationMetrics]], summary: Mapping[str, Any]
 ) -> None:
     measured = [(step, result.success) for step, result in points if result.success is not None]
     if not measured:

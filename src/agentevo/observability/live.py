@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Self, TextIO
 import msgspec
 
 from agentevo.console import format_duration, open_console, print_line
-from agentevo.observability.metrics import Evaluation, read_evaluations
+from agentevo.observability.metrics import EvaluationMetrics, read_evaluations
 from agentevo.observability.moment import Moment
 from agentevo.progress import Hidden, hidden
 
@@ -107,7 +107,7 @@ def _first(metrics: Mapping[str, float | None], *keys: str) -> str:
     return next((key for key in keys if key in metrics), keys[0])
 
 
-def evaluation_rows(result: Evaluation) -> list[tuple[str, str, str]]:
+def evaluation_rows(result: EvaluationMetrics) -> list[tuple[str, str, str]]:
     """(player, success, reward) as texts: the agent, and the two players that say what its number
     is worth."""
 
@@ -144,7 +144,7 @@ class ViewState(msgspec.Struct, frozen=True, kw_only=True):
     dropped: Mapping[str, int] = {}
     scores: tuple[float, ...] = ()
     """Mean rewards of the last steps, for the sparkline."""
-    evaluations: tuple[Evaluation, ...] = ()
+    evaluations: tuple[EvaluationMetrics, ...] = ()
     warnings: tuple[str, ...] = ()
     eta_s: float | None = None
     """Time left when the last step ended."""
@@ -388,7 +388,7 @@ def sparkline(values: tuple[float, ...]) -> str:
     return "".join(SPARKS[round((value - low) / span * 7) if span else 0] for value in values)
 
 
-def _evaluation_table(title: str, result: Evaluation) -> RenderableType:
+def _evaluation_table(title: str, result: EvaluationMetrics) -> RenderableType:
     from rich import box
     from rich.console import Group
     from rich.table import Table

@@ -28,8 +28,8 @@ import msgspec
 from agentevo.errors import TrainingError, UnusableStoreError
 from agentevo.files import must_write, write_atomic
 from agentevo.parsing import ParseError, check_file, parse_json
-from agentevo.trackers import Row, Table, Tracking
-from agentevo.trackers.tracking import merged
+from agentevo.trackers import TrackedRow, TrackedTable, Tracking
+from agentevo.trackers.tracking import merge_rows
 
 MetricsRow = dict[str, float | None]
 """One line of metrics.jsonl: `step`, `time` (Unix seconds) and metrics; None stands for a number
@@ -45,7 +45,7 @@ MAX_FAILED_SHARE = 0.02
 evaluations."""
 
 
-class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+class EvaluationMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """The agent on the held-out tasks of one environment, beside the two reference players (success
     is 0..1)."""
 
@@ -69,7 +69,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
         return self.success_sampled if self.success_greedy is None else self.success_greedy
 
 
-def read_evaluations(metrics: Mapping[str, float | None]) -> list[Evaluation]:
+def read_evaluations(metrics: Mapping[str, float | None]) -> list[EvaluationMetrics]:
     """The evaluations in one row, by environment. Keys are `val-core/{environment}/{success/greedy,
     random, ...}`; others are ignored."""
     scores_of: dict[str, dict[str, float | None]] = {}
@@ -77,10 +77,12 @@ def read_evaluations(metrics: Mapping[str, float | None]) -> list[Evaluation]:
         match = EVALUATION_KEY.match(key)
         if match:
             scores_of.setdefault(match["environment"], {})[match["name"].replace("/", "_")] = value
-    return [Evaluation(environment=name, **scores) for name, scores in sorted(scores_of.items())]
+    return [
+        EvaluationMetrics(environment=name, **scores) for name, scores in sorted(scores_of.items())
+    ]
 
 
-def not_comparable(before: Sequence[Evaluation], after: Sequence[Evaluation]) -> str:
+def not_comparable(before: Sequence[EvaluationMetrics], after: Sequence[EvaluationMetrics]) -> str:
     """Why the success of two evaluations can't be compared, if so: more attempts failed than the
     numbers can bear."""
     shares = [
@@ -165,7 +167,7 @@ class MetricsLog:
         self.path = Path(path)
         self.tracking: Tracking | None = None
         """The run's trackers, which somebody else ends."""
-        self._ahead: dict[int, Row] = {}
+        self._ahead: dict[int, TrackedRow] = {}
         """Step -> what trackers have not heard of it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rows = _read_rows(self.path)
@@ -181,7 +183,9 @@ class MetricsLog:
         """sha256 of the rows so far, as they are in the file."""
         return self._digest.hexdigest()
 
-    def log(self, step: int, metrics: Mapping[str, float], tables: Sequence[Table] = ()) -> None:
+    def log(
+        self, step: int, metrics: Mapping[str, float], tables: Sequence[TrackedTable] = ()
+    ) -> None:
         """Appends one row. Values may be anything `float()` takes. `tables` are for trackers alone.
         Raises `TrainingError` if the row would break the file's invariants."""
         taken = [key for key in RESERVED if key in metrics]
@@ -212,8 +216,8 @@ class MetricsLog:
         self._last_step = step
         if self.tracking:
             numbers = {name: float(value) for name, value in metrics.items()}
-            new = Row(step=step, time=now, metrics=numbers, tables=tables)
-            self._ahead[step] = merged(self._ahead.get(step), new)
+            new = TrackedRow(step=step, time=now, metrics=numbers, tables=tables)
+            self._ahead[step] = merge_rows(self._ahead.get(step), new)
 
     def hand_over(self, step: int) -> None:
         """Trackers hear of every step up to this one, which is committed."""
@@ -239,8 +243,10 @@ class MetricsLog:
                 for name, value in row.items()
                 if name not in RESERVED
             }
-            old = Row(step=int(row["step"] or 0), time=row.get("time") or 0.0, metrics=numbers)
-            self._ahead[old.step] = merged(self._ahead.get(old.step), old)
+            old = TrackedRow(
+                step=int(row["step"] or 0), time=row.get("time") or 0.0, metrics=numbers
+            )
+            self._ahead[old.step] = merge_rows(self._ahead.get(old.step), old)
 
         self.hand_over(step)
         self._begin_at(kept)

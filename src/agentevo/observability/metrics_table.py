@@ -45,7 +45,7 @@ class Measured(Protocol):
     def num_rows(self) -> int: ...
 
 
-class Column:
+class MetricColumn:
     """The values of one metric, and in which rows they were."""
 
     __slots__ = ("rows", "values")
@@ -63,7 +63,7 @@ class MetricsTable:
         self.steps = array("q")
         self.times = array("d")
         """Unix time of each row, NaN where it has none."""
-        self.columns: dict[str, Column] = {}
+        self.columns: dict[str, MetricColumn] = {}
         self.num_bad_lines = 0
         self.first_bad_line: int | None = None
         self._num_lines = 0
@@ -145,7 +145,7 @@ class MetricsTable:
             if column is None:
                 if len(self.columns) >= MAX_METRICS or name in RESERVED:
                     continue
-                column = self.columns[name] = Column()
+                column = self.columns[name] = MetricColumn()
             column.values.append(math.nan if value is None else value)
             column.rows.append(place)
 

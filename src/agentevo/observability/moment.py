@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from agentevo.console import format_duration
-from agentevo.errors import AgentEvoError, described, storable
+from agentevo.errors import AgentEvoError, describe_error, storable
 
 Ended = Literal["", "finished", "stopped", "failed"]
 
@@ -58,11 +58,11 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     def words(self) -> str:
         """`sampling, step 12: 37 of 64 attempts`."""
         text = f"{self.phase}, {self.detail}" if self.detail else self.phase
-        if counted := self.counted():
+        if counted := self.count_text():
             text = f"{text}: {counted}"
         return f"{text} (asked to stop)" if self.is_stopping else text
 
-    def counted(self) -> str:
+    def count_text(self) -> str:
         """`37 of 64 attempts`; empty where nobody counts."""
         if self.done is None or not self.total:
             return ""
@@ -114,7 +114,7 @@ def _goes_on(resume: str) -> str:
 
 def failure(error: BaseException) -> str:
     """The sentence of an error, for `reason`."""
-    said = storable(str(error)) if isinstance(error, AgentEvoError) else described(error)
+    said = storable(str(error)) if isinstance(error, AgentEvoError) else describe_error(error)
     text = " ".join(said.split())
     return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}..."
 

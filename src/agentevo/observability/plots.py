@@ -59,7 +59,7 @@ def write_plots(
 
     pictures: dict[str, Callable[[Figure, Sequence[MetricsRow], Mapping[str, Any]], bool]] = {
         "learning_curve": draw_learning_curve,
-        "supervised": _supervised,
+        "supervised": _draw_supervised,
         "optimisation": _optimisation,
         "lengths": _lengths,
         "throughput": _throughput,
@@ -79,7 +79,9 @@ def write_plots(
     return written
 
 
-def _supervised(figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> bool:
+def _draw_supervised(
+    figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[str, Any]
+) -> bool:
     """Draws a run of `agentevo sft`: the loss of the batches and of the held-out conversations, and
     the share of held-out tokens that the model ranks first."""
     loss = series(rows, "sft/loss")

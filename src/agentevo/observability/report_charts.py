@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from agentevo.observability.chart_lines import MOST_POINTS, chart_of
 from agentevo.observability.curves import held_out, wilson_interval
-from agentevo.observability.metrics import Evaluation, MetricsRow
+from agentevo.observability.metrics import EvaluationMetrics, MetricsRow
 from agentevo.observability.metrics_table import Measured
-from agentevo.pages.charts import Chart, Line
+from agentevo.pages.charts import Chart, ChartLine
 
 LEARNING = (
     ("train/success", "Success in training"),
@@ -135,7 +135,7 @@ def together(
         title,
         [float(run.table.steps[row]) for row in rows],
         [
-            Line(
+            ChartLine(
                 says,
                 values(name),
                 low=values(band[0]) if band and has_band and not place else None,
@@ -153,13 +153,15 @@ def _held_out(rows: Sequence[MetricsRow], number: float) -> list[Chart]:
     environments = held_out(rows)
     for environment, points in environments.items():
         of = f" in {environment}" if len(environments) > 1 else ""
-        charts.append(_evaluated(f"Success on held-out tasks{of}", points, number))
+        charts.append(_evaluation_chart(f"Success on held-out tasks{of}", points, number))
     return charts
 
 
-def _evaluated(title: str, points: list[tuple[float, Evaluation]], number: float) -> Chart:
+def _evaluation_chart(
+    title: str, points: list[tuple[float, EvaluationMetrics]], number: float
+) -> Chart:
     x = [step for step, _ in points]
-    lines: list[Line] = []
+    lines: list[ChartLine] = []
     for name, rates in (
         ("greedy", [one.success_greedy for _, one in points]),
         ("sampled", [one.success_sampled for _, one in points]),
@@ -173,7 +175,7 @@ def _evaluated(title: str, points: list[tuple[float, Evaluation]], number: float
             ]
             is_first = not lines  # two bands over each other say nothing
             lines.append(
-                Line(
+                ChartLine(
                     name,
                     [math.nan if rate is None else rate for rate in rates],
                     low=[low for low, _ in ends] if is_first else None,
@@ -186,6 +188,6 @@ def _evaluated(title: str, points: list[tuple[float, Evaluation]], number: float
         ("optimal player", 2, points[-1][1].optimal),
     ):
         if level is not None:
-            lines.append(Line(name, [level] * len(x), color=color))
+            lines.append(ChartLine(name, [level] * len(x), color=color))
 
     return Chart(title, x, lines, share=True)

@@ -20,7 +20,7 @@ from agentevo.credentials import without_passwords
 from agentevo.observability import run_now
 from agentevo.observability.curves import held_out, wilson_interval
 from agentevo.observability.metrics import (
-    Evaluation,
+    EvaluationMetrics,
     MetricsRow,
     not_comparable,
     read_evaluations,
@@ -49,7 +49,7 @@ class Numbers:
         return self.table.num_rows
 
 
-class Result(NamedTuple):
+class ReportResult(NamedTuple):
     """What changed, on how many tasks, against whom."""
 
     before: float | None
@@ -145,11 +145,11 @@ def _percent(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
 
 
-def result(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> Result:
+def result(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> ReportResult:
     """The headline. Numbers that the summary lacks are taken from the rows."""
     scores: Mapping[str, Any] = summary.get("eval") or {}
     points = next(iter(held_out(rows).values()), [])
-    first = points[0][1] if points else Evaluation(environment="")
+    first = points[0][1] if points else EvaluationMetrics(environment="")
     last = points[-1][1] if points else first
     before = _number(scores.get("before"), first.success)
     after = _number(scores.get("after"), last.success)
@@ -159,7 +159,7 @@ def result(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> Result:
     number = _number(scores.get("n"), last.n)
 
     if before is None or after is None:
-        return Result(before, after, random, optimal, "", [])
+        return ReportResult(before, after, random, optimal, "", [])
 
     low, high = wilson_interval(after, number) if number else (after, after)
     tasks = f"{number:.0f} held-out tasks" if number else "held-out tasks"
@@ -176,7 +176,9 @@ def result(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> Result:
     if random is not None and low <= random:
         caveats.append("The result can't be told from random play.")
 
-    return Result(before, after, random, optimal, "; ".join(words), list(filter(None, caveats)))
+    return ReportResult(
+        before, after, random, optimal, "; ".join(words), list(filter(None, caveats))
+    )
 
 
 def facts(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:

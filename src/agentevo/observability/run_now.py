@@ -42,7 +42,7 @@ NOW = (
 """(label, metric, how it is written, unit) of what is shown where it was logged."""
 
 
-class UnderWay(Measured, Protocol):
+class RunUnderWay(Measured, Protocol):
     """A run that may go on."""
 
     @property
@@ -65,7 +65,7 @@ def facts(view: Measured) -> list[tuple[str, str, str]]:
     return found
 
 
-def seconds_left(view: UnderWay, now: float | None = None) -> float | None:
+def seconds_left(view: RunUnderWay, now: float | None = None) -> float | None:
     """By the pace of the last steps, what lies between them included; None of a run that does not
     run, or has no end."""
     if view.state != "running" or not view.planned or view.step >= view.planned:
@@ -102,7 +102,7 @@ def counts_below(view: Measured, prefix: str) -> list[tuple[str, float, float]]:
 
 
 @dataclass(frozen=True)
-class Segment:
+class RunSegment:
     """A stretch of time of one step's phase."""
 
     step: int
@@ -113,12 +113,12 @@ class Segment:
     lasted_s: float
 
 
-def timeline(view: Measured) -> list[Segment]:
+def timeline(view: Measured) -> list[RunSegment]:
     """The phases of the last SHOWN_STEPS steps, each where it happened; seconds count from the
     first of them. Between steps lie evaluations and checkpoints."""
     rows, lasted = view.table.series(OF_A_STEP)
     shown = list(zip(rows, lasted, strict=False))[-SHOWN_STEPS:]
-    segments: list[Segment] = []
+    segments: list[RunSegment] = []
     for row, whole in shown:
         end = view.table.times[row]
         if not (math.isfinite(end) and math.isfinite(whole)):
@@ -129,25 +129,25 @@ def timeline(view: Measured) -> list[Segment]:
             value = view.table.value_at(f"timing_s/{name}", row)
             if value is None or value <= 0:
                 continue
-            segments.append(Segment(view.table.steps[row], words_of_it, place, at, value))
+            segments.append(RunSegment(view.table.steps[row], words_of_it, place, at, value))
             at += value
 
     segments += _evaluations(view, shown)
     first = min((one.start_s for one in segments), default=0.0)
     return [
-        Segment(one.step, one.phase, one.place, one.start_s - first, one.lasted_s)
+        RunSegment(one.step, one.phase, one.place, one.start_s - first, one.lasted_s)
         for one in segments
     ]
 
 
-def _evaluations(view: Measured, shown: Sequence[tuple[int, float]]) -> list[Segment]:
+def _evaluations(view: Measured, shown: Sequence[tuple[int, float]]) -> list[RunSegment]:
     if not shown:
         return []
 
     begins = view.table.times[shown[0][0]] - shown[0][1]
     rows, lasted = view.table.series("timing_s/testing")
     return [
-        Segment(view.table.steps[row], "evaluation", len(PHASES), end - seconds, seconds)
+        RunSegment(view.table.steps[row], "evaluation", len(PHASES), end - seconds, seconds)
         for row, seconds in zip(rows, lasted, strict=False)
         if math.isfinite(end := view.table.times[row])
         and math.isfinite(seconds)
@@ -155,7 +155,7 @@ def _evaluations(view: Measured, shown: Sequence[tuple[int, float]]) -> list[Seg
     ]
 
 
-def shares(segments: Sequence[Segment]) -> list[tuple[str, int, float]]:
+def shares(segments: Sequence[RunSegment]) -> list[tuple[str, int, float]]:
     """(phase, its colour's number, its share of the time that the segments take), without those of
     less than half a percent."""
     total = sum(one.lasted_s for one in segments)

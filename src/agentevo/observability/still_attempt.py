@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from agentevo.observability.attempt_tokens import Tokens, Training, tokens_part
+from agentevo.observability.attempt_tokens import Training, TurnTokens, tokens_part
 from agentevo.observability.attempt_view import (
     CallRow,
-    Part,
-    Said,
+    ShownMessage,
+    ShownPart,
     Verdict,
     ending,
     part_of,
@@ -19,7 +19,7 @@ from agentevo.observability.attempt_view import (
     verdicts,
 )
 from agentevo.observability.trajectory_view import MOST_FILES, Decode, outcome
-from agentevo.pages.worlds import Piece
+from agentevo.pages.worlds import WorldPiece
 from agentevo.store.calls import StoredCall
 from agentevo.types import RemoteTurn, Trajectory
 
@@ -32,7 +32,7 @@ SHOWN_REWARDS = 60
 class ShownTokens(NamedTuple):
     """Tokens, and how many more there are."""
 
-    found: Tokens
+    found: TurnTokens
     rest: int
 
 
@@ -44,14 +44,14 @@ class StillAttempt(NamedTuple):
     """What the ids of its turns begin with, so that a page may have several attempts."""
     one: Trajectory
     outcome: str
-    part: Part
+    part: ShownPart
     tokens: ShownTokens
     can_decode: bool
-    remote: list[tuple[RemoteTurn, list[Said]]]
+    remote: list[tuple[RemoteTurn, list[ShownMessage]]]
     verdicts: list[Verdict]
     timeline: list[CallRow]
     num_calls: int
-    ending: list[Piece]
+    ending: list[WorldPiece]
     turn_rewards: list[tuple[int, float]]
     files: list[tuple[str, int]]
 

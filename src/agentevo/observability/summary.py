@@ -12,7 +12,7 @@ from agentevo.errors import ConfigError
 from agentevo.parsing import read_json_object
 
 
-class _Evaluation(msgspec.Struct):
+class _EvaluationSummary(msgspec.Struct):
     before: float | None
     after: float | None
     sampled: dict[str, float | None] = {}
@@ -23,7 +23,7 @@ class _Evaluation(msgspec.Struct):
     failed: dict[str, float | None] | None = None
 
 
-class _Asked(msgspec.Struct):
+class _ModelUsage(msgspec.Struct):
     model: str
     role: str
     answers: int
@@ -33,8 +33,8 @@ class _Asked(msgspec.Struct):
     cost: float
 
 
-class _RemoteModels(msgspec.Struct):
-    asked: list[_Asked] = []
+class _RemoteModelUsage(msgspec.Struct):
+    asked: list[_ModelUsage] = []
     budget_left: dict[str, dict[str, float]] = {}
 
 
@@ -42,7 +42,7 @@ class _Summary(msgspec.Struct):
     """The fields that tables and reports read, and their types."""
 
     name: str
-    eval: _Evaluation
+    eval: _EvaluationSummary
     seed: int = 0
     steps: int = 0
     wall_s: float = 0.0
@@ -54,7 +54,7 @@ class _Summary(msgspec.Struct):
     warnings: list[str | dict[str, Any]] = []
     tokens: dict[str, int] = {}
     best: dict[str, float | None] = {}
-    remote_models: _RemoteModels | None = None
+    remote_models: _RemoteModelUsage | None = None
 
 
 def is_complete(summary: Mapping[str, Any], planned_steps: int) -> bool:

@@ -63,13 +63,13 @@ class SweepView:
             + (f", {len(finished)} of them finished already" if finished else "")
         )
 
-    def started(self, name: str, how: str) -> None:
+    def note_start(self, name: str, how: str) -> None:
         """A run begins; `how` is such as `started` or `resumed`."""
         self._ended.discard(name)
         if self._console is None:
             self.note(f"{name}: {how}")
 
-    def ended(self, name: str, outcome: str, seconds: float, *, ok: bool) -> None:
+    def note_end(self, name: str, outcome: str, seconds: float, *, ok: bool) -> None:
         """A run is over, well or not."""
         self._ended.add(name)
         if ok:

@@ -19,8 +19,8 @@ from typing import Any, Self
 
 import torch
 
-from agentevo.errors import AgentEvoError, CheckpointError, described
-from agentevo.models.parts import Part
+from agentevo.errors import AgentEvoError, CheckpointError, describe_error
+from agentevo.models.parts import WeightPart
 
 
 class BackgroundSave:
@@ -70,7 +70,7 @@ class BackgroundSave:
         if isinstance(outcome, Exception):
             raise CheckpointError(
                 f"the checkpoint of step {self._step} could not be written "
-                f"({described(outcome)}): resume from an older one"
+                f"({describe_error(outcome)}): resume from an older one"
             ) from outcome
 
         assert outcome is not None
@@ -91,7 +91,7 @@ class BackgroundSave:
     def _look(self) -> None:
         """On the event loop, when the thread has ended."""
         if isinstance(self._outcome, Exception):
-            self._warn(f"checkpoint of step {self._step}: {described(self._outcome)}")
+            self._warn(f"checkpoint of step {self._step}: {describe_error(self._outcome)}")
         else:
             self.settle(wait=False)
 
@@ -121,8 +121,8 @@ def copy_state(state: Any) -> Any:
     """A copy of a trainer's state, of which later steps change nothing."""
     if isinstance(state, torch.Tensor):
         return _copy_tensor(state)
-    if isinstance(state, Part):
-        return state.copied()
+    if isinstance(state, WeightPart):
+        return state.copy_to_cpu()
     if isinstance(state, dict):
         return {key: copy_state(value) for key, value in state.items()}
     if isinstance(state, list):

@@ -20,7 +20,7 @@ from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.store.records import StepRecord
 from agentevo.store.store import Store
 from agentevo.training.batching.credit import CreditAsker, CreditedGroups
-from agentevo.training.batching.step_plan import Plan
+from agentevo.training.batching.step_plan import StepPlan
 from agentevo.training.learner import PreparedBatch, RolloutTrainer
 from agentevo.training.pairs import Pair, PairData
 from agentevo.types import Trajectory
@@ -145,7 +145,7 @@ class RolloutBatches(WithoutHeldOutData):
 
     async def replay(self, record: StepRecord) -> PreparedBatch:
         """From the step's plan and the attempts that the store holds."""
-        plan = Plan.of(record.step, record.record)
+        plan = StepPlan.of(record.step, record.record)
 
         async def read() -> list[Trajectory]:
             rows = self._store.trajectories(trained_step=record.step)
@@ -154,7 +154,7 @@ class RolloutBatches(WithoutHeldOutData):
         stored = await with_retries(
             read, within_s=STORE_RETRY_S, what=f"reading what step {record.step} trained on"
         )
-        trained = plan.trained(stored)
+        trained = plan.restore_trained(stored)
         credited = self._ask_credit(trained)
         if credited.dropped:
             what = (

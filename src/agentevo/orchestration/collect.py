@@ -129,7 +129,9 @@ class Collector:
         if self._rlpr is not None:
             self._rlpr.end_step()
 
-        collected = self._collected(gathered, kept, dropped, rounds if wanted is not None else None)
+        collected = self._collect_result(
+            gathered, kept, dropped, rounds if wanted is not None else None
+        )
         collected.metrics.update(self._tasks.metrics_of(step))
         self._solved = solved_attempts(gathered.sampled) if self._config.tasks.curriculum else {}
         return collected
@@ -187,7 +189,7 @@ class Collector:
         versions = [version for turn in trajectory.turns for version in turn.versions]
         return bool(versions) and step - 1 - min(versions) > rollout.staleness
 
-    def _collected(
+    def _collect_result(
         self,
         gathered: _Gathered,
         kept: list[Trajectory],

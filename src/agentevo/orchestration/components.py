@@ -39,7 +39,7 @@ from agentevo.models.compiled import compile_layers
 from agentevo.models.load import LoadedModel, load_model, load_reward_model
 from agentevo.models.model_copy import copy_policy
 from agentevo.models.positions import context_length
-from agentevo.models.routers import routed
+from agentevo.models.routers import enable_routing
 from agentevo.orchestration.agent_policies import (
     AgentPolicy,
     make_policies,
@@ -194,7 +194,7 @@ def load_policy(
     loaded = load_model(section, corpus=corpus, seed=derive_seed(config.run.seed, "model"))
     model = prepare(loaded.model, on_cpu=on_cpu)
     if needs_routers(config):
-        model = routed(model)
+        model = enable_routing(model)
     if _compiles(config, model.device):
         model = compile_layers(model)
 

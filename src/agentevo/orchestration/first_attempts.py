@@ -23,7 +23,7 @@ from agentevo.types import Trajectory
 def check_evaluation(parts: Components, evaluated: Evaluated) -> None:
     """Raises AttemptsFailedError, with where the first was raised, if no attempt has ended in
     order."""
-    failed = _failed(parts, "the evaluation", evaluated.errors, evaluated.num_attempts)
+    failed = _describe_failure(parts, "the evaluation", evaluated.errors, evaluated.num_attempts)
     if failed:
         raise AttemptsFailedError(failed)
 
@@ -33,7 +33,12 @@ def check_first_evaluation(
 ) -> None:
     """The same of a run's first evaluation; `head` learns that the run is given up."""
     what = "the first evaluation"
-    _give_up(parts, _failed(parts, what, evaluated.errors, evaluated.num_attempts), command, head)
+    _give_up(
+        parts,
+        _describe_failure(parts, what, evaluated.errors, evaluated.num_attempts),
+        command,
+        head,
+    )
 
 
 def check_first_step(
@@ -41,10 +46,14 @@ def check_first_step(
 ) -> None:
     """The same of the attempts of a run's first step; a step on given data has none."""
     errors = [one.error for one in trajectories if one.status == "failed"]
-    _give_up(parts, _failed(parts, "the first step", errors, len(trajectories)), command, head)
+    _give_up(
+        parts, _describe_failure(parts, "the first step", errors, len(trajectories)), command, head
+    )
 
 
-def _failed(parts: Components, what: str, errors: list[str | None], num_attempts: int) -> str:
+def _describe_failure(
+    parts: Components, what: str, errors: list[str | None], num_attempts: int
+) -> str:
     """Says what failed, and where the first was raised, whose traceback has been shown already;
     empty where something did not."""
     if not num_attempts or len(errors) < num_attempts:

@@ -12,7 +12,7 @@ from agentevo.rollout.sampler import BASELINE
 from agentevo.runs.chain import KEY as CHAIN
 from agentevo.runs.chain import End, link
 from agentevo.store.store import Store
-from agentevo.training.batching.step_plan import KEY, Plan
+from agentevo.training.batching.step_plan import KEY, StepPlan
 from agentevo.training.learner import PreparedBatch
 
 
@@ -43,10 +43,10 @@ def plan_of(
     collected: Collected,
     batch: PreparedBatch,
     metrics: Mapping[str, float],
-) -> Plan:
+) -> StepPlan:
     """What the step has trained on, so that it can be checked and replayed."""
     by_id = {t.id: t for t in collected.kept}
-    return Plan.make(
+    return StepPlan.make(
         [by_id[name] for name in ids],
         earned={t.id: t.reward for t in collected.trajectories},
         baselines=collected.baselines,
@@ -58,7 +58,7 @@ def plan_of(
     )
 
 
-async def commit(store: Store, end: End, plan: Plan, record: Mapping[str, Any]) -> End:
+async def commit(store: Store, end: End, plan: StepPlan, record: Mapping[str, Any]) -> End:
     """Commits the step after `end` with its plan, the rest of its record, and its place in the
     chain, and drops what the plan does, in one transaction. Returns the new end."""
     step = end.step + 1

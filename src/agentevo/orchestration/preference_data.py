@@ -70,7 +70,7 @@ def _solver(parts: Components) -> Callable[[str], list[Sample]]:
     solo = solo_environment(config, parts.note)
     failures: list[EnvironmentFailure] = []
 
-    def demonstrated(task_id: str) -> list[Sample]:
+    def demonstration_samples(task_id: str) -> list[Sample]:
         seed = seed_of_task(config.run.seed, task_id)
         try:
             shown = solo.call(lambda one: demonstrate(one, seed, config.environment_agent, 0.0))
@@ -86,7 +86,7 @@ def _solver(parts: Components) -> Callable[[str], list[Sample]]:
             for messages in conversations
         ]
 
-    return demonstrated
+    return demonstration_samples
 
 
 def _given_groups(parts: Components, algorithm: PreferenceAlgorithm) -> list[list[Pair]] | None:

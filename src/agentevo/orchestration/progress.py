@@ -24,7 +24,7 @@ class Rating(msgspec.Struct, frozen=True):
     """The held-out success, or minus the held-out loss; higher is better."""
 
 
-class Progress(msgspec.Struct):
+class RunProgress(msgspec.Struct):
     """Saved with every step and every checkpoint (with a step: only the warnings since the one
     before, or a long run's records would grow with every step)."""
 

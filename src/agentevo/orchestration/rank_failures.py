@@ -21,7 +21,7 @@ from pathlib import Path
 
 from torch import distributed
 
-from agentevo.errors import AgentEvoError, TrainingError, described
+from agentevo.errors import AgentEvoError, TrainingError, describe_error
 
 _KEY = "failure"
 LOOK_S = 3.0
@@ -46,10 +46,10 @@ class Failures:
         if first is None and not lost:
             first = self._tell(error)
         if self.log is not None:
-            self.log.failed(error)
+            self.log.log_failure(error)
 
         if first is not None and first[0] == self.rank:
-            print(f"process {self.rank} of {self.world}: {described(error)}", file=sys.stderr)
+            print(f"process {self.rank} of {self.world}: {describe_error(error)}", file=sys.stderr)
             sys.stderr.flush()
             return error
 
@@ -67,10 +67,10 @@ class Failures:
 
     def _tell(self, error: BaseException) -> tuple[int, str] | None:
         """Says that this process fails; returns who has said so first."""
-        words = json.dumps([self.rank, described(error)])
+        words = json.dumps([self.rank, describe_error(error)])
         with suppress(RuntimeError):  # the store is gone with the process that had it
             return _read(self._store.compare_set(_KEY, "", words))
-        return self.rank, described(error)
+        return self.rank, describe_error(error)
 
     def _first(self, within_s: float) -> tuple[int, str] | None:
         deadline = time.monotonic() + within_s
@@ -115,7 +115,7 @@ class RankLog:
         yield
         self._write(f"{name}: {time.perf_counter() - started:.3f} s")
 
-    def failed(self, error: BaseException) -> None:
+    def log_failure(self, error: BaseException) -> None:
         """The end, with the traceback."""
         self._write("".join(traceback.format_exception(error)).rstrip())
 

@@ -64,7 +64,7 @@ SAMPLING = timedelta(days=7)
 """The longest that others wait for the first process's next call; its end they see at once."""
 
 
-class Ranks:
+class RunRanks:
     """This process among those that train together."""
 
     def __init__(
@@ -113,7 +113,7 @@ class Ranks:
 
 
 @contextmanager
-def joined(config: RunConfig) -> Iterator[Ranks | None]:
+def join_ranks(config: RunConfig) -> Iterator[RunRanks | None]:
     """Among the others that the launcher has started; None where there are none. Raises
     TrainingError for what has ended another one of them."""
     if world_size() == 1:
@@ -139,7 +139,7 @@ def joined(config: RunConfig) -> Iterator[Ranks | None]:
             distributed.new_group(backend="gloo", timeout=limit) for limit in (COMPUTING, SAVING)
         )
         stops = Stops(distributed.PrefixStore("stops", store), rank)
-        ranks = Ranks(meshes, calls, failures, stops, weights, saves)
+        ranks = RunRanks(meshes, calls, failures, stops, weights, saves)
         try:
             yield ranks
         except (KeyboardInterrupt, SystemExit):
@@ -157,18 +157,18 @@ def joined(config: RunConfig) -> Iterator[Ranks | None]:
         distributed.destroy_process_group()
 
 
-def _send_home(ranks: Ranks, rank: int) -> None:
+def _send_home(ranks: RunRanks, rank: int) -> None:
     if rank == 0:
         ranks.tell("", "end")
 
 
 def follow(config: RunConfig) -> None:
     """Makes the first process's calls until it ends; blocks."""
-    with sigterm_told() as when_sigterm, joined(config) as ranks:
+    with sigterm_told() as when_sigterm, join_ranks(config) as ranks:
         assert ranks is not None, "only one of several processes follows"
 
         when_sigterm(ranks.stops.tell)
-        follower: _Follower | None = None
+        follower: _RankFollower | None = None
         while True:
             learner, name, arguments, options = ranks.told()
             if name == "end":
@@ -177,7 +177,7 @@ def follow(config: RunConfig) -> None:
                 return
 
             if name == "start":
-                follower = _Follower(ranks, config, *arguments)
+                follower = _RankFollower(ranks, config, *arguments)
                 continue
             assert follower is not None, f"{name} before start"
 
@@ -227,10 +227,10 @@ class _SharedSaves:
             raise failure
 
 
-class _Follower:
+class _RankFollower:
     """One of the others: its part of the model, and its trainers."""
 
-    def __init__(self, ranks: Ranks, config: RunConfig, checkpoint: Path | None) -> None:
+    def __init__(self, ranks: RunRanks, config: RunConfig, checkpoint: Path | None) -> None:
         self._config = config
         self._share = ranks.share
         self._ranks = ranks
@@ -285,7 +285,7 @@ def _contribution_of(
     `copied`: of now, whatever is trained before it is written."""
     _, parts = split_state(state)
     made = Contribution(saved_parts(model) if with_weights else {}, parts, group)
-    return made.copied() if copied else made
+    return made.copy() if copied else made
 
 
 def saved_state(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
@@ -299,7 +299,7 @@ class Leader:
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: RunRanks,
         config: RunConfig,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,

@@ -35,7 +35,7 @@ from agentevo.store.codec import is_as_added, is_as_written
 from agentevo.store.records import StepRecord, StoredTrajectory
 from agentevo.store.records import TrajectoryFilter as Filter
 from agentevo.store.store import Store
-from agentevo.training.batching.step_plan import Plan
+from agentevo.training.batching.step_plan import StepPlan
 from agentevo.training.checkpoint import Checkpoints
 
 REMEDY = (
@@ -192,7 +192,9 @@ class ResumeChecks:
         for record in steps:
             stored = await self._read(trained_step=record.step)
             try:
-                Plan.of(record.step, record.record).trained(one.trajectory for one in stored)
+                StepPlan.of(record.step, record.record).restore_trained(
+                    one.trajectory for one in stored
+                )
             except TrainingError as error:
                 raise CheckpointError(
                     f"step {record.step} can't be done again: {error}; {REMEDY}"

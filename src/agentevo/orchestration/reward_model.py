@@ -23,7 +23,7 @@ from agentevo.models.load import check_overrides, load_model
 from agentevo.models.resolve import TINY, saved_folder
 from agentevo.models.save import save_model
 from agentevo.observability.metrics import MetricsLog
-from agentevo.orchestration.tracking import Lines, check_tracking, tracked
+from agentevo.orchestration.tracking import Lines, check_tracking, track
 from agentevo.rewards.reward import text_of
 from agentevo.rewards.reward_model import longest_conversation
 from agentevo.runs.creation import check_folder, new_folder, write_config
@@ -100,8 +100,8 @@ def train(config: RunConfig, note: Callable[[str], None] = to_stderr) -> dict[st
         only_trainer(config.run_dir),
     ):
         write_config(config, "rm")
-        with tracked(config, "rm", Lines(note), lambda: bool(received)) as tracking:
-            result = _trained(
+        with track(config, "rm", Lines(note), lambda: bool(received)) as tracking:
+            result = _train(
                 config, model, pairs, held, seed, lambda: bool(received), note, tracking
             )
 
@@ -116,7 +116,7 @@ def train(config: RunConfig, note: Callable[[str], None] = to_stderr) -> dict[st
     return result
 
 
-def _trained(
+def _train(
     config: RunConfig,
     model: object,
     pairs: Sequence[RewardPair],

@@ -56,7 +56,7 @@ class StopAskedError(AgentEvoError):
     """Somebody asked the run to stop while it waited for attempts, evaluated, or read its data."""
 
 
-class Round(NamedTuple):
+class RolloutRound(NamedTuple):
     """What a round of collecting gets."""
 
     trajectories: list[Trajectory]
@@ -79,7 +79,7 @@ class RolloutSource(Protocol):
     def running(self) -> AbstractAsyncContextManager[object]:
         """Around all steps: whatever samples beside them lives in here."""
 
-    async def round(self, step: int, tasks: Sequence[Task]) -> Round:
+    async def round(self, step: int, tasks: Sequence[Task]) -> RolloutRound:
         """The attempts of as many groups as there are tasks."""
 
     def training(self) -> AbstractAsyncContextManager[None]:
@@ -98,7 +98,7 @@ class RolloutSource(Protocol):
         """What the sampler counts, for the step's metrics."""
 
 
-class Supervisor(Protocol):
+class SamplerSupervisor(Protocol):
     """Keeps the processes of a run's samplers and engines alive while it is entered."""
 
     def __enter__(self) -> Self: ...
@@ -122,7 +122,7 @@ class SynchronousRollouts:
     def running(self) -> AbstractAsyncContextManager[object]:
         return nullcontext()
 
-    async def round(self, step: int, tasks: Sequence[Task]) -> Round:
+    async def round(self, step: int, tasks: Sequence[Task]) -> RolloutRound:
         config = self._parts.config
         # An evaluation before must not change which tokens are computed together.
         for engine in self._parts.engines:
@@ -137,13 +137,13 @@ class SynchronousRollouts:
             label="train",
             baseline=self._baseline,
         )
-        return Round(trajectories)
+        return RolloutRound(trajectories)
 
     def training(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
     async def compute(self, work: Callable[[], T]) -> T:
-        return _computed(work)  # on this thread, where a profiler looks
+        return _compute(work)  # on this thread, where a profiler looks
 
     async def swap(self, step: int) -> None:
         await self._parts.weights.publish(step)
@@ -155,7 +155,7 @@ class SynchronousRollouts:
         return {}
 
 
-class Stream:
+class GroupStream:
     """Groups as samplers finish them, out of the store.
 
     A step that was reserved and not committed when its trainer was killed gets the same groups
@@ -191,7 +191,7 @@ class Stream:
         """Groups that an earlier round of the step has got; they are ready until the step is
         reserved."""
 
-    async def round(self, step: int, tasks: Sequence[Task]) -> Round:
+    async def round(self, step: int, tasks: Sequence[Task]) -> RolloutRound:
         """See RolloutSource.round. Raises StopAskedError, and TrainingError where waiting is in
         vain."""
         attempts = await (
@@ -203,12 +203,14 @@ class Stream:
         self._lost.round_ended()
         return attempts
 
-    async def _own(self, step: int) -> Round:
+    async def _own(self, step: int) -> RolloutRound:
         """`wait`: the groups of the step's own tasks, in their order."""
-        groups = {task.id: group_name(task.id, "train", step) for task in self._tasks.queued(step)}
+        groups = {
+            task.id: group_name(task.id, "train", step) for task in self._tasks.tasks_to_queue(step)
+        }
         aside: list[StoredTask] = []
 
-        async def finished() -> bool:
+        async def is_finished() -> bool:
             """Whether every task has its group, or never will."""
             summaries = await self._store.summaries(split="train", step=step)
             written = {group_of_all(summary.group_id) for summary in summaries}
@@ -218,7 +220,7 @@ class Stream:
             return len(aside) == len(missing)
 
         with bar("waiting for attempts", len(groups), "groups") as passed:
-            await self._until(finished)
+            await self._until(is_finished)
 
         if len(aside) == len(groups):
             raise in_vain(step, aside)
@@ -231,9 +233,9 @@ class Stream:
             name = group_of_all(one.group_id)
             return order.get(name, len(order)), agents[one.agent], name, one.attempt
 
-        return Round(sorted(trajectories, key=place))
+        return RolloutRound(sorted(trajectories, key=place))
 
-    async def _ready(self, step: int, wanted: int) -> Round:
+    async def _ready(self, step: int, wanted: int) -> RolloutRound:
         """The first groups that are ready, whichever tasks they are of."""
         if step != self._step:
             first = self._step == 0
@@ -249,9 +251,9 @@ class Stream:
                 else {}
             )
             if reserved:
-                return Round(await self._groups(reserved), last=True)
-            if first and self._serves_early and await self._served(step):
-                return Round([], last=True)
+                return RolloutRound(await self._groups(reserved), last=True)
+            if first and self._serves_early and await self._has_served(step):
+                return RolloutRound([], last=True)
 
         size = self._config.trainer.group_size
         limit = len(self._taken) + wanted
@@ -271,9 +273,9 @@ class Stream:
             groups = (await self._until(fresh))[:wanted]
 
         self._taken.update(groups)
-        return Round(await self._groups(groups))
+        return RolloutRound(await self._groups(groups))
 
-    async def _served(self, step: int) -> bool:
+    async def _has_served(self, step: int) -> bool:
         """Whether weights of this step, which is not committed, have drawn tokens."""
         ready = await self._read(state="ready", split="train")
         return any(step in turn.versions for row in ready for turn in row.trajectory.turns)
@@ -336,7 +338,7 @@ class ColocatedRollouts:
         )
         self._ended = False
         self._lost = LostAttempts(parts.config, parts.store, note)
-        self._stream = Stream(parts, self._lost, stop, self._check, serves_early=True)
+        self._stream = GroupStream(parts, self._lost, stop, self._check, serves_early=True)
         self._task: asyncio.Task[None] | None = None
         self._slept_s = 0.0
 
@@ -357,7 +359,7 @@ class ColocatedRollouts:
             with suppress(asyncio.CancelledError):
                 await self._task
 
-    async def round(self, step: int, tasks: Sequence[Task]) -> Round:
+    async def round(self, step: int, tasks: Sequence[Task]) -> RolloutRound:
         return await self._stream.round(step, tasks)
 
     @asynccontextmanager
@@ -383,7 +385,7 @@ class ColocatedRollouts:
                 engine.keep(rollout.staleness)
 
     async def compute(self, work: Callable[[], T]) -> T:
-        return await in_thread(_computed, work)
+        return await in_thread(_compute, work)
 
     async def swap(self, step: int) -> None:
         await self._parts.weights.publish(step)
@@ -416,7 +418,7 @@ async def asleep(engines: Sequence[SleepingEngine], config: RunConfig) -> AsyncI
         yield
 
 
-def _computed(work: Callable[[], T]) -> T:
+def _compute(work: Callable[[], T]) -> T:
     with own_torch_state():
         return work()
 
@@ -456,7 +458,7 @@ class DisaggregatedRollouts:
             self._elsewhere.fed_by(self._published.look_after)
 
         self._lost = LostAttempts(parts.config, parts.store, note)
-        self._stream = Stream(
+        self._stream = GroupStream(
             parts,
             self._lost,
             stop,
@@ -478,7 +480,7 @@ class DisaggregatedRollouts:
     def running(self) -> AbstractAsyncContextManager[object]:
         return nullcontext()
 
-    async def round(self, step: int, tasks: Sequence[Task]) -> Round:
+    async def round(self, step: int, tasks: Sequence[Task]) -> RolloutRound:
         if self._alone_since is None:
             self._alone_since = time.monotonic()
         found = await self._stream.round(step, tasks)
@@ -498,7 +500,7 @@ class DisaggregatedRollouts:
         return nullcontext()
 
     async def compute(self, work: Callable[[], T]) -> T:
-        return await in_thread(_computed, work)
+        return await in_thread(_compute, work)
 
     async def swap(self, step: int) -> None:
         await self._parts.weights.publish(step)  # this process's own engine evaluates

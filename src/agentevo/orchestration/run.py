@@ -45,12 +45,12 @@ from agentevo.orchestration.components import (
 )
 from agentevo.orchestration.conversations import SFTData, read_sft_data
 from agentevo.orchestration.progress import summary_of
-from agentevo.orchestration.ranks import Ranks, follow, joined
+from agentevo.orchestration.ranks import RunRanks, follow, join_ranks
 from agentevo.orchestration.refusals import Refusals
 from agentevo.orchestration.resume import ResumePoint, find_resume_point
-from agentevo.orchestration.rollout_sources import Supervisor
+from agentevo.orchestration.rollout_sources import SamplerSupervisor
 from agentevo.orchestration.submissions import Submissions
-from agentevo.orchestration.tracking import only_trainer_here, tracked
+from agentevo.orchestration.tracking import only_trainer_here, track
 from agentevo.orchestration.training_run import Command, TrainingRun
 from agentevo.paths import short
 from agentevo.rollout.given_tasks import begin_with
@@ -72,7 +72,7 @@ def train(
     tasks: Sequence[Task] | None = None,
     resume: bool = False,
     view: LiveView | None = None,
-    supervisor: Callable[[RunConfig, Callable[[str], None]], Supervisor] | None = None,
+    supervisor: Callable[[RunConfig, Callable[[str], None]], SamplerSupervisor] | None = None,
 ) -> None:
     """Trains to the end, or to a clean stop: at Ctrl-C, which then raises KeyboardInterrupt, or at
     SIGTERM, which raises SystemExit; blocks.
@@ -151,7 +151,7 @@ async def run_training(
     agent: AgentFunction | None = None,
     tasks: Sequence[Task] | None = None,
     resume: bool = False,
-    supervisor: Callable[[RunConfig, Callable[[str], None]], Supervisor] | None = None,
+    supervisor: Callable[[RunConfig, Callable[[str], None]], SamplerSupervisor] | None = None,
     loaded: LoadedModel | None = None,
     submissions: Submissions | None = None,
     confirm: Confirm | None = None,
@@ -181,7 +181,7 @@ async def run_training(
         _begin_view(config, command, view)
         if resume:
             stack.enter_context(only_trainer_here(folder, view, is_stopped))
-            start, make_final = await _resumed(config, checkpoints, confirm, view.note)
+            start, make_final = await _resume_point(config, checkpoints, confirm, view.note)
 
         beside = bool(supervisor) or command == "learn"  # others sample for training
         elsewhere = ranks is not None and serves_elsewhere(config, apart=beside)
@@ -226,7 +226,7 @@ async def run_training(
             _begin_folder(config, command, make_final, conversations)
             log.begin(folder, f"agentevo {command}, process {os.getpid()}")
             run.control = stack.enter_context(_open_control(folder, stop_signals, view))
-            run.log.tracking = stack.enter_context(tracked(config, command, view, is_stopped))
+            run.log.tracking = stack.enter_context(track(config, command, view, is_stopped))
             stack.enter_context(lasting_heap())
 
             with run.log, run.background, processes if processes is not None else nullcontext():
@@ -243,15 +243,15 @@ async def run_training(
 
 def _join(
     config: RunConfig, stack: ExitStack, stop_signals: list[int], view: LiveView
-) -> Ranks | None:
+) -> RunRanks | None:
     """The processes that train together; a stop that another one is asked is this one's, too."""
-    ranks = stack.enter_context(joined(config))
+    ranks = stack.enter_context(join_ranks(config))
     if ranks is not None:
         stack.enter_context(ranks.stops.heard(stop_signals, view.note))
     return ranks
 
 
-async def _resumed(
+async def _resume_point(
     config: RunConfig,
     checkpoints: Checkpoints,
     confirm: Confirm | None,

@@ -15,7 +15,7 @@ from functools import partial
 
 from agentevo.data.asked import asked_key
 from agentevo.orchestration.components import Components
-from agentevo.orchestration.rollout_sources import Round, SynchronousRollouts
+from agentevo.orchestration.rollout_sources import RolloutRound, SynchronousRollouts
 from agentevo.rollout.self_play import pay, read_proposals
 from agentevo.types import Task
 
@@ -34,7 +34,7 @@ class SelfPlayRollouts(SynchronousRollouts):
         keys = (asked_key(task.query or "") for task in parts.tasks.never_trained())
         self._held_out = {key for key in keys if key is not None}
 
-    async def round(self, step: int, tasks: Sequence[Task]) -> Round:
+    async def round(self, step: int, tasks: Sequence[Task]) -> RolloutRound:
         """The solver's groups, then the proposer's. `tasks`: the step's prompts."""
         sampler = self._parts.sampler
         config = self._parts.config
@@ -53,4 +53,4 @@ class SelfPlayRollouts(SynchronousRollouts):
         attempts = await sample(proposals.tasks, attempts=config.trainer.group_size)
         paid = pay(proposals, attempts, self._section)
         earned = await sampler.write(paid.trajectories, split="train", step=step)
-        return Round([*attempts, *earned], dropped=paid.dropped, metrics=paid.metrics)
+        return RolloutRound([*attempts, *earned], dropped=paid.dropped, metrics=paid.metrics)

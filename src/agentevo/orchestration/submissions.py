@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from agentevo.config import RunConfig
-from agentevo.errors import ConfigError, TrainingError, described
+from agentevo.errors import ConfigError, TrainingError, describe_error
 from agentevo.event_loop import in_thread
 from agentevo.inference.engine import SleepingEngine
 from agentevo.inference.transports import shares
 from agentevo.orchestration.batch_sources import RolloutBatches
 from agentevo.orchestration.collect import Collected
 from agentevo.orchestration.components import Components
-from agentevo.orchestration.rollout_sources import Round, StopAskedError, asleep
+from agentevo.orchestration.rollout_sources import RolloutRound, StopAskedError, asleep
 from agentevo.retry import STORE_RETRY_S, with_retries
 from agentevo.rollout.unstorable import written
 from agentevo.store.store import Store
@@ -52,9 +52,9 @@ class Submission:
 class Host(Protocol):
     """Who lets programs attempt tasks while the run takes submissions, on its event loop."""
 
-    async def opened(self, parts: Components) -> None: ...
+    async def note_open(self, parts: Components) -> None: ...
 
-    def committed(self, submission: str, step: int) -> None:
+    def note_commit(self, submission: str, step: int) -> None:
         """That submission has become this step."""
 
     async def closing(self, failure: BaseException | None) -> None:
@@ -120,7 +120,7 @@ class Submissions:
         """The step of a submission that is under way."""
         return self._ends[name]
 
-    async def saved(self) -> None:
+    async def save_checkpoint(self) -> None:
         """Saves a checkpoint of the committed weights, between two steps."""
         if self._over is not None:
             raise TrainingError(self._over)
@@ -162,9 +162,9 @@ class Submissions:
                 return
             item()
 
-    def committed(self, step: int) -> None:
+    def note_commit(self, step: int) -> None:
         """The current submission has become this step."""
-        self.host.committed(self.current.id, step)
+        self.host.note_commit(self.current.id, step)
         del self._under_way[self.current.id]
         future = self._ends.pop(self.current.id)
         if not future.done():
@@ -228,18 +228,18 @@ class SubmittedRollouts:
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
         failure: BaseException | None = None
-        await self.submissions.host.opened(self._parts)
+        await self.submissions.host.note_open(self._parts)
         try:
             yield
         except BaseException as error:
             failure = error
             raise
         finally:
-            why = "it was closed" if failure is None else described(failure)
+            why = "it was closed" if failure is None else describe_error(failure)
             self.submissions.end(f"the run takes no further step: {why}")
             await self.submissions.host.closing(failure)
 
-    async def round(self, step: int, tasks: Sequence[Task]) -> Round:
+    async def round(self, step: int, tasks: Sequence[Task]) -> RolloutRound:
         """The attempts of the submission, which are in the store from now on."""
         store = self._parts.store
         await with_retries(
@@ -253,7 +253,7 @@ class SubmittedRollouts:
                 what="write_trajectories",
             ),
         )
-        return Round(trajectories)
+        return RolloutRound(trajectories)
 
     def training(self) -> AbstractAsyncContextManager[None]:
         return asleep(self._sleepers, self._parts.config)
@@ -265,7 +265,7 @@ class SubmittedRollouts:
         await self._parts.weights.publish(step)
 
     async def announce(self, step: int) -> None:
-        self.submissions.committed(step)
+        self.submissions.note_commit(step)
 
     def stats(self) -> dict[str, float]:
         return {}

@@ -16,13 +16,20 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from agentevo.config import RunConfig
-from agentevo.config.interpolation import escaped
+from agentevo.config.interpolation import escape_tree
 from agentevo.errors import AgentEvoError, MissingExtraError
 from agentevo.observability import LiveView
 from agentevo.observability.moment import Moment
 from agentevo.runs.lock import only_trainer
 from agentevo.runs.now_file import NowFile
-from agentevo.trackers import Row, Table, TrackedRun, TrackerConfig, Tracking, trackers
+from agentevo.trackers import (
+    TrackedRow,
+    TrackedRun,
+    TrackedTable,
+    TrackerConfig,
+    Tracking,
+    trackers,
+)
 from agentevo.trackers.secrets import without_secrets
 from agentevo.trackers.tracker import State
 from agentevo.trackers.tracking import clean_table
@@ -77,7 +84,7 @@ def check_tracking(config: RunConfig) -> None:
 
 
 @contextmanager
-def tracked(
+def track(
     config: RunConfig,
     kind: str,
     hearer: Hearer,
@@ -92,7 +99,7 @@ def tracked(
         [(one, trackers.get(one.name)) for one in chosen(config, board=folder is None)]
         if is_first()
         else [],
-        _described(config, kind, folder),
+        _describe_run(config, kind, folder),
         note=hearer.note,
         warn=hearer.warn,
         flush_s=config.tracking.flush_s,
@@ -122,11 +129,13 @@ def report_evaluation(
     go below `folder`. TensorBoard has none of them: it belongs to a run's folder."""
     if not chosen(config, board=False):
         return
-    with tracked(config, "eval", hearer, folder=folder) as tracking:
-        tracking.put(Row(step=step, time=time.time(), metrics=dict(metrics)))
+    with track(config, "eval", hearer, folder=folder) as tracking:
+        tracking.put(TrackedRow(step=step, time=time.time(), metrics=dict(metrics)))
 
 
-def attempts_table(config: RunConfig, trajectories: Sequence[Trajectory]) -> tuple[Table, ...]:
+def attempts_table(
+    config: RunConfig, trajectories: Sequence[Trajectory]
+) -> tuple[TrackedTable, ...]:
     """The first attempts of a step for people, as many as the configuration lets out."""
     count = config.tracking.attempts
     if not count or not trajectories:
@@ -146,7 +155,7 @@ def attempts_table(config: RunConfig, trajectories: Sequence[Trajectory]) -> tup
         )
         for one in trajectories[:count]
     ]
-    return (clean_table(Table("attempts", COLUMNS, tuple(rows))),)
+    return (clean_table(TrackedTable("attempts", COLUMNS, tuple(rows))),)
 
 
 def _said(trajectory: Trajectory) -> str:
@@ -161,7 +170,7 @@ def _said(trajectory: Trajectory) -> str:
     return text if left_out <= 0 else f"{text[:LONGEST_TEXT]}... ({left_out} characters more)"
 
 
-def _described(config: RunConfig, kind: str, folder: Path | None) -> TrackedRun:
+def _describe_run(config: RunConfig, kind: str, folder: Path | None) -> TrackedRun:
     section = config.tracking
     name = section.name or config.run.name
     return TrackedRun(
@@ -172,7 +181,7 @@ def _described(config: RunConfig, kind: str, folder: Path | None) -> TrackedRun:
         tags=section.tags,
         notes=section.notes,
         kind=kind,
-        config=without_secrets(cast("dict[str, Any]", escaped(config.model_dump(mode="json")))),
+        config=without_secrets(cast("dict[str, Any]", escape_tree(config.model_dump(mode="json")))),
     )
 
 

@@ -22,7 +22,7 @@ from agentevo.orchestration.rollout_sources import (
     ColocatedRollouts,
     DisaggregatedRollouts,
     RolloutSource,
-    Supervisor,
+    SamplerSupervisor,
     SynchronousRollouts,
 )
 from agentevo.orchestration.self_play import SelfPlayRollouts
@@ -38,7 +38,7 @@ def make_rollouts(
     *,
     sampled: bool,
     apart: bool,
-    supervisor: Supervisor | None,
+    supervisor: SamplerSupervisor | None,
     submissions: Submissions | None = None,
 ) -> RolloutSource:
     """The source that the recipe asks for. `sampled`: attempts are trained on. `apart`: engines and

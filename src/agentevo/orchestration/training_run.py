@@ -36,12 +36,12 @@ from agentevo.orchestration.evaluation import (
 from agentevo.orchestration.first_attempts import check_first_evaluation, check_first_step
 from agentevo.orchestration.ledger import commit, drop_reasons, plan_of, reserve
 from agentevo.orchestration.profiling import Profiling
-from agentevo.orchestration.progress import Progress
-from agentevo.orchestration.ranks import Leader, Led, Ranks
+from agentevo.orchestration.progress import RunProgress
+from agentevo.orchestration.ranks import Leader, Led, RunRanks
 from agentevo.orchestration.resume import ResumePoint, replay_step
 from agentevo.orchestration.rollout_sources import (
+    SamplerSupervisor,
     StopAskedError,
-    Supervisor,
     SynchronousRollouts,
 )
 from agentevo.orchestration.row_digests import RowDigests
@@ -62,7 +62,7 @@ from agentevo.runs.control import RunControl
 from agentevo.runs.creation import kind_of
 from agentevo.signals import LOOK_S, finished_before_stop
 from agentevo.store.records import StepRecord
-from agentevo.training.batching.step_plan import Plan
+from agentevo.training.batching.step_plan import StepPlan
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.contribution import Contribution
 from agentevo.training.phases import phase
@@ -91,9 +91,9 @@ class TrainingRun:
         view: LiveView,
         is_stopped: Callable[[], bool],
         command: Command,
-        processes: Supervisor | None,
+        processes: SamplerSupervisor | None,
         submissions: Submissions | None = None,
-        ranks: Ranks | None = None,
+        ranks: RunRanks | None = None,
     ) -> None:
         """`is_stopped`: whether somebody has asked the run to stop; it ends after the step that it
         is in. `processes`: the run's own samplers and engines, if it has any. `submissions`:
@@ -145,7 +145,7 @@ class TrainingRun:
         self.log = MetricsLog(folder / "metrics.jsonl")
         self.players = reference_players(parts)
         self.monitor = CollapseMonitor(remedies=remedies_of(config.model_dump(mode="json")))
-        self.progress = Progress()
+        self.progress = RunProgress()
         self.end = End()
         self.head = HeadFile(folder)
         self._recorded = 0
@@ -155,7 +155,7 @@ class TrainingRun:
         )
         self.peak = device_peak(self.profiling.device, self.profiling.dtype)
         self._clock = time.perf_counter()
-        self.background = BackgroundSave(self._saved, self.warn)
+        self.background = BackgroundSave(self._note_checkpoint, self.warn)
 
     async def take_up(self, start: ResumePoint, *, resumed: bool) -> None:
         """Brings trainer and progress to where the run stands: at its beginning, after a cold start
@@ -163,7 +163,7 @@ class TrainingRun:
         config = self.parts.config
         self.end = start.end
         self.head = HeadFile(config.run_dir)  # as write_config has left it
-        self.head.committed(self.end)
+        self.head.note_commit(self.end)
 
         for line in training_notes(self.parts):
             self.view.note(line)
@@ -254,7 +254,7 @@ class TrainingRun:
             },
         )
         self.source.load_state_dict(step.record["source"])
-        progress = msgspec.convert(step.record["progress"], Progress)
+        progress = msgspec.convert(step.record["progress"], RunProgress)
         self._go_on_from(msgspec.structs.replace(progress, warnings=earlier + progress.warnings))
         self._keep_lost_best(End(step.step, str(step.record[CHAIN])))
 
@@ -264,7 +264,7 @@ class TrainingRun:
         it is torn. `end`: of the chain at that step."""
         rating = self.progress.newest_rating
         if rating is not None and rating.step == end.step and self._is_best(rating.value):
-            self._saved(end.step, self._writer(rating.value, copied=False, end=end)())
+            self._note_checkpoint(end.step, self._writer(rating.value, copied=False, end=end)())
 
     def _is_best(self, value: float | None) -> bool:
         """Whether a checkpoint of weights with that evaluation is to be kept as the best one."""
@@ -388,7 +388,7 @@ class TrainingRun:
                 break
 
             has_paused = True
-            control.paused(step)
+            control.note_pause(step)
             folder = short(self.parts.config.run_dir)
             self.view.phase(PAUSED, f"after step {step}; agentevo control {folder} resume goes on")
             began = time.perf_counter()
@@ -402,15 +402,15 @@ class TrainingRun:
         """Saves the committed weights, between two steps, if no checkpoint has them."""
         self.background.settle(wait=True)
         if self.checkpoints.steps()[-1:] != [self.progress.step]:
-            self._saved(self.progress.step, self._writer(None, copied=False)())
+            self._note_checkpoint(self.progress.step, self._writer(None, copied=False)())
 
-    def _saved(self, step: int, sha256: str) -> None:
+    def _note_checkpoint(self, step: int, sha256: str) -> None:
         """A checkpoint is there that no record names."""
-        self.head.saved(step, sha256)
+        self.head.note_checkpoint(step, sha256)
         if step <= self.end.step:
             self.checkpoints.prune()
 
-    def _give_up_step(self, committed: Progress) -> None:
+    def _give_up_step(self, committed: RunProgress) -> None:
         """Somebody asked to stop while the step was evaluated that is computed and not committed: a
         resumed run does it again, with the same attempts. `committed`: the progress before it."""
         step = self.progress.step
@@ -537,7 +537,7 @@ class TrainingRun:
             played: dict[str, float] = {}
             found = None
             if self.parts.plays:
-                found = await self._played(step, full=full, label=label)
+                found = await self._play_evaluation(step, full=full, label=label)
                 played = found.metrics
                 self.progress.generated_tokens += found.num_tokens
 
@@ -559,7 +559,7 @@ class TrainingRun:
 
         return metrics
 
-    async def _played(self, step: int, *, full: bool, label: str) -> Evaluated:
+    async def _play_evaluation(self, step: int, *, full: bool, label: str) -> Evaluated:
         """The evaluation's attempts."""
         elsewhere = self.parts.elsewhere
         async with nullcontext() if elsewhere is None else elsewhere.looked_after():
@@ -661,11 +661,11 @@ class TrainingRun:
     def restore(self, run_state: dict[str, Any]) -> None:
         """The inverse of what `save` wrote."""
         self.source.load_state_dict(run_state["source"])
-        self._go_on_from(msgspec.convert(run_state["progress"], Progress))
+        self._go_on_from(msgspec.convert(run_state["progress"], RunProgress))
         self.monitor.load_state_dict(run_state["monitor"])
         self._clock = time.perf_counter()
 
-    def _go_on_from(self, progress: Progress) -> None:
+    def _go_on_from(self, progress: RunProgress) -> None:
         """That much is committed, all its warnings included."""
         self.progress = progress
         self._recorded = len(progress.warnings)
@@ -676,7 +676,7 @@ class TrainingRun:
 
     async def _commit(
         self,
-        plan: Plan,
+        plan: StepPlan,
         metrics: dict[str, float],
         checkpoint: dict[str, str] | None,
         rows: RecordedRows,
@@ -694,6 +694,6 @@ class TrainingRun:
         if self._numbers_digest is not None:
             record[NUMBERS] = self._numbers_digest
         self.end = await commit(self.parts.store, self.end, plan, record)
-        self.head.committed(self.end)
+        self.head.note_commit(self.end)
         self.log.hand_over(self.end.step)
         self._recorded += len(new)

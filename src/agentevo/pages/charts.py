@@ -16,7 +16,7 @@ from agentevo.pages.text import one_line
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """Values over the chart's x, NaN where there is none; `low` and `high`: the band around it."""
 
     name: str
@@ -33,7 +33,7 @@ class Chart:
 
     title: str
     x: Sequence[float]
-    lines: Sequence[Line]
+    lines: Sequence[ChartLine]
     share: bool = False
     """Whether values are shares, from 0 to 1."""
     name_of_x: str = "step"

@@ -44,7 +44,7 @@ def for_json(value: object) -> object:
     return value
 
 
-def thinned(values: Sequence[float], most: int) -> list[float]:
+def thin_means(values: Sequence[float], most: int) -> list[float]:
     """At most so many values: the mean of each stretch."""
     if len(values) <= most:
         return list(values)
@@ -61,7 +61,7 @@ def thinned(values: Sequence[float], most: int) -> list[float]:
 def sparkline(values: Sequence[float], width: int = 120, height: int = 24) -> Markup:
     """A line without axes, from the lowest to the highest value; all in the middle where these are
     as good as equal. Nothing where there are fewer than two numbers."""
-    points = thinned([_drawable(value) for value in values], SPARK_POINTS)
+    points = thin_means([_drawable(value) for value in values], SPARK_POINTS)
     finite = [value for value in points if math.isfinite(value)]
     if len(finite) < 2:
         return Markup('<svg class="spark" width="{}" height="{}" aria-hidden="true"></svg>').format(

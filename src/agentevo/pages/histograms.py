@@ -21,7 +21,7 @@ _BAR = (
 )
 
 
-class Bar(NamedTuple):
+class HistogramBar(NamedTuple):
     """Attempts with a value from `low` to `high`, `good` of them successes."""
 
     low: float
@@ -32,7 +32,7 @@ class Bar(NamedTuple):
     is_chosen: bool = False
 
 
-def histogram(title: str, bars: Sequence[Bar], *, is_whole: bool = False) -> Markup:
+def histogram(title: str, bars: Sequence[HistogramBar], *, is_whole: bool = False) -> Markup:
     """An SVG; successes stand at the bottom of each bar."""
     most = max((bar.size for bar in bars), default=0)
     if not most:
@@ -81,7 +81,7 @@ def _edge(value: float, is_whole: bool, inwards: float) -> str:
     return f"{value + inwards:,.0f}" if is_whole else number(value)
 
 
-def _span(bar: Bar, is_whole: bool) -> str:
+def _span(bar: HistogramBar, is_whole: bool) -> str:
     low = _edge(bar.low, is_whole, 0.5)
     high = _edge(bar.high, is_whole, -0.5)
     return low if low == high else f"{low} to {high}"

@@ -13,7 +13,7 @@ from agentevo.pages import assets, drawing, intervals, navigation, words
 from agentevo.pages.text import LIMIT, one_line, shown, without_folders
 
 
-def marked(value: object, limit: int = LIMIT) -> Markup:
+def mark_code(value: object, limit: int = LIMIT) -> Markup:
     """`shown` as HTML, escaped, in which what stands between two backticks is code. A backtick
     without its second stays."""
     pieces = shown(value, limit).split("`")
@@ -27,7 +27,7 @@ def marked(value: object, limit: int = LIMIT) -> Markup:
 
 FILTERS = {
     "shown": shown,
-    "marked": marked,
+    "marked": mark_code,
     "one_line": one_line,
     "without_folders": without_folders,
     "number": words.number,

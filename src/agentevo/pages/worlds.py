@@ -46,7 +46,7 @@ MIN_ROWS = 2
 MIN_COLUMNS = 3
 
 
-class Piece(NamedTuple):
+class WorldPiece(NamedTuple):
     """Of a message: running text, or the rows of a world."""
 
     text: str
@@ -75,11 +75,11 @@ def legend_of(texts: Iterable[str]) -> Legend:
     return found
 
 
-def pieces(text: str, legend: Legend = NO_LEGEND) -> list[Piece]:
+def pieces(text: str, legend: Legend = NO_LEGEND) -> list[WorldPiece]:
     """The message in its order; the texts of all pieces together are the message. `legend`: what
     was said of the symbols before; the message's own counts first."""
     symbols = {**SYMBOLS, **legend, **legend_of([text])}
-    found: list[Piece] = []
+    found: list[WorldPiece] = []
     plain: list[str] = []
     lines = text.split("\n")
     start = 0
@@ -96,21 +96,21 @@ def pieces(text: str, legend: Legend = NO_LEGEND) -> list[Piece]:
 
         if width and end - start >= MIN_ROWS:
             if plain:
-                found.append(Piece("\n".join(plain), []))
+                found.append(WorldPiece("\n".join(plain), []))
                 plain = []
 
             rows = [
                 [(symbol, symbols[symbol]) for symbol in _symbols(line)]
                 for line in lines[start:end]
             ]
-            found.append(Piece("\n".join(lines[start:end]), rows))
+            found.append(WorldPiece("\n".join(lines[start:end]), rows))
             start = end
         else:
             plain.append(lines[start])
             start += 1
 
     if plain:
-        found.append(Piece("\n".join(plain), []))
+        found.append(WorldPiece("\n".join(plain), []))
 
     return found
 

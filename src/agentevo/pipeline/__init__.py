@@ -7,25 +7,25 @@
 under the entry-point group `agentevo.stage_kinds`. More: docs/pipelines.md.
 """
 
-from agentevo.pipeline.kinds import Job, Made, NoOptions, StageKind, stage_kinds
-from agentevo.pipeline.plan import Instance, Plan
+from agentevo.pipeline.kinds import Job, NoOptions, StageKind, StageResult, stage_kinds
+from agentevo.pipeline.plan import Instance, PipelinePlan
 from agentevo.pipeline.reading import Pipeline, build_pipeline, load_pipeline, packaged_pipelines
-from agentevo.pipeline.runner import Choice, run_pipeline
+from agentevo.pipeline.runner import StageChoice, run_pipeline
 from agentevo.pipeline.schema import PipelineConfig, StageConfig
 from agentevo.pipeline.state import PipelineState, StageState, read_state
 
 __all__ = [
-    "Choice",
     "Instance",
     "Job",
-    "Made",
     "NoOptions",
     "Pipeline",
     "PipelineConfig",
+    "PipelinePlan",
     "PipelineState",
-    "Plan",
+    "StageChoice",
     "StageConfig",
     "StageKind",
+    "StageResult",
     "StageState",
     "build_pipeline",
     "load_pipeline",

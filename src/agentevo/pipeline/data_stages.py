@@ -10,7 +10,7 @@ from pydantic import Field
 from agentevo.config import RunConfig, Section
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.parsing import read_json_object
-from agentevo.pipeline.kinds import AGENTEVO, Job, Made, StageKind
+from agentevo.pipeline.kinds import AGENTEVO, Job, StageKind, StageResult
 from agentevo.types import LARGEST_TEMPERATURE, LOWEST_TEMPERATURE
 
 SUMMARY = "summary.json"
@@ -84,11 +84,11 @@ class EvaluateStage(StageKind):
         except (AgentEvoError, OSError, KeyError, IndexError, TypeError):
             return False  # none yet, or a damaged one, which `made` says
 
-    def made(self, job: Job) -> Made:
-        return measured(job.folder)
+    def made(self, job: Job) -> StageResult:
+        return measure(job.folder)
 
 
-def measured(folder: Path) -> Made:
+def measure(folder: Path) -> StageResult:
     """What the evaluation in a folder came to. Raises ConfigError for one that was damaged."""
     try:
         model = read_json_object(folder / SUMMARY)["models"][0]
@@ -102,7 +102,7 @@ def measured(folder: Path) -> Made:
                 }
 
         tokens = round(float(model["tokens"] or 0.0) * int(model["attempts"]))
-        return Made({}, numbers, tokens, float(model["cost"]))
+        return StageResult({}, numbers, tokens, float(model["cost"]))
     except (AgentEvoError, KeyError, IndexError, TypeError, ValueError) as error:
         raise ConfigError(f"{folder / SUMMARY} is damaged: delete that folder") from error
 
@@ -131,8 +131,8 @@ class ScoreStage(StageKind):
     def is_finished(self, job: Job) -> bool:
         return (job.folder / SUMMARY).is_file()
 
-    def made(self, job: Job) -> Made:
-        return measured(job.folder)
+    def made(self, job: Job) -> StageResult:
+        return measure(job.folder)
 
 
 class FilterOptions(Section):
@@ -167,11 +167,11 @@ class FilterStage(StageKind):
     def is_finished(self, job: Job) -> bool:
         return (job.folder / "rows.jsonl").is_file()
 
-    def made(self, job: Job) -> Made:
+    def made(self, job: Job) -> StageResult:
         file = job.folder / "rows.jsonl"
-        return Made({"file": file}, {"rows": float(_lines(file))})
+        return StageResult({"file": file}, {"rows": float(_lines(file))})
 
-    def planned(self, folder: Path) -> dict[str, Path]:
+    def planned_outputs(self, folder: Path) -> dict[str, Path]:
         return {"file": folder / "rows.jsonl"}
 
 
@@ -211,11 +211,11 @@ class PreferencesStage(StageKind):
     def is_finished(self, job: Job) -> bool:
         return (job.folder / "pairs.jsonl").is_file()
 
-    def made(self, job: Job) -> Made:
+    def made(self, job: Job) -> StageResult:
         file = job.folder / "pairs.jsonl"
-        return Made({"file": file}, {"rows": float(_lines(file))})
+        return StageResult({"file": file}, {"rows": float(_lines(file))})
 
-    def planned(self, folder: Path) -> dict[str, Path]:
+    def planned_outputs(self, folder: Path) -> dict[str, Path]:
         return {"file": folder / "pairs.jsonl"}
 
 

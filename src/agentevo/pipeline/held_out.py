@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from agentevo.errors import AgentEvoError
 from agentevo.pipeline.plan import HELD_OUT, START, Instance
-from agentevo.pipeline.references import Reference, references_in
+from agentevo.pipeline.references import StageReference, references_in
 
 if TYPE_CHECKING:
     from agentevo.pipeline.schema import StopSection
@@ -96,10 +96,10 @@ def parent_of(standing: Standing, measured: str) -> str:
     return START
 
 
-def with_fallbacks(reference: Reference) -> list[Reference]:
+def with_fallbacks(reference: StageReference) -> list[StageReference]:
     """A reference and those that count where it has nothing, in order."""
     fallback = reference.fallback
-    return [reference, *(with_fallbacks(fallback) if isinstance(fallback, Reference) else [])]
+    return [reference, *(with_fallbacks(fallback) if isinstance(fallback, StageReference) else [])]
 
 
 def gain_between(before: Path, after: Path) -> tuple[float, float, float] | None:

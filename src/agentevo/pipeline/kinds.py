@@ -48,7 +48,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Made:
+class StageResult:
     """What a finished stage has made."""
 
     outputs: Mapping[str, Path]
@@ -93,7 +93,7 @@ class StageKind:
     makes_texts: ClassVar[bool] = False
     """Whether its `file` is `agent.texts`, which are measured with the model it began with."""
 
-    def fixed(self, options: Any) -> Mapping[str, Any]:
+    def fixed_settings(self, options: Any) -> Mapping[str, Any]:
         """What it sets in its recipe, nested."""
         return {}
 
@@ -114,11 +114,11 @@ class StageKind:
         folder is emptied, and it begins again."""
         return False
 
-    def made(self, job: Job) -> Made:
+    def made(self, job: Job) -> StageResult:
         """What it made. Raises ConfigError for a folder that was damaged."""
         raise NotImplementedError
 
-    def planned(self, folder: Path) -> dict[str, Path]:
+    def planned_outputs(self, folder: Path) -> dict[str, Path]:
         """Where its outputs will be, for checks before it has run."""
         return {name: folder / name for name in self.makes}
 

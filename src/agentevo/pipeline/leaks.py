@@ -26,7 +26,7 @@ from agentevo.types import QUERY_MESSAGES, Task
 
 
 @dataclass
-class Asked:
+class TaskQuestion:
     """Digest of what is asked -> an example of the text, and where it is from."""
 
     of: dict[bytes, tuple[str, str]] = field(default_factory=dict)
@@ -49,15 +49,15 @@ class LeakError(ConfigError):
 class Leaks:
     """What has been seen of the stages of one pipeline."""
 
-    held_out: Asked = field(default_factory=Asked)
-    trained: Asked = field(default_factory=Asked)
+    held_out: TaskQuestion = field(default_factory=TaskQuestion)
+    trained: TaskQuestion = field(default_factory=TaskQuestion)
 
     def see(self, config: RunConfig, where: str, trains_on: TrainsOn = "") -> None:
         """Takes up a stage's tasks and data, as far as its files are there. Raises LeakError where
         it trains on a task that it or a stage that was seen before holds out, or holds out one that
         was trained on."""
-        held_out = Asked()
-        trained = Asked()
+        held_out = TaskQuestion()
+        trained = TaskQuestion()
         if config.tasks.given and _are_there(config.tasks.train):
             source = TaskSource(config, None)
             tasks = source.held_out()

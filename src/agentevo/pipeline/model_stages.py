@@ -10,7 +10,7 @@ from pydantic import Field
 
 from agentevo.config import RunConfig, Section
 from agentevo.errors import ConfigError
-from agentevo.pipeline.kinds import AGENTEVO, Job, Made, StageKind
+from agentevo.pipeline.kinds import AGENTEVO, Job, StageKind, StageResult
 
 
 class SourceOptions(Section):
@@ -33,10 +33,10 @@ class MergeStage(StageKind):
     def is_finished(self, job: Job) -> bool:
         return (job.folder / "model" / "config.json").is_file()
 
-    def made(self, job: Job) -> Made:
-        return Made({"checkpoint": job.folder / "model"})
+    def made(self, job: Job) -> StageResult:
+        return StageResult({"checkpoint": job.folder / "model"})
 
-    def planned(self, folder: Path) -> dict[str, Path]:
+    def planned_outputs(self, folder: Path) -> dict[str, Path]:
         return {"checkpoint": folder / "model"}
 
 
@@ -53,10 +53,10 @@ class ExportStage(StageKind):
     def is_finished(self, job: Job) -> bool:
         return (job.folder / "model" / "config.json").is_file()
 
-    def made(self, job: Job) -> Made:
-        return Made({"checkpoint": job.folder / "model"})
+    def made(self, job: Job) -> StageResult:
+        return StageResult({"checkpoint": job.folder / "model"})
 
-    def planned(self, folder: Path) -> dict[str, Path]:
+    def planned_outputs(self, folder: Path) -> dict[str, Path]:
         return {"checkpoint": folder / "model"}
 
 
@@ -99,14 +99,14 @@ class CommandStage(StageKind):
     def can_resume(self, job: Job) -> bool:
         return job.options.resume is not None
 
-    def made(self, job: Job) -> Made:
-        return Made(self._outputs(job))
+    def made(self, job: Job) -> StageResult:
+        return StageResult(self._outputs(job))
 
     def _outputs(self, job: Job) -> dict[str, Path]:
         given = {key: getattr(job.options, key) for key in ("file", "checkpoint")}
         return {key: job.folder / name for key, name in given.items() if name is not None}
 
-    def planned(self, folder: Path) -> dict[str, Path]:
+    def planned_outputs(self, folder: Path) -> dict[str, Path]:
         return {"file": folder / "file", "checkpoint": folder / "checkpoint"}
 
 

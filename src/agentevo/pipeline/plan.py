@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 
 from agentevo.errors import ConfigError
 from agentevo.pipeline.kinds import StageKind, stage_kinds
-from agentevo.pipeline.references import Reference, ReferenceProblem, references_in
+from agentevo.pipeline.references import ReferenceProblem, StageReference, references_in
 from agentevo.pipeline.schema import PipelineConfig, StageConfig
 from agentevo.pipeline.when import condition
 from agentevo.registry import nearest
@@ -53,7 +53,7 @@ class Instance:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PipelinePlan:
     """All instances, each behind what it waits for."""
 
     instances: tuple[Instance, ...]
@@ -62,7 +62,7 @@ class Plan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "by_id", {one.id: one for one in self.instances})
 
-    def targets(self, reference: Reference, of: Instance) -> list[str]:
+    def targets(self, reference: StageReference, of: Instance) -> list[str]:
         """Ids of the instances that a reference may mean, the first that is done counting; empty
         where there can be none, as in the first round. Raises ReferenceProblem for a name that
         there is not."""
@@ -83,7 +83,7 @@ class Plan:
         return self._of_rounds(reference, of, names[0], None)
 
     def _of_rounds(
-        self, reference: Reference, of: Instance, group: str | None, last: int | None
+        self, reference: StageReference, of: Instance, group: str | None, last: int | None
     ) -> list[str]:
         inner = reference.names[-1] if reference.scope == "previous" and reference.names else ""
         if reference.scope == "stages" and len(reference.names) == 2:
@@ -96,13 +96,13 @@ class Plan:
         ]
         own = [one for one in rounds if one.id == instance_id(group or "", one.round, inner)]
         if not own:
-            raise ReferenceProblem(_unknown(self, reference, of))
+            raise ReferenceProblem(_unknown_stage(self, reference, of))
 
         found = [one for one in own if last is None or one.round <= last]
         return [one.id for one in sorted(found, key=lambda one: -one.round)]
 
 
-def _unknown(plan: Plan, reference: Reference, of: Instance) -> str:
+def _unknown_stage(plan: PipelinePlan, reference: StageReference, of: Instance) -> str:
     if reference.scope == "previous" and of.group is None:
         return f"${{{reference.text}}}: only a repeated stage has a round before: set repeat"
 
@@ -123,7 +123,7 @@ def instance_id(group: str, round_: int, inner: str) -> str:
     return ".".join([group, str(round_), *([inner] if inner else [])])
 
 
-def make_plan(config: PipelineConfig, where: str) -> Plan:
+def make_plan(config: PipelineConfig, where: str) -> PipelinePlan:
     """Raises ConfigError, a line for each problem: kinds, names and keys that there are not, and
     stages that wait for one another."""
     problems: list[str] = []
@@ -144,11 +144,11 @@ def make_plan(config: PipelineConfig, where: str) -> Plan:
                 bare.append(Instance(id_, path, own, kind, group, number))
 
     if not problems:
-        plan = Plan(tuple(bare))
+        plan = PipelinePlan(tuple(bare))
         needs = {one.id: _needs(plan, one, config, problems) for one in bare}
         if not problems:
             measured = tuple(_with_measurements(bare, needs, config))
-            return Plan(_in_order(measured, where))
+            return PipelinePlan(_in_order(measured, where))
 
     lines = dict.fromkeys(problems)
     raise ConfigError("\n".join(f"{where}: {line}" for line in lines))
@@ -163,7 +163,7 @@ def written_in(instance: Instance, config: PipelineConfig) -> list[object]:
 
 
 def _needs(
-    plan: Plan, one: Instance, config: PipelineConfig, problems: list[str]
+    plan: PipelinePlan, one: Instance, config: PipelineConfig, problems: list[str]
 ) -> dict[str, None]:
     """Ids that it waits for, in order; appends what is wrong to `problems`."""
     place = _place(one.path)
@@ -172,14 +172,14 @@ def _needs(
         for text in one.stage.when:
             condition(text)
         for reference in references_in(written_in(one, config)):
-            needs |= _referred(plan, one, reference)
+            needs |= _referenced_stages(plan, one, reference)
     except (ReferenceProblem, ValueError) as error:
         problems.append(f"{place}: {error}")
 
     outer = config.stages[one.path[0]]
     for name in dict.fromkeys([*one.stage.needs, *outer.needs]):
         parts = tuple(name.split("."))
-        wanted = Reference("stages", parts[:2], "folder")
+        wanted = StageReference("stages", parts[:2], "folder")
         try:
             needs |= dict.fromkeys(_all_of(plan, one, name) or plan.targets(wanted, one))
         except ReferenceProblem as error:
@@ -198,17 +198,19 @@ def _needs(
     return needs
 
 
-def _all_of(plan: Plan, of: Instance, name: str) -> list[str]:
+def _all_of(plan: PipelinePlan, of: Instance, name: str) -> list[str]:
     """The last round of a group, whole."""
     rounds = [one for one in plan.instances if one.group == name and name != of.group]
     return [one.id for one in rounds if one.round == max(other.round for other in rounds)]
 
 
-def _referred(plan: Plan, one: Instance, reference: Reference) -> dict[str, None]:
+def _referenced_stages(
+    plan: PipelinePlan, one: Instance, reference: StageReference
+) -> dict[str, None]:
     """What a reference waits for, its fallback's too. Raises ReferenceProblem."""
     needs: dict[str, None] = {}
-    if isinstance(reference.fallback, Reference):
-        needs |= _referred(plan, one, reference.fallback)
+    if isinstance(reference.fallback, StageReference):
+        needs |= _referenced_stages(plan, one, reference.fallback)
     if reference.scope == "round" and one.group is None:
         raise ReferenceProblem("${round}: only a repeated stage has rounds: set repeat")
     if reference.scope in ("round", "stage"):
@@ -231,12 +233,12 @@ def _referred(plan: Plan, one: Instance, reference: Reference) -> dict[str, None
     return needs
 
 
-def _check_key(target: Instance, reference: Reference) -> None:
+def _check_key(target: Instance, reference: StageReference) -> None:
     """Raises ReferenceProblem for a key that the stage never has."""
     kind = target.kind
     key = reference.key
-    if key in ("checkpoint", "file") and key not in {*kind.makes, *_stated(target)}:
-        made = ", ".join(["folder", *kind.makes, *_stated(target)])
+    if key in ("checkpoint", "file") and key not in {*kind.makes, *_stated_outputs(target)}:
+        made = ", ".join(["folder", *kind.makes, *_stated_outputs(target)])
         raise ReferenceProblem(
             f"${{{reference.text}}}: a stage of the kind {target.stage.kind} makes no {key}; "
             f"it has {made}"
@@ -255,7 +257,7 @@ def _check_key(target: Instance, reference: Reference) -> None:
         )
 
 
-def _stated(target: Instance) -> list[str]:
+def _stated_outputs(target: Instance) -> list[str]:
     """Outputs that the stage's own options name, as `command` does."""
     return [key for key in ("checkpoint", "file") if target.stage.options.get(key) is not None]
 
@@ -349,5 +351,5 @@ def _place(path: Sequence[str]) -> str:
     return ".".join(["stages", *path])
 
 
-Lookup = Callable[[Reference], str | float]
+Lookup = Callable[[StageReference], str | float]
 """What a reference stands for."""

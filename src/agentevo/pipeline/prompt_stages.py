@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from agentevo.config import RunConfig
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.parsing import read_json_object
-from agentevo.pipeline.kinds import AGENTEVO, Job, Made, StageKind
+from agentevo.pipeline.kinds import AGENTEVO, Job, StageKind, StageResult
 
 
 class PromptsStage(StageKind):
@@ -40,7 +40,7 @@ class PromptsStage(StageKind):
     def can_resume(self, job: Job) -> bool:
         return (job.folder / "optimize.json").is_file()
 
-    def made(self, job: Job) -> Made:
+    def made(self, job: Job) -> StageResult:
         file = job.folder / "summary.json"
         try:
             found = read_json_object(file)
@@ -54,9 +54,9 @@ class PromptsStage(StageKind):
         except (AgentEvoError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{file} is damaged: delete the stage's folder") from error
 
-        return Made({"file": job.folder / "texts.yaml"}, numbers, cost=cost)
+        return StageResult({"file": job.folder / "texts.yaml"}, numbers, cost=cost)
 
-    def planned(self, folder: Path) -> dict[str, Path]:
+    def planned_outputs(self, folder: Path) -> dict[str, Path]:
         return {"file": folder / "texts.yaml"}
 
 

@@ -24,9 +24,14 @@ from agentevo.errors import AgentEvoError, ConfigError, UnknownNameError
 from agentevo.parsing import ParseError, parse_yaml
 from agentevo.paths import name_problem, spelling_hint
 from agentevo.pipeline.leaks import LeakError, Leaks
-from agentevo.pipeline.plan import Instance, Plan, make_plan
+from agentevo.pipeline.plan import Instance, PipelinePlan, make_plan
 from agentevo.pipeline.recipes import Recipes
-from agentevo.pipeline.references import Reference, ReferenceProblem, references_in, replaced
+from agentevo.pipeline.references import (
+    ReferenceProblem,
+    StageReference,
+    references_in,
+    replace_references,
+)
 from agentevo.pipeline.schema import PipelineConfig, StageConfig
 from agentevo.registry import nearest
 
@@ -45,7 +50,7 @@ class Pipeline:
     """What a message calls its file."""
     home: Path
     """The folder that its paths are from."""
-    plan: Plan
+    plan: PipelinePlan
 
     @property
     def dir(self) -> Path:
@@ -66,7 +71,7 @@ def packaged_pipelines() -> dict[str, Path]:
 def find_pipeline(word: str) -> Path:
     """A YAML path, or the file of a packaged pipeline. Raises ConfigError."""
     if problem := name_problem(word):
-        raise ConfigError(f"pipeline {sources.shortened(word)!r}: {problem}")
+        raise ConfigError(f"pipeline {sources.shorten(word)!r}: {problem}")
 
     known = packaged_pipelines()
     if word.endswith((".yaml", ".yml")):
@@ -83,7 +88,7 @@ def find_pipeline(word: str) -> Path:
     guess = nearest(word, list(known))
     hint = f"did you mean {guess!r}? " if guess else ""
     raise UnknownNameError(
-        f"no pipeline is called {sources.shortened(word)!r}: {hint}packaged pipelines: "
+        f"no pipeline is called {sources.shorten(word)!r}: {hint}packaged pipelines: "
         f"{', '.join(known)}; or give the path of a .yaml file"
     )
 
@@ -138,7 +143,7 @@ def _lines(error: pydantic.ValidationError, where: str) -> list[str]:
             hint = f": did you mean {guess}?" if guess else ""
             what = f"is no key of a {'stage' if model is StageConfig else 'pipeline'}{hint}"
 
-        lines.append(f"{where}: {sources.shortened(key or 'pipeline')}: {what}")
+        lines.append(f"{where}: {sources.shorten(key or 'pipeline')}: {what}")
 
     return lines
 
@@ -163,7 +168,7 @@ def _overridden(tree: Mapping[str, Any], override: str) -> dict[str, Any]:
     try:
         value = parse_yaml(text)
     except ParseError as error:
-        raise ConfigError(f"override {sources.shortened(override)}: {error}") from error
+        raise ConfigError(f"override {sources.shorten(override)}: {error}") from error
 
     parts = _full_key(tree, key.split("."), override)
     for part in reversed(parts):
@@ -184,7 +189,7 @@ def _full_key(tree: Mapping[str, Any], parts: list[str], override: str) -> list[
         guess = nearest(first, [*names, *PipelineConfig.model_fields])
         hint = f"did you mean {guess}? " if guess else ""
         raise ConfigError(
-            f"override {sources.shortened(override)}: {first!r} is no stage and no key of a "
+            f"override {sources.shorten(override)}: {first!r} is no stage and no key of a "
             f"pipeline: {hint}the stages are {', '.join(names)}"
         )
 
@@ -198,7 +203,7 @@ def _below_stage(stage: Any, parts: list[str], override: str) -> list[str]:
 
     if not parts:
         raise ConfigError(
-            f"override {sources.shortened(override)}: names a stage and no key of it: write "
+            f"override {sources.shorten(override)}: names a stage and no key of it: write "
             "STAGE.repeat=3 or STAGE.trainer.steps=10"
         )
 
@@ -276,8 +281,8 @@ def checked_config(pipeline: Pipeline, recipes: Recipes, one: Instance) -> RunCo
     meaning = _Planned(pipeline, one)
     kind = one.kind
     stage = one.stage
-    options = read_options(one, replaced(stage.options, meaning))
-    model = replaced(stage.model, meaning) if stage.model is not None else None
+    options = read_options(one, replace_references(stage.options, meaning))
+    model = replace_references(stage.model, meaning) if stage.model is not None else None
 
     if not kind.reads_recipe:
         if stage.recipe or stage.config or stage.model:
@@ -289,7 +294,7 @@ def checked_config(pipeline: Pipeline, recipes: Recipes, one: Instance) -> RunCo
 
     tree, folder = recipes.tree(one, model)
     run_dir = stage_folder(pipeline.dir, one)
-    config = recipes.read(one, replaced(_without_texts(tree), meaning), folder, run_dir)
+    config = recipes.read(one, replace_references(_without_texts(tree), meaning), folder, run_dir)
     kind.check(config, options, model)
 
     looked_at = one.measures is not None or stage.kind in ("train", "sample", "sft")
@@ -344,7 +349,7 @@ class _Planned:
         self.pipeline = pipeline
         self.one = one
 
-    def __call__(self, reference: Reference) -> str | float:
+    def __call__(self, reference: StageReference) -> str | float:
         if reference.scope == "round":
             return self.one.round
         if reference.scope == "stage":
@@ -354,7 +359,7 @@ class _Planned:
         if not targets:
             fallback = reference.fallback
             assert fallback is not None
-            return self(fallback) if isinstance(fallback, Reference) else fallback
+            return self(fallback) if isinstance(fallback, StageReference) else fallback
 
         target = self.pipeline.plan.by_id[targets[0]]
         folder = stage_folder(self.pipeline.dir, target)
@@ -363,5 +368,5 @@ class _Planned:
         if reference.key in target.kind.says:
             return target.kind.says[reference.key]
 
-        planned = target.kind.planned(folder)
+        planned = target.kind.planned_outputs(folder)
         return str(planned[reference.key]) if reference.key in planned else 0.0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agentevo.config import RunConfig, build_config, sources
-from agentevo.config.sweep import nested, with_changes
+from agentevo.config.sweep import nest_keys, with_changes
 from agentevo.config.tasks import with_absolute_paths
 from agentevo.errors import ConfigError
 from agentevo.pipeline.plan import Instance
@@ -53,15 +53,15 @@ class Recipes:
 
         tree, folder = self._recipe(name)
         for key, change in changes:
-            own = self._own(nested(change), key)
+            own = self._own(nest_keys(change), key)
             tree = with_changes(tree, own)
 
         if one.measures is not None:
             return self._for_held_out(tree, one), folder
 
-        tree = sources.overlay(tree, one.kind.fixed(None))
+        tree = sources.overlay(tree, one.kind.fixed_settings(None))
         if model is not None:
-            tree = with_model(tree, model, nested(one.stage.config))
+            tree = with_model(tree, model, nest_keys(one.stage.config))
 
         if one.stage.reference != "start":
             given = {"reference_model": one.stage.reference}
@@ -75,7 +75,7 @@ class Recipes:
     def _texts(self, one: Instance) -> dict[str, Any]:
         """What the measured stage says instead of the recipe's texts: its model has learnt with
         those. Of a stage that makes texts they come later (standing.py)."""
-        written = nested(one.stage.config).get("agent")
+        written = nest_keys(one.stage.config).get("agent")
         texts = written.get("texts") if isinstance(written, Mapping) else None
         return {} if texts is None else {"agent": {"texts": texts}}
 
@@ -106,11 +106,11 @@ class Recipes:
                 change[section] = with_absolute_paths(change[section], keys, self.home)
 
         if isinstance(change.get("import"), list):
-            change["import"] = [self._imported(one) for one in change["import"]]
+            change["import"] = [self._import_path(one) for one in change["import"]]
 
         return change
 
-    def _imported(self, module: Any) -> Any:
+    def _import_path(self, module: Any) -> Any:
         path = self.home / str(module)
         return str(path.resolve()) if str(module).endswith(".py") and path.is_file() else module
 

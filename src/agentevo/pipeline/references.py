@@ -29,7 +29,7 @@ class ReferenceProblem(ValueError):
 
 
 @dataclass(frozen=True)
-class Reference:
+class StageReference:
     """A reference as it is written."""
 
     scope: str
@@ -37,7 +37,7 @@ class Reference:
     names: tuple[str, ...]
     """Of the stage, or of the group and a stage in it; empty where it is the own one."""
     key: str
-    fallback: Reference | str | None = None
+    fallback: StageReference | str | None = None
     """What counts where there is none."""
 
     @property
@@ -46,22 +46,22 @@ class Reference:
         return ".".join([self.scope, *self.names, *([self.key] if self.key else [])])
 
 
-def parsed(text: str) -> Reference:
+def parse_reference(text: str) -> StageReference:
     """What stands within `${}`. Raises ReferenceProblem."""
     written, bar, rest = (part.strip() for part in text.partition("|"))
-    fallback: Reference | str | None = None
+    fallback: StageReference | str | None = None
     if bar:
         is_reference = rest.startswith(_BEGINS) or rest == "round"
-        fallback = parsed(rest) if is_reference else rest
+        fallback = parse_reference(rest) if is_reference else rest
         if rest == "":
             raise ReferenceProblem(f"${{{text[:80]}}} has nothing after `|`")
 
     if written == "round":
-        return Reference("round", (), "", fallback)
+        return StageReference("round", (), "", fallback)
 
     scope, *parts = (part.strip() for part in written.split("."))
     if scope == "stage" and parts == ["folder"]:
-        return Reference("stage", (), "folder", fallback)
+        return StageReference("stage", (), "folder", fallback)
 
     most = {"stages": (2, 3), "previous": (1, 2)}.get(scope, (0, 0))
     if not most[0] <= len(parts) <= most[1] or not all(NAME.fullmatch(one) for one in parts):
@@ -70,14 +70,14 @@ def parsed(text: str) -> Reference:
             "${previous.checkpoint}, ${stage.folder} or ${round}"
         )
 
-    return Reference(scope, tuple(parts[:-1]), parts[-1], fallback)
+    return StageReference(scope, tuple(parts[:-1]), parts[-1], fallback)
 
 
-def references_in(value: Any) -> Iterator[Reference]:
+def references_in(value: Any) -> Iterator[StageReference]:
     """Those in a tree, in order. Raises ReferenceProblem."""
     for text in texts_in(value):
         for match in _REFERENCE.finditer(text):
-            yield parsed(match["text"])
+            yield parse_reference(match["text"])
 
 
 def texts_in(value: Any) -> Iterator[str]:
@@ -92,18 +92,18 @@ def texts_in(value: Any) -> Iterator[str]:
         yield value
 
 
-def replaced(value: Any, meaning: Callable[[Reference], str | float]) -> Any:
+def replace_references(value: Any, meaning: Callable[[StageReference], str | float]) -> Any:
     """A copy of a tree in which each reference is what `meaning` says of it; a text that is
     nothing else is its value."""
     if isinstance(value, Mapping):
-        return {key: replaced(one, meaning) for key, one in value.items()}
+        return {key: replace_references(one, meaning) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [replaced(one, meaning) for one in value]
+        return [replace_references(one, meaning) for one in value]
     if not isinstance(value, str):
         return value
 
     whole = _REFERENCE.fullmatch(value.strip())
     if whole:
-        return meaning(parsed(whole["text"]))
+        return meaning(parse_reference(whole["text"]))
 
-    return _REFERENCE.sub(lambda match: str(meaning(parsed(match["text"]))), value)
+    return _REFERENCE.sub(lambda match: str(meaning(parse_reference(match["text"]))), value)

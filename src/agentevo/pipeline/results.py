@@ -29,7 +29,7 @@ T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 AGAIN = "make room there, or make it writable, and resume"
 
 
-class Figure(NamedTuple):
+class ResultFigure(NamedTuple):
     """A mean with its interval; `pages.intervals` draws it."""
 
     value: float
@@ -37,34 +37,34 @@ class Figure(NamedTuple):
     high: float
 
 
-def over_seeds(values: Sequence[float]) -> Figure | None:
+def over_seeds(values: Sequence[float]) -> ResultFigure | None:
     """The module's formula; of one value the interval is unknown: the whole line."""
     if not values:
         return None
 
     mean = fmean(values)
     if len(values) == 1:
-        return Figure(mean, -math.inf, math.inf)
+        return ResultFigure(mean, -math.inf, math.inf)
 
     place = len(values) - 2
     t = T_975[place] if place < len(T_975) else 1.96 + 2.6 / (place + 1)
     margin = t * stdev(values) / math.sqrt(len(values))
-    return Figure(mean, mean - margin, mean + margin)
+    return ResultFigure(mean, mean - margin, mean + margin)
 
 
-def figure(states: Sequence[StageState], name: str) -> Figure | None:
+def figure(states: Sequence[StageState], name: str) -> ResultFigure | None:
     """A number of one stage, over its seeds."""
     values = [state.numbers[name] for state in states if name in state.numbers]
     ends = (f"{name}_low", f"{name}_high")
     if len(values) == 1 == len(states) and all(end in states[0].numbers for end in ends):
-        return Figure(values[0], *(states[0].numbers[end] for end in ends))
+        return ResultFigure(values[0], *(states[0].numbers[end] for end in ends))
 
     found = over_seeds(values)
     bounds = _BOUNDS.get(name)
     if found is None or bounds is None or not all("success" in one.numbers for one in states):
         return found
 
-    return Figure(found.value, max(found.low, bounds[0]), min(found.high, bounds[1]))
+    return ResultFigure(found.value, max(found.low, bounds[0]), min(found.high, bounds[1]))
 
 
 _BOUNDS = {"success": (0.0, 1.0), "gain": (-1.0, 1.0), "gain_from_start": (-1.0, 1.0)}
@@ -111,9 +111,9 @@ class StageRow(NamedTuple):
     kind: str
     status: str
     """Of all seeds, where they differ."""
-    success: Figure | None
-    gain: Figure | None
-    total: Figure | None
+    success: ResultFigure | None
+    gain: ResultFigure | None
+    total: ResultFigure | None
     """Over the model that the pipeline began with."""
     wall_s: float
     """Of one seed, in the mean."""
@@ -212,19 +212,19 @@ def legend(standings: Sequence[Standing]) -> str:
     )
 
 
-def _percent(one: Figure | None) -> str:
+def _percent(one: ResultFigure | None) -> str:
     if one is None:
         return ""
     return f"{100 * one.value:.1f}%" + _ends(one, 100 * one.low, 100 * one.high)
 
 
-def _points(one: Figure | None) -> str:
+def _points(one: ResultFigure | None) -> str:
     if one is None:
         return ""
     return f"{100 * one.value:+.1f}" + _ends(one, 100 * one.low, 100 * one.high)
 
 
-def _ends(one: Figure, low: float, high: float) -> str:
+def _ends(one: ResultFigure, low: float, high: float) -> str:
     return f" [{low:.1f}, {high:.1f}]" if math.isfinite(one.low) else ""
 
 

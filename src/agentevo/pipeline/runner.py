@@ -32,7 +32,7 @@ from agentevo.paths import short
 from agentevo.pipeline.reading import Pipeline
 from agentevo.pipeline.results import points, success, write_results
 from agentevo.pipeline.servers import Servers
-from agentevo.pipeline.standing import Choice, Decided, Standing, names_of
+from agentevo.pipeline.standing import Decided, StageChoice, Standing, names_of
 from agentevo.pipeline.state import FILE, LOCK, STATE, is_pipeline_folder
 from agentevo.processes.members import held_lock, last_lines, why_failed
 from agentevo.registry import nearest
@@ -43,11 +43,11 @@ SAVED_EVERY_S = 5.0
 """How often pipeline.json gets the time that has passed."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-__all__ = ["Choice", "run_pipeline"]
+__all__ = ["StageChoice", "run_pipeline"]
 
 
 @dataclass
-class _UnderWay:
+class _StageUnderWay:
     standing: Standing
     decided: Decided
     process: subprocess.Popen[bytes]
@@ -62,7 +62,7 @@ def run_pipeline(
     pipeline: Pipeline,
     *,
     resume: bool = False,
-    choice: Choice | None = None,
+    choice: StageChoice | None = None,
     view: SweepView | None = None,
 ) -> dict[str, Any]:
     """Runs what is not finished, and returns the results: what table.json holds. Blocks.
@@ -70,7 +70,7 @@ def run_pipeline(
     Raises ConfigError before anything is created; at the end, when all is written, AgentEvoError if
     a stage failed, and KeyboardInterrupt or SystemExit after a clean stop.
     """
-    choice = choice or Choice()
+    choice = choice or StageChoice()
     view = view or SweepView(pipeline.config.name)
     _check(pipeline, resume, choice)
 
@@ -117,7 +117,7 @@ def _seeds(pipeline: Pipeline) -> list[tuple[int, Path]]:
     return [(seed, pipeline.dir / f"seed-{seed}") for seed in seeds]
 
 
-def _check(pipeline: Pipeline, resume: bool, choice: Choice) -> None:
+def _check(pipeline: Pipeline, resume: bool, choice: StageChoice) -> None:
     """Raises ConfigError, before anything is created or deleted."""
     check_alone("a pipeline")
     folder = pipeline.dir
@@ -186,7 +186,7 @@ class _Life:
         self.view = view
         self.lock = lock
         self.received = received
-        self.under_way: list[_UnderWay] = []
+        self.under_way: list[_StageUnderWay] = []
         self.servers = Servers(view.note)
         self.failures: list[str] = []
         self.over = ""
@@ -207,11 +207,11 @@ class _Life:
 
         try:
             while self._go_on():
-                self._heed()
+                self._ask_to_stop()
                 time.sleep(POLL_S)
                 for run in [one for one in self.under_way if one.process.poll() is not None]:
                     self.under_way.remove(run)
-                    self._ended(run)
+                    self._note_success(run)
 
                 self._look_at_servers()
                 self.servers.end_idle()
@@ -289,8 +289,8 @@ class _Life:
             return
 
         name = f"{self._prefix(standing)}{decided.one.id}"
-        self.under_way.append(_UnderWay(standing, decided, process, log, name))
-        self.view.started(name, "resumed" if job.resume else "started")
+        self.under_way.append(_StageUnderWay(standing, decided, process, log, name))
+        self.view.note_start(name, "resumed" if job.resume else "started")
 
     def _start_server(self, standing: Standing, decided: Decided) -> None:
         name = f"{self._prefix(standing)}{decided.one.id}"
@@ -303,13 +303,13 @@ class _Life:
             self._not_started(standing, decided, error)
             return
 
-        self.view.started(name, "started")
+        self.view.note_start(name, "started")
 
     def _not_started(self, standing: Standing, decided: Decided, error: Exception) -> None:
         log = standing.dir / "logs" / f"{decided.one.id}.log"
         log.write_text(f"it can't be started: {error}\n", encoding="utf-8")
-        standing.ended(decided, 127, 0.0)
-        self._failed(standing, decided, f"can't be started: {error}", log, 0.0)
+        standing.record_end(decided, 127, 0.0)
+        self._note_failure(standing, decided, f"can't be started: {error}", log, 0.0)
 
     def _look_at_servers(self) -> None:
         """Takes up what servers have come to since the last look."""
@@ -317,13 +317,13 @@ class _Life:
         for one in ready:
             one.standing.serving(one.decided)
             url = one.standing.state.stages[one.id].says["url"]
-            self.view.ended(one.name, f"serves at {url}", one.seconds, ok=True)
+            self.view.note_end(one.name, f"serves at {url}", one.seconds, ok=True)
             recipe = short(one.job.recipe) if one.job.recipe is not None else ""
             self.view.note(f"{one.name}: by itself: agentevo serve --openai {recipe}")
 
         for one, how in failed:
             one.standing.ended_server(one.decided, how, one.seconds)
-            self._failed(one.standing, one.decided, how, one.log, one.seconds)
+            self._note_failure(one.standing, one.decided, how, one.log, one.seconds)
             for run in self.under_way:
                 users = {used.stage for used in run.decided.inputs}
                 if run.standing is one.standing and one.id in users:
@@ -349,33 +349,33 @@ class _Life:
                 one.state.status = self._status(one)
                 one.write()
 
-    def _ended(self, run: _UnderWay) -> None:
+    def _note_success(self, run: _StageUnderWay) -> None:
         seconds = time.monotonic() - run.since
         code = run.process.returncode
-        failure = run.standing.ended(
+        failure = run.standing.record_end(
             run.decided, code, seconds, asked=run.asked or self._heeded > 0
         )
         if failure:
-            self._failed(run.standing, run.decided, failure, run.log, seconds)
+            self._note_failure(run.standing, run.decided, failure, run.log, seconds)
             return
 
         state = run.standing.state.stages[run.decided.one.id]
         if state.status == "stopped":
-            self.view.ended(run.name, "stopped", seconds, ok=False)
+            self.view.note_end(run.name, "stopped", seconds, ok=False)
             return
 
-        self.view.ended(
+        self.view.note_end(
             run.name, _outcome(state.numbers, measures=run.decided.one.measures), seconds, ok=True
         )
 
-    def _failed(
+    def _note_failure(
         self, standing: Standing, decided: Decided, how: str, log: Path, seconds: float
     ) -> None:
         name = f"{self._prefix(standing)}{decided.one.id}"
-        self.view.ended(name, how, seconds, ok=False)
+        self.view.note_end(name, how, seconds, ok=False)
         self.failures.append(why_failed(name, how, log))
 
-    def _heed(self) -> None:
+    def _ask_to_stop(self) -> None:
         """Asks what is under way to stop: after a signal, or when the time is over."""
         wanted = len(self.received) or (1 if self.over.startswith("hours") else 0)
         if wanted <= self._heeded:

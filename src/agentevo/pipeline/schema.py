@@ -43,7 +43,7 @@ class HeldOutSection(Section):
     task of any seed is among them."""
 
 
-class BudgetSection(Section):
+class PipelineBudgetSection(Section):
     """What the whole pipeline may use. Once it is used, no further stage starts; the time also ends
     the stages under way, cleanly after their step. A larger budget goes on with `--resume`."""
 
@@ -166,7 +166,7 @@ class PipelineConfig(Section):
     """What all stages change in their recipes, or without `recipe` all that they have in common."""
     held_out: HeldOutSection | None = HeldOutSection()
     """The fixed held-out tasks. null measures nothing."""
-    budget: BudgetSection = BudgetSection()
+    budget: PipelineBudgetSection = PipelineBudgetSection()
     parallel: int = Field(default=1, ge=1, le=256)
     """Stages at once, each a process of its own, of those that need not wait for one another."""
     table: Path | None = None

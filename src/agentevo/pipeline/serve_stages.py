@@ -11,7 +11,7 @@ from pydantic import Field
 from agentevo.config import RunConfig, Section
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.inference.secret import RunSecret
-from agentevo.pipeline.kinds import AGENTEVO, Job, Made, StageKind
+from agentevo.pipeline.kinds import AGENTEVO, Job, StageKind, StageResult
 from agentevo.processes.client_door import SERVING, read_url
 
 LOG = "server.log"
@@ -60,11 +60,11 @@ class ServeStage(StageKind):
     def can_resume(self, job: Job) -> bool:
         return True  # with the key that it had
 
-    def made(self, job: Job) -> Made:
+    def made(self, job: Job) -> StageResult:
         url = read_url(job.folder / SERVING)
         if url is None:
             raise ConfigError(f"{job.folder / SERVING}: nobody serves there")
-        return Made({}, says={"url": f"{url}/v1", "key": f"${{env:{key_variable(job.id)}}}"})
+        return StageResult({}, says={"url": f"{url}/v1", "key": f"${{env:{key_variable(job.id)}}}"})
 
 
 def key_variable(id_: str) -> str:

@@ -84,7 +84,7 @@ class Servers:
         ready = []
         failed = []
         for one in list(self.under_way):
-            how = one.process.ended().partition(";")[0]
+            how = one.process.describe_end().partition(";")[0]
             limit = one.job.options.start_s
             if not how and not one.answers and one.seconds > limit:
                 how = f"has not answered within {limit:g} s"
@@ -112,7 +112,7 @@ class Servers:
         for one in list(self.under_way):
             if not one.answers:
                 self._end(one)
-                one.standing.ended(one.decided, 130, one.seconds)
+                one.standing.record_end(one.decided, 130, one.seconds)
 
     def close(self) -> None:
         """Ends all of them."""

@@ -39,11 +39,11 @@ def without_places(tree: Mapping[str, Any]) -> dict[str, Any]:
         given = found.get(section)
         if isinstance(given, Mapping):
             found[section] = {
-                key: _named(value) if key in keys else value for key, value in given.items()
+                key: _file_name(value) if key in keys else value for key, value in given.items()
             }
 
     if "import" in found:
-        found["import"] = _named(found["import"])
+        found["import"] = _file_name(found["import"])
     if isinstance(agent := found.get("agent"), Mapping) and agent.get("tools"):
         found["agent"] = {**agent, "tools": [_with_named_corpus(one) for one in agent["tools"]]}
 
@@ -54,12 +54,12 @@ def _with_named_corpus(tool: Any) -> Any:
     options = tool.get("options") if isinstance(tool, Mapping) else None
     if not isinstance(options, Mapping) or CORPUS not in options:
         return tool
-    return {**tool, "options": {**options, CORPUS: _named(options[CORPUS])}}
+    return {**tool, "options": {**options, CORPUS: _file_name(options[CORPUS])}}
 
 
-def _named(value: Any) -> Any:
+def _file_name(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return [_named(one) for one in value]
+        return [_file_name(one) for one in value]
     is_path = isinstance(value, str) and "/stages/" not in value
     return Path(value).name if is_path else value
 

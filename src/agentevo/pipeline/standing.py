@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from agentevo.config import RunConfig, sources, to_yaml
-from agentevo.config.sweep import nested
+from agentevo.config.sweep import nest_keys
 from agentevo.errors import ConfigError
 from agentevo.files import must_write, write_atomic
 from agentevo.inference.default_engine import installed_engines, load_with_engine
@@ -27,12 +27,12 @@ from agentevo.pipeline.kinds import Job
 from agentevo.pipeline.leaks import Leaks
 from agentevo.pipeline.plan import HELD_OUT, START, Instance
 from agentevo.pipeline.reading import Pipeline, read_options, stage_folder
-from agentevo.pipeline.references import Reference, parsed, replaced
+from agentevo.pipeline.references import StageReference, parse_reference, replace_references
 from agentevo.pipeline.setting import files_outside, replaced_texts, without_places
 from agentevo.pipeline.state import (
     Input,
-    Output,
     PipelineState,
+    StageOutput,
     StageState,
     as_setting,
     digest_of,
@@ -52,7 +52,7 @@ class NothingThereError(Exception):
 
 
 @dataclass(frozen=True)
-class Choice:
+class StageChoice:
     """Which stages a life of the pipeline is for."""
 
     only: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ class Standing:
     pipeline: Pipeline
     dir: Path
     seed: int
-    choice: Choice = field(default_factory=Choice)
+    choice: StageChoice = field(default_factory=StageChoice)
 
     def __post_init__(self) -> None:
         self.recipes = self.pipeline.recipes(self.seed)
@@ -215,7 +215,7 @@ class Standing:
 
         for text in one.stage.when:
             test = condition(text)
-            reference = parsed(test.left.removeprefix("${").removesuffix("}"))
+            reference = parse_reference(test.left.removeprefix("${").removesuffix("}"))
             value = self._meaning(one, reference, [])
             if not isinstance(value, (int, float)) or not test.holds(float(value)):
                 return f"{text} does not hold ({value})"
@@ -242,7 +242,7 @@ class Standing:
 
         is_begun = is_same and state.status in ("running", "stopped", "failed")
         if is_begun and one.kind.is_finished(job):  # a kill came between its end and our record
-            self.finished(one, job, inputs)
+            self.take_outputs(one, job, inputs)
             return None
 
         for used in inputs:
@@ -279,7 +279,7 @@ class Standing:
         """Records that the stage's server answers. Raises ConfigError where it says no URL."""
         self.running.discard(decided.one.id)
         self.alive.add(decided.one.id)
-        self.finished(decided.one, decided.job, decided.inputs)
+        self.take_outputs(decided.one, decided.job, decided.inputs)
 
     def ended_server(self, decided: Decided, how: str, seconds: float) -> None:
         """Records that the stage's server has ended by itself."""
@@ -301,7 +301,7 @@ class Standing:
         """Whether everything that it made is still there."""
         return all(self.path_of(output).exists() for output in state.outputs.values())
 
-    def path_of(self, output: Output) -> Path:
+    def path_of(self, output: StageOutput) -> Path:
         """Absolute."""
         return self.dir / output.path
 
@@ -312,7 +312,7 @@ class Standing:
         folder = stage_folder(self.dir, one)
         digests = {str(folder): "stage.folder"}
 
-        def meaning(reference: Reference) -> str | float:
+        def meaning(reference: StageReference) -> str | float:
             before = len(inputs)
             value = self._meaning(one, reference, inputs)
             for used in inputs[before:]:
@@ -321,15 +321,15 @@ class Standing:
 
         model: Any = self._measured_model(one, meaning, inputs)
         if stage.model is not None:
-            model = str(replaced(stage.model, meaning))
+            model = str(replace_references(stage.model, meaning))
 
         written = self._options(one)
-        options = read_options(one, replaced(written, meaning))
+        options = read_options(one, replace_references(written, meaning))
         config: RunConfig | None = None
         tree: Mapping[str, Any] = {}
         if one.kind.reads_recipe:
             begun, home = self.recipes.tree(one, model if one.measures is None else None)
-            tree = replaced(self._with_made_texts(begun, one, digests, inputs), meaning)
+            tree = replace_references(self._with_made_texts(begun, one, digests, inputs), meaning)
             config = self._read_recipe(one, tree, home, folder)
             one.kind.check(config, options, model)
 
@@ -338,7 +338,7 @@ class Standing:
 
         setting = dict(as_setting(replaced_texts(without_places(tree), digests), "config"))
         if not one.kind.serves:  # what is served is the same, wherever and how long
-            given = replaced_texts(replaced(written, meaning), digests)
+            given = replaced_texts(replace_references(written, meaning), digests)
             setting |= dict(as_setting(given, "options"))
 
         setting |= {"kind": stage.kind, "take": stage.take, **files_outside(config, self.dir)}
@@ -361,7 +361,7 @@ class Standing:
 
         def load(overrides: list[str]) -> RunConfig:
             engine = dict(sources.split_override(text) for text in overrides)
-            return self.recipes.read(one, sources.overlay(tree, nested(engine)), home, folder)
+            return self.recipes.read(one, sources.overlay(tree, nest_keys(engine)), home, folder)
 
         return load_with_engine(load, note=self._note_once, apart=False)
 
@@ -378,7 +378,7 @@ class Standing:
         return {"attempts": held_out.attempts, "temperature": held_out.temperature}
 
     def _measured_model(
-        self, one: Instance, meaning: Callable[[Reference], str | float], inputs: list[Input]
+        self, one: Instance, meaning: Callable[[StageReference], str | float], inputs: list[Input]
     ) -> str | None:
         """The checkpoint of a measurement; None for the recipe's own model."""
         if one.measures in (None, START):
@@ -392,7 +392,7 @@ class Standing:
             return str(self._output(one.measures, "checkpoint", inputs))
 
         began_with = measured.stage.model
-        return None if began_with is None else str(replaced(began_with, meaning))
+        return None if began_with is None else str(replace_references(began_with, meaning))
 
     def _with_made_texts(
         self, tree: Mapping[str, Any], one: Instance, digests: dict[str, str], inputs: list[Input]
@@ -408,7 +408,9 @@ class Standing:
         digests[file] = f"{one.measures}:{inputs[-1].sha256}"
         return sources.overlay(tree, {"agent": {"texts": file}})
 
-    def _meaning(self, one: Instance, reference: Reference, inputs: list[Input]) -> str | float:
+    def _meaning(
+        self, one: Instance, reference: StageReference, inputs: list[Input]
+    ) -> str | float:
         """Raises NothingThereError."""
         if reference.scope == "round":
             return one.round
@@ -419,7 +421,7 @@ class Standing:
             if self.state.stages[target].status == "finished":
                 return self._output(target, reference.key, inputs)
 
-        if isinstance(reference.fallback, Reference):
+        if isinstance(reference.fallback, StageReference):
             return self._meaning(one, reference.fallback, inputs)
         if reference.fallback is None:
             raise NothingThereError(f"${{{reference.text}}} was left out")
@@ -488,7 +490,9 @@ class Standing:
 
         return job
 
-    def ended(self, decided: Decided, code: int, seconds: float, *, asked: bool = False) -> str:
+    def record_end(
+        self, decided: Decided, code: int, seconds: float, *, asked: bool = False
+    ) -> str:
         """Records how its process ended; what went wrong, or empty. `asked`: it was asked to stop,
         and may have ended by the signal itself."""
         one = decided.one
@@ -499,7 +503,7 @@ class Standing:
         how = ""
         if code == 0 and one.kind.is_finished(decided.job):
             try:
-                self.finished(one, decided.job, decided.inputs)
+                self.take_outputs(one, decided.job, decided.inputs)
                 return ""
             except ConfigError as error:
                 how = str(error)
@@ -521,14 +525,14 @@ class Standing:
         self._settle(one)
         return how
 
-    def finished(self, one: Instance, job: Job, inputs: list[Input]) -> None:
+    def take_outputs(self, one: Instance, job: Job, inputs: list[Input]) -> None:
         """Takes up what the stage has made. Raises ConfigError for a folder that was damaged."""
         state = self.state.stages[one.id]
         made = one.kind.made(job)
         name = state.digest if one.kind.serves else uuid.uuid4().hex
-        outputs = {"folder": Output(path=self._within(job.folder), sha256=name)}
+        outputs = {"folder": StageOutput(path=self._within(job.folder), sha256=name)}
         for key, path in made.outputs.items():
-            outputs[key] = Output(path=self._within(path), sha256=digest_of_path(path) or "")
+            outputs[key] = StageOutput(path=self._within(path), sha256=digest_of_path(path) or "")
 
         state.numbers = dict(made.numbers)
         if one.measures is not None:

@@ -37,7 +37,7 @@ MOST_STATES = 2 * MAX_STAGES + 1
 """Of stages and their measurements."""
 
 
-class Output(msgspec.Struct, kw_only=True):
+class StageOutput(msgspec.Struct, kw_only=True):
     """What a stage has made."""
 
     path: str
@@ -66,7 +66,7 @@ class StageState(msgspec.Struct, kw_only=True):
     setting: dict[str, str] = {}
     """What `digest` is of, by its key."""
     inputs: list[Input] = []
-    outputs: dict[str, Output] = {}
+    outputs: dict[str, StageOutput] = {}
     numbers: dict[str, float] = {}
     says: dict[str, str] = {}
     """What it says of itself that is no file, such as a URL."""

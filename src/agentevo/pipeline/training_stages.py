@@ -11,7 +11,7 @@ from agentevo.config.rm import check_rm
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.observability.summary import is_complete, read_summary
 from agentevo.parsing import read_json_object
-from agentevo.pipeline.kinds import AGENTEVO, Job, Made, StageKind, TrainsOn
+from agentevo.pipeline.kinds import AGENTEVO, Job, StageKind, StageResult, TrainsOn
 from agentevo.runs.folder import is_run_folder
 
 
@@ -35,7 +35,7 @@ class RunStage(StageKind):
     def can_resume(self, job: Job) -> bool:
         return is_run_folder(job.folder)
 
-    def made(self, job: Job) -> Made:
+    def made(self, job: Job) -> StageResult:
         from agentevo.training.checkpoint import Checkpoints
 
         summary = _summary(job.folder)
@@ -50,14 +50,14 @@ class RunStage(StageKind):
         }
         asked = (summary.get("remote_models") or {}).get("asked", [])
 
-        return Made(
+        return StageResult(
             {"checkpoint": found},
             {**numbers, "steps": float(summary["steps"])},
             sum(summary.get("tokens", {}).values()),
             sum(float(one["cost"]) for one in asked),
         )
 
-    def planned(self, folder: Path) -> dict[str, Path]:
+    def planned_outputs(self, folder: Path) -> dict[str, Path]:
         return {"checkpoint": folder / "checkpoints" / "last"}
 
 
@@ -109,7 +109,7 @@ class SampleStage(RunStage):
     def __init__(self) -> None:
         super().__init__("train")
 
-    def fixed(self, options: Any) -> Mapping[str, Any]:
+    def fixed_settings(self, options: Any) -> Mapping[str, Any]:
         return {"trainer": {"epochs": 0}, "cold_start": {"episodes": 0}}
 
     def check(self, config: RunConfig | None, options: Any, model: str | None) -> None:
@@ -139,7 +139,7 @@ class RewardModelStage(StageKind):
         files = ("reward_model.json", "model/config.json", "config.yaml")
         return all((job.folder / name).is_file() for name in files)
 
-    def made(self, job: Job) -> Made:
+    def made(self, job: Job) -> StageResult:
         try:
             found = read_json_object(job.folder / "reward_model.json")
             numbers = {
@@ -155,9 +155,9 @@ class RewardModelStage(StageKind):
                 f"{job.folder / 'reward_model.json'} is damaged: delete the stage's folder"
             ) from error
 
-        return Made({"checkpoint": job.folder / "model"}, numbers)
+        return StageResult({"checkpoint": job.folder / "model"}, numbers)
 
-    def planned(self, folder: Path) -> dict[str, Path]:
+    def planned_outputs(self, folder: Path) -> dict[str, Path]:
         return {"checkpoint": folder / "model"}
 
 

@@ -19,7 +19,7 @@ SIGNS: dict[str, Callable[[float, float], bool]] = {
 }
 
 
-class Condition(NamedTuple):
+class StageCondition(NamedTuple):
     """`left` is the reference as it is written."""
 
     left: str
@@ -31,7 +31,7 @@ class Condition(NamedTuple):
         return SIGNS[self.sign](left, self.right)
 
 
-def condition(text: str) -> Condition:
+def condition(text: str) -> StageCondition:
     """Raises ValueError for what is none."""
     match = _FORM.fullmatch(text)
     try:
@@ -44,4 +44,4 @@ def condition(text: str) -> Condition:
             f"when: {text[:80]!r} is no condition: write one such as ${{stages.rl.success}} > 0.5"
         )
 
-    return Condition(match["left"], match["sign"], right)
+    return StageCondition(match["left"], match["sign"], right)

@@ -61,7 +61,7 @@ class ClientDoor:
         return context
 
     @contextmanager
-    def announced(self, base: str) -> Iterator[None]:
+    def announce(self, base: str) -> Iterator[None]:
         """Says in a file where clients are answered, until the end. Raises DiskError."""
         file = self._folder / URL
         with must_write(file):

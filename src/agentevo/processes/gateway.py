@@ -109,7 +109,7 @@ async def _serve(
         gateway.in_front = routes
         with closing(sampler):
             base = await in_thread(lambda: gateway.base)
-            routes.bridge = gateway.bridged()
+            routes.bridge = gateway.bridge_to_current_loop()
             await engine.refresh()  # from here on it goes on looking
             note(f"gateway: sessions at {base}/sessions\n{door.where_the_key_is()}")
             while not stop():

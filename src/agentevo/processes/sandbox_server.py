@@ -27,9 +27,9 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from agentevo.config.sandbox import SandboxSection
 from agentevo.console import to_stderr
-from agentevo.errors import AgentEvoError, ConfigError, SandboxError, described, storable
+from agentevo.errors import AgentEvoError, ConfigError, SandboxError, describe_error, storable
 from agentevo.event_loop import run_coroutine
-from agentevo.inference.admission import Connection, Limits, WebSocketProtocol
+from agentevo.inference.admission import AdmissionLimits, AdmittedConnection, WebSocketProtocol
 from agentevo.inference.http_server import serving, url_of
 from agentevo.inference.secret import RunSecret
 from agentevo.processes.client_door import client_door
@@ -59,7 +59,7 @@ TRY_AGAIN_LATER = 1013
 _NUMBERS = tuple(name for name in wire.REQUESTED if name not in ("env", "packages"))
 
 
-class Violation(Exception):
+class ProtocolBreach(Exception):
     """What a client sent is no part of the protocol."""
 
 
@@ -88,7 +88,7 @@ class SandboxServer:
             await asyncio.wait(self._sessions, timeout=GRACE_S)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        connection: Connection = scope["state"]["connection"]
+        connection: AdmittedConnection = scope["state"]["connection"]
         is_known = self._secret.is_in(Headers(scope=scope).get("authorization"))
         try:
             if scope["type"] != "websocket":
@@ -111,7 +111,7 @@ class SandboxServer:
                 await websocket.close(TRY_AGAIN_LATER, "the server has too many clients")
                 return
 
-            serving = asyncio.ensure_future(_Session(self, websocket).serve(self._closed))
+            serving = asyncio.ensure_future(_SandboxSession(self, websocket).serve(self._closed))
             self._sessions.add(serving)
             try:
                 await serving
@@ -147,7 +147,7 @@ class SandboxServer:
         return section
 
 
-class _Session:
+class _SandboxSession:
     """One client's sandbox."""
 
     def __init__(self, server: SandboxServer, websocket: WebSocket) -> None:
@@ -172,11 +172,11 @@ class _Session:
             await asyncio.gather(*duties, return_exceptions=True)
 
         error = next((one.exception() for one in done if one.exception() is not None), None)
-        if error is not None and not isinstance(error, (Violation, WebSocketDisconnect)):
-            LOG.error("a session of sandboxes has failed: %s", described(error))
+        if error is not None and not isinstance(error, (ProtocolBreach, WebSocketDisconnect)):
+            LOG.error("a session of sandboxes has failed: %s", describe_error(error))
 
-        code = POLICY if isinstance(error, Violation) else 1011 if error is not None else 1001
-        reason = str(error) if isinstance(error, Violation) else ""
+        code = POLICY if isinstance(error, ProtocolBreach) else 1011 if error is not None else 1001
+        reason = str(error) if isinstance(error, ProtocolBreach) else ""
         with suppress(WebSocketDisconnect, RuntimeError, TimeoutError):
             async with asyncio.timeout(1.0):
                 await self._websocket.close(code, reason.encode("ascii", "replace")[:120].decode())
@@ -188,7 +188,7 @@ class _Session:
             try:
                 message = wire.read_request(content)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                raise Violation(f"no message of a client: {error}") from error
+                raise ProtocolBreach(f"no message of a client: {error}") from error
 
             if isinstance(message, wire.Answer):
                 waiting = self._calls.get(message.number)
@@ -199,7 +199,7 @@ class _Session:
             try:
                 self._requests.put_nowait(message)
             except asyncio.QueueFull:
-                raise Violation(f"more than {MAX_WAITING} requests at once") from None
+                raise ProtocolBreach(f"more than {MAX_WAITING} requests at once") from None
 
     async def _work(self) -> None:
         """Returns after a refusal, and when the client was idle for too long. Raises Violation."""
@@ -207,10 +207,10 @@ class _Session:
             async with asyncio.timeout(OPEN_S):
                 first = await self._requests.get()
         except TimeoutError:
-            raise Violation(f"no sandbox was asked for within {OPEN_S:g} s") from None
+            raise ProtocolBreach(f"no sandbox was asked for within {OPEN_S:g} s") from None
 
         if not isinstance(first, wire.Open):
-            raise Violation("a request before a sandbox was asked for")
+            raise ProtocolBreach("a request before a sandbox was asked for")
 
         server = self._server
         try:
@@ -266,7 +266,7 @@ class _Session:
     ) -> wire.Done | wire.Failed:
         """Raises Violation."""
         if isinstance(request, wire.Open):
-            raise Violation("a second sandbox was asked for: each has a connection of its own")
+            raise ProtocolBreach("a second sandbox was asked for: each has a connection of its own")
         try:
             return wire.Done(request.id, await self._value(sandbox, request))
         except SandboxError as error:
@@ -322,7 +322,7 @@ class _Session:
             async with asyncio.timeout(SEND_S), self._sending:
                 await self._websocket.send_bytes(wire.to_json(message))
         except TimeoutError:
-            raise Violation(f"the client took nothing for {SEND_S:g} s") from None
+            raise ProtocolBreach(f"the client took nothing for {SEND_S:g} s") from None
         except RuntimeError as error:  # it has gone
             raise WebSocketDisconnect from error
 
@@ -365,7 +365,7 @@ def serve_sandboxes(
                 door.listener,
                 close=server.close,
                 tls=context,
-                limits=Limits(strangers=MAX_STRANGERS, clients=clients),
+                limits=AdmissionLimits(strangers=MAX_STRANGERS, clients=clients),
                 ws=WebSocketProtocol,
                 ws_max_size=longest_message(section),
                 ws_ping_interval=wire.PING_S,

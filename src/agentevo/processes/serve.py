@@ -100,7 +100,7 @@ def serve(
         RunSecret(directory.folder, config.rollout.engine_secret).value()
 
         shown = RunCertificate(directory.folder).server_context() if tls else None
-        with directory.named(name), lasting_heap():
+        with directory.hold_name(name), lasting_heap():
             engine = make_engine(loaded.model, loaded.tokenizer, config.engine)
             run_coroutine(_serve(config, engine, source, listener, shown, name, stop, note))
 
@@ -118,7 +118,7 @@ async def _serve(
     """Ends when `stop` says so; then requests under way are answered with EngineUnavailableError.
     `shown`: how it encrypts, and the fingerprint of its certificate."""
     await engine.begin(NO_VERSION, deadline_s=config.engine.timeout_s)
-    follower = Follower(
+    follower = VersionFollower(
         source, engine, config.rollout.in_flight, deadline_s=config.engine.timeout_s, note=note
     )
     following = asyncio.ensure_future(follower.follow(config.rollout.poll_s))
@@ -145,7 +145,7 @@ async def _serve(
             for board in (directory, _board(config, secret, announcement)):
                 if board is not None:
                     await stack.enter_async_context(
-                        board.announced(announcement, serves=lambda: engine.version)
+                        board.keep_announced(announcement, serves=lambda: engine.version)
                     )
 
             note(f"{name}: serving version {engine.version} at {place}")
@@ -188,7 +188,7 @@ class _How(TypedDict):
     deadline_s: float
 
 
-class Follower:
+class VersionFollower:
     """Keeps an engine on the newest weights of a source."""
 
     def __init__(
@@ -279,14 +279,14 @@ class Follower:
                     return latest.version
 
         with self._refusing(state):
-            verified = await in_thread(self._verified, latest)
+            verified = await in_thread(self._read_verified, latest)
 
         await self._engine.publish(latest.version, verified, **how)
         return latest.version
 
     def _newest(self) -> tuple[Latest | None, object]:
         """What is to be served, if there is something, and its state."""
-        latest = self._weights.announced()
+        latest = self._weights.latest_version()
         if latest is None or latest.version <= self._engine.version:
             return None, None
         state = self._weights.state(latest.version)
@@ -306,7 +306,7 @@ class Follower:
             self._refused_at = time.monotonic()
             raise
 
-    def _verified(self, latest: Latest) -> Weights:
+    def _read_verified(self, latest: Latest) -> Weights:
         """Read and verified, beside the engine."""
         try:
             weights = self._weights.read(latest.version, sha256=latest.sha256)

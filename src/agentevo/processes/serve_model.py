@@ -101,7 +101,7 @@ async def _serve(
         what = config.model.name if checkpoint is None else checkpoint
         note(f"serving {what} as {name!r} at {base}\n{door.how_to(base)}")
 
-        with door.announced(base):
+        with door.announce(base):
             while not stop():
                 engine.check()
                 await asyncio.sleep(LOOK_S)

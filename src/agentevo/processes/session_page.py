@@ -66,7 +66,7 @@ class SessionList(msgspec.Struct, frozen=True, kw_only=True):
     data: list[SessionState]
 
 
-class Failure(msgspec.Struct, frozen=True):
+class SessionFailure(msgspec.Struct, frozen=True):
     """Why there is no answer."""
 
     message: str
@@ -78,7 +78,7 @@ class Failure(msgspec.Struct, frozen=True):
 class FailureBody(msgspec.Struct, frozen=True):
     """Of an answer that is none."""
 
-    error: Failure
+    error: SessionFailure
 
 
 _RECORDS = (

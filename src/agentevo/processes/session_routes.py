@@ -33,7 +33,7 @@ from agentevo.gateway.body import json_body, record_of
 from agentevo.gateway.bridge import Bridge
 from agentevo.gateway.rate_limit import RateLimit, address_of, retry_headers
 from agentevo.gateway.refusals import Refusal, refusal_of
-from agentevo.inference.admission import Connection
+from agentevo.inference.admission import AdmittedConnection
 from agentevo.inference.secret import RunSecret
 from agentevo.processes import session_page
 from agentevo.processes.session_page import (
@@ -97,7 +97,7 @@ class SessionRoutes:
                 await app(scope, receive, send)
                 return
 
-            connection: Connection = scope["state"]["connection"]
+            connection: AdmittedConnection = scope["state"]["connection"]
             scope["state"]["bearer"] = bearer = _bearer(scope)
             # A key of the right length may be a session's; whoever shows none does not stay.
             is_admitted = bool(bearer) and connection.admit()
@@ -110,7 +110,7 @@ class SessionRoutes:
         return both
 
     async def _open(self, request: Request) -> Response:
-        async def opened() -> Response:
+        async def open_session() -> Response:
             self._check_admin(request)
             body = await _read(request, OpenBody)
             if body.size is not None and body.group is None:
@@ -124,14 +124,14 @@ class SessionRoutes:
                 if body.next
                 else self._sessions.open(task, body.group, body.size)
             )
-            answer = _json(self._opened(session), 201)
+            answer = _json(self._describe_opened(session), 201)
             answer.headers.update(session.trace)
 
             return answer
 
-        return await self._answered(request, opened)
+        return await self._respond(request, open_session)
 
-    def _opened(self, session: OutsideSession) -> OpenedSession:
+    def _describe_opened(self, session: OutsideSession) -> OpenedSession:
         door = session.door
         task = session.task
         assert door is not None
@@ -146,7 +146,7 @@ class SessionRoutes:
         )
 
     async def _all(self, request: Request) -> Response:
-        async def listed() -> Response:
+        async def list_sessions() -> Response:
             self._check_admin(request)
 
             async def states() -> SessionList:
@@ -154,10 +154,10 @@ class SessionRoutes:
 
             return _json(await self._there(states()))
 
-        return await self._answered(request, listed)
+        return await self._respond(request, list_sessions)
 
     async def _counts(self, request: Request) -> Response:
-        async def counted() -> Response:
+        async def count_sessions() -> Response:
             self._check_admin(request)
 
             async def stats() -> dict[str, float]:
@@ -165,7 +165,7 @@ class SessionRoutes:
 
             return _json(await self._there(stats()))
 
-        return await self._answered(request, counted)
+        return await self._respond(request, count_sessions)
 
     async def _state(self, request: Request) -> Response:
         async def state(session: OutsideSession, body: None) -> SessionState:
@@ -193,12 +193,12 @@ class SessionRoutes:
         return await self._of_one(request, EndBody, end)
 
     async def _trajectory(self, request: Request) -> Response:
-        async def exported(session: OutsideSession, body: None) -> Any:
+        async def export_session(session: OutsideSession, body: None) -> Any:
             if not session.over.is_set():
                 raise Refusal("this session is open: end it first", status=409)
-            return session.exported()
+            return session.export()
 
-        return await self._of_one(request, None, exported)
+        return await self._of_one(request, None, export_session)
 
     async def _of_one(
         self,
@@ -217,7 +217,7 @@ class SessionRoutes:
                 self._check_admin(request)
             return session
 
-        async def answered() -> Response:
+        async def respond() -> Response:
             if not bearer:
                 raise _stranger()
             session = await self._there(there())
@@ -226,9 +226,11 @@ class SessionRoutes:
             body = None if kind is None else await _read(request, kind)
             return _json(await self._there(work(session, body)))
 
-        return await self._answered(request, answered)
+        return await self._respond(request, respond)
 
-    async def _counted(self, request: Request, work: Callable[[], Awaitable[Response]]) -> Response:
+    async def _count_refusals(
+        self, request: Request, work: Callable[[], Awaitable[Response]]
+    ) -> Response:
         try:
             return await work()
         except Refusal as refusal:
@@ -236,12 +238,10 @@ class SessionRoutes:
                 self._rate.take_wrong_key(address_of(request))
             raise
 
-    async def _answered(
-        self, request: Request, work: Callable[[], Awaitable[Response]]
-    ) -> Response:
+    async def _respond(self, request: Request, work: Callable[[], Awaitable[Response]]) -> Response:
         """The one place where a failure becomes an answer."""
         try:
-            return await self._counted(request, work)
+            return await self._count_refusals(request, work)
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
         except Exception as error:  # noqa: BLE001 (whatever it is, the client gets an answer)

@@ -50,7 +50,7 @@ class ChildFailedError(AgentEvoError):
 
 
 @dataclass(eq=False)
-class Child:
+class ChildProcess:
     """A sampler or engine: one process after another."""
 
     name: str
@@ -126,7 +126,9 @@ class Child:
 class Children:
     """See the module. Entering it starts the processes."""
 
-    def __init__(self, children: Sequence[Child], note: Callable[[str], None], logs: Path) -> None:
+    def __init__(
+        self, children: Sequence[ChildProcess], note: Callable[[str], None], logs: Path
+    ) -> None:
         self._children = children
         self._note = note
         self._logs = logs
@@ -174,7 +176,7 @@ class Children:
             )
             self._failure.__cause__ = error
 
-    def _look_after(self, child: Child) -> None:
+    def _look_after(self, child: ChildProcess) -> None:
         try:
             code = child.look()
         except OSError as error:  # no memory, process or file to be had at the moment
@@ -201,7 +203,7 @@ class Children:
         self._failure = ChildFailedError("\n".join([what, *_end_of(child.log)]))
 
 
-class Supervisor(Children):
+class ChildSupervisor(Children):
     """The children of `agentevo train`."""
 
     def __init__(self, config: RunConfig, note: Callable[[str], None]) -> None:
@@ -215,8 +217,8 @@ class Supervisor(Children):
             name: str,
             engines: EngineDirectory | None = None,
             devices: tuple[int, ...] = (),
-        ) -> Child:
-            return Child(
+        ) -> ChildProcess:
+            return ChildProcess(
                 name,
                 [*words, command, *recipe, "--name", name, *parent],
                 logs / f"{name}.log",

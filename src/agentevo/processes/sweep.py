@@ -57,7 +57,7 @@ its end."""
 
 
 @dataclass
-class _UnderWay:
+class _SweepRunUnderWay:
     member: Member
     process: subprocess.Popen[bytes]
     log: Path
@@ -200,7 +200,7 @@ def _run_members(
     """Returns when all have ended or, once a signal was received, those under way have stopped: a
     text for each member that failed."""
     waiting = deque(member for member in sweep.members if starts[member.name] != "finished")
-    under_way: list[_UnderWay] = []
+    under_way: list[_SweepRunUnderWay] = []
     failures: list[str] = []
 
     view.plan(
@@ -213,7 +213,7 @@ def _run_members(
             while waiting and len(under_way) < sweep.parallel and not received:
                 member = waiting.popleft()
                 under_way.append(_start(sweep, member, starts[member.name], lock))
-                view.started(member.name, starts[member.name])
+                view.note_start(member.name, starts[member.name])
 
             if len(received) > heeded:
                 heeded = len(received)
@@ -228,7 +228,7 @@ def _run_members(
             time.sleep(POLL_S)
             for run in [run for run in under_way if run.process.poll() is not None]:
                 under_way.remove(run)
-                failure = _ended(run, view)
+                failure = _report_end(run, view)
                 failures += [failure] if failure else []
 
             view.running(
@@ -245,7 +245,7 @@ def _run_members(
     return failures
 
 
-def _start(sweep: Sweep, member: Member, start: Start, lock: int) -> _UnderWay:
+def _start(sweep: Sweep, member: Member, start: Start, lock: int) -> _SweepRunUnderWay:
     """In a session of its own, so that the terminal's Ctrl-C comes to it through `_ask_to_stop`
     only, and only once."""
     log = sweep.dir / "logs" / f"{member.name}.log"
@@ -266,15 +266,15 @@ def _start(sweep: Sweep, member: Member, start: Start, lock: int) -> _UnderWay:
             pass_fds=(lock,),
         )
 
-    return _UnderWay(member, process, log, time.monotonic())
+    return _SweepRunUnderWay(member, process, log, time.monotonic())
 
 
-def _ask_to_stop(under_way: Sequence[_UnderWay], *, at_once: bool) -> None:
+def _ask_to_stop(under_way: Sequence[_SweepRunUnderWay], *, at_once: bool) -> None:
     for run in under_way:
         run.process.send_signal(signal.SIGKILL if at_once else signal.SIGINT)
 
 
-def _ended(run: _UnderWay, view: SweepView) -> str:
+def _report_end(run: _SweepRunUnderWay, view: SweepView) -> str:
     """Tells how a run ended; what went wrong, or empty."""
     code = run.process.returncode
     name = run.member.name
@@ -285,13 +285,13 @@ def _ended(run: _UnderWay, view: SweepView) -> str:
             "none" if rate is None else f"{rate:.1%}"
             for rate in (summary["eval"]["before"], summary["eval"]["after"])
         )
-        view.ended(name, f"success {before} -> {after}", seconds, ok=True)
+        view.note_end(name, f"success {before} -> {after}", seconds, ok=True)
         return ""
 
     if code == STOPPED:
-        view.ended(name, "stopped", seconds, ok=False)
+        view.note_end(name, "stopped", seconds, ok=False)
         return ""
 
     how = f"killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
-    view.ended(name, how, seconds, ok=False)
+    view.note_end(name, how, seconds, ok=False)
     return why_failed(name, how, run.log)

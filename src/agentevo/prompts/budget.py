@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from agentevo.config.optimize import OptimizeSection
 from agentevo.config.recipe import RunConfig
 from agentevo.errors import AgentEvoError, ConfigError
-from agentevo.prompts.folder import Begun, Candidate, Record, Session
+from agentevo.prompts.folder import Candidate, Record, SearchBegun, SearchSession
 
 SAFETY = 1.3
 """How much longer than its mean so far an attempt of the comparison may take."""
@@ -86,14 +86,14 @@ def comparison(section: OptimizeSection, num_held_out: int) -> int:
 
 def budget_of(section: OptimizeSection, reserve: int, records: Sequence[Record]) -> Budget:
     """What is left after what the log says."""
-    begun = sum(one.number for one in records if isinstance(one, Begun))
+    begun = sum(one.number for one in records if isinstance(one, SearchBegun))
     before = 0.0
     since = None
     last = 0.0
     for one in records:
         if isinstance(one, Candidate):
             continue
-        if isinstance(one, Session):
+        if isinstance(one, SearchSession):
             before += (max(0.0, last - since) if since is not None else 0.0) + one.lead_s
             since = one.at
         last = one.at

@@ -9,11 +9,11 @@ from agentevo.agents.texts import as_examples, examples_of
 from agentevo.config.texts import text_problem
 from agentevo.data.messages import messages_of
 from agentevo.errors import BadRequestError
-from agentevo.prompts.folder import Played
+from agentevo.prompts.folder import PlayedAttempt
 from agentevo.types import Message
 
 
-def best_attempts(played: Sequence[Played]) -> list[Played]:
+def best_attempts(played: Sequence[PlayedAttempt]) -> list[PlayedAttempt]:
     """One attempt of each task, the most rewarded first: of those that succeeded, or, where none
     did, of those that are worth more than the mean."""
     whole = [one for one in played if one.status == "completed" and one.messages]
@@ -22,7 +22,7 @@ def best_attempts(played: Sequence[Played]) -> list[Played]:
         mean = sum(one.reward for one in whole) / len(whole)
         good = [one for one in whole if one.reward > mean]
 
-    best: dict[str, Played] = {}
+    best: dict[str, PlayedAttempt] = {}
     for one in sorted(good, key=lambda one: (-one.reward, one.task, one.label, one.attempt)):
         best.setdefault(one.task, one)
 
@@ -30,7 +30,7 @@ def best_attempts(played: Sequence[Played]) -> list[Played]:
 
 
 def chosen_examples(
-    played: Sequence[Played], before: str, most: int, draw: random.Random
+    played: Sequence[PlayedAttempt], before: str, most: int, draw: random.Random
 ) -> str | None:
     """A text of at most `most` conversations, drawn from `best_attempts`; None where there is none.
     `before`: the examples that these attempts saw, which are not theirs."""
@@ -45,7 +45,7 @@ def chosen_examples(
     return text if text_problem("examples", text) is None else None
 
 
-def common_opening(played: Sequence[Played], shown: Sequence[Message]) -> list[Message]:
+def common_opening(played: Sequence[PlayedAttempt], shown: Sequence[Message]) -> list[Message]:
     """What conversations begin with, system messages left out, whatever their task: the messages
     that those of all tasks have in common; of a single task `shown`, the examples."""
     openings = {one.task: _talk(one) for one in played}
@@ -62,7 +62,7 @@ def common_opening(played: Sequence[Played], shown: Sequence[Message]) -> list[M
     return common
 
 
-def own_talk(played: Played, opening: Sequence[Message]) -> list[Message]:
+def own_talk(played: PlayedAttempt, opening: Sequence[Message]) -> list[Message]:
     """The attempt's conversation without system messages and without what it begins with; empty
     for one that no example can be."""
     talk = _talk(played)
@@ -71,7 +71,7 @@ def own_talk(played: Played, opening: Sequence[Message]) -> list[Message]:
     return talk if talk and talk[-1].role == "assistant" else []
 
 
-def _talk(played: Played) -> list[Message]:
+def _talk(played: PlayedAttempt) -> list[Message]:
     try:
         return [one for one in messages_of(played.messages) if one.role != "system"]
     except BadRequestError:

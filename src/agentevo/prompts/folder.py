@@ -64,7 +64,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, tag="candidate"):
         return sum(map(len, self.texts.values()))
 
 
-class Begun(msgspec.Struct, frozen=True, kw_only=True, tag="begun"):
+class SearchBegun(msgspec.Struct, frozen=True, kw_only=True, tag="begun"):
     """Attempts that are about to play."""
 
     candidate: str
@@ -75,7 +75,7 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True, tag="begun"):
     at: float = 0.0
 
 
-class Played(msgspec.Struct, frozen=True, kw_only=True, tag="attempt"):
+class PlayedAttempt(msgspec.Struct, frozen=True, kw_only=True, tag="attempt"):
     """What an attempt came to."""
 
     candidate: str
@@ -102,7 +102,7 @@ class Written(msgspec.Struct, frozen=True, kw_only=True, tag="written"):
     at: float = 0.0
 
 
-class Session(msgspec.Struct, frozen=True, kw_only=True, tag="session"):
+class SearchSession(msgspec.Struct, frozen=True, kw_only=True, tag="session"):
     """A process has begun to work on it."""
 
     at: float = 0.0
@@ -110,7 +110,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, tag="session"):
     """Seconds that it had taken before, as it loaded the model."""
 
 
-Record = Candidate | Begun | Played | Written | Session
+Record = Candidate | SearchBegun | PlayedAttempt | Written | SearchSession
 
 
 class OptimizeFolder:
@@ -119,7 +119,7 @@ class OptimizeFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def locked(self) -> AbstractContextManager[None]:
+    def lock(self) -> AbstractContextManager[None]:
         """Raises ConfigError where another process works there, or nobody can."""
         return locked_output(self.path, LOCK, "optimizes")
 
@@ -144,7 +144,7 @@ class OptimizeFolder:
             content = _json({**settings, "declared": asked})
             write_atomic(self.path / SETTINGS, content, durable=True)
 
-    def declared(self) -> dict[str, Declared]:
+    def read_declared(self) -> dict[str, Declared]:
         """The texts that the agent asks for, as `begin` wrote them. Raises ConfigError."""
         try:
             found = read_json_object(self.path / SETTINGS)["declared"]

@@ -23,16 +23,23 @@ from agentevo.config.texts import digest_of_text
 from agentevo.errors import AttemptsFailedError, ConfigError
 from agentevo.evaluation.contestants import Contestant
 from agentevo.evaluation.estimates import Estimate, mean_of, paired_difference
-from agentevo.evaluation.play import check_play, opened, run_folder
+from agentevo.evaluation.play import check_play, open_player, run_folder
 from agentevo.evaluation.results import task_digest
 from agentevo.event_loop import run_coroutine
 from agentevo.orchestration.components import AgentFunction, load_policy, open_components
 from agentevo.prompts.budget import Budget, BudgetSpentError, budget_of, comparison, with_cost
-from agentevo.prompts.folder import RUN, Begun, Candidate, OptimizeFolder, Record, Session
+from agentevo.prompts.folder import (
+    RUN,
+    Candidate,
+    OptimizeFolder,
+    Record,
+    SearchBegun,
+    SearchSession,
+)
 from agentevo.prompts.playing import HELD_OUT, Playing
 from agentevo.prompts.report import report_of
-from agentevo.prompts.search import Judged, Search
-from agentevo.prompts.writing import POLICY, Writer, ask_of
+from agentevo.prompts.search import Judged, TextSearch
+from agentevo.prompts.writing import POLICY, TextWriter, ask_of
 from agentevo.registry import nearest
 from agentevo.rollout.sampler import Sampler
 from agentevo.rollout.task_source import TaskSource
@@ -49,7 +56,7 @@ WRITTEN: dict[str, tuple[Kind, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimization:
+class TextOptimization:
     """What is to be searched."""
 
     contestant: Contestant
@@ -63,13 +70,13 @@ class Optimization:
 
 
 @dataclass(frozen=True)
-class _Tasks:
+class _SearchTasks:
     learning: Sequence[Task]
     judging: Sequence[Task]
     held_out: Sequence[Task]
 
 
-def optimize(what: Optimization, note: Callable[[str], None]) -> dict[str, Any]:
+def optimize(what: TextOptimization, note: Callable[[str], None]) -> dict[str, Any]:
     """Searches, compares, and gives the summary. Raises ConfigError before anything is created, and
     AttemptsFailedError where the agent's own texts let nothing be played."""
     config = with_cost(what.contestant.config)
@@ -87,17 +94,19 @@ def optimize(what: Optimization, note: Callable[[str], None]) -> dict[str, Any]:
     if not (what.resume and folder.is_begun):
         folder.check_new()
 
-    with folder.locked():
+    with folder.lock():
         goes_on = what.resume and folder.go_on(settings)
         if not goes_on:
             folder.check_new()
-        return run_coroutine(_optimized(what, config, tasks, folder, settings, goes_on, note))
+        return run_coroutine(
+            _optimize_in_folder(what, config, tasks, folder, settings, goes_on, note)
+        )
 
 
-async def _optimized(
-    what: Optimization,
+async def _optimize_in_folder(
+    what: TextOptimization,
     config: RunConfig,
-    tasks: _Tasks,
+    tasks: _SearchTasks,
     folder: OptimizeFolder,
     settings: Mapping[str, Any],
     goes_on: bool,
@@ -107,28 +116,28 @@ async def _optimized(
     records: list[Record] = folder.records() if goes_on else []
     section = config.optimize
     budget = budget_of(section, comparison(section, len(tasks.held_out)), records)
-    async with _opened(what, config, folder.path / RUN, note) as sampler:
-        declared = folder.declared() if goes_on else {}
+    async with _open_sampler(what, config, folder.path / RUN, note) as sampler:
+        declared = folder.read_declared() if goes_on else {}
         if not declared:
             budget.take(1, final=False)
-            declared = await _declared(sampler, tasks.learning[0], config)
+            declared = await _find_declared(sampler, tasks.learning[0], config)
 
         method = _method(config, declared)
         start, kinds = _start(config, declared, method)
         if not goes_on:
             folder.begin(settings, declared)
-            folder.add(Begun(candidate="", task=tasks.learning[0].id, label=PROBE, number=1))
+            folder.add(SearchBegun(candidate="", task=tasks.learning[0].id, label=PROBE, number=1))
 
-        folder.add(Session(lead_s=budget.used_s - budget.before_s))
+        folder.add(SearchSession(lead_s=budget.used_s - budget.before_s))
         most = max(1, config.engine.max_running // section.attempts_per_task)
         playing = Playing(sampler, folder, budget, records, config.agent.texts, most)
 
         writer = None
         if section.writer is not None and method in ("apo", "gepa"):
             ask = ask_of(config, sampler)
-            writer = Writer(ask, folder, records, section.max_chars, note)
+            writer = TextWriter(ask, folder, records, section.max_chars, note)
 
-        search = Search(
+        search = TextSearch(
             section=section,
             method=method,
             seed=config.run.seed,
@@ -142,7 +151,7 @@ async def _optimized(
         )
         search.heard(records)
         best = await search.run(start)
-        compared = await _compared(playing, start, best.candidate, tasks.held_out, note)
+        compared = await _compare_held_out(playing, start, best.candidate, tasks.held_out, note)
         asked = sampler.remote_models.totals()
 
     summary = _summary(search, best, compared, budget, config)
@@ -155,11 +164,11 @@ async def _optimized(
 
 
 @asynccontextmanager
-async def _opened(
-    what: Optimization, config: RunConfig, run: Path, note: Callable[[str], None]
+async def _open_sampler(
+    what: TextOptimization, config: RunConfig, run: Path, note: Callable[[str], None]
 ) -> AsyncIterator[Sampler]:
     if what.agent is None and what.given is None:
-        async with opened(what.contestant, config, note, run) as sampler:
+        async with open_player(what.contestant, config, note, run) as sampler:
             yield sampler
         return
 
@@ -173,7 +182,7 @@ async def _opened(
             yield parts.sampler
 
 
-async def _declared(sampler: Sampler, task: Task, config: RunConfig) -> dict[str, Declared]:
+async def _find_declared(sampler: Sampler, task: Task, config: RunConfig) -> dict[str, Declared]:
     """The texts that the agent asks for, as one attempt shows. Raises AttemptsFailedError."""
     (trajectory, *_) = await sampler.play(
         task, attempts=1, temperature=0.0, step=0, label=PROBE, texts=config.agent.texts
@@ -256,7 +265,7 @@ def _check_config(config: RunConfig) -> None:
 
 def _tasks_of(
     config: RunConfig, given: Sequence[Task] | None, note: Callable[[str], None]
-) -> _Tasks:
+) -> _SearchTasks:
     """What is searched with, and what is held out. A task that asks what a held-out one asks is
     left out of the search. A curriculum, which follows what training has solved, decides nothing
     here: no step is trained."""
@@ -290,7 +299,7 @@ def _tasks_of(
         )
 
     third = len(tasks) // 3
-    return _Tasks(tasks[:third], tasks[third:], held_out)
+    return _SearchTasks(tasks[:third], tasks[third:], held_out)
 
 
 def _question(task: Task) -> tuple[str | int | None, ...]:
@@ -299,7 +308,7 @@ def _question(task: Task) -> tuple[str | int | None, ...]:
     return task.environment, task.seed, task.query, repr(task.answer)
 
 
-def _settings(config: RunConfig, contestant: Contestant, tasks: _Tasks) -> dict[str, Any]:
+def _settings(config: RunConfig, contestant: Contestant, tasks: _SearchTasks) -> dict[str, Any]:
     """What has to be the same for a search to go on."""
     every = [*tasks.learning, *tasks.judging]
     optimize = config.optimize.model_dump(mode="json", exclude={"minutes", "cost", "attempts"})
@@ -329,7 +338,7 @@ class _Compared:
     problem: str = ""
 
 
-async def _compared(
+async def _compare_held_out(
     playing: Playing,
     start: Candidate,
     winner: Candidate,
@@ -375,7 +384,7 @@ async def _compared(
 
 
 def _summary(
-    search: Search, best: Judged, compared: _Compared, budget: Budget, config: RunConfig
+    search: TextSearch, best: Judged, compared: _Compared, budget: Budget, config: RunConfig
 ) -> dict[str, Any]:
     difference = compared.difference
     fails_more = compared.failed[1] > compared.failed[0]

@@ -15,7 +15,7 @@ def sentences_of(text: str) -> list[str]:
     return [one for one in (part.strip() for part in _END.split(text)) if one]
 
 
-def edited(text: str, phrases: Sequence[str], draw: random.Random) -> tuple[str, str] | None:
+def edit(text: str, phrases: Sequence[str], draw: random.Random) -> tuple[str, str] | None:
     """Another text, and what was done; None where nothing can be. What is between sentences (line
     breaks) is kept only where a sentence is added."""
     sentences = sentences_of(text)

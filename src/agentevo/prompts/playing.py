@@ -16,11 +16,11 @@ from agentevo.event_loop import gather_all
 from agentevo.prompts.budget import Budget, BudgetSpentError
 from agentevo.prompts.folder import (
     LONGEST_TALK,
-    Begun,
     Candidate,
     OptimizeFolder,
-    Played,
+    PlayedAttempt,
     Record,
+    SearchBegun,
 )
 from agentevo.remote_models.ledger import BudgetExceededError
 from agentevo.rollout.sampler import Sampler
@@ -53,11 +53,11 @@ class Playing:
         self.budget = budget
         self._given = given
         self._room = asyncio.Semaphore(at_once)
-        self._played: dict[tuple[str, str, str], dict[int, Played]] = {}
+        self._played: dict[tuple[str, str, str], dict[int, PlayedAttempt]] = {}
         self._lowest = 0.0
 
         for one in records:
-            if isinstance(one, Played):
+            if isinstance(one, PlayedAttempt):
                 self._remember(one)
 
     async def play(
@@ -67,7 +67,7 @@ class Playing:
         *,
         label: str = JUDGED,
         attempts: int | None = None,
-    ) -> dict[str, list[Played]]:
+    ) -> dict[str, list[PlayedAttempt]]:
         """The attempts at each task, by its id. Raises BudgetSpentError, with none begun, where
         not all of them fit."""
         section = self.budget.section
@@ -90,7 +90,7 @@ class Playing:
         self._check(candidate, found)
         return found
 
-    def scores(self, played: dict[str, list[Played]]) -> dict[str, float]:
+    def scores(self, played: dict[str, list[PlayedAttempt]]) -> dict[str, float]:
         """The mean of each task, by its id; what failed as the module says."""
         return {
             task: sum(
@@ -103,7 +103,9 @@ class Playing:
     async def _group(self, candidate: Candidate, task: Task, label: str, size: int) -> None:
         temperature = 1.0 if label == SAMPLED else self.budget.section.temperature
         async with self._room:
-            self._folder.add(Begun(candidate=candidate.id, task=task.id, label=label, number=size))
+            self._folder.add(
+                SearchBegun(candidate=candidate.id, task=task.id, label=label, number=size)
+            )
             trajectories = await self._sampler.play(
                 task,
                 attempts=size,
@@ -115,20 +117,20 @@ class Playing:
             for trajectory in trajectories[:size]:
                 if (trajectory.error or "").startswith(BudgetExceededError.__name__):
                     raise BudgetSpentError(trajectory.error)
-                played = _played(candidate, trajectory, label)
+                played = _as_played(candidate, trajectory, label)
                 self._folder.add(played)
                 self._remember(played)
 
-    def _of(self, candidate: Candidate, task: Task, label: str) -> dict[int, Played]:
+    def _of(self, candidate: Candidate, task: Task, label: str) -> dict[int, PlayedAttempt]:
         return self._played.get((candidate.id, task.id, label), {})
 
-    def _remember(self, played: Played) -> None:
+    def _remember(self, played: PlayedAttempt) -> None:
         key = (played.candidate, played.task, played.label)
         self._played.setdefault(key, {})[played.attempt] = played
         if played.status == "completed":
             self._lowest = min(self._lowest, played.reward)
 
-    def _check(self, candidate: Candidate, found: dict[str, list[Played]]) -> None:
+    def _check(self, candidate: Candidate, found: dict[str, list[PlayedAttempt]]) -> None:
         """Raises AttemptsFailedError where the agent's own texts let nothing be played."""
         every = [one for of_it in found.values() for one in of_it]
         if every and not candidate.parent and all(one.status != "completed" for one in every):
@@ -138,9 +140,9 @@ class Playing:
             )
 
 
-def _played(candidate: Candidate, trajectory: Trajectory, label: str) -> Played:
+def _as_played(candidate: Candidate, trajectory: Trajectory, label: str) -> PlayedAttempt:
     completed = trajectory.status == "completed"
-    return Played(
+    return PlayedAttempt(
         candidate=candidate.id,
         task=trajectory.task_id,
         label=label,

@@ -25,10 +25,10 @@ from agentevo.agents.texts import Kind
 from agentevo.config.optimize import OptimizeSection
 from agentevo.prompts.budget import BudgetSpentError
 from agentevo.prompts.examples import chosen_examples
-from agentevo.prompts.folder import Candidate, OptimizeFolder, Played, Record
-from agentevo.prompts.phrases import edited
+from agentevo.prompts.folder import Candidate, OptimizeFolder, PlayedAttempt, Record
+from agentevo.prompts.phrases import edit
 from agentevo.prompts.playing import JUDGED, SAMPLED, Playing
-from agentevo.prompts.writing import Writer, WriterGoneError, shown_attempts
+from agentevo.prompts.writing import TextWriter, WriterGoneError, shown_attempts
 from agentevo.seeds import derive_seed
 from agentevo.types import Task
 
@@ -55,7 +55,7 @@ class Judged:
 
 
 @dataclass
-class Search:
+class TextSearch:
     """See the module."""
 
     section: OptimizeSection
@@ -64,7 +64,7 @@ class Search:
     kinds: dict[str, Kind]
     """Of the texts that are searched."""
     playing: Playing
-    writer: Writer | None
+    writer: TextWriter | None
     folder: OptimizeFolder
     learning: Sequence[Task]
     judging: Sequence[Task]
@@ -84,7 +84,7 @@ class Search:
         """The best candidate found within the budget, which may be `start`. Raises BudgetSpentError
         only where not even that could be judged."""
         self._tell(start)
-        self.pool.append(await self._judged(start))
+        self.pool.append(await self._judge(start))
         self.note(f"the agent's own texts: {self.pool[0].mean:.3f} on {len(self.judging)} tasks")
 
         try:
@@ -105,7 +105,7 @@ class Search:
                 for branch in range(self.section.branches):
                     draw = self._draw(number, parent.candidate.id, branch)
                     child = await self._edit(parent.candidate, draw, branch)
-                    judged = await self._tried(child, parent, draw, strictly=False)
+                    judged = await self._try_child(child, parent, draw, strictly=False)
                     if judged is not None:
                         found.append(judged)
                         self.pool.append(judged)
@@ -128,11 +128,11 @@ class Search:
             merges = number % MERGE_EVERY == MERGE_EVERY - 1 and len(self.kinds) > 1
             others = [one for one, _ in parents if one is not parent]
             if merges and others:
-                child: Candidate | None = _merged(parent, draw.choice(others), draw)
+                child: Candidate | None = _merge_parents(parent, draw.choice(others), draw)
             else:
                 child = await self._edit(parent.candidate, draw, number)
 
-            judged = await self._tried(child, parent, draw, strictly=True)
+            judged = await self._try_child(child, parent, draw, strictly=True)
             if judged is not None:
                 self.pool.append(judged)
             if (number + 1) % per_round == 0:
@@ -144,7 +144,7 @@ class Search:
         wins = [sum(one.scores[task] >= top for task, top in best.items()) for one in self.pool]
         return [(one, count) for one, count in zip(self.pool, wins, strict=True) if count]
 
-    async def _tried(
+    async def _try_child(
         self, child: Candidate | None, parent: Judged, draw: random.Random, *, strictly: bool
     ) -> Judged | None:
         """The child as judged; None where it is no new one or not as good as its parent at some
@@ -162,9 +162,9 @@ class Search:
         if own < before or (strictly and own == before):
             return None
 
-        return await self._judged(child)
+        return await self._judge(child)
 
-    async def _judged(self, candidate: Candidate) -> Judged:
+    async def _judge(self, candidate: Candidate) -> Judged:
         played = await self.playing.play(candidate, self.judging)
         return Judged(candidate, self.playing.scores(played))
 
@@ -179,7 +179,7 @@ class Search:
             new = await self._examples(parent, before, draw)
             how = "examples"
         elif self.writer is None:
-            change = edited(before, self.section.phrases, draw)
+            change = edit(before, self.section.phrases, draw)
             new, how = change if change is not None else (None, "")
         else:
             new = await self._written(self.writer, parent, name, draw)
@@ -192,7 +192,7 @@ class Search:
         return Candidate(texts=texts, parent=parent.id, how=f"{name}: {how}")
 
     async def _written(
-        self, writer: Writer, parent: Candidate, name: str, draw: random.Random
+        self, writer: TextWriter, parent: Candidate, name: str, draw: random.Random
     ) -> str | None:
         before = parent.texts[name]
         number = draw.getrandbits(32)
@@ -209,7 +209,7 @@ class Search:
         """From the parent's attempts at the tasks to learn from, sampled ones too where there are
         too few good ones."""
         greedy = await self.playing.play(parent, self.learning)
-        played: list[Played] = [one for of_it in greedy.values() for one in of_it]
+        played: list[PlayedAttempt] = [one for of_it in greedy.values() for one in of_it]
         if sum(one.success for one in played) < self.section.examples:
             more = await self.playing.play(parent, self.learning, label=SAMPLED, attempts=SAMPLES)
             played += [one for of_it in more.values() for one in of_it]
@@ -234,7 +234,7 @@ class Search:
         )
 
 
-def _merged(first: Judged, second: Judged, draw: random.Random) -> Candidate:
+def _merge_parents(first: Judged, second: Judged, draw: random.Random) -> Candidate:
     """Of each text that one of two parents has, by chance."""
     pairs = (first.candidate.texts, second.candidate.texts)
     texts = {name: pairs[draw.random() < 0.5][name] for name in sorted(pairs[0])}

@@ -16,7 +16,7 @@ from typing import Protocol
 from agentevo.config.recipe import RunConfig
 from agentevo.config.texts import digest_of_text, text_problem
 from agentevo.errors import AgentEvoError
-from agentevo.prompts.folder import OptimizeFolder, Played, Record, Written
+from agentevo.prompts.folder import OptimizeFolder, PlayedAttempt, Record, Written
 from agentevo.rollout.sampler import Sampler
 from agentevo.seeds import derive_seed
 from agentevo.types import Message, Task
@@ -34,18 +34,18 @@ class WriterGoneError(AgentEvoError):
     """The writer has failed too often in a row."""
 
 
-class Ask(Protocol):
+class WritingRequest(Protocol):
     """One question to a model."""
 
     async def __call__(self, messages: Sequence[Message], key: str) -> str: ...
 
 
-class Writer:
+class TextWriter:
     """See the module."""
 
     def __init__(
         self,
-        ask: Ask,
+        ask: WritingRequest,
         folder: OptimizeFolder,
         records: Sequence[Record],
         max_chars: int,
@@ -68,7 +68,7 @@ class Writer:
             "An agent is told what to do by a text. Below are that text, and attempts of the agent "
             "with what each was worth. Say in a few sentences what about the text leads to the "
             "attempts that are worth least, and what it should say instead. Write no new text.\n\n"
-            f"The text ({name}):\n{fenced(text)}\n\nAttempts:\n{shown}",
+            f"The text ({name}):\n{fence(text)}\n\nAttempts:\n{shown}",
             number,
         )
 
@@ -76,8 +76,8 @@ class Writer:
         """The text as it is after that criticism; None where there is none."""
         answer = await self._answer(
             f"A text tells an agent what to do. Change it so that this criticism no longer holds, "
-            f"and leave alone what is good. {_FORM}\n\nThe text ({name}):\n{fenced(text)}\n\n"
-            f"The criticism:\n{fenced(critique)}",
+            f"and leave alone what is good. {_FORM}\n\nThe text ({name}):\n{fence(text)}\n\n"
+            f"The criticism:\n{fence(critique)}",
             number,
         )
         return self._new_text(text, answer)
@@ -89,7 +89,7 @@ class Writer:
             "with what each was worth, and what was expected where that is known. Find out what "
             "good attempts have that bad ones lack, which facts and steps of the tasks the text "
             "leaves unsaid, and write a text with which such tasks go well, also others of their "
-            f"kind. {_FORM}\n\nThe text ({name}):\n{fenced(text)}\n\nAttempts:\n{shown}",
+            f"kind. {_FORM}\n\nThe text ({name}):\n{fence(text)}\n\nAttempts:\n{shown}",
             number,
         )
         return self._new_text(text, answer)
@@ -104,7 +104,7 @@ class Writer:
             answer = await self._ask([Message("user", question)], key)
         except AgentEvoError as error:
             self._folder.add(Written(key=key, error=str(error)[:1000]))
-            self._failed(f"the writer failed: {str(error)[:300]}")
+            self._note_failure(f"the writer failed: {str(error)[:300]}")
 
             self._in_a_row += 1
             if self._in_a_row >= MOST_FAILURES:
@@ -130,7 +130,7 @@ class Writer:
             problem = self._problem(before, found[1])
 
         if found is None or problem:
-            self._failed(problem)
+            self._note_failure(problem)
             return None
 
         return found[1]
@@ -147,7 +147,7 @@ class Writer:
             return f"the writer's text has the placeholders {sorted(new)} in place of {sorted(old)}"
         return "the writer's text is empty" if not text.strip() else ""
 
-    def _failed(self, why: str) -> None:
+    def _note_failure(self, why: str) -> None:
         if why not in self.failures:
             self._note(why)
         self.failures.append(why)
@@ -160,13 +160,13 @@ _FORM = (
 )
 
 
-def fenced(content: str) -> str:
+def fence(content: str) -> str:
     """The content between two lines that it can't hold."""
     mark = f"-----{digest_of_text(content)}-----"
     return f"{mark}\n{content}\n{mark}"
 
 
-def shown_attempts(tasks: Sequence[Task], played: Sequence[Sequence[Played]]) -> str:
+def shown_attempts(tasks: Sequence[Task], played: Sequence[Sequence[PlayedAttempt]]) -> str:
     """Attempts for a writer, each between marks, with what it was worth."""
     parts = []
     for task, of_it in zip(tasks, played, strict=True):
@@ -174,7 +174,7 @@ def shown_attempts(tasks: Sequence[Task], played: Sequence[Sequence[Played]]) ->
             worth = f"worth {one.reward:g}" if one.status == "completed" else f"failed: {one.error}"
             talk = "\n".join(f"[{row['role']}] {_said(row)}" for row in one.messages)
             expected = f"\nexpected: {str(task.answer)[:300]}" if task.answer is not None else ""
-            parts.append(f"{fenced(_shortened(talk) + expected)}\n({worth})")
+            parts.append(f"{fence(_shorten(talk) + expected)}\n({worth})")
 
     return "\n\n".join(parts)
 
@@ -184,14 +184,14 @@ def _said(row: dict[str, object]) -> str:
     return f"{row.get('content') or ''}{f' {calls}' if calls else ''}"
 
 
-def _shortened(talk: str) -> str:
+def _shorten(talk: str) -> str:
     if len(talk) <= LONGEST_SHOWN:
         return talk
     half = LONGEST_SHOWN // 2
     return f"{talk[:half]}\n[... {len(talk) - 2 * half} characters ...]\n{talk[-half:]}"
 
 
-def ask_of(config: RunConfig, sampler: Sampler) -> Ask:
+def ask_of(config: RunConfig, sampler: Sampler) -> WritingRequest:
     """What asks the writer that `optimize.writer` names. Raises UnknownNameError."""
     name = config.optimize.writer or ""
     if name != POLICY:

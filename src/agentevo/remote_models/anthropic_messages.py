@@ -10,11 +10,11 @@ from agentevo.errors import BadRequestError
 from agentevo.models.answer_form import ANY_OBJECT, AnswerForm
 from agentevo.models.tool_calls import ContentDelta, ReasoningDelta
 from agentevo.remote_models.wire import (
-    Asked,
     BadAnswerError,
     RemoteReply,
     Usage,
     Wire,
+    WireRequest,
     with_call_ids,
 )
 from agentevo.types import Message, ToolCall
@@ -23,7 +23,7 @@ VERSION = "2023-06-01"
 _CHOICES = {"auto": {"type": "auto"}, "none": {"type": "none"}, "required": {"type": "any"}}
 
 
-def body_of(url: str, model: str, asked: Asked) -> dict[str, Any]:
+def body_of(url: str, model: str, asked: WireRequest) -> dict[str, Any]:
     """See Wire.body. The API has no seeds: one changes nothing."""
     sampling = asked.sampling
     if sampling.min_p is not None:
@@ -49,19 +49,19 @@ def body_of(url: str, model: str, asked: Asked) -> dict[str, Any]:
         body["tools"] = [_tool(tool["function"]) for tool in asked.tools]
         body["tool_choice"] = _CHOICES.get(asked.tool_choice, named)
     elif any(message.tool_calls or message.role == "tool" for message in messages):
-        body |= {"tools": _called(messages), "tool_choice": _CHOICES["none"]}
+        body |= {"tools": _tools_in_history(messages), "tool_choice": _CHOICES["none"]}
 
-    return body if asked.form is None else _formed(body, asked.form)
+    return body if asked.form is None else _with_form(body, asked.form)
 
 
-def _called(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _tools_in_history(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The tools that a history names: the API takes no calls without a definition of tools, where
     others let a request end the use of tools by leaving them out."""
     names = dict.fromkeys(call.name for message in messages for call in message.tool_calls)
     return [_tool({"name": name}) for name in names or ("tool",)]
 
 
-def _formed(body: dict[str, Any], form: AnswerForm) -> dict[str, Any]:
+def _with_form(body: dict[str, Any], form: AnswerForm) -> dict[str, Any]:
     if form.schema == ANY_OBJECT or isinstance(form.schema, bool):
         raise BadRequestError(
             "Anthropic's API holds an answer to a JSON schema alone: give the schema of an object "

@@ -22,7 +22,7 @@ from agentevo.models.tool_calls import ContentDelta, ReasoningDelta
 from agentevo.remote_models.wire import Listen, RemoteReply
 from agentevo.seeds import derive_seed
 from agentevo.store.call_log import AttemptCalls, RunningCall
-from agentevo.store.trace_context import Said
+from agentevo.store.trace_context import TracedMessage
 from agentevo.types import Message, RemoteTurn, SamplingOverrides
 
 POLICY = "policy"
@@ -136,7 +136,7 @@ class RemoteConversations:
             )
             schemas = json.dumps(list(tools), ensure_ascii=False) if tools else ""
             _tell(call, messages, schemas, replies)
-            parent, known = self._joined(model, agent, schemas, messages)
+            parent, known = self._find_extended(model, agent, schemas, messages)
             return [
                 self._record(model, agent, schemas, messages, parent, known, reply, seed)
                 for reply, seed in zip(replies, seeds, strict=True)
@@ -150,15 +150,15 @@ class RemoteConversations:
         """Nobody received what turn `turn` said."""
         self._lost.add(turn)
 
-    def received(self) -> set[int]:
+    def received_turns(self) -> set[int]:
         """The indices of the turns but those that nobody received and none goes on from."""
         parents = {turn.parent for turn in self.turns}
         return {t.index for t in self.turns if t.index not in self._lost or t.index in parents}
 
-    def recorded(self) -> list[RemoteTurn]:
+    def turns_to_record(self) -> list[RemoteTurn]:
         """The turns for the trajectory: all but those that nobody received and none goes on
         from, numbered anew where some are missing."""
-        received = self.received()
+        received = self.received_turns()
         kept = [turn for turn in self.turns if turn.index in received]
         numbers: dict[int | None, int] = {turn.index: n for n, turn in enumerate(kept)}
         return [
@@ -180,7 +180,7 @@ class RemoteConversations:
             "remote_cost": sum(turn.cost for turn in self.turns),
         }
 
-    def _joined(
+    def _find_extended(
         self, model: str, agent: str, tools: str, messages: Sequence[Message]
     ) -> tuple[int | None, int]:
         """The recorded turn that a history goes on from, and how many of its messages that
@@ -230,7 +230,7 @@ def _tell(
 ) -> None:
     """What was said, for the call's span if there is one."""
     if (tracing := call.tracing) is not None:
-        call.said = Said(
+        call.said = TracedMessage(
             asked=tuple(messages) if tracing.contents else (),
             answers=[reply.message for reply in replies] if tracing.contents else (),
             tools=tools if tracing.contents else "",

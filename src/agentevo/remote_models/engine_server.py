@@ -26,7 +26,7 @@ import msgspec
 
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.data.messages import messages_of
-from agentevo.errors import AgentEvoError, described
+from agentevo.errors import AgentEvoError, describe_error
 from agentevo.event_loop import in_thread
 from agentevo.inference.conversation import Conversation
 from agentevo.models.answer_form import AnswerForm
@@ -85,7 +85,7 @@ class EngineServer:
             status = 400 if "response_format" in request else 0  # it may answer without the form
             raise self._failure(f"gave no answer: {error}", status) from error
         except Exception as error:
-            raise self._failure(f"failed: {described(error)}") from error
+            raise self._failure(f"failed: {describe_error(error)}") from error
 
         if listen is not None:
             listen(ContentDelta(reply.text))
@@ -150,7 +150,7 @@ class EngineServer:
         finally:
             await conversation.close()
 
-        thought, text = _parted(turn.messages[-1].text, conversation.opening(turn))
+        thought, text = _split_thought(turn.messages[-1].text, conversation.opening(turn))
         return RemoteReply(
             message=Message("assistant", text, reasoning=thought or None),
             finish_reason=turn.finish_reason,
@@ -188,7 +188,7 @@ def _form(form: Mapping[str, Any]) -> AnswerForm:
     return AnswerForm(schema=schema)
 
 
-def _parted(text: str, opening: str) -> tuple[str, str]:
+def _split_thought(text: str, opening: str) -> tuple[str, str]:
     """The thought that an answer begins with, and what it says."""
     head, mark, rest = text.partition("</think>")
     if not mark or not (head.lstrip().startswith("<think>") or "<think>" in opening):

@@ -50,7 +50,7 @@ class Unanswered(AgentEvoError):
         self.retry_after_s = retry_after_s
 
 
-class Server:
+class ModelServer:
     """See the module. Any thread may use it."""
 
     def __init__(
@@ -121,7 +121,7 @@ class Server:
             raise self._failure(_words(error), again=False) from error
 
         if response.status_code != 200:
-            raise self._refused(response, content)
+            raise self._refusal(response, content)
 
         try:
             answer = msgspec.json.decode(content)
@@ -178,7 +178,7 @@ class Server:
             may_cost=True,
         )
 
-    def _refused(self, response: httpx.Response, content: bytes) -> Unanswered:
+    def _refusal(self, response: httpx.Response, content: bytes) -> Unanswered:
         status = response.status_code
         said = self._shown(content)
         if status in (401, 403):

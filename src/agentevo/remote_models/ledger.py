@@ -59,7 +59,7 @@ class Spent(msgspec.Struct, kw_only=True):
         self.cost += sign * other.cost
 
 
-class Line(msgspec.Struct, kw_only=True, omit_defaults=True):
+class LedgerLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One line of the log."""
 
     id: str
@@ -110,7 +110,7 @@ class Ledger:
         if not self._budget.limits:
             return secrets.token_hex(8)
 
-        line = Line(
+        line = LedgerLine(
             id=secrets.token_hex(8),
             state="begun",
             model=self._name,
@@ -121,7 +121,7 @@ class Ledger:
         )
         with self._thread_lock:
             while True:
-                with self._locked():
+                with self._lock():
                     self._read()
                     problem = self._beyond(most)
                     if not problem:
@@ -134,10 +134,10 @@ class Ledger:
 
                 self._settled.wait(max(0.0, min(1.0, until - time.monotonic())))
 
-    def end(self, line: Line) -> None:
+    def end(self, line: LedgerLine) -> None:
         """A request has ended, with what it used."""
         with self._thread_lock:
-            with self._locked():
+            with self._lock():
                 self._write(line)
             if self._budget.limits and line.requests:
                 self._own -= 1
@@ -149,7 +149,7 @@ class Ledger:
         if self._path is not None and not self._path.exists():
             return []
 
-        with self._thread_lock, self._locked():
+        with self._thread_lock, self._lock():
             self._read()
             return [
                 row | {"failed_requests": row["requests"] - row["answers"] + row["from_cache"]}
@@ -161,7 +161,7 @@ class Ledger:
         way, or was when its process was killed, counts with the most that it can use."""
         with self._thread_lock:
             if self._path is not None and self._path.exists():
-                with self._locked():
+                with self._lock():
                     self._read()
             used = self._most()
 
@@ -198,7 +198,7 @@ class Ledger:
         return used
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _lock(self) -> Iterator[None]:
         """No other process of the run writes meanwhile."""
         if self._path is None:
             yield
@@ -208,7 +208,7 @@ class Ledger:
             with FileLock(self._path.with_name(f".{self._path.name}.lock"), timeout=LOCK_S):
                 yield
 
-    def _write(self, line: Line) -> None:
+    def _write(self, line: LedgerLine) -> None:
         if self._path is None:
             self._take(line)
             return
@@ -244,11 +244,11 @@ class Ledger:
         *whole, self._rest = (self._rest + new).split(b"\n")
         for text in whole:
             try:
-                self._take(msgspec.json.decode(text, type=Line))
+                self._take(msgspec.json.decode(text, type=LedgerLine))
             except msgspec.MsgspecError:
                 continue  # half a line of a process that was killed
 
-    def _take(self, line: Line) -> None:
+    def _take(self, line: LedgerLine) -> None:
         spent = Spent(requests=line.requests, tokens=line.tokens, cost=line.cost)
         if line.state == "begun":
             self._open[line.id] = spent

@@ -41,9 +41,9 @@ from agentevo.models.tool_calls import ContentDelta, ReasoningDelta
 from agentevo.registry import nearest
 from agentevo.remote_models import anthropic_messages, openai_chat
 from agentevo.remote_models.cache import ReplyCache
-from agentevo.remote_models.http import Server, Unanswered
-from agentevo.remote_models.ledger import Ledger, Line, RemoteModelError, Spent
-from agentevo.remote_models.wire import Asked, Listen, RemoteReply, Usage
+from agentevo.remote_models.http import ModelServer, Unanswered
+from agentevo.remote_models.ledger import Ledger, LedgerLine, RemoteModelError, Spent
+from agentevo.remote_models.wire import Listen, RemoteReply, Usage, WireRequest
 from agentevo.seeds import derive_seed
 from agentevo.trace_header import trace_headers
 from agentevo.types import Message, SamplingOverrides
@@ -76,20 +76,20 @@ class RemoteModel:
 
         self._wire = WIRES[section.api]
         key = key_of_model(name, section)
-        self._server: Server | EngineServer
+        self._server: ModelServer | EngineServer
         if section.api == "engine":
             from agentevo.remote_models.engine_server import EngineServer  # it imports torch
 
             self._server = EngineServer(name, section)
         else:
-            self._server = Server(name, section.url, self._wire, key, section.api_key)
+            self._server = ModelServer(name, section.url, self._wire, key, section.api_key)
 
         file = f"{quote(name, safe='')}.jsonl"  # of this name and no other
         self.ledger = Ledger(folder and folder / file, section.budget, name)
         kept = section.cache_dir or (folder and folder / "cache")
         limit = section.cache_mib * 2**20
         self._cache = ReplyCache(kept, limit) if kept and section.cache else None
-        self._workers = Workers(section.max_at_once, f"agentevo-{name}")
+        self._workers = ModelWorkers(section.max_at_once, f"agentevo-{name}")
         self._num_calls = 0
         self._takes_schemas = True
 
@@ -142,7 +142,7 @@ class RemoteModel:
         if form is not None and form.calls != "auto":
             tool_choice = form.tool or form.calls
 
-        asked = Asked(
+        asked = WireRequest(
             messages=messages_of(messages),
             tools=None if not tools else tools_of(tools),
             tool_choice=tool_choice,
@@ -177,7 +177,7 @@ class RemoteModel:
         return reply
 
     def _call(
-        self, asked: Asked, role: str, attempt: str, listen: Listen | None
+        self, asked: WireRequest, role: str, attempt: str, listen: Listen | None
     ) -> Callable[[], RemoteReply]:
         """What a thread has to do, with all that was asked checked."""
         if not asked.messages:
@@ -191,14 +191,14 @@ class RemoteModel:
             raise BadRequestError(f"the request can't be written as JSON: {error}") from error
 
         self._num_calls += 1
-        line = Line(
+        line = LedgerLine(
             id="", state="failed", model=self.name, role=role, attempt=attempt, at=time.time()
         )
         until = time.monotonic() + self.section.deadline_s
-        request = _Request(
+        request = _RemoteRequest(
             sent, asked.max_new_tokens, until, self._num_calls, listen, trace_headers()
         )
-        return partial(self._answered, content, request, line)
+        return partial(self._answer, content, request, line)
 
     def _sampling(self, given: SamplingOverrides | None, seed: int | None) -> SamplingOverrides:
         section = self.section
@@ -210,7 +210,7 @@ class RemoteModel:
         }
         return SamplingOverrides(**base | ({} if given is None else given.given()))
 
-    def _answered(self, content: bytes, request: _Request, call: Line) -> RemoteReply:
+    def _answer(self, content: bytes, request: _RemoteRequest, call: LedgerLine) -> RemoteReply:
         """On a thread: the answer from the cache or the server, asked as often as it is worth it.
         `content` is what was asked, whether the answer is to come in events or not."""
         kept = None if self._cache is None else self._cache.find(self._server.url, content)
@@ -239,7 +239,7 @@ class RemoteModel:
         tries = self.section.max_tries
         raise RemoteModelError(f"given up after {tries} requests: {problem}", problem.status)
 
-    def _request(self, request: _Request, call: Line) -> RemoteReply:
+    def _request(self, request: _RemoteRequest, call: LedgerLine) -> RemoteReply:
         """One request, accounted for."""
         if request.until <= time.monotonic():
             raise self._late("it waited for its turn")
@@ -285,7 +285,7 @@ class RemoteModel:
         price = self.section.price
         return 0.0 if price is None else price.of(prompt, cached, completion)
 
-    def _pause(self, error: Unanswered, attempt: int, request: _Request) -> None:
+    def _pause(self, error: Unanswered, attempt: int, request: _RemoteRequest) -> None:
         """Before the next request; half of it depends on the call, so that calls that failed
         together don't come back together."""
         pause = min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S)
@@ -310,7 +310,7 @@ class RemoteModel:
 
 
 @dataclass(slots=True)
-class _Request:
+class _RemoteRequest:
     """What is sent, as often as it takes."""
 
     content: bytes
@@ -438,7 +438,7 @@ def key_of_model(name: str, section: RemoteModelSection) -> str | None:
     return key
 
 
-class Workers:
+class ModelWorkers:
     """A bounded number of threads, begun as they are needed, which do not keep a process alive."""
 
     def __init__(self, limit: int, name: str) -> None:

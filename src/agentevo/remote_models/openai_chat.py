@@ -11,11 +11,11 @@ from agentevo.errors import BadRequestError
 from agentevo.models.answer_form import ANY_OBJECT, AnswerForm
 from agentevo.models.tool_calls import ContentDelta, ReasoningDelta
 from agentevo.remote_models.wire import (
-    Asked,
     BadAnswerError,
     RemoteReply,
     Usage,
     Wire,
+    WireRequest,
     with_call_ids,
 )
 from agentevo.types import Message
@@ -25,7 +25,7 @@ LARGEST_SEED = 2**31 - 1
 """Some servers keep a seed in 32 bits."""
 
 
-def body_of(url: str, model: str, asked: Asked) -> dict[str, Any]:
+def body_of(url: str, model: str, asked: WireRequest) -> dict[str, Any]:
     """See Wire.body. OpenAI's own servers know the limit of new tokens by another name than most
     others."""
     is_openai = (urlsplit(url).hostname or "").endswith("openai.com")

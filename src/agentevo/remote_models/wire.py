@@ -61,7 +61,7 @@ Listen = Callable[[ContentDelta | ReasoningDelta], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class WireRequest:
     """One call."""
 
     messages: Sequence[Message]
@@ -101,7 +101,7 @@ class Wire:
     """The URL of a base URL."""
     headers: Callable[[str | None], dict[str, str]]
     """For a key."""
-    body: Callable[[str, str, Asked], dict[str, Any]]
+    body: Callable[[str, str, WireRequest], dict[str, Any]]
     """For a URL, the server's name of the model, and the call."""
     reply: Callable[[Mapping[str, Any]], RemoteReply]
     """Raises BadAnswerError for anything else."""

@@ -77,7 +77,7 @@ def _finder(place: str) -> Callable[[str], str | None]:
 
     kind, colon, detail = place.partition(":")
     if kind == "regex" and detail:
-        return _stripped(Pattern(detail).last)
+        return _strip_result(Pattern(detail).last)
 
     if kind == "json" and bool(colon) == bool(detail):
         keys = detail.split(".") if detail else []
@@ -192,7 +192,7 @@ def _end_of_try(error: Exception, length: int) -> int:
     return error.pos
 
 
-def _stripped(find: Callable[[str], str | None]) -> Callable[[str], str | None]:
+def _strip_result(find: Callable[[str], str | None]) -> Callable[[str], str | None]:
     def found(text: str) -> str | None:
         answer = find(text)
         return None if answer is None else answer.strip()
@@ -209,7 +209,7 @@ _FIXED: dict[str, Callable[[str], str | None]] = {
 }
 
 
-def normalised(text: str, ignore_case: bool) -> str:
+def normalise_text(text: str, ignore_case: bool) -> str:
     """White space counts as one blank, and a full stop at the end does not count."""
     text = " ".join(text.split()).rstrip(".").rstrip()
     return text.casefold() if ignore_case else text

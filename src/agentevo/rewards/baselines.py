@@ -39,7 +39,7 @@ def baseline_key(agent: str, context_ids: Sequence[int], ids: Sequence[int]) -> 
     ]
 
 
-class Baselines:
+class BaselineScorers:
     """See the module. Without a path they live as long as the process."""
 
     def __init__(self, path: Path | None = None) -> None:

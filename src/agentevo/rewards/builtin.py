@@ -7,7 +7,7 @@ import math
 from pydantic import Field, field_validator
 
 from agentevo.event_loop import in_thread
-from agentevo.rewards.answers import find_answer, normalised
+from agentevo.rewards.answers import find_answer, normalise_text
 from agentevo.rewards.contained import states_answer
 from agentevo.rewards.numerals import readings
 from agentevo.rewards.patterns import Pattern
@@ -58,10 +58,12 @@ class ExactMatch:
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
         """See Scorer.score."""
-        right = [normalised(str(answer), self.config.ignore_case) for answer in right_answers(task)]
+        right = [
+            normalise_text(str(answer), self.config.ignore_case) for answer in right_answers(task)
+        ]
         stated = await stated_answer(trajectory, task, self.config.place)
         return Score(
-            float(stated is not None and normalised(stated, self.config.ignore_case) in right)
+            float(stated is not None and normalise_text(stated, self.config.ignore_case) in right)
         )
 
 
@@ -78,7 +80,7 @@ class Contains:
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
         """See Scorer.score. Raises ValueError for a task whose answers are all empty."""
         right = [str(answer) for answer in right_answers(task)]
-        answers = [answer for answer in right if normalised(answer, self.config.ignore_case)]
+        answers = [answer for answer in right if normalise_text(answer, self.config.ignore_case)]
         if not answers:
             raise ValueError(
                 f"the answer of the task {task.id!r} has no words to look for: {task.answer!r}"

@@ -56,14 +56,14 @@ def cases_of(task: Task, key: str | None, most: int) -> CodeTests:
             '{"inputs": ["1 2"], "outputs": ["3"]} or a list of asserts'
         )
 
-    tests = _read(_parsed(given), metadata, most)
+    tests = _read(_parse(given), metadata, most)
     if not tests.number:
         raise ValueError(f"the tests of the task {task.id!r} are empty: give at least one")
 
     return tests
 
 
-def _parsed(given: Any) -> Any:
+def _parse(given: Any) -> Any:
     """What a text holds, if that is JSON."""
     if isinstance(given, str) and given.lstrip()[:1] in ("{", "["):
         try:
@@ -90,7 +90,7 @@ def _read(given: Any, metadata: Mapping[str, Any], most: int) -> CodeTests:
             "outputs": [one.get("output") for one in given],
         }
         own = metadata.get("metadata")
-        about = _parsed(own) if own is not None else {}
+        about = _parse(own) if own is not None else {}
         name = metadata.get("fn_name") or metadata.get("func_name")
         if not name and isinstance(about, Mapping):
             name = about.get("func_name")

@@ -11,7 +11,14 @@ from pydantic import Field
 from agentevo.event_loop import in_thread
 from agentevo.rewards.judging import JudgeOptions
 from agentevo.rewards.reward import Score, Unscored
-from agentevo.rewards.transcripts import Limits, Shown, escaped, fenced, mark_of, shown_group
+from agentevo.rewards.transcripts import (
+    ShownAttempt,
+    TranscriptLimits,
+    escape_json_line,
+    fence,
+    mark_of,
+    shown_group,
+)
 from agentevo.types import Task, Trajectory
 
 RUBRIC = """- Reaching the goal counts most: whoever reaches it is ahead by a wide margin of whoever
@@ -53,9 +60,11 @@ class GroupJudgeOptions(JudgeOptions):
     """What is left to chance is made from it and from the group."""
 
 
-async def shown_attempts(config: GroupJudgeOptions, trajectories: Sequence[Trajectory]) -> Shown:
+async def shown_attempts(
+    config: GroupJudgeOptions, trajectories: Sequence[Trajectory]
+) -> ShownAttempt:
     """What the judge is shown of a group. Raises ValueError for an attempt without words."""
-    limits = Limits(config.max_message_chars, config.max_chars)
+    limits = TranscriptLimits(config.max_message_chars, config.max_chars)
     return await in_thread(shown_group, trajectories, limits)
 
 
@@ -67,7 +76,7 @@ def equal_group(config: GroupJudgeOptions, num: int) -> list[Score | Unscored]:
 
 
 def records_of(
-    config: GroupJudgeOptions, shown: Shown, task: Task, order: Sequence[int]
+    config: GroupJudgeOptions, shown: ShownAttempt, task: Task, order: Sequence[int]
 ) -> tuple[str, str]:
     """How the records of a question are to be read, and the records: the attempts of `order`, by
     their place in `Shown.attempts`, numbered from 1."""
@@ -79,11 +88,11 @@ def records_of(
 
     if config.reference and task.answer is not None:
         answer = json.dumps({"right_answer": task.answer}, ensure_ascii=False, default=str)
-        parts.append(("the right answer", [escaped(answer)]))
+        parts.append(("the right answer", [escape_json_line(answer)]))
 
     for number, place in enumerate(order, 1):
         parts.append((f"attempt {number}", shown.attempts[place]))
 
     mark = mark_of(config.rubric, *(line for what, lines in parts for line in (what, *lines)))
-    records = "\n\n".join(fenced(mark, what, lines) for what, lines in parts)
+    records = "\n\n".join(fence(mark, what, lines) for what, lines in parts)
     return _RULES.format(mark=mark), records

@@ -69,7 +69,7 @@ class NoScoreError(AgentEvoError):
 
 
 @dataclass(frozen=True, slots=True)
-class Answered(Generic[T]):
+class JudgeAnswer(Generic[T]):
     """A usable answer."""
 
     model: str
@@ -88,7 +88,7 @@ async def ask_in_order(
     correction: Callable[[str], str],
     seed: int | None = None,
     schema: Mapping[str, Any] | None = None,
-) -> Answered[T]:
+) -> JudgeAnswer[T]:
     """The first usable answer. Each model has its share of what is left until the monotonic time
     `until`. `schema` is that of the answer, to which servers hold it that can. `read` is given what
     a model said behind its thought, and raises UnusableError; then the model is asked once more,
@@ -111,7 +111,7 @@ async def ask_in_order(
                     read,
                     correction,
                 )
-                return Answered(name, value, text)
+                return JudgeAnswer(name, value, text)
         except TimeoutError:
             problems.append(f"{name}: no answer within its share of timeout_s, {share_s:.1f} s")
         except (AgentEvoError, UnusableError) as error:

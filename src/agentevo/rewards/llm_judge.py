@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from agentevo.rewards.judging import JudgeOptions, ask_in_order
 from agentevo.rewards.reward import Score, ScorerModel, reward, rewards
 from agentevo.rewards.stated import AnswerConfig, stated_answer
-from agentevo.rewards.transcripts import clipped, escaped, fenced, mark_of
+from agentevo.rewards.transcripts import clip, escape_json_line, fence, mark_of
 from agentevo.rewards.verdicts import (
     UnusableError,
     find_agreement,
@@ -187,14 +187,14 @@ class LlmJudge:
 
 def question(config: JudgeConfig, task: Task, stated: str) -> str:
     """What the judge is asked of a stated answer, which stands in a fence (transcripts.py)."""
-    line = escaped(json.dumps(clipped(stated, MAX_RESPONSE), ensure_ascii=False))
+    line = escape_json_line(json.dumps(clip(stated, MAX_RESPONSE), ensure_ascii=False))
     given = {
         "question": task.query or "",
         "answer": NO_ANSWER if task.answer is None else task.answer,
         "rubric": config.rubric or NO_ANSWER,
     }
     mark = mark_of(config.template, *map(str, given.values()), line)
-    given["response"] = fenced(mark, "the answer", [line])
+    given["response"] = fence(mark, "the answer", [line])
     theirs = {alias: given[name] for alias, name in ALIASES.items()}
     return config.template.format(**given, **theirs)
 

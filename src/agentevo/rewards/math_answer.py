@@ -44,7 +44,7 @@ class MathAnswer:
         if find_spec("math_verify") is None:
             load_extra("math_verify", "math", "the reward math")
         self.config = config
-        self._workers = _Workers()
+        self._workers = _MathWorkers()
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
         """See Scorer.score. Raises TimeoutError, ValueError for a right answer that is no
@@ -62,7 +62,7 @@ class MathAnswer:
         return Score(float(answer["equal"]))
 
 
-class _Workers:
+class _MathWorkers:
     """A bounded number of threads, each with a process of its own, begun as they are needed."""
 
     def __init__(self) -> None:

@@ -35,9 +35,9 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
     from math_verify import verify
 
     try:
-        stated = _parsed(request["stated"])
+        stated = _parse(request["stated"])
         for right in request["right"]:
-            parsed = _parsed(right)
+            parsed = _parse(right)
             if not parsed:
                 return {"problem": f"the right answer is no mathematics: {right[:200]!r}"}
             if stated and verify(parsed, stated, timeout_seconds=None, raise_on_error=True):
@@ -48,7 +48,7 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
     return {"equal": False}
 
 
-def _parsed(text: str) -> list[Any]:
+def _parse(text: str) -> list[Any]:
     """What a text says: expressions; none where it holds no mathematics. LaTeX need not stand
     between dollars where nothing else stands beside it."""
     from math_verify import parse

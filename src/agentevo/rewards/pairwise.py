@@ -30,7 +30,7 @@ from agentevo.rewards.group_judge import (
 )
 from agentevo.rewards.judging import all_or_first_error, ask_in_order
 from agentevo.rewards.reward import Score, ScorerModel, Unscored, reward
-from agentevo.rewards.transcripts import Shown
+from agentevo.rewards.transcripts import ShownAttempt
 from agentevo.rewards.verdicts import UnusableError, find_agreement, objects_in, whole_object
 from agentevo.seeds import derive_seed
 from agentevo.types import Task, Trajectory
@@ -69,7 +69,7 @@ class PairwiseConfig(GroupJudgeOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class PairwiseComparison:
     """Two attempts, by their place in `Shown.attempts`, in both orders."""
 
     first: int
@@ -146,14 +146,14 @@ class Pairwise:
 
     async def compare(
         self,
-        shown: Shown,
+        shown: ShownAttempt,
         task: Task,
         models: Mapping[str, ScorerModel],
         pair: tuple[int, int],
         *,
         until: float,
         attempt: str,
-    ) -> Comparison:
+    ) -> PairwiseComparison:
         """Two attempts, in both orders. Raises ValueError with what each model said or did."""
         first, second = pair
         asked = [
@@ -173,9 +173,9 @@ class Pairwise:
         answers = await all_or_first_error(asked)
         (one, why), (other, why_other) = (answer.value for answer in answers)
         words = f"{answers[0].model}: {why} / {answers[1].model}: {why_other}"
-        return Comparison(first, second, (one, 1 - other), words)
+        return PairwiseComparison(first, second, (one, 1 - other), words)
 
-    def _score(self, comparisons: Sequence[Comparison], place: int) -> Score | Unscored:
+    def _score(self, comparisons: Sequence[PairwiseComparison], place: int) -> Score | Unscored:
         own = [one for one in comparisons if place in (one.first, one.second)]
         words = "\n".join(
             f"against attempt {one.second if place == one.first else one.first}: "
@@ -195,7 +195,9 @@ class Pairwise:
         return Score(value, success=value >= self.config.solved_from, reason=words)
 
 
-def question(config: PairwiseConfig, shown: Shown, task: Task, order: tuple[int, int]) -> str:
+def question(
+    config: PairwiseConfig, shown: ShownAttempt, task: Task, order: tuple[int, int]
+) -> str:
     """What the judge is asked of two attempts."""
     rules, records = records_of(config, shown, task, order)
     return _QUESTION.format(rubric=config.rubric, rules=rules, records=records)

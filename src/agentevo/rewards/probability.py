@@ -64,7 +64,7 @@ class ProbabilityConfig(RewardConfig):
     recorded as failed."""
 
 
-def measured(logprobs: Sequence[float], measure: Measure) -> float:
+def measure_logprobs(logprobs: Sequence[float], measure: Measure) -> float:
     """The measure of the log-probs of at least one token."""
     mean_logprob = math.fsum(logprobs) / len(logprobs)
     if measure == "mean":
@@ -83,7 +83,7 @@ class Placed(NamedTuple):
     """The first of `ids` that only end what stands before the answer."""
 
 
-def placed(policy: ScoredPolicy, context_ids: list[int], before: str, answer: str) -> Placed:
+def place_answer(policy: ScoredPolicy, context_ids: list[int], before: str, answer: str) -> Placed:
     """The answer behind a context and a text that has no ids of its own yet. The ids of that text
     alone are no part of the answer."""
     ids = policy.encode(before + answer)
@@ -139,14 +139,14 @@ class Rlpr:
         }
         waiting = [(key, *one) for key, one in wanted.items() if key not in known]
 
-        async def computed(task: Task, one: Placed) -> Baseline | None:
+        async def compute_baseline(task: Task, one: Placed) -> Baseline | None:
             with suppress(RequestTooLongError):
                 return await self._baseline(policy, task, one)
             return None
 
         for first in range(0, len(waiting), AT_ONCE):
             some = waiting[first : first + AT_ONCE]
-            found = await gather_all([computed(task, one) for _, task, one in some])
+            found = await gather_all([compute_baseline(task, one) for _, task, one in some])
             await policy.baselines.add(
                 {key: new for (key, *_), new in zip(some, found, strict=True) if new is not None}
             )
@@ -213,14 +213,16 @@ class Rlpr:
         answer: str,
     ) -> tuple[float, float]:
         """What this answer is worth, and its measure."""
-        one = placed(policy, context, before, answer)
+        one = place_answer(policy, context, before, answer)
         logprobs, _ = await policy.score(one.context_ids, one.ids)
-        found = measured(logprobs[one.skipped :], self.config.measure)
+        found = measure_logprobs(logprobs[one.skipped :], self.config.measure)
         if not self.config.debias:
             return found, found
 
         without = [
-            measured((await self._kept(policy, task, directly)).logprobs, self.config.measure)
+            measure_logprobs(
+                (await self._kept(policy, task, directly)).logprobs, self.config.measure
+            )
             for directly in self._directly(policy, task, _prompt_of(trajectory), answer)
         ]
         return min(max(found - max(without), 0.0), 1.0), found
@@ -253,7 +255,7 @@ class Rlpr:
     ) -> list[Placed]:
         """The answer directly after the prompt, behind each of LEADS."""
         opening = opening_text(self._place(task))
-        return [placed(policy, prompt_ids, opening + lead, answer) for lead in LEADS]
+        return [place_answer(policy, prompt_ids, opening + lead, answer) for lead in LEADS]
 
     async def _baseline(self, policy: ScoredPolicy, task: Task, one: Placed) -> Baseline:
         logprobs, version = await policy.score(one.context_ids, one.ids)

@@ -25,7 +25,7 @@ import pydantic
 from agentevo.errors import ConfigError, shown
 from agentevo.registry import Registry
 from agentevo.rewards.answers import find_answer, place_of
-from agentevo.rewards.baselines import Baselines
+from agentevo.rewards.baselines import BaselineScorers
 from agentevo.rewards.returned import named_parts, plain_bool, plain_number, plain_numbers
 from agentevo.types import Task, Trajectory
 from agentevo.user_code import construct
@@ -156,7 +156,7 @@ class ScoredPolicy(Protocol):
 
     agent: str
     """Whose policy it is, where an attempt has several agents; else empty."""
-    baselines: Baselines
+    baselines: BaselineScorers
     """What the run computes once and keeps."""
 
     async def score(

@@ -148,14 +148,16 @@ class Classifier:
             size = 1 if alone else self.config.batch
             with torch.inference_mode():
                 parts = [
-                    self._valued(outputs(model, rows[begin : begin + size]).float(), model.config)
+                    self._values_of(
+                        outputs(model, rows[begin : begin + size]).float(), model.config
+                    )
                     for begin in range(0, len(rows), size)
                 ]
 
             found: list[float] = torch.cat(parts).tolist()
             return found
 
-    def _valued(self, logits: Any, shape: Any) -> Any:
+    def _values_of(self, logits: Any, shape: Any) -> Any:
         """Of logits [n, labels], the values [n]."""
         config = self.config
         if logits.shape[-1] > 1:

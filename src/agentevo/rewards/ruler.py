@@ -34,9 +34,9 @@ from agentevo.rewards.group_judge import (
     records_of,
     shown_attempts,
 )
-from agentevo.rewards.judging import Answered, all_or_first_error, ask_in_order
+from agentevo.rewards.judging import JudgeAnswer, all_or_first_error, ask_in_order
 from agentevo.rewards.reward import Score, ScorerModel, Unscored, reward
-from agentevo.rewards.transcripts import Shown
+from agentevo.rewards.transcripts import ShownAttempt
 from agentevo.rewards.verdicts import (
     UnusableError,
     find_agreement,
@@ -153,7 +153,7 @@ class Ruler:
 
     async def vote(
         self,
-        shown: Shown,
+        shown: ShownAttempt,
         task: Task,
         models: Mapping[str, ScorerModel],
         order: tuple[int, ...],
@@ -165,7 +165,7 @@ class Ruler:
         """One answer, with the attempts in this order. Raises ValueError with what each model said
         or did."""
         num = len(order)
-        answered: Answered[list[Mark]] = await ask_in_order(
+        answered: JudgeAnswer[list[Mark]] = await ask_in_order(
             models,
             self.config.models,
             question(self.config, shown, task, order),
@@ -199,7 +199,7 @@ class Ruler:
         return Score(value, success=value >= self.config.solved_from, reason=words)
 
 
-def question(config: RulerConfig, shown: Shown, task: Task, order: Sequence[int]) -> str:
+def question(config: RulerConfig, shown: ShownAttempt, task: Task, order: Sequence[int]) -> str:
     """What the judge is asked."""
     rules, records = records_of(config, shown, task, order)
     num = len(order)

@@ -14,11 +14,11 @@ from typing import Any
 def main() -> None:
     """See the module."""
     spec = json.load(sys.stdin)
-    found = [_asked(spec["file"], query, spec["most_rows"]) for query in spec["queries"]]
+    found = [_ask(spec["file"], query, spec["most_rows"]) for query in spec["queries"]]
     print(json.dumps(found))
 
 
-def _asked(file: str, query: str, most_rows: int) -> Any:
+def _ask(file: str, query: str, most_rows: int) -> Any:
     database = sqlite3.connect(file)
     try:
         database.execute("PRAGMA trusted_schema = OFF")

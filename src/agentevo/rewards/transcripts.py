@@ -41,7 +41,7 @@ MAX_TOOLS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TranscriptLimits:
     """Characters: of a longer text its head and its tail are shown."""
 
     message: int
@@ -49,7 +49,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ShownAttempt:
     """A group as a judge sees it."""
 
     context: tuple[str, ...]
@@ -62,7 +62,7 @@ class Shown:
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class _TranscriptLine:
     """A message; `whole` says all of it, `shown` what fits."""
 
     role: str
@@ -70,7 +70,7 @@ class _Line:
     shown: str
 
 
-def shown_group(trajectories: Sequence[Trajectory], limits: Limits) -> Shown:
+def shown_group(trajectories: Sequence[Trajectory], limits: TranscriptLimits) -> ShownAttempt:
     """What a judge sees of the attempts at one task, whatever their order. Raises ValueError for an
     attempt in which nothing was said."""
     most = min(limits.message, limits.attempt // 2)
@@ -105,14 +105,14 @@ def shown_group(trajectories: Sequence[Trajectory], limits: Limits) -> Shown:
     )
     context = [line.shown for line in all_histories[firsts[0]][0][:common]]
     tools = _tool_lines([trajectories[index] for index in firsts])
-    return Shown(tuple(_within(context, limits.attempt)), tools, attempts, of)
+    return ShownAttempt(tuple(_within(context, limits.attempt)), tools, attempts, of)
 
 
 def _turns(trajectory: Trajectory) -> Sequence[Turn | RemoteTurn]:
     return trajectory.turns or trajectory.remote_turns
 
 
-def _lines_of_turns(trajectory: Trajectory, longest: int) -> dict[int, list[_Line]]:
+def _lines_of_turns(trajectory: Trajectory, longest: int) -> dict[int, list[_TranscriptLine]]:
     """Index of each turn -> its messages."""
     return {
         turn.index: [_line(message, longest) for message in turn.messages]
@@ -120,7 +120,9 @@ def _lines_of_turns(trajectory: Trajectory, longest: int) -> dict[int, list[_Lin
     }
 
 
-def _histories_of(trajectory: Trajectory, lines: Mapping[int, list[_Line]]) -> list[list[_Line]]:
+def _histories_of(
+    trajectory: Trajectory, lines: Mapping[int, list[_TranscriptLine]]
+) -> list[list[_TranscriptLine]]:
     """The messages along each path from a root to a leaf, in the order of the leaves; of more than
     MAX_HISTORIES the first and the last ones."""
     turns = _turns(trajectory)
@@ -145,7 +147,7 @@ def _histories_of(trajectory: Trajectory, lines: Mapping[int, list[_Line]]) -> l
     return histories
 
 
-def _common(histories: Sequence[Sequence[_Line]]) -> int:
+def _common(histories: Sequence[Sequence[_TranscriptLine]]) -> int:
     """How many messages all histories begin with; of a single one those before the first answer."""
     if len(histories) == 1:
         return sum(1 for _ in takewhile(lambda line: line.role != "assistant", histories[0]))
@@ -153,7 +155,9 @@ def _common(histories: Sequence[Sequence[_Line]]) -> int:
     return sum(1 for _ in takewhile(lambda column: len({x.whole for x in column}) == 1, columns))
 
 
-def _attempt_lines(histories: Sequence[Sequence[_Line]], common: int, cut_off: bool) -> list[str]:
+def _attempt_lines(
+    histories: Sequence[Sequence[_TranscriptLine]], common: int, cut_off: bool
+) -> list[str]:
     lines: list[str] = []
     for number, history in enumerate(histories):
         shared = common
@@ -178,7 +182,7 @@ def _attempt_lines(histories: Sequence[Sequence[_Line]], common: int, cut_off: b
     return lines
 
 
-def _line(message: Message, longest: int) -> _Line:
+def _line(message: Message, longest: int) -> _TranscriptLine:
     images = 0 if isinstance(message.content, str) else len(message.content)
     images -= (
         0
@@ -190,11 +194,11 @@ def _line(message: Message, longest: int) -> _Line:
         given = {
             "role": message.role,
             "name": message.name,
-            "reasoning": clipped(message.reasoning, longest),
-            "content": clipped(message.text, longest),
+            "reasoning": clip(message.reasoning, longest),
+            "content": clip(message.text, longest),
             "images_not_shown": images,
             "tool_calls": [
-                {"name": clipped(call.name, longest), "arguments": clipped(call.arguments, longest)}
+                {"name": clip(call.name, longest), "arguments": clip(call.arguments, longest)}
                 for call in message.tool_calls
             ],
         }
@@ -202,7 +206,7 @@ def _line(message: Message, longest: int) -> _Line:
 
     whole = json.dumps(fields(None), ensure_ascii=False)
     written = whole if len(whole) <= longest else json.dumps(fields(longest), ensure_ascii=False)
-    return _Line(message.role, whole, escaped(written))
+    return _TranscriptLine(message.role, whole, escape_json_line(written))
 
 
 def _tool_lines(trajectories: Sequence[Trajectory]) -> tuple[str, ...]:
@@ -212,7 +216,7 @@ def _tool_lines(trajectories: Sequence[Trajectory]) -> tuple[str, ...]:
         for turn in _turns(trajectory):
             if turn.tools:
                 given |= dict.fromkeys(_schemas(turn.tools))
-    return tuple(_within([escaped(one) for one in given], MAX_TOOLS))
+    return tuple(_within([escape_json_line(one) for one in given], MAX_TOOLS))
 
 
 def _schemas(text: str) -> list[str]:
@@ -227,12 +231,10 @@ def _schemas(text: str) -> list[str]:
         )
         for tool in (tools if isinstance(tools, list) else [tools])
     )
-    return [
-        one if len(one) <= MAX_TOOLS // 2 else json.dumps(clipped(one, 1000)) for one in written
-    ]
+    return [one if len(one) <= MAX_TOOLS // 2 else json.dumps(clip(one, 1000)) for one in written]
 
 
-def clipped(text: str | None, longest: int | None) -> str | None:
+def clip(text: str | None, longest: int | None) -> str | None:
     """The head and the tail of a text, with how many characters are left out between them."""
     if text is None or longest is None or len(text) <= longest:
         return text
@@ -280,12 +282,12 @@ def mark_of(*texts: str) -> str:
     return mark
 
 
-def fenced(mark: str, what: str, lines: Sequence[str]) -> str:
+def fence(mark: str, what: str, lines: Sequence[str]) -> str:
     """Lines between two fences."""
     return "\n".join([f"--- {mark} begin of {what} ---", *lines, f"--- {mark} end of {what} ---"])
 
 
-def escaped(line: str) -> str:
+def escape_json_line(line: str) -> str:
     """A line of JSON, the same to who reads it as JSON, in which no text looks like markup and none
     is invisible."""
     return _HIDDEN.sub(_code, _MARKUP.sub(_code, line))

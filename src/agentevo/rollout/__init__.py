@@ -13,9 +13,9 @@ from types import ModuleType
 from typing import Any
 
 
-class _Room(ModuleType):
+class _RolloutModule(ModuleType):
     def __call__(self, function: Callable[..., Any]) -> Any:
         return import_module("agentevo.loop.rollout").rollout(function)
 
 
-sys.modules[__name__].__class__ = _Room
+sys.modules[__name__].__class__ = _RolloutModule

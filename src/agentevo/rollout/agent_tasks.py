@@ -15,7 +15,7 @@ from agentevo.agents.agent import make_player
 from agentevo.config import AgentSection
 from agentevo.config.tasks import TaskFields
 from agentevo.data import RowError
-from agentevo.errors import ConfigError, described, shown
+from agentevo.errors import ConfigError, describe_error, shown
 from agentevo.rollout.given_tasks import GivenTasks, task_of
 from agentevo.types import Task
 
@@ -31,15 +31,15 @@ def tasks_of_agent(section: AgentSection) -> GivenTasks:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{where}: {described(error)}: it must return the tasks to train on and the held-out "
-            "ones"
+            f"{where}: {describe_error(error)}: it must return the tasks to train on and the "
+            "held-out ones"
         ) from error
 
     taken: set[str] = set()
-    return GivenTasks(_checked(train, where, taken), _checked(held_out, where, taken), [])
+    return GivenTasks(_check_tasks(train, where, taken), _check_tasks(held_out, where, taken), [])
 
 
-def _checked(rows: Any, where: str, taken: set[str]) -> list[Task]:
+def _check_tasks(rows: Any, where: str, taken: set[str]) -> list[Task]:
     """`taken`: the ids so far."""
     if not isinstance(rows, Sequence) or isinstance(rows, (str, bytes)):
         raise ConfigError(f"{where} gave {shown(rows)}: give lists of tasks")

@@ -35,7 +35,7 @@ were completed]."""
 VARIANT_OF = "variant_of"
 
 
-class Tried(NamedTuple):
+class TriedTask(NamedTuple):
     """What a step has come to at a task."""
 
     step: int
@@ -57,7 +57,7 @@ class TaskCurriculum:
         self._groups = min(groups, len(self.tasks))
         self._place = {task.id: place for place, task in enumerate(self.tasks)}
         self._parents = [task.metadata.get(VARIANT_OF) for task in self.tasks]
-        self._history: dict[int, list[Tried]] = defaultdict(list)
+        self._history: dict[int, list[TriedTask]] = defaultdict(list)
         self._known = 0
         """The newest committed step that was learnt."""
         self._orders: dict[int, list[int]] = {}
@@ -83,9 +83,9 @@ class TaskCurriculum:
         )
         for record in records:
             if record.step == self._known + 1:  # a sampler beside the trainer asks as well
-                self.learned(record.step, record.record["source"].get(SOLVED) or {})
+                self.note_step(record.step, record.record["source"].get(SOLVED) or {})
 
-    def learned(self, step: int, solved: Mapping[str, Sequence[int]]) -> None:
+    def note_step(self, step: int, solved: Mapping[str, Sequence[int]]) -> None:
         """What a committed step has come to, in order of the steps. Raises ValueError for another
         one."""
         if step != self._known + 1:
@@ -94,7 +94,7 @@ class TaskCurriculum:
         for name, (good, attempts) in solved.items():
             own = name if name in self._place else name.rpartition("~")[0]
             if own in self._place and attempts:
-                self._history[self._place[own]].append(Tried(step, good, attempts))
+                self._history[self._place[own]].append(TriedTask(step, good, attempts))
 
     def is_known(self, step: int) -> bool:
         """Whether the records say which tasks the step has."""
@@ -147,7 +147,7 @@ class TaskCurriculum:
             "curriculum/weight": sum(state[place][0] for place in chosen) / len(chosen),
         }
 
-    def _before(self, place: int, step: int) -> list[Tried]:
+    def _before(self, place: int, step: int) -> list[TriedTask]:
         """What was known of a task when the step's were drawn."""
         return [one for one in self._history[place] if one.step <= step - 1 - self._lag]
 

@@ -17,12 +17,12 @@ from typing import Any
 
 from agentevo.agents.agent import Agent, outcome_of
 from agentevo.agents.policy import Policy
-from agentevo.errors import AgentEvoError, OverreachError, described
+from agentevo.errors import AgentEvoError, OverreachError, describe_error
 from agentevo.event_loop import TaskScope
 from agentevo.rollout.failures import TOO_LONG, ShowFailure
 from agentevo.signals import Interrupt
 from agentevo.store.call_log import AttemptCalls, RunningCall
-from agentevo.store.trace_context import Said
+from agentevo.store.trace_context import TracedMessage
 from agentevo.tracebacks import traceback_of
 from agentevo.types import Outcome, Status, Task, Trajectory, group_of_agent
 
@@ -53,7 +53,7 @@ def _heard(task: asyncio.Task[Outcome]) -> None:
         task.exception()
 
 
-class Attempt:
+class GroupAttempt:
     """One attempt at `task` in the name of a group. `limit_s` is the longest that the agent may
     take, while the engine is awake."""
 
@@ -121,7 +121,7 @@ class Attempt:
         if call.tracing.contents and trajectory.turns:
             first = trajectory.turns[0]
             last = trajectory.turns[-1]
-            call.said = Said(asked=first.messages[:-1], answers=last.messages[-1:])
+            call.said = TracedMessage(asked=first.messages[:-1], answers=last.messages[-1:])
 
     async def _run(self, task_id: str, group_id: str, number: int) -> list[Trajectory]:
         """The only place where an agent's failure is caught."""
@@ -139,7 +139,7 @@ class Attempt:
         finally:
             await self._let_go(self._playing)
 
-        ended, status, error, raised = self._ended(self._playing, late)
+        ended, status, error, raised = self._outcome_of(self._playing, late)
         conversations = self.policy.conversations
         broken = next((one.broken for one in conversations.values() if one.broken), None)
         if broken is not None and status != "cancelled":
@@ -166,8 +166,8 @@ class Attempt:
                     task_id=task_id,
                     group_id=group_of_agent(group_id, agent),
                     attempt=number,
-                    turns=conversation.recorded(outcome.turn_rewards),
-                    remote_turns=[] if beside is None else beside.recorded(),
+                    turns=conversation.turns_to_record(outcome.turn_rewards),
+                    remote_turns=[] if beside is None else beside.turns_to_record(),
                     files=self.policy.files_of(agent),
                     texts=dict(self.policy.texts.digests),
                     reward=outcome.reward or 0.0,
@@ -222,7 +222,7 @@ class Attempt:
         finally:
             await self.policy.close()
 
-    def _ended(
+    def _outcome_of(
         self, playing: asyncio.Task[Outcome], late: bool
     ) -> tuple[Outcome, Status, str | None, BaseException | None]:
         """How it ended, the reason, and what was raised."""
@@ -242,16 +242,16 @@ class Attempt:
         error = playing.exception()
         if error is None:
             try:
-                return self._checked(playing.result()), "completed", None, None
+                return self._check_outcome(playing.result()), "completed", None, None
             except Exception as problem:  # noqa: BLE001 (what a user's objects raise)
                 error = problem
 
         if isinstance(error, Interrupt):
             raise error
 
-        return nothing, "failed", described(error), error
+        return nothing, "failed", describe_error(error), error
 
-    def _checked(self, returned: Any) -> Outcome:
+    def _check_outcome(self, returned: Any) -> Outcome:
         """What can be stored, averaged and trained on. Raises TypeError or ValueError for anything
         else."""
         outcome = outcome_of(returned, self.policy.rewarded)
@@ -269,7 +269,7 @@ class Attempt:
         return outcome
 
 
-class Group:
+class RolloutGroup:
     """The attempts at one task that are compared with each other, and the greedy one beside them,
     which belongs to a group of its own."""
 
@@ -277,10 +277,10 @@ class Group:
         self,
         task_id: str,
         group_id: str,
-        members: Sequence[Attempt],
+        members: Sequence[GroupAttempt],
         *,
         wanted: int,
-        beside: tuple[str, Attempt] | None,
+        beside: tuple[str, GroupAttempt] | None,
         score: Score,
         ended: Callable[[int], None] = lambda number: None,
     ) -> None:
@@ -295,7 +295,7 @@ class Group:
         self._ended = ended
 
     @property
-    def attempts(self) -> list[Attempt]:
+    def attempts(self) -> list[GroupAttempt]:
         return [*self.members, *([self.beside[1]] if self.beside is not None else [])]
 
     async def run(self) -> list[Trajectory]:
@@ -330,13 +330,13 @@ class Group:
                     if completed >= self._wanted:
                         self.cut(f"cut: {completed} attempts of its group had completed")
 
-            return await self._scored([run.result() for run in runs])
+            return await self._score_attempts([run.result() for run in runs])
         finally:
             for run in runs:
                 run.cancel()
             await asyncio.gather(*runs, return_exceptions=True)
 
-    async def _scored(self, attempts: list[list[Trajectory]]) -> list[Trajectory]:
+    async def _score_attempts(self, attempts: list[list[Trajectory]]) -> list[Trajectory]:
         """The one beside the group is judged alone, and every agent beside itself."""
         unrewarded = set[str]().union(*(attempt.unrewarded for attempt in self.attempts))
         calls = {name: own for attempt in self.attempts for name, own in attempt.calls.items()}

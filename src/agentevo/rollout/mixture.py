@@ -72,7 +72,7 @@ class TaskPool:
         round_ = self.round_of(place)
         part = place % self._steps_per_round
         order = (
-            self.shuffled("order", round_) if self._mixture is None else self._mixture.order(round_)
+            self.shuffle("order", round_) if self._mixture is None else self._mixture.order(round_)
         )
         return [self.tasks[index] for index in order[part * self._count : (part + 1) * self._count]]
 
@@ -80,7 +80,7 @@ class TaskPool:
         """The round that a step is in."""
         return place // self._steps_per_round
 
-    def shuffled(self, purpose: str, number: int) -> list[int]:
+    def shuffle(self, purpose: str, number: int) -> list[int]:
         """All of its tasks in an order of that purpose and number."""
         return permutation(len(self.tasks), derive_seed(self._seed, purpose, number))
 

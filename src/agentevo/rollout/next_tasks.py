@@ -130,6 +130,6 @@ class NextTasks:
                 )
 
             self._step += 1
-            self._ahead = tasks.queued(self._step)
+            self._ahead = tasks.tasks_to_queue(self._step)
 
         return self._ahead.pop(0)

@@ -35,13 +35,13 @@ from agentevo.errors import (
     EngineUnavailableError,
     StoreError,
     StoreUnavailableError,
-    described,
+    describe_error,
 )
 from agentevo.gateway.refusals import Refusal
-from agentevo.gateway.session import Session
+from agentevo.gateway.session import GatewaySession
 from agentevo.inference.engine import Engine
 from agentevo.retry import STORE_RETRY_S, with_retries
-from agentevo.rollout.group import Group
+from agentevo.rollout.group import RolloutGroup
 from agentevo.rollout.sampler import BASELINE, Sampler
 from agentevo.rollout.unstorable import written
 from agentevo.store.records import Lease, Split
@@ -97,7 +97,7 @@ class OutsideSession:
         self.group_id, _, self.attempt = policy.name.rpartition("#")
         self.trace: Mapping[str, str] = {}
         """Headers that name its place in a trace."""
-        self.door: Session | None = None
+        self.door: GatewaySession | None = None
         """How its agent reaches the policy, once it has been claimed."""
         self.opened_at = 0.0
         self.claimed = asyncio.Event()
@@ -109,7 +109,7 @@ class OutsideSession:
         self.trajectory: Trajectory | None = None
         """As it was written."""
 
-    def exported(self) -> Trajectory:
+    def export(self) -> Trajectory:
         """What is recorded, with what was posted; before its group has been scored that is all."""
         if self.trajectory is not None:
             return self.trajectory
@@ -122,7 +122,7 @@ class OutsideSession:
             task_id=self.task.id,
             group_id=self.group_id,
             attempt=int(self.attempt),
-            turns=self.policy.conversation.recorded(outcome.turn_rewards),
+            turns=self.policy.conversation.turns_to_record(outcome.turn_rewards),
             reward=outcome.reward or 0.0,
             reward_parts=outcome.reward_parts,
             success=outcome.success,
@@ -170,7 +170,7 @@ class OutsideAgent:
                 await self._until_claimed(session)
 
             door = policy.session
-            assert isinstance(door, Session)
+            assert isinstance(door, GatewaySession)
 
             session.door = door
             session.opened_at = time.time()
@@ -225,13 +225,13 @@ class OutsideAgent:
 
 
 @dataclass(eq=False)
-class _Opened:
+class _OpenedGroup:
     """A group whose attempts are opened from outside."""
 
     name: str
     task: Task
     size: int
-    group: Group
+    group: RolloutGroup
     split: Split
     step: int
     lease: Lease | None
@@ -264,9 +264,9 @@ class OutsideSessions:
         self._engine = engine
         self._store = store
         self._note = note
-        self._groups: dict[str, _Opened] = {}
+        self._groups: dict[str, _OpenedGroup] = {}
         """Those under way, by the name that was given."""
-        self._sessions: dict[str, tuple[OutsideSession, _Opened]] = {}
+        self._sessions: dict[str, tuple[OutsideSession, _OpenedGroup]] = {}
         self._ended: dict[str, None] = {}
         """Ids of sessions whose group has been written; the oldest first."""
         self._opening = asyncio.Lock()
@@ -375,7 +375,7 @@ class OutsideSessions:
         size: int | None,
         shown: Task | None,
         lease: Lease | None,
-    ) -> _Opened:
+    ) -> _OpenedGroup:
         if name is not None:
             await self._check_group(name)
 
@@ -412,7 +412,7 @@ class OutsideSessions:
             shown=shown,
         )
         split: Split = "eval" if name is None else "train"
-        opened = _Opened(label, task, size, group, split, step, lease)
+        opened = _OpenedGroup(label, task, size, group, split, step, lease)
         self._groups[label] = opened
         opened.playing = asyncio.create_task(self._play(opened))
         return opened
@@ -427,7 +427,7 @@ class OutsideSessions:
     async def _add(self, task: Task) -> None:
         """Makes the task known. Raises Refusal for one whose id another one has."""
         try:
-            await self._retried(lambda: self._store.add_tasks([task], queue=False))
+            await self._retry(lambda: self._store.add_tasks([task], queue=False))
         except StoreUnavailableError:
             raise
         except StoreError as error:
@@ -447,7 +447,7 @@ class OutsideSessions:
             )
 
         if self._names is None:
-            written = await self._retried(lambda: self._store.summaries(split="train"))
+            written = await self._retry(lambda: self._store.summaries(split="train"))
             found = (_LABEL.search(summary.group_id) for summary in written)
             self._names = {label[1] for label in found if label is not None}
 
@@ -462,7 +462,7 @@ class OutsideSessions:
                 param="group",
             )
 
-    def _check_same(self, opened: _Opened, task: Task | None, size: int | None) -> None:
+    def _check_same(self, opened: _OpenedGroup, task: Task | None, size: int | None) -> None:
         """Raises Refusal for a session that does not belong to the group."""
         if task is not None and task != opened.task:
             raise Refusal(
@@ -479,7 +479,7 @@ class OutsideSessions:
         if opened.num_claimed >= opened.size:
             raise Refusal(f"the group {opened.name} has all its attempts", status=409)
 
-    async def _play(self, opened: _Opened) -> None:
+    async def _play(self, opened: _OpenedGroup) -> None:
         """From its first attempt until it is written, or why it never is."""
         lease = opened.lease
         beats = asyncio.create_task(self._keep(lease, opened)) if lease is not None else None
@@ -487,7 +487,7 @@ class OutsideSessions:
             trajectories = await opened.group.run()
             trajectories = await written(
                 trajectories,
-                lambda storable: self._retried(
+                lambda storable: self._retry(
                     lambda: self._store.write_trajectories(
                         storable, split=opened.split, step=opened.step, lease=lease
                     )
@@ -499,11 +499,11 @@ class OutsideSessions:
                 self._names.add(opened.name)
         except Exception as error:  # noqa: BLE001 (whatever it is, its sessions are told)
             self._counts["groups_failed"] += 1
-            self._note(f"the group {opened.id} is lost: {described(error)}")
+            self._note(f"the group {opened.id} is lost: {describe_error(error)}")
             trajectories = [_lost(session, error) for session in opened.sessions]
             if lease is not None:
                 with suppress(StoreError):  # where it is lost, somebody else plays it by now
-                    await self._store.retry_task(lease, described(error))
+                    await self._store.retry_task(lease, describe_error(error))
         finally:
             if beats is not None:
                 beats.cancel()
@@ -512,7 +512,7 @@ class OutsideSessions:
 
         self._remember(opened, trajectories)
 
-    async def _keep(self, lease: Lease, opened: _Opened) -> None:
+    async def _keep(self, lease: Lease, opened: _OpenedGroup) -> None:
         """Renews the lease; breaks the group off once it is somebody else's."""
         while True:
             await asyncio.sleep(self._config.rollout.lease_s / 3)
@@ -524,7 +524,7 @@ class OutsideSessions:
                 opened.group.cut("the lease on its task is lost")
                 return
 
-    def _remember(self, opened: _Opened, trajectories: Sequence[Trajectory]) -> None:
+    def _remember(self, opened: _OpenedGroup, trajectories: Sequence[Trajectory]) -> None:
         by_id = {trajectory.id: trajectory for trajectory in trajectories}
         for session in opened.sessions:
             session.trajectory = by_id.get(session.policy.name)
@@ -533,12 +533,12 @@ class OutsideSessions:
             oldest = next(iter(self._ended))
             del self._ended[oldest], self._sessions[oldest]
 
-    async def _retried(self, call: Callable[[], Any]) -> Any:
+    async def _retry(self, call: Callable[[], Any]) -> Any:
         return await with_retries(call, within_s=STORE_RETRY_S, what="writing a session's group")
 
 
 def _lost(session: OutsideSession, error: Exception) -> Trajectory:
     """An attempt that the infrastructure has failed, which no store has."""
     return msgspec.structs.replace(
-        session.exported(), status="cancelled", error=f"nothing was written: {error}"
+        session.export(), status="cancelled", error=f"nothing was written: {error}"
     )

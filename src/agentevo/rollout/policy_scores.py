@@ -12,7 +12,7 @@ from agentevo.errors import EngineError, RequestTooLongError
 from agentevo.event_loop import outside_scopes
 from agentevo.inference.engine import CANT_SCORE, Engine, ScoringEngine
 from agentevo.models.chat import ChatFormat
-from agentevo.rewards.baselines import Baselines
+from agentevo.rewards.baselines import BaselineScorers
 from agentevo.rollout.group import InfrastructureFailure
 from agentevo.types import Task
 
@@ -28,7 +28,7 @@ class PolicyScores:
         config: RunConfig,
         engine: Engine,
         chat: ChatFormat,
-        baselines: Baselines,
+        baselines: BaselineScorers,
         agent: str = "",
     ) -> None:
         self._config = config

@@ -117,14 +117,14 @@ class SelfPlayAgent(FunctionAgent):
         except ValueError as error:
             reason = storable(str(error), LONGEST_REASON)
             return msgspec.json.encode({"invalid": reason or "no question"})
-        return encoded(question)
+        return encode_question(question)
 
     async def close(self) -> None:
         """See FunctionAgent.close."""
         await self._solver.close()
 
 
-def encoded(question: Question) -> bytes:
+def encode_question(question: Question) -> bytes:
     """A question as it is kept. Raises TypeError for what a family should not have returned:
     another object, values that JSON can't hold, more than LARGEST bytes; RowError for half of a
     surrogate pair, and see `task_of_question`; UnknownNameError for an unknown scorer."""

@@ -7,8 +7,8 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from agentevo.agents.agent import Agent
-from agentevo.agents.policy import Door, Policy
-from agentevo.agents.remote_policy import RemoteConversation, RemoteModelPolicy
+from agentevo.agents.policy import Policy, PolicyDoor
+from agentevo.agents.remote_policy import RemoteModelPolicy, RemotePolicyConversation
 from agentevo.config import RunConfig
 from agentevo.inference.engine import Engine
 from agentevo.remote_models import RemoteConversations
@@ -34,7 +34,7 @@ class RemoteSampler(Sampler):
         super().__init__(config, nothing, nothing, agent, nothing, 0, calls=calls, note=note)
         self._model = model
 
-    async def _scored(
+    async def _score(
         self,
         trajectories: Sequence[Trajectory],
         unrewarded: Sequence[bool],
@@ -52,7 +52,7 @@ class RemoteSampler(Sampler):
         temperature: float,
         engines: Mapping[str, Engine] = MappingProxyType({}),
         *,
-        door: Door | None = None,
+        door: PolicyDoor | None = None,
         texts: Mapping[str, str] | None = None,
     ) -> Policy:
         """See Sampler.policy."""
@@ -69,6 +69,8 @@ class RemoteSampler(Sampler):
         calls = AttemptCalls(self._calls, name)
         seed = derive_seed(self._config.run.seed, name)
         remote = RemoteConversations(self.remote_models, name=name, seed=seed, calls=calls)
-        conversation = RemoteConversation(remote, self._model, sampling, name=name, calls=calls)
+        conversation = RemotePolicyConversation(
+            remote, self._model, sampling, name=name, calls=calls
+        )
         own = self.texts(texts)
         return RemoteModelPolicy(conversation, door or self._gateway, remote, self._model, own)

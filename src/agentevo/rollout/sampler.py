@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from agentevo.agents.agent import Agent
-from agentevo.agents.policy import Door, Policy
+from agentevo.agents.policy import Policy, PolicyDoor
 from agentevo.agents.texts import Declared, TextKeeper, Texts
 from agentevo.config import RunConfig
 from agentevo.config.named_agents import remote_agents, trained_agents
@@ -35,9 +35,9 @@ from agentevo.models.chat import ChatFormat
 from agentevo.progress import bar
 from agentevo.remote_models import RemoteConversations, RemoteModels
 from agentevo.retry import STORE_RETRY_S, with_retries
-from agentevo.rewards.baselines import Baselines
+from agentevo.rewards.baselines import BaselineScorers
 from agentevo.rollout.failures import FirstFailures
-from agentevo.rollout.group import Attempt, Group, InfrastructureFailure
+from agentevo.rollout.group import GroupAttempt, InfrastructureFailure, RolloutGroup
 from agentevo.rollout.policy_scores import BASELINES, PolicyScores
 from agentevo.rollout.scoring import Scoring
 from agentevo.rollout.self_play import role_of
@@ -132,7 +132,7 @@ class Sampler:
         )
         self.remote_models = RemoteModels(config.remote_models, config.run_dir / REMOTE_MODELS)
         self._scoring = Scoring(config.rewards, show=self.failures.show, models=self.remote_models)
-        self._baselines = Baselines(config.run_dir / BASELINES)
+        self._baselines = BaselineScorers(config.run_dir / BASELINES)
         self._given = given
         self._preparing: asyncio.Task[None] | None = None
         self._keep_text = TextKeeper(config.run_dir)
@@ -183,14 +183,14 @@ class Sampler:
         size = attempts + extra + baseline
         counted = dict[str, int]()
 
-        def ended(task: Task, number: int) -> None:
+        def count_ended(task: Task, number: int) -> None:
             passed.advance(number - counted.get(task.id, 0))
             counted[task.id] = number
 
         async def group(task: Task) -> list[Trajectory]:
             stored = [known.get(one, []) for one in self._group_names(task, labels, step)]
             if len(stored[0]) >= attempts and all(stored):
-                ended(task, size)
+                count_ended(task, size)
                 return list(itertools.chain(*stored))
 
             trajectories = await self.play(
@@ -201,7 +201,7 @@ class Sampler:
                 step=step,
                 label=label,
                 baseline=baseline,
-                ended=partial(ended, task),
+                ended=partial(count_ended, task),
             )
             return await self.write(trajectories, split=split, step=step) if write else trajectories
 
@@ -249,7 +249,7 @@ class Sampler:
         engines: Mapping[str, Engine] = MappingProxyType({}),
         ended: Callable[[int], None] = lambda number: None,
         texts: Mapping[str, str] | None = None,
-    ) -> Group:
+    ) -> RolloutGroup:
         """The attempts at a task, not yet begun: `attempts` that are wanted and `extra` ones, of
         which the last to complete are broken off.
 
@@ -260,9 +260,9 @@ class Sampler:
         limit = self._config.agent.timeout_s
         name = group_of_agent(name, role_of(task)) if self._has_roles else name
 
-        def attempt(group_id: str, number: int, temperature: float) -> Attempt:
+        def attempt(group_id: str, number: int, temperature: float) -> GroupAttempt:
             own = f"{group_id}#{number}"
-            return Attempt(
+            return GroupAttempt(
                 self._agent,
                 copy_of_task(shown or task),
                 self.policy(own, temperature, engines, texts=texts),
@@ -274,13 +274,13 @@ class Sampler:
         members = [attempt(name, number, temperature) for number in range(attempts + extra)]
         beside = group_name(task.id, BASELINE, step)
         greedy = (beside, attempt(beside, 0, 0.0)) if baseline else None
-        return Group(
+        return RolloutGroup(
             task.id,
             name,
             members,
             wanted=attempts,
             beside=greedy,
-            score=partial(self._scored, task=shown or task, engines=engines),
+            score=partial(self._score, task=shown or task, engines=engines),
             ended=ended,
         )
 
@@ -288,7 +288,7 @@ class Sampler:
         """Raises AgentEvoError where the task's own scorer is none, or can't be made."""
         self._scoring.compares(task)
 
-    async def _scored(
+    async def _score(
         self,
         trajectories: Sequence[Trajectory],
         unrewarded: Sequence[bool],
@@ -308,11 +308,11 @@ class Sampler:
         engine = engines.get(agent, player.engine)
         policy = PolicyScores(self._config, engine, player.chat, self._baselines, agent)
         if self._scoring.prepares:
-            await self._prepared(policy)
+            await self._wait_for_rewards(policy)
 
         return await self._scoring.score(trajectories, unrewarded, calls, task=task, policy=policy)
 
-    async def _prepared(self, policy: PolicyScores) -> None:
+    async def _wait_for_rewards(self, policy: PolicyScores) -> None:
         """Returns when the rewards know what they want of the policy that the run begins with: no
         step is made before the first group is scored. Begun again after a failure."""
         if self._preparing is None:
@@ -332,7 +332,7 @@ class Sampler:
         temperature: float,
         engines: Mapping[str, Engine] = MappingProxyType({}),
         *,
-        door: Door | None = None,
+        door: PolicyDoor | None = None,
         texts: Mapping[str, str] | None = None,
     ) -> Policy:
         """What the attempt of that name asks. `engines`: in the place of the run's own, by the

@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from agentevo.agents.environment_thread import EnvironmentThread, Pace
 from agentevo.config.sandbox import SandboxSection
 from agentevo.copies import copy_of_task, copy_of_trajectory
-from agentevo.errors import AgentEvoError, ConfigError, OverreachError, described
+from agentevo.errors import AgentEvoError, ConfigError, OverreachError, describe_error
 from agentevo.event_loop import NoticesBlocks, TaskScope
 from agentevo.rewards import RewardConfig, Score, make_reward
 from agentevo.rewards.returned import plain_number
@@ -178,7 +178,7 @@ class NamedReward:
         return list(await asyncio.gather(*singles))
 
     @contextmanager
-    def _recorded(
+    def _record_call(
         self, trajectories: Sequence[Trajectory], calls: Calls
     ) -> Iterator[Callable[[Sequence[Score | Unscored]], None]]:
         """A block that is a call of each of these attempts. Yields what notes their scores, in
@@ -209,7 +209,7 @@ class NamedReward:
         task = copy_of_task(task)
 
         async def work() -> Score:
-            with self._recorded([trajectory], calls) as note:
+            with self._record_call([trajectory], calls) as note:
                 score = await judge()
                 note([score])
                 return score
@@ -239,7 +239,7 @@ class NamedReward:
         task = copy_of_task(task)
 
         async def work() -> list[Score | Unscored]:
-            with self._recorded(trajectories, calls) as note:
+            with self._record_call(trajectories, calls) as note:
                 scores = read(await call_group_scorer(self._item, own, task, self._models))
                 note(scores)
                 return scores
@@ -280,7 +280,7 @@ class NamedReward:
         """What the work gives, or why it gives nothing. A scorer that does not even end when it is
         cancelled is left alone."""
         scope = TaskScope()
-        working = scope.start(_guarded(lambda: self._notices.run(work())))
+        working = scope.start(_guard(lambda: self._notices.run(work())))
         late = False
         try:
             await asyncio.wait([working], timeout=limit_s)
@@ -302,7 +302,7 @@ class NamedReward:
             is_engines = self.asks_policy and isinstance(error, InfrastructureFailure)
             if is_engines or isinstance(error, Interrupt):
                 raise error
-            what = described(error)
+            what = describe_error(error)
 
         failure = self._failure(what)
         failure.raised = error
@@ -312,7 +312,7 @@ class NamedReward:
         return ScorerFailure(f"the reward {self.config.title!r} failed: {what}")
 
 
-async def _guarded(work: Callable[[], Any]) -> Any:
+async def _guard(work: Callable[[], Any]) -> Any:
     """An event loop ends with a task that raises SystemExit or KeyboardInterrupt."""
     try:
         return await work()
@@ -435,7 +435,7 @@ class Scoring:
         rewards = self._list_for(task, step)
         if not rewards:
             return [
-                self._failed(t, NO_REWARD) if missing and t.status == "completed" else t
+                self._failed_trajectory(t, NO_REWARD) if missing and t.status == "completed" else t
                 for t, missing in zip(trajectories, unrewarded, strict=True)
             ]
 
@@ -466,13 +466,15 @@ class Scoring:
     ) -> Trajectory:
         failures = [score for score in scores if isinstance(score, ScorerFailure)]
         if failures:
-            return self._failed(trajectory, "; ".join(map(str, failures)), failures[0].raised)
+            return self._failed_trajectory(
+                trajectory, "; ".join(map(str, failures)), failures[0].raised
+            )
         try:
             return _with_scores(trajectory, rewards, weights, scores)
         except ValueError as error:
-            return self._failed(trajectory, described(error))
+            return self._failed_trajectory(trajectory, describe_error(error))
 
-    def _failed(
+    def _failed_trajectory(
         self, trajectory: Trajectory, error: str, raised: BaseException | None = None
     ) -> Trajectory:
         self._show(trajectory.id, error, traceback_of(raised))

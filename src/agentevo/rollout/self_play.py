@@ -30,7 +30,7 @@ from agentevo.config.self_play import PROPOSER, PROPOSES, SOLVER, SelfPlay
 from agentevo.config.tasks import TaskFields
 from agentevo.daemon_threads import call_in_thread
 from agentevo.data.asked import asked_key
-from agentevo.errors import ConfigError, StoreError, described
+from agentevo.errors import ConfigError, StoreError, describe_error
 from agentevo.rollout.given_tasks import content_id, task_of
 from agentevo.rollout.questions import QUESTION, Question, QuestionFamily, task_of_question
 from agentevo.seeds import derive_seed
@@ -87,7 +87,7 @@ class ProposalTasks:
             trace = traceback_of(error)
             raise ConfigError(
                 f"tasks.self_play: the family's prompt(rng) gives nothing to ask: "
-                f"{described(error)}: return a text, or chat messages that end with the user's"
+                f"{describe_error(error)}: return a text, or chat messages that end with the user's"
                 + (f"\n{trace}" if trace else "")
             ) from error
 
@@ -173,7 +173,7 @@ def _row_of(trajectory: Trajectory) -> dict[str, Any]:
             row = {name: row[name] for name in Question.__struct_fields__}
     except (KeyError, TypeError, ValueError) as error:
         raise StoreError(
-            f"{trajectory.id}: its {QUESTION} is missing or damaged ({described(error)}): the "
+            f"{trajectory.id}: its {QUESTION} is missing or damaged ({describe_error(error)}): the "
             "store was changed from outside"
         ) from error
 

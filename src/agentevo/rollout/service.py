@@ -41,7 +41,7 @@ from agentevo.errors import (
 )
 from agentevo.inference.engine import Engine, VersionedEngine
 from agentevo.retry import STORE_RETRY_S, with_retries
-from agentevo.rollout.group import Group, InfrastructureFailure
+from agentevo.rollout.group import InfrastructureFailure, RolloutGroup
 from agentevo.rollout.sampler import Sampler, group_name
 from agentevo.rollout.task_source import TaskSource
 from agentevo.rollout.unstorable import written
@@ -79,7 +79,7 @@ FED_AT_ONCE = 64
 
 
 @dataclass(eq=False)
-class _Work:
+class _SampledWork:
     """A leased task."""
 
     lease: Lease
@@ -87,7 +87,7 @@ class _Work:
     step: int
     """For which its group is sampled."""
     running: asyncio.Task[None] | None = None
-    group: Group | None = None
+    group: RolloutGroup | None = None
     writing: bool = False
     lost: bool = False
     """The lease is somebody else's."""
@@ -128,7 +128,7 @@ class SamplerService:
         self._next_step = 0
         """Whose tasks are queued next."""
         self._to_feed: deque[Task] = deque()
-        self._works: set[_Work] = set()
+        self._works: set[_SampledWork] = set()
         self._failures: list[BaseException] = []
         self._group_ended = asyncio.Event()
         self._counts = Counter[str]()
@@ -159,7 +159,7 @@ class SamplerService:
 
                 version = self._engine.version
                 if version >= 0:
-                    await self._feed(version)
+                    await self._queue_tasks(version)
                     await self._lease(version)
                     self._cancel_old(version)
 
@@ -176,7 +176,7 @@ class SamplerService:
             pass
         self._group_ended.clear()
 
-    async def _feed(self, version: int) -> None:
+    async def _queue_tasks(self, version: int) -> None:
         """Queues what may be sampled now. Ids say which task of which step it is, so what another
         service has queued stays as it is."""
         if self._waits:
@@ -187,7 +187,7 @@ class SamplerService:
                     await self._tasks.learn(self._store)
                     if not self._tasks.is_known(self._next_step):
                         return  # the weights are there before their step is committed
-                await self._add(self._tasks.queued(self._next_step))
+                await self._add(self._tasks.tasks_to_queue(self._next_step))
                 self._next_step += 1
 
             return
@@ -204,7 +204,7 @@ class SamplerService:
 
     def _next_task(self) -> Task:
         if not self._to_feed:
-            self._to_feed.extend(self._tasks.queued(self._next_step))
+            self._to_feed.extend(self._tasks.tasks_to_queue(self._next_step))
             self._next_step += 1
         return self._to_feed.popleft()
 
@@ -233,12 +233,12 @@ class SamplerService:
                 ours[lease.task.id].lease = lease
                 continue
 
-            work = _Work(lease, int(lease.task.metadata.get(QUEUED_FOR_STEP, version + 1)))
+            work = _SampledWork(lease, int(lease.task.metadata.get(QUEUED_FOR_STEP, version + 1)))
             self._works.add(work)
             work.running = asyncio.create_task(self._work(work))
-            work.running.add_done_callback(partial(self._ended, work))
+            work.running.add_done_callback(partial(self._note_end, work))
 
-    def _ended(self, work: _Work, task: asyncio.Task[None]) -> None:
+    def _note_end(self, work: _SampledWork, task: asyncio.Task[None]) -> None:
         self._works.discard(work)
         self._group_ended.set()
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -262,7 +262,7 @@ class SamplerService:
                     f"rollout.staleness={bound}"
                 )
 
-    async def _work(self, work: _Work) -> None:
+    async def _work(self, work: _SampledWork) -> None:
         """From the lease to its end, one way or another."""
         beats = asyncio.create_task(self._beat(work))
         try:
@@ -292,7 +292,7 @@ class SamplerService:
             beats.cancel()
             await asyncio.gather(beats, return_exceptions=True)
 
-    async def _beat(self, work: _Work) -> None:
+    async def _beat(self, work: _SampledWork) -> None:
         """Renews the lease; ends the work when it is lost. A database that is away can't give the
         task to anybody else."""
         while not work.lost:
@@ -311,7 +311,7 @@ class SamplerService:
                     work.running.cancel()
                 return
 
-    async def _is_known(self, work: _Work) -> bool:
+    async def _is_known(self, work: _SampledWork) -> bool:
         """Whether the group is in the store: a predecessor has written it, and the task was queued
         again since."""
         name = self._group_names(work)[0]
@@ -321,12 +321,12 @@ class SamplerService:
             )
         )
 
-    def _group_names(self, work: _Work) -> list[str]:
+    def _group_names(self, work: _SampledWork) -> list[str]:
         """Ids of its group, of each agent."""
         name = group_name(work.lease.task.id, "train", work.step)
         return [group_of_agent(name, agent) for agent in self._agents]
 
-    async def _play(self, work: _Work) -> list[Trajectory]:
+    async def _play(self, work: _SampledWork) -> list[Trajectory]:
         """The group's trajectories, of admissible weights. Raises InfrastructureFailure."""
         unreached = 0
         while True:
@@ -376,7 +376,7 @@ class SamplerService:
             and (own := version_of(self._config, agent, version)) is not None
         }
 
-    async def _until_admitted(self, work: _Work) -> None:
+    async def _until_admitted(self, work: _SampledWork) -> None:
         """Waits for an engine, and under `wait` for weights that the group may be sampled from."""
         while self._engine.version < 0 or (
             self._waits and work.step > self._engine.version + 1 + self._rollout.staleness
@@ -395,7 +395,7 @@ class SamplerService:
                     f"rollout.staleness={self._rollout.staleness}: it came back with old weights"
                 )
 
-    async def _write(self, work: _Work, trajectories: list[Trajectory]) -> None:
+    async def _write(self, work: _SampledWork, trajectories: list[Trajectory]) -> None:
         """Completes the task with its trajectories. Refused trajectories fail the task with the
         reason; a lost lease writes nothing."""
         if not any(
@@ -436,7 +436,7 @@ class SamplerService:
                 trajectory.num_completion_tokens() if trajectory.status == "cancelled" else 0
             )
 
-    async def _retry(self, work: _Work, error: str) -> None:
+    async def _retry(self, work: _SampledWork, error: str) -> None:
         async def retry() -> None:
             if await self._store.retry_task(work.lease, error) == "poison":
                 self._counts["tasks_poisoned"] += 1
@@ -454,7 +454,7 @@ class SamplerService:
 
     async def _let_go(
         self,
-        work: _Work,
+        work: _SampledWork,
         call: Callable[[], Awaitable[None]],
         counted: str,
         *,

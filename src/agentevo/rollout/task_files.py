@@ -30,7 +30,7 @@ GSM8K_SCORER = "numeric"
 """The reward of GSM8K's rows."""
 
 
-def converted(source: str, read_form: str, form: str, report: RowReport) -> list[dict[str, Any]]:
+def convert_rows(source: str, read_form: str, form: str, report: RowReport) -> list[dict[str, Any]]:
     """The rows of a source in another form."""
     rows: list[dict[str, Any]] = []
     taken: dict[str, str] = {}

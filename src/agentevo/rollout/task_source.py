@@ -186,7 +186,7 @@ class TaskSource:
         begins = self.stages.begins(step)
         return self._pools[len(begins) - 1].of_step(step - begins[-1])
 
-    def queued(self, step: int) -> list[Task]:
+    def tasks_to_queue(self, step: int) -> list[Task]:
         """Tasks of step `step` as samplers queue them: their metadata says for which step, and a
         given task that a later round repeats is a task of its own there, ID~ROUND. With a
         curriculum every step is a round."""
@@ -255,7 +255,7 @@ class TaskSource:
         taken = {task.id for task in self.train(step)}
         yield from (
             pool.tasks[index]
-            for index in pool.shuffled("refill", step)
+            for index in pool.shuffle("refill", step)
             if pool.tasks[index].id not in taken
         )
 
@@ -267,7 +267,7 @@ class TaskSource:
         }
         return {name: ids for name, ids in found.items() if ids}
 
-    def numbered(self, number: int, *, is_train: bool) -> Task:
+    def task_of_number(self, number: int, *, is_train: bool) -> Task:
         """The `number`-th task, from 0, of those to train on or of those that are held out. Raises
         ConfigError where there are fewer."""
         if is_train and self._pools is None and self.proposals is None:

@@ -51,9 +51,9 @@ class TaskStages:
         )
         for record in records:
             if record.step not in self._success:  # a sampler beside the trainer asks as well
-                self.learned(record.step, record.record["metrics"].get(SUCCESS))
+                self.note_step(record.step, record.record["metrics"].get(SUCCESS))
 
-    def learned(self, step: int, success: float | None) -> None:
+    def note_step(self, step: int, success: float | None) -> None:
         """What a committed step has come to, in order of the steps."""
         if step != len(self._success) + 1:
             raise ValueError(f"step {step} is told after step {len(self._success)}")

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from msgspec.structs import replace
 
-from agentevo.errors import StoreError, StoreUnavailableError, described
+from agentevo.errors import StoreError, StoreUnavailableError, describe_error
 from agentevo.store.codec import encode_trajectories
 from agentevo.types import Trajectory
 
@@ -44,7 +44,7 @@ def _storable(trajectory: Trajectory) -> Trajectory:
             metrics={},
             success=False,
             status="failed",
-            error=described(error),
+            error=describe_error(error),
         )
 
     return trajectory

@@ -115,7 +115,7 @@ def _rows(
                 yield from _sft_rows(one, trajectory, read)
             elif form == "pairs" and one.reply is not None:
                 original = conversation(trajectory, read)
-                edited = conversation(_edited(trajectory, one.reply), read)
+                edited = conversation(_with_reply(trajectory, one.reply), read)
                 yield {**pair_of(edited, original), "trajectory_id": one.attempt}
             elif form == "labels" and one.verdict:
                 yield _label_row(one, trajectory, read)
@@ -136,7 +136,7 @@ def _rows(
             yield error
 
 
-def _edited(trajectory: Trajectory, reply: str) -> Trajectory:
+def _with_reply(trajectory: Trajectory, reply: str) -> Trajectory:
     """With another last reply, which is whole."""
     last = last_answer(trajectory)
     if last is None or not last.messages:
@@ -156,7 +156,7 @@ def _sft_rows(one: Annotation, trajectory: Trajectory, read: Read) -> Iterator[R
     if one.reply is None and one.verdict != RIGHT:
         return
     if one.reply is not None:
-        trajectory = _edited(trajectory, one.reply)
+        trajectory = _with_reply(trajectory, one.reply)
 
     rows = list(conversations_of(trajectory, read))
     if not rows:

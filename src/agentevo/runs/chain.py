@@ -156,7 +156,7 @@ class HeadFile:
         self._folder = folder
         self._head = read_head(folder) or Head()
 
-    def committed(self, end: End) -> None:
+    def note_commit(self, end: End) -> None:
         """The step is in the store, and none after it."""
         checkpoints = {s: sha for s, sha in self._head.checkpoints.items() if s <= end.step}
         self._write(step=end.step, chain=end.chain, checkpoints=checkpoints, given_up=False)
@@ -165,7 +165,7 @@ class HeadFile:
         """The run ends with nothing trained."""
         self._write(given_up=True)
 
-    def saved(self, step: int, sha256: str) -> None:
+    def note_checkpoint(self, step: int, sha256: str) -> None:
         """A checkpoint was saved after its step's commit."""
         self._write(checkpoints=self._head.checkpoints | {step: sha256})
 

@@ -49,7 +49,7 @@ def measured_runs(folders: Sequence[Path]) -> list[MeasuredRun]:
             raise ConfigError(f"{folder}: no run of this sweep has begun yet")
 
         for one in inside:
-            found.setdefault(one.resolve(), _measured(one))
+            found.setdefault(one.resolve(), _measure_run(one))
 
     return list(found.values())
 
@@ -70,7 +70,7 @@ def settings_of(
     ]
 
 
-def _measured(folder: Path) -> MeasuredRun:
+def _measure_run(folder: Path) -> MeasuredRun:
     config = sources.leaves(sources.read_yaml(folder / "config.yaml"))
     path = folder / "metrics.jsonl"
     table = MetricsTable(path)

@@ -46,7 +46,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 _ID = re.compile(r"[0-9a-zA-Z-]{8,64}")
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class ControlRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What somebody asks of a run."""
 
     id: str
@@ -56,7 +56,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     who: str = ""
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class ControlAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a request."""
 
     id: str
@@ -66,7 +66,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     at: float = 0.0
 
 
-class Session(msgspec.Struct, frozen=True, kw_only=True):
+class ControlSession(msgspec.Struct, frozen=True, kw_only=True):
     """One process that trains in a folder, from its first step to its end."""
 
     id: str
@@ -75,12 +75,12 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     started_at: float = 0.0
     is_paused: bool = False
     has_ended: bool = False
-    answers: list[Answer] = []
+    answers: list[ControlAnswer] = []
 
 
-def read_session(folder: Path) -> Session | None:
+def read_session(folder: Path) -> ControlSession | None:
     """The newest trainer of that folder; None where there is none that can be asked."""
-    return _read(folder / SESSION, Session)
+    return _read(folder / SESSION, ControlSession)
 
 
 def ask(folder: Path, do: Action, *, id: str, session: str, who: str) -> None:
@@ -89,7 +89,7 @@ def ask(folder: Path, do: Action, *, id: str, session: str, who: str) -> None:
     if not _ID.fullmatch(id):
         raise ConfigError(f"{id[:70]!r} is no id of a request: use letters, digits and -, 8 to 64")
 
-    request = Request(id=id, do=do, session=session, at=time.time(), who=who)
+    request = ControlRequest(id=id, do=do, session=session, at=time.time(), who=who)
     place = folder / REQUESTS
     try:
         place.mkdir(exist_ok=True)
@@ -103,7 +103,7 @@ def ask(folder: Path, do: Action, *, id: str, session: str, who: str) -> None:
         ) from error
 
 
-def answer_to(folder: Path, id: str) -> Answer | None:
+def answer_to(folder: Path, id: str) -> ControlAnswer | None:
     """What became of a request; None as long as it waits."""
     session = read_session(folder)
     return next((one for one in session.answers if one.id == id), None) if session else None
@@ -125,15 +125,15 @@ class RunControl:
         self._stop = stop
         self._note = note
         self._look_s = look_s
-        self._session = Session(
+        self._session = ControlSession(
             id=uuid.uuid4().hex,
             host=socket.gethostname(),
             process=os.getpid(),
             started_at=time.time(),
         )
         self._lock = threading.Lock()
-        self._saves: list[Request] = []
-        self._pauses: list[Request] = []
+        self._saves: list[ControlRequest] = []
+        self._pauses: list[ControlRequest] = []
         self._is_pause_asked = False
         self._seen: set[str] = set()
         self._answered: set[str] = set()
@@ -153,14 +153,14 @@ class RunControl:
     def is_pause_asked(self) -> bool:
         return self._is_pause_asked and not self._over.is_set()
 
-    def take_saves(self) -> list[Request]:
+    def take_saves(self) -> list[ControlRequest]:
         """Requests to save, each given once; `answer` them."""
         with self._lock:
             taken = self._saves
             self._saves = []
         return taken
 
-    def paused(self, step: int) -> None:
+    def note_pause(self, step: int) -> None:
         """The run stands still from now on, after that step."""
         with self._lock:
             asked = self._pauses
@@ -180,9 +180,11 @@ class RunControl:
             self._session = msgspec.structs.replace(self._session, is_paused=False)
         self._write()
 
-    def answer(self, request: Request, result: str, *, is_done: bool = True) -> None:
+    def answer(self, request: ControlRequest, result: str, *, is_done: bool = True) -> None:
         """Says what became of a request, and deletes it."""
-        one = Answer(id=request.id, do=request.do, result=result, is_done=is_done, at=time.time())
+        one = ControlAnswer(
+            id=request.id, do=request.do, result=result, is_done=is_done, at=time.time()
+        )
         with self._lock:
             answers = [*self._session.answers, one][-KEPT_ANSWERS:]
             self._session = msgspec.structs.replace(self._session, answers=answers)
@@ -226,7 +228,7 @@ class RunControl:
         except OSError:
             return  # nobody has ever asked for anything
 
-        found: list[Request] = []
+        found: list[ControlRequest] = []
         for name in names[:MAX_REQUESTS]:
             id = name.removesuffix(".json")
             if id in self._answered:  # it came a second time
@@ -236,7 +238,7 @@ class RunControl:
             if id in self._seen or not _ID.fullmatch(id):
                 continue
 
-            request = _read(self._folder / REQUESTS / name, Request)
+            request = _read(self._folder / REQUESTS / name, ControlRequest)
             self._seen.add(id)
             if request is not None and request.id == id:
                 found.append(request)
@@ -244,7 +246,7 @@ class RunControl:
         for request in sorted(found, key=lambda one: one.at):
             self._take(request)
 
-    def _take(self, request: Request) -> None:
+    def _take(self, request: ControlRequest) -> None:
         if request.session != self._session.id:
             self.answer(request, "too late: that process has ended", is_done=False)
         elif self._over.is_set():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from agentevo.errors import ConfigError, described
+from agentevo.errors import ConfigError, describe_error
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def check_empty(folder: Path, *, but: Collection[str]) -> None:
         return
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{folder} is no folder that can be read ({described(error)}): give another --out"
+            f"{folder} is no folder that can be read ({describe_error(error)}): give another --out"
         ) from error
 
     if any(name not in but for name in found):

@@ -41,7 +41,7 @@ SHOWN_KEYS = 3
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """The result of one finished run; success is 0..1."""
 
     name: str
@@ -63,7 +63,7 @@ class Result:
     """Every key of its configuration that runs of one row must share, with its value."""
 
 
-class Figure(NamedTuple):
+class TableFigure(NamedTuple):
     """Mean and, of two values or more, their standard deviation (n - 1)."""
 
     mean: float
@@ -71,10 +71,10 @@ class Figure(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultRow:
     """Results of one setting, by seed."""
 
-    results: tuple[Result, ...]
+    results: tuple[RunResult, ...]
 
     @property
     def mark(self) -> str:
@@ -82,27 +82,27 @@ class Row:
         return " (!)" if any(one.failed > MAX_FAILED_SHARE for one in self.results) else ""
 
     @property
-    def first(self) -> Result:
+    def first(self) -> RunResult:
         return self.results[0]
 
     @property
     def seeds(self) -> str:
         return ", ".join(str(result.seed) for result in self.results)
 
-    def figure(self, value: Callable[[Result], float | None]) -> Figure | None:
+    def figure(self, value: Callable[[RunResult], float | None]) -> TableFigure | None:
         """Over the runs; None if any has no such value."""
         values = [figure for result in self.results if (figure := value(result)) is not None]
         if len(values) < len(self.results):
             return None
-        return Figure(
+        return TableFigure(
             statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
         )
 
 
-def read_results(folders: Iterable[Path]) -> list[Result]:
+def read_results(folders: Iterable[Path]) -> list[RunResult]:
     """Results in the order of the folders, each run once; within a sweep by variant and seed.
     Raises `ConfigError` for a folder without a finished run."""
-    results: dict[Path, Result] = {}
+    results: dict[Path, RunResult] = {}
     for folder in folders:
         for result in _read_sweep(folder) if is_sweep_folder(folder) else [_read_run(folder)]:
             results.setdefault(result.folder.resolve(), result)
@@ -110,22 +110,24 @@ def read_results(folders: Iterable[Path]) -> list[Result]:
     return list(results.values())
 
 
-def make_rows(results: Sequence[Result], *, each: bool = False) -> list[Row]:
+def make_rows(results: Sequence[RunResult], *, each: bool = False) -> list[ResultRow]:
     """A row for every setting, in the order of its first run; with `each` one for every run."""
     if each:
-        return [Row((result,)) for result in results]
-    groups: dict[tuple[str, frozenset[tuple[str, str]]], list[Result]] = {}
+        return [ResultRow((result,)) for result in results]
+    groups: dict[tuple[str, frozenset[tuple[str, str]]], list[RunResult]] = {}
     for result in results:
         groups.setdefault((result.name, result.setting), []).append(result)
-    return [Row(tuple(sorted(group, key=lambda result: result.seed))) for group in groups.values()]
+    return [
+        ResultRow(tuple(sorted(group, key=lambda result: result.seed))) for group in groups.values()
+    ]
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(rows: Sequence[ResultRow]) -> str:
     """The table and its legend; without a column for the environment where all have the same. Rows
     of one name are told apart by the keys in which they differ, or by their folders."""
     labels = dict(zip([row.first.folder for row in rows], _labels(rows), strict=True))
     environments = len({row.first.environment for row in rows}) > 1
-    columns: list[tuple[str, Callable[[Row], str]]] = [
+    columns: list[tuple[str, Callable[[ResultRow], str]]] = [
         ("run", lambda row: labels[row.first.folder]),
         *([("environment", lambda row: row.first.environment or "")] if environments else []),
         ("seeds", lambda row: row.seeds),
@@ -163,7 +165,7 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(["| " + " | ".join(line) + " |" for line in lines] + ["", *legend, ""])
 
 
-def _labels(rows: Sequence[Row]) -> list[str]:
+def _labels(rows: Sequence[ResultRow]) -> list[str]:
     """What each row is called: no two are called the same and have the same seeds."""
     names = [row.first.name for row in rows]
     labels = []
@@ -187,16 +189,16 @@ def _labels(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _gain(result: Result) -> float | None:
+def _gain(result: RunResult) -> float | None:
     if result.before is None or result.after is None:
         return None
     return result.after - result.before
 
 
-def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def as_json(rows: Sequence[ResultRow]) -> list[dict[str, Any]]:
     """The rows as plain values: per row the mean and standard deviation of each figure, and what
     each seed reached."""
-    figures: dict[str, Callable[[Result], float | None]] = {
+    figures: dict[str, Callable[[RunResult], float | None]] = {
         "before": lambda result: result.before,
         "after": lambda result: result.after,
         "gain": _gain,
@@ -275,7 +277,7 @@ def _parts(path: Path) -> tuple[str, str]:
     return head, tail
 
 
-def _read_sweep(folder: Path) -> list[Result]:
+def _read_sweep(folder: Path) -> list[RunResult]:
     results = _finished_in(folder)
     if not results:
         raise ConfigError(
@@ -285,7 +287,7 @@ def _read_sweep(folder: Path) -> list[Result]:
     return results
 
 
-def _finished_in(folder: Path) -> list[Result]:
+def _finished_in(folder: Path) -> list[RunResult]:
     """The results of a sweep's finished runs: by variant as the sweep has them, then by seed."""
     variants = sources.read_yaml(folder / SWEEP_FILE).get("variants", {})
     if not isinstance(variants, dict):
@@ -307,7 +309,7 @@ def _finished_in(folder: Path) -> list[Result]:
     )
 
 
-def _read_run(folder: Path) -> Result:
+def _read_run(folder: Path) -> RunResult:
     summary = finished_summary(check_run_folder(folder))
     if summary is None:
         raise ConfigError(
@@ -317,10 +319,10 @@ def _read_run(folder: Path) -> Result:
     return _result(folder, summary)
 
 
-def _result(folder: Path, summary: dict[str, Any]) -> Result:
+def _result(folder: Path, summary: dict[str, Any]) -> RunResult:
     evaluation = summary["eval"]
     config = sources.leaves(sources.read_yaml(folder / "config.yaml"))
-    return Result(
+    return RunResult(
         name=summary["name"],
         folder=folder,
         seed=summary["seed"],
@@ -338,7 +340,7 @@ def _result(folder: Path, summary: dict[str, Any]) -> Result:
     )
 
 
-def _percent(figure: Figure | None, *, spread: bool = True) -> str:
+def _percent(figure: TableFigure | None, *, spread: bool = True) -> str:
     if figure is None:
         return ""
     return f"{100 * figure.mean:.1f}%" + (
@@ -346,7 +348,7 @@ def _percent(figure: Figure | None, *, spread: bool = True) -> str:
     )
 
 
-def _points(figure: Figure | None) -> str:
+def _points(figure: TableFigure | None) -> str:
     return "" if figure is None else f"{100 * figure.mean:+.1f}"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from agentevo.config import RunConfig, sources, with_defaults
-from agentevo.config.interpolation import escaped
+from agentevo.config.interpolation import escape_tree
 from agentevo.credentials import is_same_place, without_passwords
 from agentevo.errors import ConfigError
 from agentevo.paths import short
@@ -126,7 +126,7 @@ def changes(
         before = sources.read_yaml(config.run_dir / "config.yaml")
 
     before = sources.leaves(with_defaults(before))
-    now = sources.leaves(escaped(config.model_dump(mode="json")))
+    now = sources.leaves(escape_tree(config.model_dump(mode="json")))
     keys = [
         key
         for key in {**before, **now}

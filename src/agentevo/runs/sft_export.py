@@ -147,7 +147,7 @@ async def export_sft(
         good = _best(good, taught, per_task, report)
 
     with whole_file(path) as file:
-        rows = _Rows(file, report, read, model)
+        rows = _ExportRows(file, report, read, model)
         async for stored in store.trajectories(split=split, status="completed"):
             if stored.trajectory.id in good:
                 rows.add(stored.trajectory, tokens_deleted=stored.tokens_deleted)
@@ -174,7 +174,7 @@ def export_played(
         good = _best(good, taught, per_task, report)
 
     with whole_file(path) as file:
-        rows = _Rows(file, report, read, model)
+        rows = _ExportRows(file, report, read, model)
         for trajectory in trajectories:
             if trajectory.id in good:
                 rows.add(trajectory)
@@ -183,7 +183,7 @@ def export_played(
     return report
 
 
-class _Rows:
+class _ExportRows:
     """The rows of a file that is being written."""
 
     def __init__(self, file: IO[bytes], report: RowReport, read: Read, model: str | None) -> None:

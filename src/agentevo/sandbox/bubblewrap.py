@@ -20,8 +20,8 @@ from agentevo.sandbox.launch import (
     INSIDE,
     SYSTEM,
     SYSTEM_FILES,
-    Launch,
-    Seen,
+    SandboxLaunch,
+    SeenMounts,
     hidden_folders,
     is_below,
     new_uid,
@@ -63,7 +63,7 @@ class Bubblewrap(LocalKind):
             else f"`bwrap` makes no namespaces here: {_complaint(program)}"
         )
 
-    def launch(self, section: SandboxSection) -> Launch:
+    def launch(self, section: SandboxSection) -> SandboxLaunch:
         program = shutil.which("bwrap")
         way = working_way(program) if program else ""
         if program is None or not way:
@@ -90,7 +90,7 @@ class Bubblewrap(LocalKind):
         is_root = way == "root"
         settings = supervisor_settings(section, work="/sandbox", uid=uid if is_root else None)
 
-        return Launch(
+        return SandboxLaunch(
             argv,
             settings,
             pass_fds=(read,),
@@ -120,16 +120,16 @@ def namespace_words(way: str) -> list[str]:
 def working_way(program: str) -> str:
     """`root`, `user`, or nothing where neither works."""
     ways = ["root", "user"] if os.geteuid() == 0 else ["user"]
-    return next((way for way in ways if _tried(program, way).returncode == 0), "")
+    return next((way for way in ways if _try_way(program, way).returncode == 0), "")
 
 
 def _complaint(program: str) -> str:
-    said = _tried(program, "user").stderr.decode("utf-8", "replace").strip()
+    said = _try_way(program, "user").stderr.decode("utf-8", "replace").strip()
     return (said.splitlines() or ["it says nothing"])[-1][:300]
 
 
 @cache
-def _tried(program: str, way: str) -> subprocess.CompletedProcess[bytes]:
+def _try_way(program: str, way: str) -> subprocess.CompletedProcess[bytes]:
     argv = [program, *namespace_words(way), "--ro-bind", "/usr", "/usr"]
     argv += [part for path in SYSTEM[1:] for part in _system_folder(path)]
     uid = new_uid() if os.geteuid() == 0 and way == "user" else None
@@ -165,7 +165,7 @@ def _system_folder(path: str) -> list[str]:
 
 
 def visible_words(
-    section: Seen, read_only: Sequence[str] = (), read_write: Sequence[str] = ()
+    section: SeenMounts, read_only: Sequence[str] = (), read_write: Sequence[str] = ()
 ) -> list[str]:
     """The words for a file system of its own: the system's, this Python, and paths of the host that
     are named. Raises SandboxError for a Python that can't be shown."""

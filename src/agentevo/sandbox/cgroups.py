@@ -40,7 +40,7 @@ _numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
-class Place:
+class CgroupPlace:
     """Where groups can be made, and which limits they have; else why not."""
 
     folder: Path | None
@@ -48,7 +48,7 @@ class Place:
     problem: str = ""
 
 
-class Limits(Protocol):
+class CgroupLimits(Protocol):
     """What of a sandbox's section a group keeps."""
 
     @property
@@ -64,13 +64,13 @@ class Limits(Protocol):
     def cpus(self) -> float | None: ...
 
 
-class Group:
+class ControlGroup:
     """One sandbox's. Methods may block for a moment."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def limit(self, section: Limits, controllers: frozenset[str]) -> None:
+    def limit(self, section: CgroupLimits, controllers: frozenset[str]) -> None:
         """Raises OSError."""
         if "memory" in controllers:
             mib = section.memory_mib + section.disk_mib + OWN_MIB
@@ -121,7 +121,7 @@ class Group:
             file.write(text)
 
 
-def new_group(section: Limits) -> Group | None:
+def new_group(section: CgroupLimits) -> ControlGroup | None:
     """A group with the section's limits; None where none can be made. Raises SandboxError where the
     section needs one, and OSError."""
     found = place()
@@ -135,7 +135,7 @@ def new_group(section: Limits) -> Group | None:
     _remove_stale(found.folder)
     folder = found.folder / f"{PREFIX}{owner()}-{next(_numbers)}"
     folder.mkdir()
-    group = Group(folder)
+    group = ControlGroup(folder)
     try:
         group.limit(section, found.controllers)
     except OSError:
@@ -145,7 +145,7 @@ def new_group(section: Limits) -> Group | None:
     return group
 
 
-def place() -> Place:
+def place() -> CgroupPlace:
     """Where groups can be made here: found by making one, and moving a process into it. Any thread
     may ask."""
     with _finding:  # two that make the same one would each find that it can't be made
@@ -153,14 +153,14 @@ def place() -> Place:
 
 
 @cache
-def _found() -> Place:
+def _found() -> CgroupPlace:
     try:
         own = _own_folders()
     except OSError as error:
-        return Place(None, problem=f"there are no cgroups: {error.strerror or error}")
+        return CgroupPlace(None, problem=f"there are no cgroups: {error.strerror or error}")
 
     if not own:
-        return Place(None, problem="the system has no cgroups of version 2")
+        return CgroupPlace(None, problem="the system has no cgroups of version 2")
 
     problem = f"neither memory nor pids is handed down to groups in {own[-1]}"
     for folder in own:
@@ -169,11 +169,11 @@ def _found() -> Place:
             controllers = frozenset(handed_down & set(CONTROLLERS))
             if controllers & {"memory", "pids"}:
                 _try(folder)
-                return Place(folder, controllers)
+                return CgroupPlace(folder, controllers)
         except OSError as error:
             problem = f"{folder}: {error.strerror or error}"
 
-    return Place(None, problem=problem)
+    return CgroupPlace(None, problem=problem)
 
 
 def _own_folders() -> list[Path]:
@@ -185,7 +185,7 @@ def _own_folders() -> list[Path]:
         if own is None or after.split()[:1] != ["cgroup2"]:
             continue
 
-        root, top = (_unescaped(word) for word in before.split()[3:5])
+        root, top = (_unescape(word) for word in before.split()[3:5])
         if own != root and not own.startswith(root.rstrip("/") + "/"):
             continue  # it shows another part of the tree
 
@@ -195,13 +195,13 @@ def _own_folders() -> list[Path]:
     return []
 
 
-def _unescaped(word: str) -> str:
+def _unescape(word: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), word)
 
 
 def _try(folder: Path) -> None:
     """Raises OSError where a group can't be made there, or a process not be moved into it."""
-    group = Group(folder / f"{PREFIX}{owner()}-0")
+    group = ControlGroup(folder / f"{PREFIX}{owner()}-0")
     group._folder.mkdir()
     try:
         with subprocess.Popen(["/bin/sleep", "60"], cwd="/") as sleeping:
@@ -226,4 +226,4 @@ def _remove_stale(folder: Path) -> None:
         for found in folder.iterdir():
             match = _NAME.fullmatch(found.name)
             if match is not None and is_gone(match[1]):
-                Group(found).end(time.monotonic() + 1.0)
+                ControlGroup(found).end(time.monotonic() + 1.0)

@@ -10,22 +10,22 @@ import subprocess
 import time
 from pathlib import Path
 
-from agentevo.sandbox.launch import Launch
+from agentevo.sandbox.launch import SandboxLaunch
 from agentevo.sandbox.watch import descendants
 
 ENDING_S = 5.0
 _LOOK_S = 0.005
 
-_alive: set[tuple[int, subprocess.Popen[bytes], Launch]] = set()
+_alive: set[tuple[int, subprocess.Popen[bytes], SandboxLaunch]] = set()
 """With the process that started each: a fork of ours inherits the set, and not what is in it."""
 
 
-def started(process: subprocess.Popen[bytes], launch: Launch) -> None:
+def end_with_this_process(process: subprocess.Popen[bytes], launch: SandboxLaunch) -> None:
     """From here on it ends with this process at the latest."""
     _alive.add((os.getpid(), process, launch))
 
 
-def end_all_of(process: subprocess.Popen[bytes], launch: Launch) -> None:
+def end_all_of(process: subprocess.Popen[bytes], launch: SandboxLaunch) -> None:
     """Kills every process of a sandbox, waits for it, and deletes its folder. Blocks, for at most
     some seconds."""
     until = time.monotonic() + ENDING_S
@@ -50,7 +50,7 @@ def end_all_of(process: subprocess.Popen[bytes], launch: Launch) -> None:
     _alive.discard((os.getpid(), process, launch))
 
 
-def kill(process: subprocess.Popen[bytes], launch: Launch) -> None:
+def kill(process: subprocess.Popen[bytes], launch: SandboxLaunch) -> None:
     """Kills every process of a sandbox. Where they are no namespace of their own it may take some
     seconds."""
     if process.poll() is None:

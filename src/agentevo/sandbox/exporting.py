@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from agentevo.sandbox.sandbox import Sandbox
 
 
-async def exported(
+async def export_files(
     sandbox: Sandbox, folder: Path, disk_mib: int, has_ended: Callable[[], bool]
 ) -> tuple[str, ...]:
     """See Sandbox.export. Raises SandboxError, and OSError where it can't be written."""

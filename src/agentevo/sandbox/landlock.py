@@ -29,7 +29,7 @@ from agentevo.sandbox.launch import (
     INSIDE,
     SYSTEM,
     SYSTEM_FILES,
-    Launch,
+    SandboxLaunch,
     new_uid,
     package_folders,
     python_folders,
@@ -66,17 +66,17 @@ class Landlock(LocalKind):
         if working_way():
             return ""
 
-        reasons = "; ".join(f"{way}: {_tried(way)}" for way in _possible_ways())
+        reasons = "; ".join(f"{way}: {_try_way(way)}" for way in _possible_ways())
         return f"no way works here ({reasons})"
 
-    def launch(self, section: SandboxSection) -> Launch:
+    def launch(self, section: SandboxSection) -> SandboxLaunch:
         way = working_way()
         if not way:
             raise SandboxError(f"landlock: {self.obstacle()}")
         return launch_by(way, section)
 
 
-def launch_by(way: str, section: SandboxSection) -> Launch:
+def launch_by(way: str, section: SandboxSection) -> SandboxLaunch:
     """The start of a sandbox by one of WAYS."""
     uid = new_uid() if way in ("namespaces", "own user") else None
     has_namespace = "namespaces" in way
@@ -86,12 +86,12 @@ def launch_by(way: str, section: SandboxSection) -> Launch:
         os.chown(folder, uid, uid)
 
     packages = package_folders(section)
-    argv, read = _confined(way, folder, uid, packages, section.disk_mib, section.max_files)
+    argv, read = _confine(way, folder, uid, packages, section.disk_mib, section.max_files)
     settings = supervisor_settings(
         section, work=str(folder), counts_processes=has_namespace or uid is not None
     )
 
-    return Launch(
+    return SandboxLaunch(
         [*argv, python_program(), "-I", "-S", "-B", str(INSIDE / "supervisor.py")],
         settings,
         pass_fds=(read,),
@@ -103,7 +103,7 @@ def launch_by(way: str, section: SandboxSection) -> Launch:
     )
 
 
-def _confined(
+def _confine(
     way: str, folder: Path, uid: int | None, packages: list[str], disk_mib: int, max_files: int
 ) -> tuple[list[str], int]:
     """The words before the program to run, and a handle that it inherits."""
@@ -131,7 +131,7 @@ def _confined(
 @cache
 def working_way() -> str:
     """The first of WAYS that works here; empty where none does."""
-    return next((way for way in _possible_ways() if not _tried(way)), "")
+    return next((way for way in _possible_ways() if not _try_way(way)), "")
 
 
 def _possible_ways() -> list[str]:
@@ -141,7 +141,7 @@ def _possible_ways() -> list[str]:
 
 
 @cache
-def _tried(way: str) -> str:
+def _try_way(way: str) -> str:
     """Why a way does not work; empty where it does."""
     folder = new_folder()
     uid = new_uid() if way in ("namespaces", "own user") else None
@@ -149,7 +149,7 @@ def _tried(way: str) -> str:
         if uid is not None:
             os.chown(folder, uid, uid)
 
-        argv, read = _confined(way, folder, uid, [], 1, 100)
+        argv, read = _confine(way, folder, uid, [], 1, 100)
         try:
             tried = subprocess.run(
                 [*argv, python_program(), "-I", "-S", "-c", _trial(folder)],

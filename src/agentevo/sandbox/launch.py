@@ -16,10 +16,10 @@ from agentevo.errors import SandboxError
 
 if TYPE_CHECKING:
     from agentevo.config.sandbox import SandboxSection
-    from agentevo.sandbox.cgroups import Group
+    from agentevo.sandbox.cgroups import ControlGroup
 
 
-class Seen(Protocol):
+class SeenMounts(Protocol):
     """What of a sandbox's section says what it sees."""
 
     @property
@@ -45,7 +45,7 @@ TOO_WIDE = ("/", "/home", "/root", "/opt", "/var", "/etc", "/tmp", "/mnt", "/srv
 
 
 @dataclass(frozen=True, eq=False)
-class Launch:
+class SandboxLaunch:
     """The start of one sandbox."""
 
     argv: list[str]
@@ -65,7 +65,7 @@ class Launch:
     """Whether all its processes end with the first."""
     clean: Callable[[], None] = field(default=lambda: None)
     """Deletes what it leaves on the host."""
-    group: Group | None = None
+    group: ControlGroup | None = None
     """The cgroup of all its processes."""
 
 
@@ -97,7 +97,7 @@ def python_folders() -> list[str]:
     return sorted(folder for folder in found if not is_below(folder, SYSTEM))
 
 
-def package_folders(section: Seen) -> list[str]:
+def package_folders(section: SeenMounts) -> list[str]:
     """Folders of installed packages that the code may import from."""
     if not section.packages:
         return []
@@ -105,7 +105,7 @@ def package_folders(section: Seen) -> list[str]:
     return sorted(os.path.realpath(path) for path in paths if os.path.isdir(path))
 
 
-def hidden_folders(section: Seen) -> list[str]:
+def hidden_folders(section: SeenMounts) -> list[str]:
     """Packages that lie below what is visible, and are not asked for."""
     if section.packages:
         return []

@@ -27,15 +27,15 @@ import msgspec
 
 from agentevo.errors import AgentEvoError, SandboxError, storable
 from agentevo.event_loop import in_thread
-from agentevo.sandbox.cgroups import Group, new_group
-from agentevo.sandbox.ending import end_all_of, kill, started
-from agentevo.sandbox.exporting import exported
+from agentevo.sandbox.cgroups import ControlGroup, new_group
+from agentevo.sandbox.ending import end_all_of, end_with_this_process, kill
+from agentevo.sandbox.exporting import export_files
 from agentevo.sandbox.inside.frames import LARGEST_CALL
-from agentevo.sandbox.launch import Launch
+from agentevo.sandbox.launch import SandboxLaunch
 from agentevo.sandbox.replies import (
-    Ended,
     ProgramReply,
     RunReply,
+    SandboxEnded,
     is_unicode,
     longest_message,
     refused_code,
@@ -43,7 +43,7 @@ from agentevo.sandbox.replies import (
     violation,
 )
 from agentevo.sandbox.sandbox import Execution, Failure, ProgramRun, Sandbox, SandboxTool
-from agentevo.sandbox.watch import Watched, descendants, watch
+from agentevo.sandbox.watch import WatchedSandbox, descendants, watch
 
 if TYPE_CHECKING:
     from agentevo.config.sandbox import SandboxSection
@@ -77,7 +77,7 @@ class LocalKind(ABC):
         """What is missing here, and what to do; empty where it should work. May block."""
 
     @abstractmethod
-    def launch(self, section: SandboxSection) -> Launch:
+    def launch(self, section: SandboxSection) -> SandboxLaunch:
         """May block. Raises SandboxError and OSError."""
 
     async def open(self, section: SandboxSection, tools: Mapping[str, SandboxTool]) -> Sandbox:
@@ -117,7 +117,7 @@ class LocalSandbox:
         self._tools = dict(tools)
         self._lock = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._launch: Launch | None = None
+        self._launch: SandboxLaunch | None = None
         self._failure: Failure | None = None
         self._num_requests = 0
         self._num_calls = 0
@@ -144,7 +144,7 @@ class LocalSandbox:
             await self._abandon(spawning)
             limit = self._section.start_timeout_s
             raise SandboxError(f"{self._kind.name}: not started within {limit:g} s") from error
-        except Ended as ended:
+        except SandboxEnded as ended:
             reason = await self._complaint()
             await self._abandon(spawning)
             raise SandboxError(
@@ -156,7 +156,7 @@ class LocalSandbox:
 
         self._watch(process, launch)
 
-    def _spawn(self) -> tuple[subprocess.Popen[bytes], Launch, socket.socket]:
+    def _spawn(self) -> tuple[subprocess.Popen[bytes], SandboxLaunch, socket.socket]:
         try:
             launch = self._kind.launch(self._section)
         except (OSError, subprocess.SubprocessError) as error:
@@ -189,18 +189,18 @@ class LocalSandbox:
             for handle in launch.pass_fds:
                 os.close(handle)
 
-        started(process, launch)
+        end_with_this_process(process, launch)
         ours.setblocking(False)
         return process, launch, ours
 
-    def _watch(self, process: subprocess.Popen[bytes], launch: Launch) -> None:
+    def _watch(self, process: subprocess.Popen[bytes], launch: SandboxLaunch) -> None:
         def end(kind: str, message: str) -> None:
             if self._process is process and self._failure is None:
                 self._failure = Failure(kind, f"the sandbox was ended: it had {message}")
                 kill(process, launch)
 
         section = self._section
-        watched = Watched(
+        watched = WatchedSandbox(
             process.pid,
             section.memory_mib,
             section.processes,
@@ -254,8 +254,8 @@ class LocalSandbox:
 
             try:
                 given = await self._ask("run", limit, code=code, deadline_s=limit, tools=tools)
-                reply = await self._converted(given, RunReply)
-            except Ended as ended:
+                reply = await self._convert(given, RunReply)
+            except SandboxEnded as ended:
                 return Execution(
                     stdout="",
                     stderr="",
@@ -299,8 +299,8 @@ class LocalSandbox:
                 given = await self._ask(
                     "execute", limit, argv=list(argv), stdin=text, deadline_s=limit
                 )
-                reply = await self._converted(given, ProgramReply)
-            except Ended as ended:
+                reply = await self._convert(given, ProgramReply)
+            except SandboxEnded as ended:
                 duration_s = time.monotonic() - began
                 return ProgramRun("", "", None, ended.failure, (), duration_s, files_lost=True)
 
@@ -334,7 +334,9 @@ class LocalSandbox:
 
     async def export(self, folder: Path) -> tuple[str, ...]:
         """See Sandbox.export. Raises SandboxError, and OSError where it can't be written."""
-        return await exported(self, folder, self._section.disk_mib, lambda: self._process is None)
+        return await export_files(
+            self, folder, self._section.disk_mib, lambda: self._process is None
+        )
 
     async def close(self) -> None:
         """See Sandbox.close."""
@@ -378,8 +380,8 @@ class LocalSandbox:
                 reply = await self._ask(do, FILE_S, **more)
                 if "refused" in reply:
                     raise SandboxError(storable(str(reply["refused"])))
-                return await self._converted(reply.get(key), kind)
-            except Ended as ended:
+                return await self._convert(reply.get(key), kind)
+            except SandboxEnded as ended:
                 raise SandboxError(f"the sandbox has ended: {ended.failure.message}") from ended
 
     async def _ask(self, do: str, limit_s: float, **more: Any) -> dict[str, Any]:
@@ -392,14 +394,14 @@ class LocalSandbox:
                 return await self._reply_to(number)
         except TimeoutError:
             failure = Failure("Timeout", f"the sandbox did not answer within {limit_s:g} s")
-        except Ended as ended:
+        except SandboxEnded as ended:
             failure = ended.failure
         except BaseException:
             await self._end()
             raise
 
         await self._end()
-        raise Ended(failure)
+        raise SandboxEnded(failure)
 
     async def _reply_to(self, number: int) -> dict[str, Any]:
         calling: asyncio.Task[None] | None = None
@@ -460,7 +462,7 @@ class LocalSandbox:
                 raise violation(f"{length:,} bytes")
             message = msgspec.json.decode(await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, OSError) as error:
-            raise Ended(self._failure or self._how_it_died()) from error
+            raise SandboxEnded(self._failure or self._how_it_died()) from error
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise violation("what is no JSON") from error
 
@@ -477,7 +479,7 @@ class LocalSandbox:
             return Failure("OutOfMemory", message)
         return Failure("SandboxDied", "the sandbox has ended itself")
 
-    async def _converted(self, value: Any, kind: type[_T]) -> _T:
+    async def _convert(self, value: Any, kind: type[_T]) -> _T:
         try:
             return msgspec.convert(value, kind)
         except msgspec.ValidationError as error:
@@ -500,7 +502,7 @@ class LocalSandbox:
         await asyncio.shield(asyncio.ensure_future(in_thread(end_all_of, process, launch)))
 
 
-def _move(pid: int, group: Group) -> None:
+def _move(pid: int, group: ControlGroup) -> None:
     """All that runs so far is ours. Raises SandboxError."""
     try:
         group.add([pid, *descendants(pid)])

@@ -29,7 +29,7 @@ from agentevo.sandbox.cgroups import new_group
 from agentevo.sandbox.inside.hand_over import HANDLE
 from agentevo.sandbox.launch import FIRST_UID, INSIDE, NUM_UIDS, SYSTEM, is_below, python_program
 from agentevo.sandbox.seccomp import seccomp_program
-from agentevo.sandbox.watch import Watched, descendants, watch
+from agentevo.sandbox.watch import WatchedSandbox, descendants, watch
 
 if TYPE_CHECKING:
     from agentevo.config.sandbox import ProgramSandboxSection
@@ -47,7 +47,7 @@ _FIRST_LINE = 4096
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _SeenFolders:
     """See launch.Seen."""
 
     disk_mib: int
@@ -61,7 +61,9 @@ class Walls:
     def __init__(self, section: ProgramSandboxSection) -> None:
         """Before its start. Blocks for a moment. Raises SandboxError and OSError."""
         self._section = section
-        self._group = new_group(_Limits(section.memory_mib, section.disk_mib, section.processes))
+        self._group = new_group(
+            _ProgramLimits(section.memory_mib, section.disk_mib, section.processes)
+        )
         self._pid: int | None = None
 
     def surround(self, pid: int, tell: Callable[[str], None]) -> None:
@@ -76,7 +78,7 @@ class Walls:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(process, signal.SIGKILL)
 
-        watched = Watched(
+        watched = WatchedSandbox(
             pid,
             section.memory_mib,
             section.processes,
@@ -100,7 +102,7 @@ class Walls:
 
 
 @dataclass(frozen=True)
-class _Limits:
+class _ProgramLimits:
     """See cgroups.Limits."""
 
     memory_mib: int
@@ -109,7 +111,7 @@ class _Limits:
     cpus: float | None = None
 
 
-def sandboxed(
+def sandbox_command(
     command: str, arguments: Sequence[str], section: ProgramSandboxSection, folder: Path | None
 ) -> list[str]:
     """The words that start a program in a sandbox; one with a folder in its name is looked for in
@@ -140,7 +142,9 @@ def sandboxed(
     words = [
         bwrap,
         *_namespaces(way, section.network),
-        *visible_words(_Seen(section.disk_mib), read_only, list(map(_there, section.read_write))),
+        *visible_words(
+            _SeenFolders(section.disk_mib), read_only, list(map(_there, section.read_write))
+        ),
         "--setenv",
         "HOME",
         "/sandbox",

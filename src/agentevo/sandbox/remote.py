@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from agentevo.credentials import with_environment
-from agentevo.errors import AgentEvoError, SandboxError, described, storable
+from agentevo.errors import AgentEvoError, SandboxError, describe_error, storable
 from agentevo.http_clients import is_loopback
 from agentevo.sandbox import wire
-from agentevo.sandbox.exporting import exported
+from agentevo.sandbox.exporting import export_files
 from agentevo.sandbox.inside.frames import LARGEST_CALL
-from agentevo.sandbox.replies import Ended, longest_message, refused_code, violation
+from agentevo.sandbox.replies import SandboxEnded, longest_message, refused_code, violation
 from agentevo.sandbox.sandbox import (
     Execution,
     Failure,
@@ -89,7 +89,7 @@ class RemoteSandbox:
     async def start(self) -> None:
         """Raises SandboxError."""
         section = self._section
-        self._connection = await _connected(section)
+        self._connection = await _connect(section)
         asked = section.model_dump(mode="json", include=set(wire.REQUESTED))
         tools = [
             wire.ToolForm(one.name, one.parameters, one.description) for one in self._tools.values()
@@ -103,7 +103,7 @@ class RemoteSandbox:
         except TimeoutError as error:
             self._end()
             raise SandboxError(f"{section.url}: no sandbox within {limit:g} s") from error
-        except Ended as ended:
+        except SandboxEnded as ended:
             raise SandboxError(f"{section.url}: {ended}") from ended
         except BaseException:
             self._end()
@@ -128,7 +128,7 @@ class RemoteSandbox:
             try:
                 request = wire.Run(next(self._ids), code, limit)
                 ran = await self._ask(request, Execution, limit)
-            except Ended as ended:
+            except SandboxEnded as ended:
                 return Execution(
                     stdout="",
                     stderr="",
@@ -155,7 +155,7 @@ class RemoteSandbox:
             request = wire.Execute(next(self._ids), tuple(argv), stdin, limit)
             try:
                 return await self._ask(request, ProgramRun, limit)
-            except Ended as ended:
+            except SandboxEnded as ended:
                 duration_s = time.monotonic() - began
                 return ProgramRun(
                     stdout="",
@@ -187,7 +187,7 @@ class RemoteSandbox:
 
     async def export(self, folder: Path) -> tuple[str, ...]:
         """See Sandbox.export. Raises SandboxError, and OSError where it can't be written."""
-        return await exported(
+        return await export_files(
             self, folder, self._section.disk_mib, lambda: self._connection is None
         )
 
@@ -233,7 +233,7 @@ class RemoteSandbox:
             await self._ensure()
             try:
                 return await self._ask(request, kind, FILE_S)
-            except Ended as ended:
+            except SandboxEnded as ended:
                 raise SandboxError(f"the sandbox has ended: {ended.failure.message}") from ended
 
     async def _ask(self, request: wire.Request, kind: type[_T], limit_s: float) -> _T:
@@ -248,7 +248,7 @@ class RemoteSandbox:
         except TimeoutError:
             self._end()
             failure = Failure("Timeout", f"the server did not answer within {limit_s:g} s")
-            raise Ended(failure) from None
+            raise SandboxEnded(failure) from None
         except msgspec.ValidationError as error:
             self._end()
             raise violation(f"a reply of another form ({error})") from error
@@ -295,7 +295,7 @@ class RemoteSandbox:
         if error:
             answer = wire.Answer(call.number, error=error)
 
-        with contextlib.suppress(Ended):  # the reader hears of the end
+        with contextlib.suppress(SandboxEnded):  # the reader hears of the end
             await self._send(answer)
 
     async def _send(self, message: wire.FromClient) -> None:
@@ -303,7 +303,7 @@ class RemoteSandbox:
         from websockets.exceptions import ConnectionClosed
 
         if self._connection is None:
-            raise Ended(Failure("SandboxDied", "the connection has ended"))
+            raise SandboxEnded(Failure("SandboxDied", "the connection has ended"))
 
         try:
             content = wire.to_json(message)
@@ -320,7 +320,7 @@ class RemoteSandbox:
         from websockets.exceptions import ConnectionClosed
 
         if self._connection is None:
-            raise Ended(Failure("SandboxDied", "the connection has ended"))
+            raise SandboxEnded(Failure("SandboxDied", "the connection has ended"))
 
         try:
             return wire.read_answer(await self._connection.recv())
@@ -330,10 +330,10 @@ class RemoteSandbox:
             self._end()
             raise violation("what is no answer") from error
 
-    def _lost(self, error: Exception) -> Ended:
+    def _lost(self, error: Exception) -> SandboxEnded:
         self._end()
-        message = f"the connection to {self._section.url} ended ({described(error)})"
-        return Ended(Failure("SandboxDied", storable(message, 500)))
+        message = f"the connection to {self._section.url} ended ({describe_error(error)})"
+        return SandboxEnded(Failure("SandboxDied", storable(message, 500)))
 
     def _end(self) -> None:
         """At once, without a word to the other side."""
@@ -343,7 +343,7 @@ class RemoteSandbox:
             connection.transport.abort()
 
 
-async def _connected(section: SandboxSection) -> ClientConnection:
+async def _connect(section: SandboxSection) -> ClientConnection:
     """Raises SandboxError."""
     from websockets.asyncio.client import connect
     from websockets.exceptions import InvalidStatus, WebSocketException
@@ -376,8 +376,8 @@ async def _connected(section: SandboxSection) -> ClientConnection:
         raise SandboxError(f"{url}: no server of sandboxes answers (HTTP {status})") from None
     except (OSError, WebSocketException, ValueError) as error:
         raise SandboxError(
-            f"{url} can't be reached ({storable(described(error), 300)}): start `agentevo sandbox "
-            "serve` there, or correct the url"
+            f"{url} can't be reached ({storable(describe_error(error), 300)}): start `agentevo "
+            "sandbox serve` there, or correct the url"
         ) from error
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 LONGEST_CODE = 4 * 2**20
 
 
-class Reply(msgspec.Struct):
+class SandboxReply(msgspec.Struct):
     """To any call that runs code."""
 
     error: Failure | None
@@ -26,7 +26,7 @@ class Reply(msgspec.Struct):
     files: list[str]
 
 
-class RunReply(Reply):
+class RunReply(SandboxReply):
     """To `run`."""
 
     is_alive: bool
@@ -34,13 +34,13 @@ class RunReply(Reply):
     value: str | None
 
 
-class ProgramReply(Reply):
+class ProgramReply(SandboxReply):
     """To `execute`."""
 
     exit_code: int | None
 
 
-class Ended(Exception):
+class SandboxEnded(Exception):
     """The whole sandbox has ended."""
 
     def __init__(self, failure: Failure) -> None:
@@ -48,8 +48,8 @@ class Ended(Exception):
         self.failure = failure
 
 
-def violation(what: str) -> Ended:
-    return Ended(Failure("ProtocolViolation", f"the sandbox sent {what}, and was ended"))
+def violation(what: str) -> SandboxEnded:
+    return SandboxEnded(Failure("ProtocolViolation", f"the sandbox sent {what}, and was ended"))
 
 
 def storable_failure(failure: Failure | None) -> Failure | None:

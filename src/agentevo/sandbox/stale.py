@@ -26,13 +26,13 @@ def new_folder() -> Path:
 def owner() -> str:
     """This process among all that there ever were: namespace, id and time of start."""
     me = os.getpid()
-    return f"{_namespace()}-{me}-{_started(me)}"
+    return f"{_namespace()}-{me}-{_start_time(me)}"
 
 
 def is_gone(name: str) -> bool:
     """Whether the process that `owner` names is one of ours to see, and there no more."""
     namespace, pid, started = map(int, name.split("-"))
-    return namespace == _namespace() and _started(pid) != started
+    return namespace == _namespace() and _start_time(pid) != started
 
 
 def remove_stale() -> None:
@@ -57,7 +57,7 @@ def _namespace() -> int:
         return 0
 
 
-def _started(pid: int) -> int:
+def _start_time(pid: int) -> int:
     """When a process was started, in hundredths of a second; 0 where there is none."""
     try:
         return int(psutil.Process(pid).create_time() * 100)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING
 
-from agentevo.sandbox.launch import INSIDE, Launch, python_program, supervisor_settings
+from agentevo.sandbox.launch import INSIDE, SandboxLaunch, python_program, supervisor_settings
 from agentevo.sandbox.local import LocalKind
 from agentevo.sandbox.sandbox import sandboxes
 from agentevo.sandbox.stale import new_folder
@@ -24,9 +24,9 @@ class Unconfined(LocalKind):
     def obstacle(self) -> str:
         return ""
 
-    def launch(self, section: SandboxSection) -> Launch:
+    def launch(self, section: SandboxSection) -> SandboxLaunch:
         folder = new_folder()
-        return Launch(
+        return SandboxLaunch(
             [python_program(), "-I", "-S", "-B", str(INSIDE / "supervisor.py")],
             supervisor_settings(section, work=str(folder), is_alone=False, counts_processes=False),
             folder=folder,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentevo.errors import described
+from agentevo.errors import describe_error
 from agentevo.sandbox.cgroups import OWN_TASKS
 
 LOOK_S = 0.1
@@ -25,7 +25,7 @@ MIB = 2**20
 
 
 @dataclass
-class Watched:
+class WatchedSandbox:
     """One sandbox. `end` is called in the watching thread, with the kind of limit and words."""
 
     pid: int
@@ -73,15 +73,15 @@ class Watched:
             self.end("DiskFull", f"more than {self.disk_mib} MiB of files")
 
 
-class Watch:
+class SandboxWatch:
     """The thread, which runs while there is something to watch."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._watched: dict[int, Watched] = {}
+        self._watched: dict[int, WatchedSandbox] = {}
         self._thread: threading.Thread | None = None
 
-    def add(self, watched: Watched) -> None:
+    def add(self, watched: WatchedSandbox) -> None:
         with self._lock:
             self._watched[watched.pid] = watched
             if self._thread is None:
@@ -110,10 +110,10 @@ class Watch:
                 except OSError:  # it is just ending
                     continue
                 except Exception as error:  # noqa: BLE001 (others are watched on)
-                    one.end("SandboxDied", f"what can't be watched ({described(error)})")
+                    one.end("SandboxDied", f"what can't be watched ({describe_error(error)})")
 
 
-watch = Watch()
+watch = SandboxWatch()
 
 
 def descendants(pid: int) -> list[int]:

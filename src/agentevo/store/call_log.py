@@ -35,12 +35,12 @@ from agentevo.errors import (
     AgentEvoError,
     DeadlineExceededError,
     StoreUnavailableError,
-    described,
+    describe_error,
 )
 from agentevo.event_loop import in_thread
 from agentevo.store.calls import LOST_S
 from agentevo.store.store import Store, open_store
-from agentevo.store.trace_context import Asker, Place, Said, Tracing, span_of
+from agentevo.store.trace_context import Asker, TracedMessage, TracePlace, Tracing, span_of
 from agentevo.types import Call, Status
 
 FLUSH_S = 0.5
@@ -116,7 +116,7 @@ class CallLog:
             self._new[call.number] = call
             return True
 
-    def changed(self, call: RunningCall) -> None:
+    def note_change(self, call: RunningCall) -> None:
         with self._lock:
             self._new[call.number] = call
 
@@ -247,7 +247,7 @@ def record_call(kind: str, name: str, **attributes: Attribute) -> RunningCall:
     return calls.call(kind, name, **attributes)
 
 
-def asked_by(place: Place | None) -> Asker:
+def asked_by(place: TracePlace | None) -> Asker:
     """The calls that begin from now on in this asyncio task are made for a program whose request
     named `place`."""
     asker = Asker(place, _current.get())
@@ -313,9 +313,9 @@ class AttemptCalls:
                 left.end("cancelled", "its attempt ended")
 
         if self._log is not None and call.number:
-            self._log.changed(call)
+            self._log.note_change(call)
             if self.tracing is not None:
-                self.tracing.ended(call)
+                self.tracing.end_span(call)
 
     @property
     def recorder(self) -> str:
@@ -335,9 +335,9 @@ class RunningCall:
         self.number = 0
         self.is_let_go = False
         self.outer: RunningCall | None = None
-        self.asker: Place | None = None
+        self.asker: TracePlace | None = None
         """The place in a trace of the program that it is made for."""
-        self.said: Said | None = None
+        self.said: TracedMessage | None = None
         """Where a span is made of it: see Said."""
         self._attributes = attributes
         self._kept: dict[str, str] = {}
@@ -356,7 +356,7 @@ class RunningCall:
         return self._ended_at is not None
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> TracePlace | None:
         """Its place in a trace, or that of the call around it where it is not recorded; None where
         nothing is traced."""
         if self.calls.trace is None:
@@ -369,7 +369,7 @@ class RunningCall:
         if call is None or call.calls.trace is None:
             return None
 
-        return Place(call.calls.trace.trace_id, span_of(call.id), call.calls.trace.is_sampled)
+        return TracePlace(call.calls.trace.trace_id, span_of(call.id), call.calls.trace.is_sampled)
 
     @property
     def tracing(self) -> Tracing | None:
@@ -457,7 +457,7 @@ class RunningCall:
         elif isinstance(error, (asyncio.CancelledError, GeneratorExit)):
             self.end("cancelled", None)
         else:
-            self.end("failed", described(error))
+            self.end("failed", describe_error(error))
 
     async def __aenter__(self) -> Self:
         return self.__enter__()

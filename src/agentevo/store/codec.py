@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast, get_args
 import msgspec
 
 from agentevo.errors import StoreError
-from agentevo.routed_experts import misaligned
+from agentevo.routed_experts import why_misaligned
 from agentevo.store.blobs import (
     pack_turns,
     to_bytes,
@@ -386,7 +386,7 @@ def _encode_turn(turn: Turn, position: int) -> dict[str, object]:
         )
         raise ValueError(f"turn {turn.index} has {lengths}: there must be one of each per token")
 
-    if turn.routed_experts is not None and (wrong := misaligned(turn)):
+    if turn.routed_experts is not None and (wrong := why_misaligned(turn)):
         raise ValueError(wrong)
     if turn.finish_reason not in _FINISH_REASONS:
         raise ValueError(f"turn {turn.index} has the unknown finish_reason {turn.finish_reason!r}")
@@ -457,7 +457,7 @@ def decode_stored(row: Mapping[Any, Any], data: bytes | None) -> StoredTrajector
         drop_reason=row["drop_reason"],
         written_at=row["written_at"],
         tokens_deleted=data is None,
-        emptied=_emptied(row) if data is None else None,
+        emptied=_emptied_of(row) if data is None else None,
         digest=bytes(row["digest"]),
     )
 
@@ -470,7 +470,7 @@ def _with_prefix(prefix: str, measured: Mapping[str, float]) -> dict[str, float]
     }
 
 
-def _emptied(row: Mapping[Any, Any]) -> Emptied:
+def _emptied_of(row: Mapping[Any, Any]) -> Emptied:
     return Emptied(
         num_turns=row["num_turns"],
         num_completion_tokens=row["num_completion_tokens"],

@@ -42,7 +42,7 @@ def readable(kind: str) -> Callable[[D], D]:
 
     def wrap(decode: D) -> D:
         @functools.wraps(decode)
-        def decoded(row: Mapping[Any, Any], *others: Any, **named: Any) -> Any:
+        def decode_row(row: Mapping[Any, Any], *others: Any, **named: Any) -> Any:
             try:
                 _check_types(kind, row)
                 return decode(row, *others, **named)
@@ -54,7 +54,7 @@ def readable(kind: str) -> Callable[[D], D]:
                     "restore the store from a copy"
                 ) from error
 
-        return decoded  # type: ignore[return-value]
+        return decode_row  # type: ignore[return-value]
 
     return wrap
 

@@ -135,10 +135,10 @@ async def _take_expired(
         after = max((row["lease_expires_at"], row["seq"]) for row in rows)
         poisoned = []
         for row in rows:
-            event = rules.expired(row["worker"], row["fencing_id"], now.wall)
+            event = rules.expired_event(row["worker"], row["fencing_id"], now.wall)
             changes = {
                 "num_expiries": row["num_expiries"] + 1,
-                "history": _appended(row["history"], event),
+                "history": _append_event(row["history"], event),
             }
             if rules.after_expiry(row["num_expiries"] + 1, retries) == "leased":
                 taken.append((row, changes))
@@ -195,7 +195,7 @@ async def finish(connection: AsyncConnection, lease: Lease, *, error: str | None
         changes = {
             "state": state,
             "error": error,
-            "history": _appended(await _history(connection, lease), event),
+            "history": _append_event(await _history(connection, lease), event),
         }
         await connection.execute(
             update(tasks).where(tasks.c.id == lease.task.id).values(_LET_GO | changes)
@@ -220,7 +220,7 @@ async def retry(
         "state": state,
         "num_failures": num_failures,
         "error": error,
-        "history": _appended(known.history, event),
+        "history": _append_event(known.history, event),
         "not_before": now.steady + retries.delay_s(num_failures) if state == "queued" else 0.0,
     }
     await connection.execute(
@@ -265,7 +265,7 @@ async def queue_again(connection: AsyncConnection) -> int:
     ).rowcount
 
 
-def _appended(history: str, event: TaskEvent) -> str:
+def _append_event(history: str, event: TaskEvent) -> str:
     return encode_history([*decode_history(history), event])
 
 

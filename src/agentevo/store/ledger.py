@@ -198,7 +198,7 @@ async def read_steps(
 
 async def _places(
     connection: AsyncConnection, ids: Iterable[str]
-) -> tuple[dict[str, int], dict[str, rules.Place]]:
+) -> tuple[dict[str, int], dict[str, rules.TrajectoryPlace]]:
     """Two mappings, id -> seq and id -> place, without unknown ids."""
     rows = await rows_by_id(
         connection,
@@ -207,7 +207,7 @@ async def _places(
         dict.fromkeys(ids),
     )
     places = {
-        name: rules.Place(row.split, row.state, row.trained_step, row.drop_reason)
+        name: rules.TrajectoryPlace(row.split, row.state, row.trained_step, row.drop_reason)
         for name, row in rows.items()
     }
     return {name: row.seq for name, row in rows.items()}, places

@@ -129,7 +129,9 @@ class MongoCalls(Transactions, Streaming):
         after = 0
         while True:
             page = await self._places_of_calls(after)
-            doomed = await self._doomed({call["trajectory_id"] for call in page}, dropped=dropped)
+            doomed = await self._find_doomed(
+                {call["trajectory_id"] for call in page}, dropped=dropped
+            )
             old = now.wall - grace_s
             running = now.steady - LOST_S
             ids = [
@@ -163,7 +165,7 @@ class MongoCalls(Transactions, Streaming):
 
         return await self._again("gc", work)
 
-    async def _doomed(self, names: Iterable[str], *, dropped: bool) -> dict[str, str]:
+    async def _find_doomed(self, names: Iterable[str], *, dropped: bool) -> dict[str, str]:
         """Trajectory id -> `absent`, or `dropped` if its turns are deleted too."""
         wanted = list(names)
         chosen = {"_id": {"$in": wanted}}

@@ -34,7 +34,7 @@ LET_GO: Document = {
 _READY: Document = {"state": "ready", "trained_step": None}
 
 
-class Rows(Queries):
+class MongoRows(Queries):
     """Everything that a transaction does to the collections of a database."""
 
     async def _held(self, lease: Lease, wanted: str | tuple[str, ...]) -> Document | None:
@@ -66,7 +66,7 @@ class Rows(Queries):
             if error is not None:
                 changes |= {
                     "error": error,
-                    "history": _appended(document, "failed", lease, now, error),
+                    "history": _append_event(document, "failed", lease, now, error),
                 }
             await self._set_task(lease.task.id, changes)
 
@@ -78,7 +78,7 @@ class Rows(Queries):
         num_failures = document["num_failures"] + 1
         state = rules.after_failure(num_failures, retries)
         changes: Document = {"state": state, "num_failures": num_failures, "error": error}
-        changes["history"] = _appended(document, "retried", lease, now, error)
+        changes["history"] = _append_event(document, "retried", lease, now, error)
         changes["not_before"] = (
             now.steady + retries.delay_s(num_failures) if state == "queued" else 0.0
         )
@@ -90,12 +90,12 @@ class Rows(Queries):
         if await self._held(lease, "queued") is not None:
             await self._set_task(lease.task.id, LET_GO | {"state": "queued"})
 
-    async def _places(self, ids: Iterable[str]) -> dict[str, rules.Place]:
+    async def _places(self, ids: Iterable[str]) -> dict[str, rules.TrajectoryPlace]:
         documents = await self.by_id(
             self.trajectories, ids, "split", "state", "trained_step", "drop_reason"
         )
         return {
-            name: rules.Place(d["split"], d["state"], d["trained_step"], d["drop_reason"])
+            name: rules.TrajectoryPlace(d["split"], d["state"], d["trained_step"], d["drop_reason"])
             for name, d in documents.items()
         }
 
@@ -286,7 +286,7 @@ class Rows(Queries):
         )
 
 
-def _appended(document: Document, kind: Any, lease: Lease, now: Now, error: str) -> str:
+def _append_event(document: Document, kind: Any, lease: Lease, now: Now, error: str) -> str:
     event = TaskEvent(
         kind=kind, worker=lease.worker, fencing_id=lease.fencing_id, at=now.wall, error=error
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from agentevo.errors import DeadlineExceededError, StoreError, StoreUnavailableError
 from agentevo.store.clock import Clock, Now
 from agentevo.store.mongo_queries import Document
-from agentevo.store.mongo_rows import Rows
+from agentevo.store.mongo_rows import MongoRows
 from agentevo.store.read_only import only_read
 from agentevo.store.records import RetryPolicy
 from agentevo.store.store import AWAY_S
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pymongo.errors import PyMongoError
 
 T = TypeVar("T")
-Work = Callable[[Rows], Awaitable[T]]
+Work = Callable[[MongoRows], Awaitable[T]]
 
 READS = frozenset(
     {
@@ -140,7 +140,7 @@ class Transactions:
                 self._client.start_session() as session,
                 await session.start_transaction(read_concern=snapshot),
             ):
-                rows = Rows(self._database, session)
+                rows = MongoRows(self._database, session)
                 if turn:
                     await rows.take_turn()
                 return await work(rows)
@@ -148,7 +148,7 @@ class Transactions:
         return await self._again(what, transaction)
 
     async def _in_pieces(
-        self, piece: Callable[[Rows, Any], Awaitable[tuple[int, Any]]], *, turn: bool
+        self, piece: Callable[[MongoRows, Any], Awaitable[tuple[int, Any]]], *, turn: bool
     ) -> int:
         """Deletes in several transactions what one, which has a lifetime, is too short for. `piece`
         returns how many rows it deleted and after which one the next goes on, None at the end.
@@ -156,7 +156,7 @@ class Transactions:
         done = 0
         after = None
 
-        async def work(rows: Rows) -> tuple[int, Any]:
+        async def work(rows: MongoRows) -> tuple[int, Any]:
             return await piece(rows, after)
 
         while True:

@@ -33,7 +33,7 @@ from agentevo.store.codec import (
 )
 from agentevo.store.mongo_calls import MongoCalls
 from agentevo.store.mongo_queries import Document, row_of
-from agentevo.store.mongo_rows import LET_GO, Rows
+from agentevo.store.mongo_rows import LET_GO, MongoRows
 from agentevo.store.mongo_schema import check_or_make
 from agentevo.store.records import (
     RETRIES,
@@ -160,7 +160,7 @@ class MongoDBStore(MongoCalls):
         while (
             document := await tasks.find_one(ran_out, sort=[("lease_expires_at", 1)])
         ) is not None:
-            event = rules.expired(document["worker"], document["fencing_id"], now.wall)
+            event = rules.expired_event(document["worker"], document["fencing_id"], now.wall)
             count = document["num_expiries"] + 1
             counted = {
                 "num_expiries": count,
@@ -247,7 +247,7 @@ class MongoDBStore(MongoCalls):
         first = await self._numbers("trajectories", len(encoded))
         now = await self._now()
 
-        async def work(rows: Rows) -> int:
+        async def work(rows: MongoRows) -> int:
             if lease is not None:
                 await rows.finish(lease, error=None, now=now)
             return await rows.insert_trajectories(encoded, first, now.wall)
@@ -358,7 +358,7 @@ class MongoDBStore(MongoCalls):
         first_task = await self._numbers("tasks", len(encoded_tasks))
         first = await self._numbers("trajectories", len(encoded))
 
-        async def work(rows: Rows) -> int:
+        async def work(rows: MongoRows) -> int:
             new = await rows.insert_tasks(encoded_tasks, first_task) if encoded_tasks else 0
             new += await rows.insert_trajectories(encoded, first, 0.0) if encoded else 0
             return new + (await rows.insert_steps(new_steps) if new_steps else 0)
@@ -375,8 +375,8 @@ class MongoDBStore(MongoCalls):
                 "leases": await self._run(
                     "gc", lambda rows: rows.requeue_old(now.steady - lease_grace_s), turn=True
                 ),
-                "orphans": await self._in_pieces(Rows.delete_orphans, turn=False),
-                "tokens": await self._in_pieces(Rows.delete_dropped_tokens, turn=True)
+                "orphans": await self._in_pieces(MongoRows.delete_orphans, turn=False),
+                "tokens": await self._in_pieces(MongoRows.delete_dropped_tokens, turn=True)
                 if dropped
                 else 0,
                 "calls": await self._delete_calls(grace_s=lease_grace_s, dropped=dropped),

@@ -64,7 +64,7 @@ _NARROW = frozenset({"group_id", "task_id", "step", "trained_step"})
 """Columns of which few rows of a large store share a value."""
 
 
-def _unindexed(column: ColumnElement[str]) -> ColumnElement[str]:
+def _without_index(column: ColumnElement[str]) -> ColumnElement[str]:
     """The value of a column as no index can use it. PostgreSQL, until it has analyzed a table that
     grew quickly, takes a split for as rare as a group, and walks over all rows of it to find those
     of both."""
@@ -96,7 +96,7 @@ def _matching(
     for name in filled:
         column = trajectories.c[name]
         query = query.where(
-            (column if name in narrow or not narrow else _unindexed(column)) == bindparam(name)
+            (column if name in narrow or not narrow else _without_index(column)) == bindparam(name)
         )
 
     if bounded:
@@ -315,7 +315,7 @@ async def ready_groups(
             rows = await connection.execute(
                 select(trajectories.c.group_id, trajectories.c.state).where(
                     trajectories.c.group_id.in_(chunk),
-                    _unindexed(trajectories.c.split) == split,
+                    _without_index(trajectories.c.split) == split,
                 )
             )
             states += [(row.group_id, row.state) for row in rows]

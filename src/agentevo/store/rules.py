@@ -21,7 +21,7 @@ class TaskPlace(NamedTuple):
     fencing_id: int
 
 
-class Place(NamedTuple):
+class TrajectoryPlace(NamedTuple):
     """The state of a trajectory that the rules need."""
 
     split: str
@@ -68,7 +68,7 @@ def after_expiry(num_expiries: int, retries: RetryPolicy) -> TaskState:
     return "poison" if num_expiries >= retries.max_expiries else "leased"
 
 
-def expired(worker: str | None, fencing_id: int, at: float) -> TaskEvent:
+def expired_event(worker: str | None, fencing_id: int, at: float) -> TaskEvent:
     return TaskEvent(
         kind="expired",
         worker=worker or "",
@@ -87,9 +87,9 @@ def _refusal(name: str, move: str, reason: str) -> StoreError:
     return StoreError(f"trajectory {name!r} can't be {move}: {reason}")
 
 
-def _stored(
-    ids: Iterable[str], rows: Mapping[str, Place], move: str
-) -> Iterator[tuple[str, Place]]:
+def _stored_places(
+    ids: Iterable[str], rows: Mapping[str, TrajectoryPlace], move: str
+) -> Iterator[tuple[str, TrajectoryPlace]]:
     """Each of the ids once, with its row. Raises StoreError for one that is not in the store."""
     for name in dict.fromkeys(ids):
         if name not in rows:
@@ -97,10 +97,12 @@ def _stored(
         yield name, rows[name]
 
 
-def moving_to_reserved(ids: Iterable[str], rows: Mapping[str, Place], step: int) -> list[str]:
+def moving_to_reserved(
+    ids: Iterable[str], rows: Mapping[str, TrajectoryPlace], step: int
+) -> list[str]:
     move = f"reserved for step {step}"
     moving = []
-    for name, row in _stored(ids, rows, move):
+    for name, row in _stored_places(ids, rows, move):
         if row.split != "train":
             reason = f"its split is {row.split!r}, only 'train' is trained on"
             raise _refusal(name, move, reason)
@@ -140,10 +142,12 @@ def must_commit(
     return known is None
 
 
-def moving_to_dropped(ids: Iterable[str], rows: Mapping[str, Place], reason: str) -> list[str]:
+def moving_to_dropped(
+    ids: Iterable[str], rows: Mapping[str, TrajectoryPlace], reason: str
+) -> list[str]:
     move = f"dropped ({reason})"
     moving = []
-    for name, row in _stored(ids, rows, move):
+    for name, row in _stored_places(ids, rows, move):
         if row.state == "committed":
             raise _refusal(name, move, f"step {row.trained_step} was trained on it")
         if row.state == "dropped" and row.drop_reason != reason:

@@ -97,7 +97,7 @@ class _Limit:
         self.stop_at = stop_at
 
 
-class _Connection:
+class _SqliteConnection:
     """A blocking connection with an asynchronous one's methods, none of which ever waits: `_drive`
     runs what awaits only them."""
 
@@ -267,7 +267,8 @@ class SQLiteStore(SQLStore):
             with engine.begin() as connection:
                 result = _drive(
                     cast(
-                        Coroutine[Any, Any, T], work(cast(AsyncConnection, _Connection(connection)))
+                        Coroutine[Any, Any, T],
+                        work(cast(AsyncConnection, _SqliteConnection(connection))),
                     )
                 )
                 if time.monotonic() > limit.stop_at:
@@ -399,7 +400,7 @@ Mode = Literal["rwc", "ro", "still"]
 """How a file is opened: to write, to read, to read one that nobody writes to."""
 
 
-def _connected(path: Path, mode: Mode) -> sqlite3.Connection:
+def _connect(path: Path, mode: Mode) -> sqlite3.Connection:
     words = "mode=ro&immutable=1" if mode == "still" else f"mode={mode}"
     return sqlite3.connect(f"file:{quote(str(path))}?{words}", uri=True, check_same_thread=False)
 
@@ -411,7 +412,7 @@ def _engine(path: Path, timeout_s: float, mode: Mode = "rwc") -> Engine:
     # transaction by then.
     engine = create_engine(
         URL.create("sqlite", database=str(path)),
-        creator=partial(_connected, path, mode),
+        creator=partial(_connect, path, mode),
         pool_size=THREADS,
         pool_reset_on_return=None,
     )

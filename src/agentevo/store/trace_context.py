@@ -34,7 +34,7 @@ class AttemptTrace(NamedTuple):
     is_sampled: bool
 
 
-class Place(NamedTuple):
+class TracePlace(NamedTuple):
     """One span in a trace."""
 
     trace_id: int
@@ -64,14 +64,14 @@ def _id(text: str, size: int) -> int:
     return int.from_bytes(digest, "big") or 1
 
 
-def read_traceparent(text: str) -> Place | None:
+def read_traceparent(text: str) -> TracePlace | None:
     """The place that a header names. None for what is no header of this form: a program's bad
     header is as good as none, as the standard has it."""
     found = _TRACEPARENT.fullmatch(text.strip()) if len(text) <= LONGEST else None
     if found is None or found[1] == "ff" or (found[1] == "00" and found[5]):
         return None
     trace_id, span_id, flags = (int(found[number], 16) for number in (2, 3, 4))
-    return Place(trace_id, span_id, bool(flags & 1)) if trace_id and span_id else None
+    return TracePlace(trace_id, span_id, bool(flags & 1)) if trace_id and span_id else None
 
 
 class Tracing(Protocol):
@@ -89,13 +89,13 @@ class Tracing(Protocol):
 
     def trace_of(self, trajectory_id: str) -> AttemptTrace: ...
 
-    def ended(self, call: RunningCall) -> None:
+    def end_span(self, call: RunningCall) -> None:
         """A call of a sampled trace has ended. Takes no time, and never fails."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class TracedMessage:
     """What was said in the call of a model, for its span. The store has it in the trajectory."""
 
     asked: Sequence[Message] = ()
@@ -114,7 +114,7 @@ class Asker:
     """A program for which a call is made: the place in a trace that its request named, and the call
     that it then was."""
 
-    place: Place | None
+    place: TracePlace | None
     outer: RunningCall | None
     """The call that is current where the request comes in."""
     call: RunningCall | None = None

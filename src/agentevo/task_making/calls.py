@@ -19,7 +19,7 @@ _SAYS_ERROR = re.compile(r"\s*(?:[a-z]+ )?error\b\s*:", re.IGNORECASE)
 """How servers begin that call an error a result."""
 
 
-class Answered(msgspec.Struct, frozen=True, kw_only=True):
+class CallResult(msgspec.Struct, frozen=True, kw_only=True):
     """A call and what came of it."""
 
     tool: str
@@ -32,7 +32,7 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
     """Nobody answered."""
 
 
-class World:
+class ToolWorld:
     """Sessions at the server that is to be learnt."""
 
     def __init__(self, sections: Sequence[ToolSection]) -> None:
@@ -49,14 +49,14 @@ class World:
         await self._toolbox.close()
 
 
-async def asked(tools: AttemptTools, tool: str, arguments: Mapping[str, Any]) -> Answered:
+async def call_tool(tools: AttemptTools, tool: str, arguments: Mapping[str, Any]) -> CallResult:
     """A real call."""
     call = StateCheck(tool=tool, arguments=dict(arguments), result="").call()
     before = dict(tools.metrics)
     (result,) = await tools.call([call])
     rose = {name for name, count in tools.metrics.items() if count > before.get(name, 0)}
 
-    return Answered(
+    return CallResult(
         tool=tool,
         arguments=dict(arguments),
         text=result.text,

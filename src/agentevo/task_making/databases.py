@@ -19,8 +19,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from agentevo.task_making.calls import Answered, asked
-from agentevo.task_making.questions import Condition, Link, Question, Sign, What, literal, quoted
+from agentevo.task_making.calls import CallResult, call_tool
+from agentevo.task_making.questions import (
+    DatabaseQuestion,
+    Link,
+    QueryCondition,
+    Sign,
+    What,
+    literal,
+    quote_identifier,
+)
 from agentevo.task_making.values import properties
 from agentevo.tools.toolbox import AttemptTools
 
@@ -46,7 +54,7 @@ _MAKES_A_TABLE = {
 _NUMBERS = ("INT", "REAL", "FLOA", "DOUB", "NUM", "DEC")
 
 
-class Column(NamedTuple):
+class TableColumn(NamedTuple):
     """Of a table."""
 
     name: str
@@ -56,22 +64,22 @@ class Column(NamedTuple):
     values: tuple[Any, ...]
 
 
-class Table(NamedTuple):
+class DatabaseTable(NamedTuple):
     """Of a database."""
 
     name: str
-    columns: tuple[Column, ...]
+    columns: tuple[TableColumn, ...]
     links: tuple[Link, ...]
 
 
-class Database(NamedTuple):
+class SurveyedDatabase(NamedTuple):
     """What a tool answers SQL of."""
 
     parameter: str
     """The tool's, for the SQL."""
-    tables: tuple[Table, ...]
+    tables: tuple[DatabaseTable, ...]
 
-    def draw(self, draw: random.Random, before: Question | None = None) -> Question:
+    def draw(self, draw: random.Random, before: DatabaseQuestion | None = None) -> DatabaseQuestion:
         """A question; `before`: one that it asks with further conditions."""
         if before is not None:
             table = next((one for one in self.tables if one.name == before.table), None)
@@ -88,26 +96,32 @@ class Database(NamedTuple):
         kinds += ["value"] * 3 if plain else []
         what = draw.choice(kinds)
         if what == "count":
-            return _with_conditions(self, table, Question(table=table.name), max(1, number), draw)
+            return _with_conditions(
+                self, table, DatabaseQuestion(table=table.name), max(1, number), draw
+            )
 
         if what != "value":
-            question = Question(table=table.name, what=what, column=draw.choice(numbers))
+            question = DatabaseQuestion(table=table.name, what=what, column=draw.choice(numbers))
             return _with_conditions(self, table, question, number, draw)
 
         column = draw.choice(plain)
         others = [one for one in numbers if one != column]
         if others and draw.random() < 0.5:
             most = draw.choice(others)
-            question = Question(table=table.name, what=what, column=column, most=most)
+            question = DatabaseQuestion(table=table.name, what=what, column=column, most=most)
             return _with_conditions(self, table, question, min(1, number), draw)
 
-        question = Question(table=table.name, what=what, column=column)
+        question = DatabaseQuestion(table=table.name, what=what, column=column)
         return _with_conditions(self, table, question, max(1, number), draw)
 
 
 def _with_conditions(
-    database: Database, table: Table, question: Question, number: int, draw: random.Random
-) -> Question:
+    database: SurveyedDatabase,
+    table: DatabaseTable,
+    question: DatabaseQuestion,
+    number: int,
+    draw: random.Random,
+) -> DatabaseQuestion:
     """The question with so many conditions, or as many as the table has columns for."""
     named = {question.column, question.most, *(one.column for one in question.conditions)}
     conditions = list(question.conditions)
@@ -137,7 +151,9 @@ def _with_conditions(
         signs: tuple[Sign, ...] = (">", "<") if is_range else ("=",)
         sign = draw.choice(signs)
         conditions.append(
-            Condition(column=column.name, sign=sign, value=draw.choice(column.values), link=link)
+            QueryCondition(
+                column=column.name, sign=sign, value=draw.choice(column.values), link=link
+            )
         )
         named.add(column.name)
 
@@ -146,7 +162,7 @@ def _with_conditions(
 
 async def find_database(
     tools: AttemptTools, name: str, schema: Mapping[str, Any]
-) -> tuple[Database, Answered] | None:
+) -> tuple[SurveyedDatabase, CallResult] | None:
     """What a tool answers SQL of, with a call that it answered; None for a tool that does not."""
     needed = schema.get("required") or ()
     parameters = [one for one in properties(schema) if _NAMES.search(one)]
@@ -175,21 +191,23 @@ async def find_database(
     if not known:
         return None
 
-    first = Question(table=known[0].name).sql
-    return Database(parameter, tuple(known)), await asked(tools, name, {parameter: first})
+    first = DatabaseQuestion(table=known[0].name).sql
+    return SurveyedDatabase(parameter, tuple(known)), await call_tool(
+        tools, name, {parameter: first}
+    )
 
 
 async def _with_values(
-    ask: Callable[[str], Awaitable[str | None]], table: str, columns: Sequence[Column]
-) -> tuple[Column, ...]:
+    ask: Callable[[str], Awaitable[str | None]], table: str, columns: Sequence[TableColumn]
+) -> tuple[TableColumn, ...]:
     """Columns of a table with values of theirs, found out by one question; by two, each of half of
     the columns, where that has no answer: one that is too long for a result, or a column that can't
     be asked for."""
     drawn = []
     for column in columns:
-        name = quoted(column.name)
+        name = quote_identifier(column.name)
         is_value = f"{name} IS NOT NULL AND {name} <> '' AND length({name}) <= {LONGEST_VALUE}"
-        values = f"SELECT DISTINCT {name} AS one FROM {quoted(table)} WHERE {is_value}"
+        values = f"SELECT DISTINCT {name} AS one FROM {quote_identifier(table)} WHERE {is_value}"
         values += f" ORDER BY 1 LIMIT {MAX_VALUES}"
         drawn.append(f"json((SELECT json_group_array(one) FROM ({values})))")
 
@@ -211,7 +229,7 @@ async def _with_values(
 
 
 async def answer_of(
-    tools: AttemptTools, tool: str, parameter: str, question: Question
+    tools: AttemptTools, tool: str, parameter: str, question: DatabaseQuestion
 ) -> str | None:
     """The value that a question has, as SQLite writes it; None where it has none, or several rows
     could be meant."""
@@ -224,7 +242,7 @@ async def answer_of(
 async def _value(tools: AttemptTools, tool: str, parameter: str, sql: str) -> str | None:
     """What an expression, or a statement that gives one value, comes to; empty for NULL, None where
     that is no answer."""
-    got = await asked(tools, tool, {parameter: f"SELECT {_mark(f'({sql})')} AS made"})
+    got = await call_tool(tools, tool, {parameter: f"SELECT {_mark(f'({sql})')} AS made"})
     found = _MARKED.search(got.text)
     return bytes.fromhex(found[1]).decode("utf-8", "replace") if found else None
 
@@ -243,7 +261,7 @@ def _read(text: str | None) -> Sequence[Any]:
     return found if isinstance(found, list) else []
 
 
-def _table(sql: Any) -> Table | None:
+def _table(sql: Any) -> DatabaseTable | None:
     """A table as its CREATE statement says, which is read by SQLite itself."""
     if not isinstance(sql, str):
         return None
@@ -256,8 +274,10 @@ def _table(sql: Any) -> Table | None:
             ((name,),) = connection.execute(
                 "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
             )
-            columns = connection.execute(f"PRAGMA table_info({quoted(name)})").fetchall()
-            links = connection.execute(f"PRAGMA foreign_key_list({quoted(name)})").fetchall()
+            columns = connection.execute(f"PRAGMA table_info({quote_identifier(name)})").fetchall()
+            links = connection.execute(
+                f"PRAGMA foreign_key_list({quote_identifier(name)})"
+            ).fetchall()
         except (sqlite3.Error, sqlite3.Warning, ValueError):
             return None
 
@@ -267,10 +287,10 @@ def _table(sql: Any) -> Table | None:
     )
     foreign = {one.column for one in known}
 
-    return Table(
+    return DatabaseTable(
         name=str(name),
         columns=tuple(
-            Column(
+            TableColumn(
                 name=str(one[1]),
                 is_number=any(kind in str(one[2]).upper() for kind in _NUMBERS),
                 is_key=str(one[1]) in keys or str(one[1]) in foreign,

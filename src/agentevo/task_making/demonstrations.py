@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 
 from agentevo.config.tools import ToolSection
-from agentevo.task_making.calls import World, asked
+from agentevo.task_making.calls import ToolWorld, call_tool
 from agentevo.task_making.documents import what_to_look_for
-from agentevo.task_making.scenario import Step, steps_of
+from agentevo.task_making.scenario import ScenarioStep, steps_of
 from agentevo.tools.corpus import Passage
 from agentevo.tools.state_checks import SOLVED_BY_CALLS
 
@@ -63,16 +63,18 @@ async def show_lookups(
         return [], 0
 
     texts = {one.id: " ".join(one.text.split()) for one in passages}
-    world = World(sections)
+    world = ToolWorld(sections)
     found = list[dict[str, Any]]()
     try:
         async with world.open(0) as tools:
             specs = list(tools.schemas)
             for row in rows:
                 query = what_to_look_for(str(row["query"]))
-                answered = await asked(tools, SEARCH, {"query": query})
+                answered = await call_tool(tools, SEARCH, {"query": query})
                 if texts[row["passage"]] in " ".join(answered.text.split()):
-                    step = Step(tool=SEARCH, arguments={"query": query}, result=answered.text)
+                    step = ScenarioStep(
+                        tool=SEARCH, arguments={"query": query}, result=answered.text
+                    )
                     found.append({**row, SOLVED_BY_CALLS: msgspec.to_builtins([step])})
     finally:
         await world.close()

@@ -75,7 +75,7 @@ def read_documents(given: Sequence[Path]) -> Documents:
     """The passages of files and folders. Raises ConfigError, a line for each file that can't be
     read, and where there is nothing to read."""
     left_out = Counter[str]()
-    files = _named(given, left_out)
+    files = _name_files(given, left_out)
 
     passages = list[Passage]()
     digests = dict[str, str]()
@@ -118,7 +118,7 @@ def read_documents(given: Sequence[Path]) -> Documents:
     return Documents(passages, digests, dict(left_out.most_common()))
 
 
-def _named(given: Sequence[Path], left_out: Counter[str]) -> dict[Path, str]:
+def _name_files(given: Sequence[Path], left_out: Counter[str]) -> dict[Path, str]:
     """The files with the names that passages have: within its folder, and after the folder's own
     name where another one has the same. A file that is given twice, by whatever path, counts
     once."""
@@ -154,7 +154,7 @@ def digest_of(path: Path) -> str:
         raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
 
 
-def changed(digests: dict[str, str]) -> list[str]:
+def changed_files(digests: dict[str, str]) -> list[str]:
     """Which files are not what they were when they were read, or are gone."""
     found = []
     for path, digest in digests.items():
@@ -256,9 +256,11 @@ def parts_of(text: str) -> Iterator[str]:
     pieces = (
         piece
         for one in paragraphs
-        for piece in ([one] if len(one) <= LONGEST_PASSAGE else _packed(_sentences(one), " "))
+        for piece in (
+            [one] if len(one) <= LONGEST_PASSAGE else _pack_neighbours(_sentences(one), " ")
+        )
     )
-    return _packed(pieces, "\n\n")
+    return _pack_neighbours(pieces, "\n\n")
 
 
 def _sentences(paragraph: str) -> Iterator[str]:
@@ -267,7 +269,7 @@ def _sentences(paragraph: str) -> Iterator[str]:
             yield sentence[first : first + LONGEST_PASSAGE]
 
 
-def _packed(pieces: Iterable[str], joint: str) -> Iterator[str]:
+def _pack_neighbours(pieces: Iterable[str], joint: str) -> Iterator[str]:
     """Neighbours together, as long as they are short enough."""
     held = ""
     for piece in pieces:

@@ -15,10 +15,10 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from agentevo.task_making.calls import Answered, World, asked
+from agentevo.task_making.calls import CallResult, ToolWorld, call_tool
 from agentevo.task_making.databases import answer_of
-from agentevo.task_making.questions import Question
-from agentevo.task_making.scenario import Scenario, Step
+from agentevo.task_making.questions import DatabaseQuestion
+from agentevo.task_making.scenario import Scenario, ScenarioStep
 from agentevo.task_making.survey import Survey
 from agentevo.task_making.values import properties
 from agentevo.task_making.walks import first_value
@@ -42,8 +42,8 @@ class UngroundedError(Exception):
         self.varies = varies
 
 
-async def grounded(
-    world: World, known: Survey, steps: Sequence[Step], number: int, draw: random.Random
+async def ground_scenario(
+    world: ToolWorld, known: Survey, steps: Sequence[ScenarioStep], number: int, draw: random.Random
 ) -> Scenario:
     """The scenario of these calls in the world of that number. Raises UngroundedError."""
     has_state = any(one.changes for one in steps)
@@ -84,9 +84,11 @@ async def grounded(
     return Scenario(steps=made, world=number, checks=checks)
 
 
-async def _carried_out(tools: AttemptTools, known: Survey, steps: Sequence[Step]) -> list[Step]:
+async def _carried_out(
+    tools: AttemptTools, known: Survey, steps: Sequence[ScenarioStep]
+) -> list[ScenarioStep]:
     """The calls with what they give now, which has to hold the values that are to be found."""
-    made: list[Step] = []
+    made: list[ScenarioStep] = []
     for step in steps:
         schemas = properties(known.schemas[step.tool])
         for name, found in step.found.items():
@@ -94,12 +96,12 @@ async def _carried_out(tools: AttemptTools, known: Survey, steps: Sequence[Step]
             if value != step.arguments[name]:
                 raise UngroundedError("what is to be found is not what is found first")
 
-        got = await asked(tools, step.tool, step.arguments)
+        got = await call_tool(tools, step.tool, step.arguments)
         if got.is_error:
             raise UngroundedError("a call is refused without the calls that were left out")
 
         made.append(
-            Step(
+            ScenarioStep(
                 tool=step.tool,
                 arguments=step.arguments,
                 found=step.found,
@@ -112,7 +114,7 @@ async def _carried_out(tools: AttemptTools, known: Survey, steps: Sequence[Step]
     return made
 
 
-async def _value(tools: AttemptTools, known: Survey, step: Step) -> str | None:
+async def _value(tools: AttemptTools, known: Survey, step: ScenarioStep) -> str | None:
     """The answer to a question of a database; None for other calls."""
     if step.question is None:
         return None
@@ -126,7 +128,7 @@ async def _value(tools: AttemptTools, known: Survey, step: Step) -> str | None:
 
 
 def _questions(
-    known: Survey, steps: Sequence[Step], draw: random.Random
+    known: Survey, steps: Sequence[ScenarioStep], draw: random.Random
 ) -> list[tuple[str, dict[str, Any]]]:
     """Calls that tell of the state that these leave: of each tool that changes nothing, with the
     arguments that the walk has for its parameters, else with some that are known."""
@@ -138,7 +140,7 @@ def _questions(
     found = [(step.tool, step.arguments) for step in steps if not step.changes]
     for tool in known.asking:
         if (database := known.databases.get(tool)) is not None:
-            counts = [Question(table=one.name).sql for one in database.tables[:GUESSES]]
+            counts = [DatabaseQuestion(table=one.name).sql for one in database.tables[:GUESSES]]
             found += [(tool, {database.parameter: sql}) for sql in counts]
             continue
 
@@ -167,8 +169,8 @@ def _frozen(value: Any) -> str:
 
 async def _all(
     tools: AttemptTools, questions: Sequence[tuple[str, dict[str, Any]]]
-) -> list[Answered]:
-    return [await asked(tools, tool, arguments) for tool, arguments in questions]
+) -> list[CallResult]:
+    return [await call_tool(tools, tool, arguments) for tool, arguments in questions]
 
 
 def _answer(text: str, draw: random.Random) -> tuple[str, str]:

@@ -20,18 +20,18 @@ import msgspec
 
 from agentevo.config.tools import ToolSection
 from agentevo.errors import AgentEvoError, ConfigError
-from agentevo.task_making.calls import Answered, World, asked
-from agentevo.task_making.grounding import UngroundedError, grounded
-from agentevo.task_making.scenario import HARDEST, Scenario, Step, is_held_out, steps_of
+from agentevo.task_making.calls import CallResult, ToolWorld, call_tool
+from agentevo.task_making.grounding import UngroundedError, ground_scenario
+from agentevo.task_making.scenario import HARDEST, Scenario, ScenarioStep, is_held_out, steps_of
 from agentevo.task_making.survey import Survey, survey
-from agentevo.task_making.walks import MAX_CALLS, Coverage, asked_further, pruned, walk
+from agentevo.task_making.walks import MAX_CALLS, Coverage, asked_further, prune_steps, walk
 from agentevo.task_making.wording import (
     LANGUAGES,
     PERSONAS,
     gives_away,
     named_tools,
-    untold,
-    worded,
+    values_left_out,
+    word_scenario,
 )
 
 AT_ONCE = 8
@@ -49,7 +49,7 @@ SAME_SHARE = 0.03
 agent could guess it."""
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class WantedTasks(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be made."""
 
     train: int = 200
@@ -68,7 +68,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     """Parameter -> values that somebody names."""
 
 
-class Made(msgspec.Struct, kw_only=True):
+class MadeTasks(msgspec.Struct, kw_only=True):
     """What was made."""
 
     train: list[dict[str, Any]] = []
@@ -96,7 +96,7 @@ class Made(msgspec.Struct, kw_only=True):
         }
 
 
-def check_wanted(wanted: Wanted) -> None:
+def check_wanted(wanted: WantedTasks) -> None:
     """Raises ConfigError for what can't be made."""
     for given, known, what in (
         (wanted.languages, tuple(LANGUAGES), "--language"),
@@ -116,19 +116,19 @@ def check_wanted(wanted: Wanted) -> None:
 
 async def make_tasks(
     sections: Sequence[ToolSection],
-    wanted: Wanted,
+    wanted: WantedTasks,
     *,
     taken: frozenset[str] = frozenset(),
     harder_than: Sequence[Mapping[str, Any]] = (),
     tell: Callable[[str], None] = lambda line: None,
     progress: Callable[[int], None] = lambda done: None,
-) -> Made:
+) -> MadeTasks:
     """The tasks. `taken`: contents that are not made again; `harder_than`: rows of tasks that were
     made, which every task goes on from, by further calls. Raises ToolUnavailableError where the
     server can't be reached, ConfigError where it has no tool that answers, AgentEvoError where
     nothing can be asked of it."""
     check_wanted(wanted)
-    world = World(sections)
+    world = ToolWorld(sections)
     try:
         known = await survey(world, wanted.values, seed=wanted.seed)
         for name, why in known.silent.items():
@@ -143,9 +143,9 @@ class _Maker:
 
     def __init__(
         self,
-        world: World,
+        world: ToolWorld,
         known: Survey,
-        wanted: Wanted,
+        wanted: WantedTasks,
         taken: frozenset[str],
         parents: Sequence[Mapping[str, Any]],
         progress: Callable[[int], None],
@@ -158,13 +158,13 @@ class _Maker:
         self._used = Coverage()
         self._taken = set(taken)
         self._queries = set[str]()
-        self._made = Made(known=known)
+        self._made = MadeTasks(known=known)
         self._graded = Counter[int]()
         self._misses = 0
         self._patience = MAX_MISSES // 2
         self._parents = parents
 
-    async def make(self) -> Made:
+    async def make(self) -> MadeTasks:
         """See make_tasks."""
         made = self._made
         wanted = self._wanted
@@ -175,7 +175,7 @@ class _Maker:
             numbers = range(number, number + AT_ONCE)
             number += AT_ONCE
 
-            walked = await asyncio.gather(*map(self._walked, numbers))
+            walked = await asyncio.gather(*map(self._walk, numbers))
             for (scenario, heard), draw in zip(walked, map(self._draw, numbers), strict=True):
                 for got in heard:
                     self._known.learn(got)
@@ -199,7 +199,7 @@ class _Maker:
     def _draw(self, number: int, purpose: str = "words") -> random.Random:
         return random.Random(f"{purpose}-{self._wanted.seed}-{number}")
 
-    async def _walked(self, number: int) -> tuple[Scenario | None, list[Answered]]:
+    async def _walk(self, number: int) -> tuple[Scenario | None, list[CallResult]]:
         """One walk of a round: what it became, and what was heard in it. Only what earlier rounds
         have learnt counts in it, so that walks beside it change nothing."""
         draw = self._draw(number, "walk")
@@ -207,7 +207,7 @@ class _Maker:
 
         parent = ""
         world = draw.randrange(wanted.worlds)
-        start = list[Step]()
+        start = list[ScenarioStep]()
         if self._parents:
             row = draw.choice(self._parents)
             start = steps_of(row)
@@ -219,14 +219,14 @@ class _Maker:
         num_calls = max(1, draw.randint(fewest, most) - len(start))
         async with self._world.open(world) as tools:
             for step in start:
-                await asked(tools, step.tool, step.arguments)
+                await call_tool(tools, step.tool, step.arguments)
             is_question = bool(start) and start[-1].question is not None
             if is_question:
                 walked, heard = await asked_further(tools, self._known, start, draw)
             else:
                 walked, heard = await walk(tools, self._known, self._used, draw, num_calls, start)
 
-        steps = pruned(walked) if walked else []
+        steps = prune_steps(walked) if walked else []
         if not steps or (len(steps) <= len(start) and not is_question):
             self._reasons["a call was refused, or gave too much"] += 1
             return None, heard
@@ -234,7 +234,7 @@ class _Maker:
         return await self._scenario(steps, world, parent, draw), heard
 
     async def _scenario(
-        self, steps: list[Step], world: int, parent: str, draw: random.Random
+        self, steps: list[ScenarioStep], world: int, parent: str, draw: random.Random
     ) -> Scenario | None:
         planned = Scenario(steps=steps, world=world)
         takes_open = "open" in self._wanted.kinds
@@ -255,7 +255,7 @@ class _Maker:
             return None
 
         try:
-            found = await grounded(self._world, self._known, steps, world, draw)
+            found = await ground_scenario(self._world, self._known, steps, world, draw)
             if found.kind not in self._wanted.kinds:
                 self._reasons["of a kind that is not wanted"] += 1
                 return None
@@ -271,7 +271,9 @@ class _Maker:
         wanted = self._wanted
         language = draw.choice(wanted.languages)
         persona = draw.choice(wanted.personas)
-        query = worded(scenario, self._known.descriptions, language=language, persona=persona)
+        query = word_scenario(
+            scenario, self._known.descriptions, language=language, persona=persona
+        )
         reason = self._superfluous(scenario) or self._problem(scenario, query)
         if reason:
             self._reasons[reason] += 1
@@ -316,7 +318,7 @@ class _Maker:
             return "its words are too long"
         if named_tools(query, self._known.names):
             return "its words name a tool"
-        if untold(query, scenario):
+        if values_left_out(query, scenario):
             return "its words leave out what has to be told"
         if gives_away(query, scenario):
             return "its words say what is to be found"

@@ -33,7 +33,7 @@ class Link(msgspec.Struct, frozen=True):
     """That one's column."""
 
 
-class Condition(msgspec.Struct, frozen=True, kw_only=True):
+class QueryCondition(msgspec.Struct, frozen=True, kw_only=True):
     """What the rows have to meet."""
 
     column: str
@@ -45,11 +45,13 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def sql(self) -> str:
         """For WHERE."""
-        own = f"{quoted(self.column)} {self.sign} {literal(self.value)}"
+        own = f"{quote_identifier(self.column)} {self.sign} {literal(self.value)}"
         if self.link is None:
             return own
-        other = f"SELECT {quoted(self.link.key)} FROM {quoted(self.link.table)} WHERE {own}"
-        return f"{quoted(self.link.column)} IN ({other})"
+        key = quote_identifier(self.link.key)
+        table = quote_identifier(self.link.table)
+        other = f"SELECT {key} FROM {table} WHERE {own}"
+        return f"{quote_identifier(self.link.column)} IN ({other})"
 
     @property
     def words(self) -> str:
@@ -58,22 +60,22 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True):
         return own if self.link is None else f"{plain(self.link.table)} of {own}"
 
 
-class Question(msgspec.Struct, frozen=True, kw_only=True):
+class DatabaseQuestion(msgspec.Struct, frozen=True, kw_only=True):
     """What is asked of one table."""
 
     table: str
     what: What = "count"
     column: str = ""
     """Whose value, sum or extreme is asked for; none for a count."""
-    conditions: tuple[Condition, ...] = ()
+    conditions: tuple[QueryCondition, ...] = ()
     most: str = ""
     """With `value`: of the row in which this column is largest."""
 
     @property
     def sql(self) -> str:
         """One SELECT statement that gives one value."""
-        asked = _FUNCTIONS.get(self.what, "count(*)").format(quoted(self.column))
-        last = f" ORDER BY {quoted(self.most)} DESC LIMIT 1" if self.most else ""
+        asked = _FUNCTIONS.get(self.what, "count(*)").format(quote_identifier(self.column))
+        last = f" ORDER BY {quote_identifier(self.most)} DESC LIMIT 1" if self.most else ""
         return f"SELECT {asked} {self._rows}{last}"
 
     @property
@@ -84,14 +86,14 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
             return None
         if not self.most:
             return f"SELECT count(*) {self._rows}"
-        most = quoted(self.most)
+        most = quote_identifier(self.most)
         joined = "AND" if self.conditions else "WHERE"
         return f"SELECT count(*) {self._rows} {joined} {most} = (SELECT max({most}) {self._rows})"
 
     @property
     def _rows(self) -> str:
         where = " AND ".join(one.sql for one in self.conditions)
-        return f"FROM {quoted(self.table)}{f' WHERE {where}' if where else ''}"
+        return f"FROM {quote_identifier(self.table)}{f' WHERE {where}' if where else ''}"
 
     @property
     def words(self) -> str:
@@ -119,7 +121,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         return max(0, len(self.conditions) + linked + bool(self.most) - 1)
 
 
-def quoted(name: str) -> str:
+def quote_identifier(name: str) -> str:
     """A name of a table or column as SQL has it."""
     plain_name = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) and name.lower() not in _KEYWORDS
     return name if plain_name else '"' + name.replace('"', '""') + '"'

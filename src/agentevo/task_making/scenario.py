@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from agentevo.task_making.questions import Question
+from agentevo.task_making.questions import DatabaseQuestion
 from agentevo.tools.state_checks import SOLVED_BY_CALLS, STATE_CHECKS, StateCheck
 
 HELD_OUT = 0.2
@@ -25,7 +25,7 @@ PARENT = "variant_of"
 """Key of a made task's metadata: the id of the task that it is a harder variant of."""
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class ValueSource(msgspec.Struct, frozen=True, kw_only=True):
     """An argument that the agent is not told: it is the first such value that an earlier call
     gives."""
 
@@ -35,18 +35,18 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     """Of the parameter that it is for."""
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
+class ScenarioStep(msgspec.Struct, frozen=True, kw_only=True):
     """One of the calls that solve a scenario."""
 
     tool: str
     arguments: dict[str, Any]
     """With the values that were found."""
-    found: dict[str, Found] = {}
+    found: dict[str, ValueSource] = {}
     """Parameter -> where its value is from."""
     result: str = ""
     changes: bool = False
     """The call changes the state of the server."""
-    question: Question | None = None
+    question: DatabaseQuestion | None = None
     """What the call asks a database: the agent is told its words, and has to write the SQL."""
 
     @property
@@ -60,7 +60,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """See the module."""
 
-    steps: list[Step]
+    steps: list[ScenarioStep]
     world: int
     answer: str | None = None
     """What the agent has to say, where the state does not decide."""
@@ -146,6 +146,6 @@ def is_held_out(content: str, share: float = HELD_OUT) -> bool:
     return hashlib.sha256(f"held out {content}".encode()).digest()[0] < 256 * share
 
 
-def steps_of(row: Mapping[str, Any]) -> list[Step]:
+def steps_of(row: Mapping[str, Any]) -> list[ScenarioStep]:
     """The calls that solve a made task. Raises msgspec.ValidationError."""
-    return msgspec.convert(row.get(SOLVED_BY_CALLS, []), list[Step])
+    return msgspec.convert(row.get(SOLVED_BY_CALLS, []), list[ScenarioStep])

@@ -15,7 +15,7 @@ from typing import Any
 
 from agentevo.data.rows import read_json_lines
 from agentevo.errors import ConfigError
-from agentevo.evaluation.evaluate import Evaluation, check_attempts, evaluate
+from agentevo.evaluation.evaluate import EvaluationRun, check_attempts, evaluate
 from agentevo.evaluation.results import ResultsFolder
 from agentevo.parsing import read_json_object
 from agentevo.rollout.task_files import HELD_OUT, TRAIN, write_rows
@@ -33,7 +33,7 @@ RATE = "success_rate"
 """Key of a graded task's metadata."""
 
 
-def graded(
+def grade_tasks(
     rows: Sequence[Mapping[str, Any]], solved: Mapping[str, Sequence[bool]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The tasks at the edge of what the agent can do, and those in reserve. `solved`: task id ->
@@ -73,8 +73,8 @@ def graded_folder(
     if leaked is not None:
         raise ConfigError(f"{folder}: {leaked} is both trained on and held out: make them again")
 
-    solved = _solved(rows, target, overrides, attempts, note)
-    edge, reserve = graded(rows, solved)
+    solved = _measure_solved(rows, target, overrides, attempts, note)
+    edge, reserve = grade_tasks(rows, solved)
     if not edge:
         note("no task is at the edge: all are solved always or never, so train.jsonl is not there")
 
@@ -110,7 +110,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     return [row.value for row in read_json_lines(file)]
 
 
-def _solved(
+def _measure_solved(
     rows: Sequence[dict[str, Any]],
     target: str,
     overrides: Sequence[str],
@@ -122,7 +122,7 @@ def _solved(
         played = Path(scratch) / "tasks.jsonl"
         results = Path(scratch) / "results"
         write_rows(rows, played)
-        asked = Evaluation(
+        asked = EvaluationRun(
             target=target,
             overrides=overrides,
             tasks=[str(played)],

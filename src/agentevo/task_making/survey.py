@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from agentevo.errors import ConfigError
-from agentevo.task_making.calls import Answered, World, asked
-from agentevo.task_making.databases import Database, find_database
+from agentevo.task_making.calls import CallResult, ToolWorld, call_tool
+from agentevo.task_making.databases import SurveyedDatabase, find_database
 from agentevo.task_making.values import Values, properties
 from agentevo.tools.toolbox import AttemptTools
 
@@ -39,11 +39,11 @@ class Survey(msgspec.Struct, kw_only=True):
     specs: list[dict[str, Any]]
     """All tools in OpenAI's form."""
     values: Values
-    answered: dict[str, Answered] = {}
+    answered: dict[str, CallResult] = {}
     """Tool -> a call that it answered."""
     changing: set[str] = set()
     """Tools that change what others tell."""
-    databases: dict[str, Database] = {}
+    databases: dict[str, SurveyedDatabase] = {}
     """Tools that answer SQL -> of what."""
     silent: dict[str, str] = {}
     """Tools that answered no call -> what the last one came to."""
@@ -67,7 +67,7 @@ class Survey(msgspec.Struct, kw_only=True):
         """Of these, the ones that change nothing."""
         return [name for name in self.usable if name not in self.changing]
 
-    def learn(self, got: Answered) -> None:
+    def learn(self, got: CallResult) -> None:
         """Learns what a result, or a refusal, names of any tool's parameters; arguments that were
         taken are values of parameters of their names."""
         for schema in self.schemas.values():
@@ -96,7 +96,7 @@ class Survey(msgspec.Struct, kw_only=True):
 
 
 async def survey(
-    world: World, given: Mapping[str, Sequence[Any]] | None = None, *, seed: int
+    world: ToolWorld, given: Mapping[str, Sequence[Any]] | None = None, *, seed: int
 ) -> Survey:
     """Finds it out. `given`: values that somebody names, by parameter. Raises
     ToolUnavailableError where the server can't be reached, ConfigError where it has no tools, or
@@ -123,7 +123,7 @@ async def survey(
         for _ in range(TRIES):
             for name in known.schemas:
                 if name not in known.answered:
-                    await _tried(tools, known, name, draw)
+                    await _try_tool(tools, known, name, draw)
 
     if not known.answered:
         lines = "\n".join(f"{name}: {why}" for name, why in known.silent.items())
@@ -139,9 +139,9 @@ async def survey(
     return known
 
 
-async def _tried(tools: AttemptTools, known: Survey, name: str, draw: random.Random) -> None:
+async def _try_tool(tools: AttemptTools, known: Survey, name: str, draw: random.Random) -> None:
     arguments = known.draw_arguments(name, draw)
-    got = await asked(tools, name, arguments)
+    got = await call_tool(tools, name, arguments)
     known.learn(got)
 
     if got.is_error:
@@ -152,16 +152,16 @@ async def _tried(tools: AttemptTools, known: Survey, name: str, draw: random.Ran
     known.silent.pop(name, None)
 
 
-async def _changes(world: World, known: Survey, name: str) -> bool:
+async def _changes(world: ToolWorld, known: Survey, name: str) -> bool:
     """Whether a call of the tool changes what itself or another one says."""
     call = known.answered[name]
     others = [one for tool, one in known.answered.items() if tool != name]
     async with world.open(0) as tools:
         for _ in range(2):  # what these change themselves has happened after that
-            before = [await asked(tools, one.tool, one.arguments) for one in others]
-        first = await asked(tools, name, call.arguments)
-        after = [await asked(tools, one.tool, one.arguments) for one in others]
-        again = await asked(tools, name, call.arguments)
+            before = [await call_tool(tools, one.tool, one.arguments) for one in others]
+        first = await call_tool(tools, name, call.arguments)
+        after = [await call_tool(tools, one.tool, one.arguments) for one in others]
+        again = await call_tool(tools, name, call.arguments)
 
     return first.text != again.text or [one.text for one in before] != [one.text for one in after]
 

@@ -93,7 +93,7 @@ class Values:
         """What results of calls name of a tool's parameters."""
         for name, one in properties(schema).items():
             for text in texts:
-                self.add(name, list(mined(text, name, one)))
+                self.add(name, list(mine_values(text, name, one)))
 
     def known(self, name: str, schema: Mapping[str, Any]) -> list[Any]:
         """Values that the server has shown for a parameter."""
@@ -161,12 +161,12 @@ def described_values(text: str) -> list[str]:
     """Those that a description lists: "single, double or family", "such as Rome or Oslo"."""
     example = _EXAMPLE.search(text)
     if example is not None:
-        return _listed(example[1])
+        return _list_words(example[1])
     choice = _CHOICE.match(text.strip())
-    return _listed(choice[1]) if choice is not None else []
+    return _list_words(choice[1]) if choice is not None else []
 
 
-def mined(text: str, name: str, schema: Mapping[str, Any]) -> Iterator[Any]:
+def mine_values(text: str, name: str, schema: Mapping[str, Any]) -> Iterator[Any]:
     """Values of a parameter that a result names, in their order."""
     kind = _kind(schema)
     try:
@@ -191,7 +191,7 @@ def mined(text: str, name: str, schema: Mapping[str, Any]) -> Iterator[Any]:
         choice = _CHOICE.match(found[1])
         single = re.match(_WORD, found[1])
         if choice is not None:
-            yield from _listed(choice[1])
+            yield from _list_words(choice[1])
         elif single is not None:
             yield single[0].strip("'\"")
 
@@ -219,7 +219,7 @@ def _same(key: str, name: str) -> bool:
     return key == name or name.endswith(f"_{key}") or key.endswith(f"_{name}")
 
 
-def _listed(text: str) -> list[str]:
+def _list_words(text: str) -> list[str]:
     words = [one.strip("'\" .") for one in re.split(r",? (?:or|and) |, ", text)]
     return [one for one in words if one and one.lower() not in _STOP]
 

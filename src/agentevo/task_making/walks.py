@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
-from agentevo.task_making.calls import Answered, asked
-from agentevo.task_making.questions import Question
-from agentevo.task_making.scenario import Found, Step, pairs_of
+from agentevo.task_making.calls import CallResult, call_tool
+from agentevo.task_making.questions import DatabaseQuestion
+from agentevo.task_making.scenario import ScenarioStep, ValueSource, pairs_of
 from agentevo.task_making.survey import Survey
-from agentevo.task_making.values import mined, properties
+from agentevo.task_making.values import mine_values, properties
 from agentevo.tools.toolbox import AttemptTools
 
 MAX_CALLS = 4
@@ -64,13 +64,13 @@ async def walk(
     used: Coverage,
     draw: random.Random,
     num_calls: int,
-    start: Sequence[Step] = (),
-) -> tuple[list[Step], list[Answered]]:
+    start: Sequence[ScenarioStep] = (),
+) -> tuple[list[ScenarioStep], list[CallResult]]:
     """One walk of at most so many calls in a session of its own, after those of `start`, which have
     been made in it; also every call with what came of it, of which `known` learns nothing here. A
     call that is refused may name values, which are taken in this world before all others; after
     REFUSALS it ends."""
-    heard: list[Answered] = []
+    heard: list[CallResult] = []
     steps = list(start)
     named = dict[str, list[Any]]()
     refusals = 0
@@ -83,7 +83,7 @@ async def walk(
         ]
         (name,) = draw.choices(names, weights)
         if name in known.databases:
-            step, got = await _questioned(tools, known, name, known.databases[name].draw(draw))
+            step, got = await _ask_database(tools, known, name, known.databases[name].draw(draw))
             heard.append(got)
             steps += [step] if step is not None else []
             refusals += step is None
@@ -96,18 +96,18 @@ async def walk(
                 fixed[parameter] = draw.choice(named[parameter])
 
         arguments = known.draw_arguments(name, draw, fixed)
-        got = await asked(tools, name, arguments)
+        got = await call_tool(tools, name, arguments)
         heard.append(got)
 
         if got.is_error or len(got.text) > LONGEST_RESULT:
             refusals += 1
             for parameter, schema in properties(known.schemas[name]).items():
-                if values := list(mined(got.text, parameter, schema)):
+                if values := list(mine_values(got.text, parameter, schema)):
                     named[parameter] = values
             continue
 
         steps.append(
-            Step(
+            ScenarioStep(
                 tool=name,
                 arguments=arguments,
                 found={parameter: one for parameter, (one, _) in found.items()},
@@ -120,8 +120,8 @@ async def walk(
 
 
 async def asked_further(
-    tools: AttemptTools, known: Survey, start: Sequence[Step], draw: random.Random
-) -> tuple[list[Step], list[Answered]]:
+    tools: AttemptTools, known: Survey, start: Sequence[ScenarioStep], draw: random.Random
+) -> tuple[list[ScenarioStep], list[CallResult]]:
     """Those calls with a further condition in the question that the last one asks; none of them
     where it has no harder one, or is asked of a tool that is there no more."""
     last = start[-1]
@@ -133,22 +133,22 @@ async def asked_further(
     if question.clauses <= last.question.clauses:
         return [], []
 
-    step, got = await _questioned(tools, known, last.tool, question)
+    step, got = await _ask_database(tools, known, last.tool, question)
     return ([*start[:-1], step] if step is not None else []), [got]
 
 
-async def _questioned(
-    tools: AttemptTools, known: Survey, tool: str, question: Question
-) -> tuple[Step | None, Answered]:
+async def _ask_database(
+    tools: AttemptTools, known: Survey, tool: str, question: DatabaseQuestion
+) -> tuple[ScenarioStep | None, CallResult]:
     """A question to a database, and what came of it; no step where that is no answer."""
     arguments = {known.databases[tool].parameter: question.sql}
-    got = await asked(tools, tool, arguments)
+    got = await call_tool(tools, tool, arguments)
     if got.is_error or len(got.text) > LONGEST_RESULT:
         return None, got
-    return Step(tool=tool, arguments=arguments, question=question, result=got.text), got
+    return ScenarioStep(tool=tool, arguments=arguments, question=question, result=got.text), got
 
 
-def pruned(steps: Sequence[Step]) -> list[Step]:
+def prune_steps(steps: Sequence[ScenarioStep]) -> list[ScenarioStep]:
     """Without calls that change nothing and whose result nobody uses; where nothing is changed at
     all, the last call and what it needs."""
     has_state = any(one.changes for one in steps)
@@ -164,7 +164,7 @@ def pruned(steps: Sequence[Step]) -> list[Step]:
         msgspec.structs.replace(
             steps[number],
             found={
-                name: Found(step=places[one.step], name=one.name)
+                name: ValueSource(step=places[one.step], name=one.name)
                 for name, one in steps[number].found.items()
             },
         )
@@ -172,14 +172,14 @@ def pruned(steps: Sequence[Step]) -> list[Step]:
     ]
 
 
-def _chains(known: Survey, steps: Sequence[Step], tool: str) -> float:
+def _chains(known: Survey, steps: Sequence[ScenarioStep], tool: str) -> float:
     gives = any(_first(known, steps, tool, name) for name in properties(known.schemas[tool]))
     return CHAINS if gives else 1.0
 
 
 def _found(
-    known: Survey, steps: Sequence[Step], tool: str, draw: random.Random
-) -> dict[str, tuple[Found, Any]]:
+    known: Survey, steps: Sequence[ScenarioStep], tool: str, draw: random.Random
+) -> dict[str, tuple[ValueSource, Any]]:
     """Arguments that earlier calls give, each with its value."""
     taken = {}
     for name in properties(known.schemas[tool]):
@@ -189,7 +189,9 @@ def _found(
     return taken
 
 
-def _first(known: Survey, steps: Sequence[Step], tool: str, name: str) -> tuple[Found, Any] | None:
+def _first(
+    known: Survey, steps: Sequence[ScenarioStep], tool: str, name: str
+) -> tuple[ValueSource, Any] | None:
     """The newest call that changes nothing and names the parameter, with the first value that it
     gives and that the agent is not told."""
     schema = properties(known.schemas[tool])[name]
@@ -199,11 +201,11 @@ def _first(known: Survey, steps: Sequence[Step], tool: str, name: str) -> tuple[
             return None  # what was found before may hold no more
         value = first_value(steps[number].result, name, schema)
         if value is not None and value not in told:
-            return Found(step=number, name=name), value
+            return ValueSource(step=number, name=name), value
 
     return None
 
 
 def first_value(text: str, name: str, schema: dict[str, Any] | Any) -> Any:
     """The first value of a parameter that a result names; None for none."""
-    return next(iter(mined(text, name, schema)), None)
+    return next(iter(mine_values(text, name, schema)), None)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from agentevo.task_making.scenario import Scenario, Step
+from agentevo.task_making.scenario import Scenario, ScenarioStep
 
 _FIRST = re.compile(r"^(.+?)(?:[.!?](?:\s|$)|\n\s*\n|$)", re.DOTALL)
 _VOWELS = "aeiou"
@@ -81,7 +81,7 @@ LANGUAGES: Mapping[str, Phrases] = {
 PERSONAS = tuple(LANGUAGES["en"].personas)
 
 
-def worded(
+def word_scenario(
     scenario: Scenario, descriptions: Mapping[str, str], *, language: str = "en", persona: str = ""
 ) -> str:
     """The scenario as the agent is asked."""
@@ -106,7 +106,7 @@ def worded(
 
 
 def _said(
-    steps: Sequence[Step], number: int, descriptions: Mapping[str, str], phrases: Phrases
+    steps: Sequence[ScenarioStep], number: int, descriptions: Mapping[str, str], phrases: Phrases
 ) -> str:
     """A call, and within it those that its arguments are found by."""
     step = steps[number]
@@ -174,7 +174,7 @@ def named_tools(text: str, tools: Sequence[str]) -> list[str]:
     ]
 
 
-def untold(text: str, scenario: Scenario) -> list[str]:
+def values_left_out(text: str, scenario: Scenario) -> list[str]:
     """Values that the agent has to be told and that are not in the text."""
     told = [shown(value) for step in scenario.steps for value in step.told.values()]
     return [one for one in told if not _is_in(one, text)]

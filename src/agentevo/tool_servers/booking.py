@@ -37,7 +37,7 @@ GUESTS = ("Abe", "Bea", "Cy", "Dot", "Ed", "Fay")
 """Of a drawn world, as the two above."""
 
 
-class Room(msgspec.Struct, frozen=True, kw_only=True):
+class BookableRoom(msgspec.Struct, frozen=True, kw_only=True):
     """A room, which one guest at a time has."""
 
     room: int
@@ -54,7 +54,7 @@ class Booking(msgspec.Struct, frozen=True, kw_only=True):
     nights: int
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class WantedStay(msgspec.Struct, frozen=True, kw_only=True):
     """What somebody asked for."""
 
     guest: str
@@ -63,10 +63,10 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     nights: int
 
 
-class _World(msgspec.Struct, kw_only=True):
-    rooms: list[Room] = []
+class _BookingWorld(msgspec.Struct, kw_only=True):
+    rooms: list[BookableRoom] = []
     bookings: list[Booking] = []
-    wanted: list[Wanted] | None = None
+    wanted: list[WantedStay] | None = None
 
 
 @tool("booking")
@@ -79,14 +79,14 @@ class BookingOffice:
         if not 0 <= rooms <= MAX_ROOMS:
             raise ConfigError(f"booking: rooms={rooms}: give 0 to {MAX_ROOMS}")
 
-        names = _World.__struct_fields__
+        names = _BookingWorld.__struct_fields__
         given = {name: task.metadata[name] for name in names if name in task.metadata}
         self._names_cities = bool(rooms) and "rooms" not in given
         if self._names_cities:
             given |= _drawn_world(rooms, task.metadata.get("world", 0))
 
         try:
-            world = msgspec.convert(given, _World)
+            world = msgspec.convert(given, _BookingWorld)
         except msgspec.ValidationError as error:
             raise EnvironmentFailure(f"the task {task.id!r}: metadata: {error}") from error
 
@@ -174,7 +174,7 @@ class BookingOffice:
         left = dict(self._bookings)
         return float(all(self._takes(one, left) for one in self._wanted) and not left)
 
-    def _takes(self, wanted: Wanted, left: dict[int, Booking]) -> bool:
+    def _takes(self, wanted: WantedStay, left: dict[int, Booking]) -> bool:
         """Whether a booking is what was asked for; it is taken out of `left` then."""
         mine = [
             one
@@ -199,11 +199,11 @@ class BookingOffice:
         return has.room not in self._first and self._rooms[has.room].price == min(prices)
 
     @staticmethod
-    def _is_asked_for(room: Room, wanted: Wanted) -> bool:
+    def _is_asked_for(room: BookableRoom, wanted: WantedStay) -> bool:
         return (room.city.lower(), room.kind.lower()) == (wanted.city.lower(), wanted.kind.lower())
 
 
-def _cheapest(room: Room) -> Any:
+def _cheapest(room: BookableRoom) -> Any:
     return room.price, room.room
 
 

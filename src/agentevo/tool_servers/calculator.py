@@ -72,15 +72,15 @@ def _value(node: ast.expr) -> Any:
     """Raises ToolError for what is no arithmetic."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return _bounded(number)
+            return _check_bounds(number)
         case ast.Name(id=name) if name in _CONSTANTS:
             return _CONSTANTS[name]
         case ast.UnaryOp(op=sign, operand=operand) if type(sign) in _SIGNS:
             return _SIGNS[type(sign)](_value(operand))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            return _bounded(_BINARY[type(op)](_value(left), _value(right)))
+            return _check_bounds(_BINARY[type(op)](_value(left), _value(right)))
         case ast.Call(func=ast.Name(id=name), args=given, keywords=[]) if name in _FUNCTIONS:
-            return _bounded(_FUNCTIONS[name](*map(_value, given)))
+            return _check_bounds(_FUNCTIONS[name](*map(_value, given)))
 
     raise ToolError(f"{ast.unparse(node)[:60]!r} is no arithmetic that the calculator knows")
 
@@ -93,7 +93,7 @@ def _power(left: Any, right: Any) -> Any:
     return left**right
 
 
-def _bounded(value: Any) -> Any:
+def _check_bounds(value: Any) -> Any:
     """The number itself. Raises ToolError for one that is no real number, or too large."""
     if isinstance(value, complex):
         raise ToolError("the result is no real number")

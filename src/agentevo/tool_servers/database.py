@@ -96,7 +96,7 @@ Tables = dict[str, tuple[tuple[str, ...], list[tuple[Any, ...]]]]
 
 
 @tool("database")
-class Database:
+class DatabaseTools:
     """A SQLite database."""
 
     def __init__(
@@ -213,14 +213,14 @@ class Database:
         connection.set_progress_handler(lambda: time.monotonic() > until, LOOK_OPS)
         refused: list[str] = []
 
-        def allowed(action: int, first: str | None, second: str | None, *rest: Any) -> int:
+        def authorize_all(action: int, first: str | None, second: str | None, *rest: Any) -> int:
             pragma = action == sqlite3.SQLITE_PRAGMA and (first or "").lower() not in SETUP_PRAGMAS
             if pragma or (action == sqlite3.SQLITE_FUNCTION and second in _NOT_IN_SETUP):
                 refused.append(f"PRAGMA {first}" if pragma else f"{second}()")
                 return sqlite3.SQLITE_DENY
             return sqlite3.SQLITE_OK
 
-        connection.set_authorizer(allowed)
+        connection.set_authorizer(authorize_all)
         try:
             if not isinstance(script, str):
                 raise sqlite3.Error(f"it is {type(script).__name__}, and should be a text")
@@ -244,9 +244,9 @@ class Database:
         connection.create_function("like", 2, like, deterministic=True)
         connection.create_function("like", 3, like, deterministic=True)
         connection.set_progress_handler(lambda: time.monotonic() > self._until, LOOK_OPS)
-        connection.set_authorizer(self._allowed)
+        connection.set_authorizer(self._authorize)
 
-    def _allowed(self, action: int, first: str | None, second: str | None, *rest: Any) -> int:
+    def _authorize(self, action: int, first: str | None, second: str | None, *rest: Any) -> int:
         function = action == sqlite3.SQLITE_FUNCTION and second in _NOT_FUNCTIONS
         refused = action in _REFUSED or function or (action not in _READS and not self._may_write)
         return sqlite3.SQLITE_DENY if refused else sqlite3.SQLITE_OK

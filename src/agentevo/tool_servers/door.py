@@ -23,7 +23,7 @@ SESSION = "mcp-session-id"
 
 
 @dataclass
-class _Session:
+class _ToolServerSession:
     """What is known of one."""
 
     used: float
@@ -34,14 +34,14 @@ class _Session:
     """Its stream has ended, and nothing came after."""
 
 
-class Door:
+class ToolServerDoor:
     """See the module. `app`: the SDK's application, which has room for `most` sessions."""
 
     def __init__(self, app: Any, key: str | None, most: int) -> None:
         self._app = app
         self._key = key
         self._most = most
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, _ToolServerSession] = {}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """See ASGI."""
@@ -59,9 +59,9 @@ class Door:
         if not name and len(self._sessions) >= self._most:
             await self._make_room(scope)
 
-        await self._passed(scope, receive, send, name)
+        await self._pass_on(scope, receive, send, name)
 
-    async def _passed(self, scope: Any, receive: Any, send: Any, name: str) -> None:
+    async def _pass_on(self, scope: Any, receive: Any, send: Any, name: str) -> None:
         """To the application, and what that says of the session."""
         is_stream = scope["method"] == "GET"
         session = self._sessions.get(name)
@@ -77,7 +77,7 @@ class Door:
                 status = message["status"]
                 told = dict(message.get("headers", ()))
                 if not name and status < 400 and (new := told.get(SESSION.encode())):
-                    self._sessions[new.decode("latin-1")] = _Session(time.monotonic())
+                    self._sessions[new.decode("latin-1")] = _ToolServerSession(time.monotonic())
             await send(message)
 
         try:

@@ -44,7 +44,7 @@ _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @tool("files")
-class Files:
+class FileTools:
     """Files in a folder."""
 
     def __init__(self, task: Task, root: str | None = None, read_only: bool = False) -> None:
@@ -82,7 +82,7 @@ class Files:
             folder: Where to look; empty for the whole folder.
         """
         with self._folder(_parts(folder)) as at:
-            found = sorted(self._listed(at))
+            found = sorted(self._list(at))
         more = "" if len(found) <= MAX_LISTED else f"\n(and {len(found) - MAX_LISTED} more)"
         return ("\n".join(found[:MAX_LISTED]) or "There are no files.") + more
 
@@ -153,7 +153,7 @@ class Files:
 
         found: list[str] = []
         read = 0
-        for path in sorted(self._walked()):
+        for path in sorted(self._walk()):
             if path.endswith("/"):
                 continue
 
@@ -216,7 +216,7 @@ class Files:
 
         sizes = [
             0 if path.endswith("/") else (Path(self._own) / path).lstat().st_size
-            for path in self._walked()
+            for path in self._walk()
         ]
         if len(sizes) >= MAX_FILES or sum(sizes) + more > MAX_TOTAL:
             raise ToolError(
@@ -249,13 +249,13 @@ class Files:
         finally:
             os.close(at)
 
-    def _walked(self) -> Iterator[str]:
+    def _walk(self) -> Iterator[str]:
         """Paths of all files and folders, the latter with a stroke at the end; links and other
         things are left out."""
         yield from _below(self._root, "", [MAX_LOOKED_AT])
 
     @staticmethod
-    def _listed(at: int) -> Iterator[str]:
+    def _list(at: int) -> Iterator[str]:
         yield from _below(at, "", [MAX_LOOKED_AT])
 
 

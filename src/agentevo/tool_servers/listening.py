@@ -22,7 +22,7 @@ from agentevo.credentials import REFERENCE
 from agentevo.errors import ConfigError
 from agentevo.event_loop import run_coroutine
 from agentevo.http_clients import is_this_machine
-from agentevo.inference.admission import Connection, Limits
+from agentevo.inference.admission import AdmissionLimits, AdmittedConnection
 from agentevo.inference.http_server import is_own_host, open_socket, serving, url_of
 from agentevo.signals import LOOK_S, asked_to_stop
 
@@ -86,7 +86,7 @@ async def serve_until(
         _Guarded(app, key),
         listener,
         close=nothing_to_close,
-        limits=Limits(strangers=MAX_CONNECTIONS, clients=MAX_CONNECTIONS, idle_s=IDLE_S),
+        limits=AdmissionLimits(strangers=MAX_CONNECTIONS, clients=MAX_CONNECTIONS, idle_s=IDLE_S),
         lifespan="on",
         max_header_bytes=MAX_HEADER_BYTES,
         **settings,
@@ -112,7 +112,7 @@ class _Guarded:
             await _refuse(send, 421, "ask by its address or localhost, or start it with a key")
             return
 
-        connection: Connection = scope["state"]["connection"]
+        connection: AdmittedConnection = scope["state"]["connection"]
         if not connection.admit():
             await _refuse(send, 503, "too many connections: try again")
             return
@@ -125,7 +125,7 @@ class _Guarded:
                 await _refuse(send, 408, f"the body has not come within {BODY_S:g} s")
                 return
 
-            async def received() -> Any:
+            async def receive_next() -> Any:
                 return come.pop(0) if come else await receive()
 
             async def taken(message: Any) -> None:
@@ -135,7 +135,7 @@ class _Guarded:
                 except TimeoutError:
                     connection.cut()
 
-            await self._app(scope, received, taken)
+            await self._app(scope, receive_next, taken)
         finally:
             connection.leave()
 

@@ -25,13 +25,13 @@ MAX_QUERIES = 512
 MAX_TOP_K = 100
 
 
-class _Request(msgspec.Struct, kw_only=True):
+class _RetrievalRequest(msgspec.Struct, kw_only=True):
     queries: list[str]
     topk: int | None = None
     return_scores: bool = False
 
 
-class _Refusal(Exception):
+class _RetrievalRefusal(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
@@ -49,13 +49,13 @@ class Retriever:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """See ASGI."""
         if scope["type"] != "http":
-            await _ended(scope, receive, send)
+            await _handle_lifespan(scope, receive, send)
             return
 
         try:
             status = 200
             answer = await self._answer(scope, receive)
-        except _Refusal as error:
+        except _RetrievalRefusal as error:
             status = error.status
             answer = {"error": {"message": str(error)}}
 
@@ -69,36 +69,36 @@ class Retriever:
         if scope["path"] == "/health" and scope["method"] == "GET":
             return {"status": "ok"}
         if scope["path"] != "/retrieve":
-            raise _Refusal(404, "there is nothing here: POST /retrieve")
+            raise _RetrievalRefusal(404, "there is nothing here: POST /retrieve")
         if scope["method"] != "POST":
-            raise _Refusal(405, "POST a request")
+            raise _RetrievalRefusal(405, "POST a request")
 
         headers = dict(scope["headers"])
         if self._key is not None and not hmac.compare_digest(
             headers.get(b"authorization", b""), f"Bearer {self._key}".encode()
         ):
-            raise _Refusal(401, "the key is missing or wrong: Authorization: Bearer KEY")
+            raise _RetrievalRefusal(401, "the key is missing or wrong: Authorization: Bearer KEY")
 
         request = self._read(await _body(receive))
         return await in_thread(lambda: self._found(request))
 
-    def _read(self, body: bytes) -> _Request:
+    def _read(self, body: bytes) -> _RetrievalRequest:
         try:
-            request = msgspec.json.decode(body, type=_Request)
+            request = msgspec.json.decode(body, type=_RetrievalRequest)
         except (msgspec.DecodeError, RecursionError) as error:
             example = '{"queries": ["..."], "topk": 3, "return_scores": true}'
-            raise _Refusal(400, f"{error}: write {example}") from None
+            raise _RetrievalRefusal(400, f"{error}: write {example}") from None
 
         top_k = self._top_k if request.topk is None else request.topk
         if not 1 <= top_k <= MAX_TOP_K:
-            raise _Refusal(400, f"topk is {str(top_k)[:20]}: give 1 to {MAX_TOP_K}")
+            raise _RetrievalRefusal(400, f"topk is {str(top_k)[:20]}: give 1 to {MAX_TOP_K}")
         if not 1 <= len(request.queries) <= MAX_QUERIES:
-            raise _Refusal(400, f"{len(request.queries)} queries: give 1 to {MAX_QUERIES}")
+            raise _RetrievalRefusal(400, f"{len(request.queries)} queries: give 1 to {MAX_QUERIES}")
 
         request.topk = top_k
         return request
 
-    def _found(self, request: _Request) -> dict[str, Any]:
+    def _found(self, request: _RetrievalRequest) -> dict[str, Any]:
         lists = []
         for query in request.queries:
             found = self._index.find(query, request.topk or self._top_k)
@@ -129,16 +129,16 @@ async def _body(receive: Any) -> bytes:
     while True:
         message = await receive()
         if message["type"] != "http.request":
-            raise _Refusal(400, "the request broke off")
+            raise _RetrievalRefusal(400, "the request broke off")
 
         content += message.get("body", b"")
         if len(content) > MAX_BODY:
-            raise _Refusal(413, f"a request has at most {MAX_BODY:,} bytes")
+            raise _RetrievalRefusal(413, f"a request has at most {MAX_BODY:,} bytes")
         if not message.get("more_body"):
             return content
 
 
-async def _ended(scope: Any, receive: Any, send: Any) -> None:
+async def _handle_lifespan(scope: Any, receive: Any, send: Any) -> None:
     """The start and end of the server, which need nothing; other protocols are refused."""
     if scope["type"] == "websocket":
         await send({"type": "websocket.close"})

@@ -30,12 +30,12 @@ from agentevo.errors import (
     ConfigError,
     ToolArgumentsError,
     ToolError,
-    described,
+    describe_error,
 )
 from agentevo.extras import load_extra
-from agentevo.tool_servers.door import Door
+from agentevo.tool_servers.door import ToolServerDoor
 from agentevo.tools.functions import FunctionTools
-from agentevo.tools.shorten import shortened
+from agentevo.tools.shorten import shorten_text
 from agentevo.tools.task_headers import SEED_HEADER, TASK_HEADER
 from agentevo.tools.tool import ToolSession
 from agentevo.tracebacks import traceback_of
@@ -65,7 +65,7 @@ class ToolServer:
         self._section = section
         self._task = task
         self._seed = seed
-        self._open: dict[str, _Opened] = {}
+        self._open: dict[str, _OpenedToolset] = {}
         self._told = set[str]()
 
     async def check(self) -> None:
@@ -100,7 +100,7 @@ class ToolServer:
             max_sessions=MAX_SESSIONS,
             max_request_body_size=MAX_BODY,
         )
-        return Door(served, key, MAX_SESSIONS)
+        return ToolServerDoor(served, key, MAX_SESSIONS)
 
     async def close(self) -> None:
         """Ends the sessions that are left."""
@@ -127,11 +127,11 @@ class ToolServer:
 
         async def call_tool(context: Any, parameters: Any) -> Any:
             session = await self._session(context)
-            return await self._called(session, parameters.name, parameters.arguments or {})
+            return await self._call(session, parameters.name, parameters.arguments or {})
 
         return Server(self._section.name, on_list_tools=list_tools, on_call_tool=call_tool)
 
-    async def _called(self, session: ToolSession, name: str, arguments: Mapping[str, Any]) -> Any:
+    async def _call(self, session: ToolSession, name: str, arguments: Mapping[str, Any]) -> Any:
         """The result of a call, an error of the tool's included. Raises MCPError for arguments that
         it does not take, and where there is no such tool."""
         from mcp import MCPError
@@ -162,13 +162,15 @@ class ToolServer:
             ours = limit.expired()
             text = f"no answer within {self._section.timeout_s:g} s" if ours else "it timed out"
         except Exception as error:  # noqa: BLE001 (what a tool's code raises costs its call alone)
-            text = f"the tool failed: {described(error)}"
+            text = f"the tool failed: {describe_error(error)}"
             kind = f"{name} {type(error).__name__}"
             if kind not in self._told:
                 self._told.add(kind)
                 to_stderr(f"{self._section.name}.{name}: {text}\n{traceback_of(error)}")
 
-        text = shortened(text, MAX_RESULT).encode("utf-8", "replace").decode()  # JSON takes Unicode
+        text = (
+            shorten_text(text, MAX_RESULT).encode("utf-8", "replace").decode()
+        )  # JSON takes Unicode
         return CallToolResult(content=[TextContent(text=text)], is_error=is_error)
 
     async def _session(self, context: Any) -> ToolSession:
@@ -182,7 +184,7 @@ class ToolServer:
         opened = self._open.get(name)
         if opened is None:
             task, seed = (_told_task(headers), _told_seed(headers)) if name else (None, self._seed)
-            opened = self._open[name] = _Opened()
+            opened = self._open[name] = _OpenedToolset()
             if name:
                 # The SDK has no other way to hear of a session's end (mcp 2.3).
                 connection = context.session._connection
@@ -198,7 +200,7 @@ class ToolServer:
             return await asyncio.shield(opened.ready)
         except Exception as error:  # of a task that is none, or a user's constructor
             ours = isinstance(error, AgentEvoError)
-            why = str(error) if ours else f"{described(error)}{opened.advice}"
+            why = str(error) if ours else f"{describe_error(error)}{opened.advice}"
             raise MCPError(INTERNAL_ERROR, f"{self._section.name}: {why}") from error
 
     async def _end(self, name: str) -> None:
@@ -208,7 +210,7 @@ class ToolServer:
             await opened.stack.aclose()
 
 
-class _Opened:
+class _OpenedToolset:
     """The tools of one session."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ from agentevo.config.imports import OF_YOUR_OWN
 from agentevo.config.tools import FunctionToolSection, public_methods, says_cached, tools
 from agentevo.console import to_stderr
 from agentevo.daemon_threads import OwnThread, run_in_thread
-from agentevo.errors import ConfigError, ToolUnavailableError, UnknownNameError, described
+from agentevo.errors import ConfigError, ToolUnavailableError, UnknownNameError, describe_error
 from agentevo.event_loop import in_thread
 from agentevo.rewards.returned import plain_number
 from agentevo.signals import Interrupt
@@ -58,14 +58,14 @@ class FunctionTools:
             raise UnknownNameError(f"{error}{OF_YOUR_OWN}") from None
 
         self._options = dict(section.options)
-        self._function: _Function | None = None
+        self._function: _ToolFunction | None = None
         if not inspect.isclass(self._item):
             if self._options:
                 raise ConfigError(
                     f"the tool {section.name!r} is a function, and takes no options: make it a "
                     "class to have some"
                 )
-            self._function = _Function(section.name, self._item, says_cached(section.name))
+            self._function = _ToolFunction(section.name, self._item, says_cached(section.name))
             return
 
         if section.cache:
@@ -137,7 +137,7 @@ class FunctionTools:
             for item in made:
                 ended = item.close() if hasattr(item, "close") else None
                 if inspect.isawaitable(ended):
-                    asyncio.run(_awaited(ended))
+                    asyncio.run(_await(ended))
         except BaseException as error:  # noqa: BLE001 (the attempt has its outcome already)
             self._show(error)
 
@@ -153,11 +153,12 @@ class FunctionTools:
         if type(error) not in self._told:
             self._told.add(type(error))
             to_stderr(
-                f"the tool {self.name}: close failed: {described(error)}\n{traceback_of(error)}"
+                f"the tool {self.name}: close failed: {describe_error(error)}\n"
+                f"{traceback_of(error)}"
             )
 
 
-class _Function:
+class _ToolFunction:
     """One function, which serves every attempt."""
 
     instructions = ""
@@ -236,7 +237,7 @@ async def _result(read: Any) -> ToolResult:
     return result_of(await read) if inspect.isawaitable(read) else result_of(read)
 
 
-async def _awaited(ended: Any) -> None:
+async def _await(ended: Any) -> None:
     await ended
 
 

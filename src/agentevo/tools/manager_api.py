@@ -26,7 +26,7 @@ from urllib.parse import quote
 import msgspec
 
 from agentevo.config.mcp_manager import PATH
-from agentevo.errors import ConfigError, ToolArgumentsError, ToolUnavailableError, described
+from agentevo.errors import ConfigError, ToolArgumentsError, ToolUnavailableError, describe_error
 from agentevo.http_clients import trusted_context
 from agentevo.registry import nearest
 from agentevo.tools.mcp_connection import MAX_TOOLS, without_secrets
@@ -134,7 +134,7 @@ class ManagerAPI:
         status = answer.get("status_code")
         detail = answer.get("detail")
         if isinstance(status, int) and status >= 400:
-            return _failed(detail if isinstance(detail, str) else json.dumps(detail))
+            return _failure_result(detail if isinstance(detail, str) else json.dumps(detail))
 
         return _result(answer.get("content"))
 
@@ -148,7 +148,7 @@ class ManagerAPI:
 
         try:
             async with asyncio.timeout(within_s):
-                response, body = await self._asked("POST", f"{manager}/node/create?{asked}", b"")
+                response, body = await self._ask("POST", f"{manager}/node/create?{asked}", b"")
         except TimeoutError:
             raise ToolUnavailableError(
                 f"{self._name}: no node of {image} was made within {within_s:g} s"
@@ -169,7 +169,7 @@ class ManagerAPI:
         url = f"{manager}/node/release?node_id_q={quote(node, safe='')}"
         try:
             async with asyncio.timeout(RELEASE_S):
-                response, body = await self._asked("POST", url, b"")
+                response, body = await self._ask("POST", url, b"")
         except TimeoutError:
             raise ToolUnavailableError(f"no answer within {RELEASE_S:g} s") from None
 
@@ -201,7 +201,7 @@ class ManagerAPI:
 
     async def _json(self, method: str, url: str, content: bytes | None = None) -> dict[str, Any]:
         """The object that is the answer. Raises ToolUnavailableError and ToolArgumentsError."""
-        response, body = await self._asked(method, url, content)
+        response, body = await self._ask(method, url, content)
         status = response.status_code
         if status in (400, 422) and content is not None:
             raise ToolArgumentsError(self._words(_said(status, body)))
@@ -223,7 +223,7 @@ class ManagerAPI:
 
         return answer
 
-    async def _asked(
+    async def _ask(
         self, method: str, url: str, content: bytes | None
     ) -> tuple[httpx.Response, bytes]:
         import httpx
@@ -244,12 +244,13 @@ class ManagerAPI:
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise ToolUnavailableError(
                 self._words(
-                    f"{described(error)}: nothing listens at {url}: start it, or correct the URL"
+                    f"{describe_error(error)}: nothing listens at {url}: start it, or correct the "
+                    "URL"
                 )
             ) from error
         except (httpx.HTTPError, httpx.StreamError) as error:
             raise ToolUnavailableError(
-                self._words(f"it broke off: {described(error)}"), was_sent=True
+                self._words(f"it broke off: {describe_error(error)}"), was_sent=True
             ) from error
         finally:
             client.cookies.clear()  # each request says which node it means
@@ -304,7 +305,7 @@ def _specs(tools: Mapping[str, Mapping[str, Any]], servers: Sequence[str]) -> li
     return specs
 
 
-def _failed(detail: str) -> ToolResult:
+def _failure_result(detail: str) -> ToolResult:
     if _INVALID in detail.lower():
         raise ToolArgumentsError(detail.partition("\n")[0])
     return ToolResult(text=f"Error: {detail}", is_error=True)
@@ -318,7 +319,7 @@ def _result(content: Any) -> ToolResult:
     if isinstance(content, Mapping):
         error = content.get("error")
         if error or content.get("status") == "error":
-            return _failed(_text(error or content))
+            return _failure_result(_text(error or content))
 
     if isinstance(content, list) and all(_is_part(one) for one in content):
         return ToolResult(text="\n".join(map(_part, content)))

@@ -20,7 +20,7 @@ from typing import Any
 
 from agentevo.config.sandbox import ProgramSandboxSection
 from agentevo.console import without_controls
-from agentevo.errors import ToolArgumentsError, ToolUnavailableError, described
+from agentevo.errors import ToolArgumentsError, ToolUnavailableError, describe_error
 from agentevo.event_loop import in_thread
 from agentevo.extras import load_extra
 from agentevo.sandbox.programs import Walls
@@ -58,7 +58,7 @@ SHORTEST_SECRET = 6
 
 
 @dataclass(frozen=True)
-class Server:
+class McpServer:
     """How a server is reached. `env`, `headers` and, in another program's file, all of it may hold
     secrets: messages have `shown`, and never a value of `secrets`."""
 
@@ -98,16 +98,16 @@ def check_package() -> None:
     logging.getLogger("mcp").addHandler(logging.NullHandler())
 
 
-class Connection:
+class McpConnection:
     """See the module. One that has been closed, or whose server has gone, is not opened again."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: McpServer) -> None:
         self._server = server
         self._closing = asyncio.Event()
         self._client: Any = None
         self._task: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[None] | None = None
-        self._stderr = _Tail()
+        self._stderr = _ErrorTail()
         self.specs: Sequence[ToolSpec] = ()
         """The server's tools, once it is open."""
         self.instructions = ""
@@ -394,7 +394,7 @@ class Connection:
         )
 
 
-class _Tail(asyncio.Protocol):
+class _ErrorTail(asyncio.Protocol):
     """The last of what a server writes to stderr."""
 
     def __init__(self) -> None:
@@ -468,7 +468,7 @@ def _first(error: BaseException) -> str:
     error = _innermost(error)
     if isinstance(error, ToolUnavailableError):
         return str(error)
-    return described(error)
+    return describe_error(error)
 
 
 def _text_of(result: Any) -> str:

@@ -14,14 +14,14 @@ from agentevo.config.mcp import MCPFileSection
 from agentevo.errors import ConfigError
 from agentevo.parsing import ParseError, parse_json, read_text
 from agentevo.registry import nearest
-from agentevo.tools.mcp_connection import Server
+from agentevo.tools.mcp_connection import McpServer
 
 _VARIABLE = re.compile(r"\$\{(?:env:)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}")
 _INPUT = re.compile(r"\$\{input:[^}]*\}")
 _HTTP = {"http", "streamable-http", "streamable_http", "streamableHttp"}
 
 
-class _Entry(msgspec.Struct, rename="camel"):
+class _McpFileEntry(msgspec.Struct, rename="camel"):
     """One server of such a file. Keys that other programs read are left alone."""
 
     command: str | None = None
@@ -36,7 +36,7 @@ class _Entry(msgspec.Struct, rename="camel"):
     disabled: bool = False
 
 
-def read_servers(section: MCPFileSection) -> list[Server]:
+def read_servers(section: MCPFileSection) -> list[McpServer]:
     """The servers that an entry of `agent.tools` means. `${NAME}`, `${env:NAME}` and
     `${NAME:-DEFAULT}` are variables of this process. Raises ConfigError."""
     where = f"agent.tools: {section.file}"
@@ -74,9 +74,9 @@ def read_servers(section: MCPFileSection) -> list[Server]:
     return [_server(f"{where}: {name}", name, entries[name], section) for name in wanted]
 
 
-def _server(where: str, name: str, given: Any, section: MCPFileSection) -> Server:
+def _server(where: str, name: str, given: Any, section: MCPFileSection) -> McpServer:
     try:
-        entry = msgspec.convert(given, _Entry)
+        entry = msgspec.convert(given, _McpFileEntry)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {error}") from error
 
@@ -99,7 +99,7 @@ def _server(where: str, name: str, given: Any, section: MCPFileSection) -> Serve
         secrets.append(given)
         return given
 
-    def filled(text: str) -> str:
+    def fill_variables(text: str) -> str:
         asked = _INPUT.search(text)
         if asked is not None:
             raise ConfigError(
@@ -108,22 +108,24 @@ def _server(where: str, name: str, given: Any, section: MCPFileSection) -> Serve
             )
         return _VARIABLE.sub(value, text)
 
-    server = Server(
+    server = McpServer(
         name=re.sub(r"[^A-Za-z0-9_-]", "_", name)[:40],
-        command=None if entry.command is None else filled(entry.command),
-        args=[filled(one) for one in entry.args],
-        env={key: filled(one) for key, one in entry.env.items()},
-        cwd=None if entry.cwd is None else section.file.expanduser().parent / filled(entry.cwd),
-        url=None if url is None else filled(url),
+        command=None if entry.command is None else fill_variables(entry.command),
+        args=[fill_variables(one) for one in entry.args],
+        env={key: fill_variables(one) for key, one in entry.env.items()},
+        cwd=None
+        if entry.cwd is None
+        else section.file.expanduser().parent / fill_variables(entry.cwd),
+        url=None if url is None else fill_variables(url),
         transport="sse" if kind == "sse" else "http",
-        headers={key: filled(one) for key, one in entry.headers.items()},
+        headers={key: fill_variables(one) for key, one in entry.headers.items()},
         start_timeout_s=section.start_timeout_s,
         shown=f"of {section.file.name}",
     )
     return replace(server, secrets=[*secrets, *_values(server)])
 
 
-def _values(server: Server) -> list[str]:
+def _values(server: McpServer) -> list[str]:
     """What may hold secrets beside variables; httpx quotes a URL in its messages."""
     headers = [word for text in server.headers.values() for word in text.split()]
     return [*server.env.values(), *headers, *([server.url] if server.url else [])]

@@ -39,7 +39,7 @@ class MCPManager:
         self._known: Sequence[ToolSpec] | None = None
         self._learning = asyncio.Lock()
         self._room = asyncio.Semaphore(section.max_sessions)
-        self._shared = _Session(self._api, section)
+        self._shared = _ManagerSession(self._api, section)
 
     @property
     def has_outcome(self) -> bool:
@@ -55,14 +55,14 @@ class MCPManager:
             return
 
         async with self._room:
-            session = _Session(self._api, self._section)
+            session = _ManagerSession(self._api, self._section)
             try:
                 await self._learn(session)
                 yield session
             finally:
                 await session.close()
 
-    async def _learn(self, session: _Session) -> None:
+    async def _learn(self, session: _ManagerSession) -> None:
         """Which tools there are is asked once in a process."""
         async with self._learning:
             if self._known is None:
@@ -75,7 +75,7 @@ class MCPManager:
         await _loop.run(self._api.close)
 
 
-class _Session:
+class _ManagerSession:
     """Calls of one node."""
 
     def __init__(self, api: ManagerAPI, section: MCPManagerSection) -> None:
@@ -151,22 +151,22 @@ class _Session:
         try:
             return await asyncio.shield(making)
         except asyncio.CancelledError:
-            making.add_done_callback(self._abandoned)
+            making.add_done_callback(self._release_abandoned)
             raise
 
-    def _abandoned(self, making: asyncio.Task[tuple[str, str]]) -> None:
+    def _release_abandoned(self, making: asyncio.Task[tuple[str, str]]) -> None:
         if not making.cancelled() and making.exception() is None:
             node, _ = making.result()
             # The loop keeps no task alive by itself.
-            self._releasing = asyncio.create_task(self._released(node))
+            self._releasing = asyncio.create_task(self._release_node(node))
 
     async def _release(self) -> None:
         node = str(self._node)
         self._node = None
         self._url = None
-        await _loop.run(lambda: self._released(node))
+        await _loop.run(lambda: self._release_node(node))
 
-    async def _released(self, node: str) -> None:
+    async def _release_node(self, node: str) -> None:
         try:
             await self._api.release(self._section.url, node)
         except ToolUnavailableError as error:  # the attempt has its outcome already

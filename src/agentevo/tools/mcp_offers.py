@@ -40,7 +40,7 @@ RESOURCE_TOOLS = (
 async def prompt_lines(client: Any) -> list[str]:
     """A line for each prompt: its name, its arguments and what it says."""
     lines = []
-    for one in await _listed(client, "prompts"):
+    for one in await _list_all(client, "prompts"):
         given = [f"{a.name}{'' if a.required else '?'}" for a in one.arguments or ()]
         lines.append(f"{one.name}({', '.join(given)})  {_one_line(one.description)}")
     return lines
@@ -70,11 +70,11 @@ async def resource_lines(client: Any) -> list[str]:
     """A line for each resource, and for each template of their URIs."""
     lines = [
         f"{one.uri}  {_one_line(one.description or one.name)}"
-        for one in await _listed(client, "resources")
+        for one in await _list_all(client, "resources")
     ]
     return lines + [
         f"{one.uri_template}  {_one_line(one.description or one.name)}"
-        for one in await _listed(client, "resource_templates")
+        for one in await _list_all(client, "resource_templates")
     ]
 
 
@@ -89,7 +89,7 @@ async def call_resource_tool(client: Any, name: str, arguments: Mapping[str, Any
     return ToolResult(text="\n".join(map(held_text, read.contents)) or "It is empty.")
 
 
-async def _listed(client: Any, what: str) -> Sequence[Any]:
+async def _list_all(client: Any, what: str) -> Sequence[Any]:
     """All of one kind, page by page; none where the server does not know the question."""
     from mcp import MCPError
     from mcp_types import METHOD_NOT_FOUND

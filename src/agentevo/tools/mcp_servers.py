@@ -20,7 +20,7 @@ import msgspec
 from agentevo.config.mcp import MCPSection
 from agentevo.errors import EnvironmentFailure, ToolUnavailableError
 from agentevo.own_loop import OwnLoop
-from agentevo.tools.mcp_connection import Connection, Server, check_package
+from agentevo.tools.mcp_connection import McpConnection, McpServer, check_package
 from agentevo.tools.task_headers import attempt_variables, task_headers, task_variables
 from agentevo.tools.tool import ToolResult, ToolSession, ToolSpec
 from agentevo.trace_header import trace_headers
@@ -34,15 +34,15 @@ _loop = OwnLoop("agentevo-mcp")
 class MCPServer:
     """The toolset of one server."""
 
-    def __init__(self, server: Server, section: MCPSection) -> None:
+    def __init__(self, server: McpServer, section: MCPSection) -> None:
         """Raises MissingExtraError without the SDK."""
         check_package()
         self.name = server.name
         self._server = server
         self._section = section
-        self._known: _Known | None = None
+        self._known: _KnownServer | None = None
         self._room = asyncio.Semaphore(section.max_sessions)
-        self._shared: _Session | None = None
+        self._shared: _McpSession | None = None
 
     @property
     def has_outcome(self) -> bool:
@@ -54,14 +54,14 @@ class MCPServer:
         """See Toolset.session."""
         if self._section.session == "shared":
             if self._shared is None:
-                self._shared = _Session(self._server, self._section)
+                self._shared = _McpSession(self._server, self._section)
             await self._shared.learn_tools(None)
             yield self._shared
             return
 
         async with self._room:
             server = _of_attempt(self._server, task, seed, send_task=self._section.send_task)
-            session = _Session(server, self._section)
+            session = _McpSession(server, self._section)
             try:
                 self._known = await session.learn_tools(self._known)
                 yield session
@@ -75,24 +75,24 @@ class MCPServer:
 
 
 @dataclass(frozen=True)
-class _Known:
+class _KnownServer:
     """What a server has said of itself, which is not asked again for later attempts."""
 
     specs: Sequence[ToolSpec]
     instructions: str
 
 
-class _Session:
+class _McpSession:
     """One session of one server, which is connected to when it is needed."""
 
-    def __init__(self, server: Server, section: MCPSection) -> None:
+    def __init__(self, server: McpServer, section: MCPSection) -> None:
         self.specs: Sequence[ToolSpec] = ()
         self.instructions = ""
         self.num_losses = 0
         self._server = server
         self._section = section
-        self._connection: Connection | None = None
-        self._broken_off: list[Connection] = []
+        self._connection: McpConnection | None = None
+        self._broken_off: list[McpConnection] = []
         """Those whose opening was cancelled: they may be ending still."""
         self._opening = asyncio.Lock()
         self._num_tries = 0
@@ -101,7 +101,7 @@ class _Session:
         self._was_open = False
         self._tell_restart = False
 
-    async def learn_tools(self, known: _Known | None) -> _Known:
+    async def learn_tools(self, known: _KnownServer | None) -> _KnownServer:
         """The server's tools: those that are known already, or what it says. Raises
         ToolUnavailableError, and EnvironmentFailure where it has no such tool as `outcome`."""
         if known is None:
@@ -109,7 +109,7 @@ class _Session:
         else:
             self.specs = self._shown(known.specs)
             self.instructions = known.instructions
-        return _Known(self._all, self.instructions)
+        return _KnownServer(self._all, self.instructions)
 
     def _shown(self, specs: Sequence[ToolSpec]) -> list[ToolSpec]:
         self._all = list(specs)
@@ -130,19 +130,19 @@ class _Session:
             if connection is None or not await _loop.run(connection.still_answers):
                 if self._failure is not None and self._num_tries > tries:
                     raise ToolUnavailableError(self._failure)  # of whoever this one waited for
-                connection = await self._opened()
+                connection = await self._open()
 
             if not self._was_open:  # by this one, or by one that was given up just then
                 self.specs = self._shown(connection.specs)
                 self.instructions = connection.instructions
                 self._was_open = True
 
-    async def _opened(self) -> Connection:
+    async def _open(self) -> McpConnection:
         if self._was_open:
             self.num_losses += 1
             self._tell_restart = self._section.session == "attempt"
 
-        connection = self._connection = Connection(self._server)
+        connection = self._connection = McpConnection(self._server)
         self._num_tries += 1
 
         self._failure = None
@@ -212,7 +212,7 @@ def _read_outcome(text: str, what: str) -> Any:
     )
 
 
-def _of_attempt(server: Server, task: Task, seed: int, *, send_task: bool) -> Server:
+def _of_attempt(server: McpServer, task: Task, seed: int, *, send_task: bool) -> McpServer:
     """The server as it is reached for an attempt. Raises EnvironmentFailure."""
     if server.url is not None:
         headers = task_headers(task, seed, server.name) if send_task else {}

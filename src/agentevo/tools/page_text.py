@@ -45,14 +45,14 @@ def page_text(
 ) -> tuple[str, str]:
     """(title, text). With `links` a link is `[its text](its URL)`; `url` is the page's. Raises
     ToolError for links that make it longer than `max_chars`."""
-    reader = _Reader(url, links, max_chars)
+    reader = _PageParser(url, links, max_chars)
     reader.read(html)
     lines = (_SPACE.sub(" ", line).strip() for line in "".join(reader.pieces).split("\n"))
     title = _SPACE.sub(" ", "".join(reader.title)).strip()
     return title, "\n".join(line for line in lines if line)
 
 
-class _Reader:
+class _PageParser:
     def __init__(self, url: str, links: bool, max_chars: int) -> None:
         self.title: list[str] = []
         self.pieces: list[str] = []

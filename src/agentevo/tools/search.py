@@ -22,7 +22,7 @@ TIMEOUT_S = 30.0
 
 
 @tool("search")
-class Search:
+class CorpusSearch:
     """Finds passages of a corpus: the option `corpus` is a file of them, or `url` a retriever."""
 
     def __init__(
@@ -55,13 +55,13 @@ class Search:
             query: What is looked for, in a few words.
         """
         if self._index is None:
-            found = self._asked(query)
+            found = self._ask(query)
         else:
             found = [one.contents for one, _ in self._index.find(query, self._top_k)]
         lines = [f"[{number}] {one}" for number, one in enumerate(found, start=1)]
         return "\n".join(lines) or "Nothing was found."
 
-    def _asked(self, query: str) -> list[str]:
+    def _ask(self, query: str) -> list[str]:
         asked = {"queries": [query], "topk": self._top_k, "return_scores": True}
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         headers |= trace_headers()

@@ -6,7 +6,7 @@ HEAD = 0.7
 """Share of the kept characters that are the head."""
 
 
-def shortened(text: str, longest: int) -> str:
+def shorten_text(text: str, longest: int) -> str:
     """The text itself, or at most `longest` characters of it and a line about the rest. Halves of
     surrogate pairs, which no tokenizer takes, become question marks."""
     if len(text) <= longest:

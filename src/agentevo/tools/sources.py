@@ -13,9 +13,9 @@ from agentevo.config.tools import FunctionToolSection, ToolSection
 from agentevo.config.verl_tools import VerlToolsSection
 from agentevo.credentials import REFERENCE, without_password
 from agentevo.errors import ConfigError, SandboxError
-from agentevo.sandbox.programs import sandboxed
+from agentevo.sandbox.programs import sandbox_command
 from agentevo.tools.functions import FunctionTools
-from agentevo.tools.mcp_connection import Server
+from agentevo.tools.mcp_connection import McpServer
 from agentevo.tools.mcp_file import read_servers
 from agentevo.tools.mcp_manager import MCPManager
 from agentevo.tools.mcp_servers import MCPServer
@@ -61,7 +61,7 @@ def make_toolsets(section: ToolSection) -> Sequence[Toolset]:
     ]
 
 
-def _server_of(section: MCPServerSection) -> Server:
+def _server_of(section: MCPServerSection) -> McpServer:
     where = f"agent.tools: {section.name}"
     passed = {name: _variable(name, f"{where}: pass_env") for name in section.pass_env}
     key = _key(section.api_key, where)
@@ -72,11 +72,11 @@ def _server_of(section: MCPServerSection) -> Server:
     args = list(section.args)
     if section.sandbox is not None and command is not None:
         try:
-            command, *args = sandboxed(command, args, section.sandbox, section.cwd)
+            command, *args = sandbox_command(command, args, section.sandbox, section.cwd)
         except SandboxError as error:
             raise ConfigError(f"{where}: sandbox: {error}") from error
 
-    return Server(
+    return McpServer(
         name=section.name,
         command=command,
         args=args,
@@ -112,7 +112,7 @@ def _key(given: str | None, where: str) -> str | None:
     return key
 
 
-def _program(server: Server) -> str:
+def _program(server: McpServer) -> str:
     """Where its program is looked for: one with a folder in its name lies in `cwd`."""
     command = str(server.command)
     has_folder = os.path.dirname(command) and server.cwd is not None

@@ -38,12 +38,12 @@ from agentevo.errors import (
     ToolArgumentsError,
     ToolError,
     ToolUnavailableError,
-    described,
+    describe_error,
 )
 from agentevo.registry import nearest
 from agentevo.store.call_log import RunningCall, record_call
 from agentevo.tools.cache import ResultCache
-from agentevo.tools.shorten import shortened
+from agentevo.tools.shorten import shorten_text
 from agentevo.tools.sources import make_toolsets
 from agentevo.tools.state_checks import STATE_CHECKS, StateCheck, state_checks, state_reached
 from agentevo.tools.tool import Condense, Offering, ToolResult, ToolSession, Toolset, ToolSpec
@@ -125,7 +125,7 @@ class Toolbox:
         if kind not in self._told:
             self._told.add(kind)
             self._tell(
-                f"the tool {name} failed, which the policy is told: {described(error)}\n"
+                f"the tool {name} failed, which the policy is told: {describe_error(error)}\n"
                 f"{traceback_of(error)}\n(later failures of this kind are counted)"
             )
 
@@ -183,7 +183,7 @@ class AttemptTools:
         self._show = show
         self._checks = checks
         _check_included(sessions)
-        self._tools = _named(
+        self._tools = _by_name(
             [
                 _Bound(offer, session, spec)
                 for offer, session in sessions
@@ -215,7 +215,7 @@ class AttemptTools:
 
     async def call(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Makes the calls, all at once, and gives their results in order."""
-        return list(await asyncio.gather(*map(self._answered, calls)))
+        return list(await asyncio.gather(*map(self._answer, calls)))
 
     async def offers(self) -> tuple[list[str], list[str]]:
         """A line for each prompt and each resource of the servers. Raises ToolUnavailableError."""
@@ -251,11 +251,11 @@ class AttemptTools:
                 ) from error
 
         if self._checks:
-            found[STATE_CHECKS] = await state_reached(self._checks, self._checked)
+            found[STATE_CHECKS] = await state_reached(self._checks, self._check_call)
 
         return {name: one for name, one in found.items() if one is not None}
 
-    async def _checked(self, call: ToolCall) -> tuple[ToolResult, bool]:
+    async def _check_call(self, call: ToolCall) -> tuple[ToolResult, bool]:
         """The result of a call that is not the policy's, and whether a tool gave it. Raises
         EnvironmentFailure where it says nothing of the attempt."""
         metrics = self.metrics
@@ -263,7 +263,7 @@ class AttemptTools:
         self.metrics = Counter()
         self.condense = None
         try:
-            result = await self._answered(call)
+            result = await self._answer(call)
             was_answered = not any(self.metrics[name] for name in UNANSWERED)
         finally:
             self.metrics = metrics
@@ -282,10 +282,10 @@ class AttemptTools:
                 "started again: what it says of the state is not what the calls left"
             )
 
-    async def _answered(self, call: ToolCall) -> ToolResult:
+    async def _answer(self, call: ToolCall) -> ToolResult:
         async with record_call("tool", call.name) as recorded:
             recorded.keep(arguments=call.arguments)
-            result = await self._called(call, recorded)
+            result = await self._call_recorded(call, recorded)
             bound = self._found(call.name)
             if self.condense is not None and bound is not None and not result.is_error:
                 condensed = await self.condense(bound.spec, call, result.text)
@@ -294,7 +294,7 @@ class AttemptTools:
                     result = msgspec.structs.replace(result, text=condensed.text)
 
             longest = LONGEST_ERROR if bound is None else bound.offer.section.max_result_chars
-            result = msgspec.structs.replace(result, text=shortened(result.text, longest))
+            result = msgspec.structs.replace(result, text=shorten_text(result.text, longest))
             if result.is_error:
                 self.metrics["num_tool_errors"] += 1
                 recorded.outcome("failed", result.text)
@@ -306,7 +306,7 @@ class AttemptTools:
     def _found(self, name: str) -> _Bound | None:
         return self._tools.get(name) or self._by_full_name.get(name)
 
-    async def _called(self, call: ToolCall, recorded: RunningCall) -> ToolResult:
+    async def _call_recorded(self, call: ToolCall, recorded: RunningCall) -> ToolResult:
         """The result as the policy reads it, whatever happens."""
         bound = self._found(call.name)
         if bound is None:
@@ -339,7 +339,7 @@ class AttemptTools:
         except Exception as error:  # noqa: BLE001 (what a tool's code raises costs its call alone)
             self.metrics["num_tool_failures"] += 1
             self._show(call.name, error)
-            return _error(f"{call.name} failed: {described(error)}")
+            return _error(f"{call.name} failed: {describe_error(error)}")
 
         self.metrics["num_tool_calls"] += 1
         recorded.note(characters=len(result.text), reward=result.reward)
@@ -347,16 +347,16 @@ class AttemptTools:
 
     async def _result(self, bound: _Bound, arguments: dict[str, Any]) -> ToolResult:
         if not bound.is_cached:
-            return await self._tried(bound, arguments)
+            return await self._try_call(bound, arguments)
 
         key = (
             bound.offer.toolset.name,
             bound.spec.name,
             json.dumps(arguments, sort_keys=True),
         )
-        return await self._cache.get(key, lambda: self._tried(bound, arguments))
+        return await self._cache.get(key, lambda: self._try_call(bound, arguments))
 
-    async def _tried(self, bound: _Bound, arguments: dict[str, Any]) -> ToolResult:
+    async def _try_call(self, bound: _Bound, arguments: dict[str, Any]) -> ToolResult:
         """The call, again where its server could not be reached."""
         limit = asyncio.timeout(None)
         section = bound.offer.section
@@ -428,7 +428,7 @@ def _error(text: str) -> ToolResult:
     return ToolResult(text=f"Error: {text}", is_error=True)
 
 
-def _named(tools: Sequence[_Bound]) -> dict[str, _Bound]:
+def _by_name(tools: Sequence[_Bound]) -> dict[str, _Bound]:
     """By the names that the policy knows, in order."""
     owners: dict[str, set[str]] = {}
     for one in tools:

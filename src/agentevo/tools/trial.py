@@ -28,7 +28,7 @@ _TEXTS = {
 """Format -> a text of it."""
 
 
-class Tried(msgspec.Struct, frozen=True, kw_only=True):
+class TriedCall(msgspec.Struct, frozen=True, kw_only=True):
     """One call."""
 
     name: str
@@ -41,11 +41,11 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
     no answer, or an exception of its code."""
 
 
-async def tried(
+async def try_calls(
     sections: Sequence[ToolSection],
     task: Task,
     calls: Sequence[ToolCall] = (),
-) -> AsyncIterator[Tried]:
+) -> AsyncIterator[TriedCall]:
     """These calls, one after the other in one session; without any, one of each tool. Raises what
     opening the tools raises."""
     toolbox = Toolbox(sections)
@@ -65,7 +65,7 @@ async def tried(
                     if result.is_error
                     else "answered"
                 )
-                yield Tried(
+                yield TriedCall(
                     name=call.name,
                     arguments=call.arguments,
                     text=result.text,
@@ -88,7 +88,7 @@ def made_value(schema: Any, whole: Mapping[str, Any], depth: int = 0) -> Any:
     """A value that a JSON schema allows, the same each time: what it names itself (a default, an
     example, a choice), else the simplest. Of an object the required properties. `whole` is where
     its references lead."""
-    schema = _resolved(schema, whole)
+    schema = _resolve_reference(schema, whole)
     for key in ("const", "default"):
         if key in schema:
             return schema[key]
@@ -140,7 +140,7 @@ def _of_kind(kind: Any, schema: Mapping[str, Any], whole: Mapping[str, Any], dep
     return text[: max(0, int(_number(schema, "maxLength", len(text))))]
 
 
-def _resolved(schema: Any, whole: Mapping[str, Any]) -> Mapping[str, Any]:
+def _resolve_reference(schema: Any, whole: Mapping[str, Any]) -> Mapping[str, Any]:
     """The schema that a reference leads to, within the same tool's."""
     for _ in range(DEPTH):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None

@@ -18,7 +18,7 @@ from typing import Any
 
 from agentevo.config.verl_tools import VerlToolsSection
 from agentevo.console import to_stderr
-from agentevo.errors import ConfigError, LoadingTimeoutError, described
+from agentevo.errors import ConfigError, LoadingTimeoutError, describe_error
 from agentevo.parsing import ParseError, parse_yaml, read_text
 from agentevo.rewards.returned import plain_number
 from agentevo.tools.tool import ToolResult, ToolSession, ToolSpec, object_schema
@@ -59,7 +59,7 @@ class VerlTools:
     @asynccontextmanager
     async def session(self, task: Task, seed: int) -> AsyncIterator[ToolSession]:
         """See Toolset.session."""
-        session = _Session(self._tools, task)
+        session = _VerlSession(self._tools, task)
         try:
             yield session
         finally:
@@ -69,7 +69,7 @@ class VerlTools:
         """See Toolset.close."""
 
 
-class _Session:
+class _VerlSession:
     """One attempt's instances."""
 
     instructions = ""
@@ -92,11 +92,11 @@ class _Session:
         tool = self._tools[name]
         async with self._creating:
             if name not in self._instances:
-                made = await _awaited(tool.create(**self._given(name, "create_kwargs")))
+                made = await _await_if_needed(tool.create(**self._given(name, "create_kwargs")))
                 self._instances[name] = made[0] if isinstance(made, tuple) else made
 
         given = self._given(name, "execute_kwargs")
-        done = await _awaited(tool.execute(self._instances[name], dict(arguments), **given))
+        done = await _await_if_needed(tool.execute(self._instances[name], dict(arguments), **given))
         response, reward = done[:2] if isinstance(done, tuple) and len(done) > 1 else (done, 0.0)
         text = response if isinstance(response, str) else getattr(response, "text", None)
 
@@ -118,9 +118,9 @@ class _Session:
 
             try:
                 async with asyncio.timeout(RELEASE_S):
-                    await _awaited(release(instance, **self._given(name, "release_kwargs")))
+                    await _await_if_needed(release(instance, **self._given(name, "release_kwargs")))
             except Exception as error:  # noqa: BLE001 (the attempt has its outcome already)
-                to_stderr(f"the tool {name}: release failed: {described(error)}")
+                to_stderr(f"the tool {name}: release failed: {describe_error(error)}")
 
     def _given(self, name: str, what: str) -> dict[str, Any]:
         own = self._kwargs.get(name)
@@ -128,7 +128,7 @@ class _Session:
         return dict(given) if isinstance(given, Mapping) else {}
 
 
-async def _awaited(returned: Any) -> Any:
+async def _await_if_needed(returned: Any) -> Any:
     return await returned if inspect.isawaitable(returned) else returned
 
 

@@ -23,12 +23,12 @@ from agentevo.errors import StoreError
 from agentevo.progress import bar
 from agentevo.store import Store
 from agentevo.store.export import whole_file
-from agentevo.store.trace_context import Said, trace_of
+from agentevo.store.trace_context import TracedMessage, trace_of
 from agentevo.tracing import otlp_json
 from agentevo.tracing.opening import BATCH, LENGTH, kept_run_id, source
 from agentevo.tracing.span import Span
 from agentevo.tracing.spans import RunFacts, Spans, attempt_of
-from agentevo.tracing.texts import Texts
+from agentevo.tracing.texts import SpanTexts
 from agentevo.types import Call, Message, Turn
 
 REMEMBERED = 512
@@ -78,7 +78,7 @@ async def export_spans(
             read.advance()
             if made is None:
                 run = run._replace(id=kept_run_id(folder) or call.id.rpartition("-")[0])
-                made = Spans(run, Texts(LENGTH), contents=contents)
+                made = Spans(run, SpanTexts(LENGTH), contents=contents)
 
             if call.ended_at is None:
                 num_unended += 1
@@ -102,10 +102,10 @@ class _Conversations:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._turns: dict[str, list[Said]] = {}
+        self._turns: dict[str, list[TracedMessage]] = {}
         """Attempt -> what was said in each of its turns; the oldest are forgotten."""
 
-    async def said_in(self, call: Call) -> Said | None:
+    async def said_in(self, call: Call) -> TracedMessage | None:
         """None for what is no call of the policy, and where its turns are not known."""
         first = call.attributes.get("turn")
         count = call.attributes.get("completions")
@@ -126,7 +126,7 @@ class _Conversations:
             finish_reasons=[reason for turn in turns for reason in turn.finish_reasons],
         )
 
-    async def _read(self, trajectory_id: str) -> list[Said]:
+    async def _read(self, trajectory_id: str) -> list[TracedMessage]:
         try:
             trajectory = await self._store.trajectory(trajectory_id)
         except StoreError:  # dropped, or its group has not been written
@@ -135,7 +135,7 @@ class _Conversations:
         if "num_undelivered" in trajectory.metrics:  # its turns were numbered anew
             return []
 
-        turns: list[Said] = []
+        turns: list[TracedMessage] = []
         contexts: list[list[Message]] = []
         for turn in trajectory.turns:
             known = [] if turn.parent is None else contexts[turn.parent]
@@ -146,8 +146,8 @@ class _Conversations:
         return turns
 
 
-def _said_in_turn(turn: Turn, context: Sequence[Message], tools: str) -> Said:
-    return Said(
+def _said_in_turn(turn: Turn, context: Sequence[Message], tools: str) -> TracedMessage:
+    return TracedMessage(
         asked=context[:-1],
         answers=turn.messages[-1:],
         tools=tools,

@@ -67,14 +67,14 @@ class MLflowServer:
 
     def _experiment_id(self, headers: dict[str, str]) -> str:
         """That of the experiment, which another process may make at this moment."""
-        known = self._asked(
+        known = self._ask(
             "GET", "get-by-name", headers, params={"experiment_name": self._experiment}
         )
         if known is None:
-            made = self._asked("POST", "create", headers, json={"name": self._experiment})
+            made = self._ask("POST", "create", headers, json={"name": self._experiment})
             if made is not None:
                 return str(made["experiment_id"])
-            known = self._asked(
+            known = self._ask(
                 "GET", "get-by-name", headers, params={"experiment_name": self._experiment}
             )
 
@@ -87,7 +87,7 @@ class MLflowServer:
     def _where(self) -> str:
         return f"MLflow at {without_password(self._uri)}"
 
-    def _asked(
+    def _ask(
         self, method: str, what: str, headers: dict[str, str], **options: Any
     ) -> dict[str, Any] | None:
         """MLflow's answer; None where there is no such experiment, or it is there already."""

@@ -20,8 +20,8 @@ from agentevo.tracing import conventions as names
 from agentevo.tracing.otlp_json import JsonLines
 from agentevo.tracing.span import Source
 from agentevo.tracing.spans import RunFacts, Spans
-from agentevo.tracing.texts import Texts
-from agentevo.tracing.tracer import Exporter, Limits, Tracer
+from agentevo.tracing.texts import SpanTexts
+from agentevo.tracing.tracer import Exporter, TraceLimits, Tracer
 
 FOLDER = "tracing"
 """In the run's folder: the run's id, and the files of `tracing.backend=jsonl`."""
@@ -59,7 +59,7 @@ def open_tracing(
     run = RunFacts(config.run.name, run_id, config.model.name, is_remote)
     return Tracer(
         _exporter(config, process),
-        Spans(run, Texts(length_of(section)), contents=contents),
+        Spans(run, SpanTexts(length_of(section)), contents=contents),
         run_id=run_id,
         share=section.share,
         contents=contents,
@@ -160,13 +160,13 @@ def _exporter(config: RunConfig, process: str) -> Exporter:
     return mlflow_exporter(uri, experiment, source())
 
 
-def _limits(section: TracingSection) -> Limits:
+def _limits(section: TracingSection) -> TraceLimits:
     queue = section.max_queue or _number(names.ENV_QUEUE) or QUEUE
     batch = _number(names.ENV_BATCH) or BATCH
     delay_ms = _number(names.ENV_DELAY_MS)
     if delay_ms is None:
         delay_ms = FILE_DELAY_MS if section.backend == "jsonl" else DELAY_MS
-    return Limits(queue=queue, batch=batch, delay_s=delay_ms / 1000)
+    return TraceLimits(queue=queue, batch=batch, delay_s=delay_ms / 1000)
 
 
 def _number(name: str) -> int | None:

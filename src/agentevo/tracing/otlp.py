@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import httpx
 
-from agentevo.errors import AgentEvoError, described
+from agentevo.errors import AgentEvoError, describe_error
 from agentevo.tracing import otlp_settings as settings
 from agentevo.tracing.otlp_proto import encoded_span, request
 from agentevo.tracing.span import Source, Span
@@ -76,7 +76,7 @@ class OTLP:
             except httpx.RemoteProtocolError:  # the server has closed a connection that was kept
                 problem = self._refusal(body)
         except httpx.HTTPError as error:
-            problem = described(error)
+            problem = describe_error(error)
 
         if problem:
             raise ExportError(f"{self._where} did not take {len(made)} spans: {problem}")

@@ -17,10 +17,10 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-from agentevo.store.trace_context import AttemptTrace, Place, Said, span_of
+from agentevo.store.trace_context import AttemptTrace, TracedMessage, TracePlace, span_of
 from agentevo.tracing import conventions as names
 from agentevo.tracing.span import Event, Kind, Shared, Span, Value
-from agentevo.tracing.texts import Texts
+from agentevo.tracing.texts import SpanTexts
 from agentevo.types import Call
 
 _ATTEMPT = re.compile(
@@ -47,7 +47,7 @@ class RunFacts(NamedTuple):
 class Spans:
     """Makes spans of calls. `contents`: they hold what was said."""
 
-    def __init__(self, run: RunFacts, texts: Texts, *, contents: bool) -> None:
+    def __init__(self, run: RunFacts, texts: SpanTexts, *, contents: bool) -> None:
         self._run = run
         self._texts = texts
         self._contents = contents
@@ -60,8 +60,8 @@ class Spans:
         call: Call,
         trace: AttemptTrace,
         *,
-        said: Said | None = None,
-        asker: Place | None = None,
+        said: TracedMessage | None = None,
+        asker: TracePlace | None = None,
         around: int | None = None,
     ) -> Span:
         """The span of a call that has ended. `around`: the id of the span around it, where its
@@ -142,7 +142,7 @@ class Spans:
         spoken = self._texts.shown(spoken, 200)
         return spoken, "client" if is_client else "internal", Shared(attributes)
 
-    def _own(self, call: Call, said: Said | None) -> dict[str, Value]:
+    def _own(self, call: Call, said: TracedMessage | None) -> dict[str, Value]:
         """What this span alone has."""
         own: dict[str, Value] = {names.CALL_ID: call.id, names.STATUS: call.status or ""}
         facts = call.attributes
@@ -185,7 +185,7 @@ class Spans:
 
         return Shared(attributes)
 
-    def _said(self, said: Said) -> dict[str, Value]:
+    def _said(self, said: TracedMessage) -> dict[str, Value]:
         attributes: dict[str, Value] = {}
         if said.finish_reasons:
             attributes[names.FINISH_REASONS] = list(said.finish_reasons)

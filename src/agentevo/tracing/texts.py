@@ -40,7 +40,7 @@ _MARGIN = 64
 """Characters of a text besides what is said, such as the count of what is left out."""
 
 
-class Texts:
+class SpanTexts:
     """See the module. `longest`: characters of one text."""
 
     def __init__(self, longest: int, environment: Mapping[str, str] = os.environ) -> None:
@@ -60,10 +60,10 @@ class Texts:
         """The text without credentials, storable, and shortened in its middle."""
         longest = self.longest if longest is None else longest
         # What is cut is looked at first, so that half a secret is none that is left.
-        text = shortened(text, longest + 2 * LONGEST_SECRET)
+        text = shorten_middle(text, longest + 2 * LONGEST_SECRET)
         short = len(text) <= LONGEST_REMEMBERED
         text = self._remembered(text) if short else self._without_secrets(text)
-        return storable(shortened(text, longest), longest)
+        return storable(shorten_middle(text, longest), longest)
 
     def _without_secrets(self, text: str) -> str:
         if self._known is not None:
@@ -133,7 +133,7 @@ LONGEST_SECRET = 4096
 """Characters of a text beyond its limit that are searched for secrets which begin within it."""
 
 
-def shortened(text: str, longest: int) -> str:
+def shorten_middle(text: str, longest: int) -> str:
     """Head and tail of a text, with the number of characters that are left out between them."""
     if len(text) <= longest:
         return text

@@ -23,7 +23,7 @@ from contextlib import suppress
 from typing import Any, Protocol, Self
 
 from agentevo.credentials import without_passwords
-from agentevo.errors import described
+from agentevo.errors import describe_error
 from agentevo.event_loop import in_thread
 from agentevo.store.call_log import RunningCall
 from agentevo.store.trace_context import AttemptTrace, trace_of
@@ -61,7 +61,7 @@ class Exporter(Protocol):
     def close(self) -> None: ...
 
 
-class Limits:
+class TraceLimits:
     """How much waits, and for how long."""
 
     def __init__(self, *, queue: int = 4096, batch: int = 512, delay_s: float = 1.0) -> None:
@@ -84,7 +84,7 @@ class Tracer:
         share: float = 1.0,
         contents: bool = False,
         token2text: bool = False,
-        limits: Limits | None = None,
+        limits: TraceLimits | None = None,
         flush_s: float = FLUSH_S,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
@@ -98,7 +98,7 @@ class Tracer:
         self._run_id = run_id
         self._share = share
         self._tell = tell
-        self._limits = limits or Limits()
+        self._limits = limits or TraceLimits()
         self._flush_s = flush_s
         self._queue: deque[RunningCall] = deque()
         self._num_taken = 0
@@ -116,7 +116,7 @@ class Tracer:
         """See call_log.Tracing. Several agents of one attempt share its trace."""
         return trace_of(self._run_id, attempt_of(trajectory_id), self._share)
 
-    def ended(self, call: RunningCall) -> None:
+    def end_span(self, call: RunningCall) -> None:
         """See call_log.Tracing."""
         waiting = len(self._queue)
         if waiting >= self._limits.queue or self._closing.is_set():
@@ -161,7 +161,7 @@ class Tracer:
         try:
             self._exporter.open()
         except Exception as error:  # noqa: BLE001 (whatever it is, the attempts go on)
-            self._failed(error)
+            self._note_failure(error)
 
         while not self._closing.is_set():
             self._wake.wait(self._limits.delay_s)
@@ -227,7 +227,7 @@ class Tracer:
             self._exporter.open()
             self._exporter.export(piece)
         except Exception as error:  # noqa: BLE001 (whatever it is, the attempts go on)
-            self._failed(error)
+            self._note_failure(error)
             self._is_given_up = self._closing.is_set() and self._failures > 1
             return False
 
@@ -252,14 +252,14 @@ class Tracer:
             around=around.span_id if around and around.trace_id == trace.trace_id else None,
         )
 
-    def _failed(self, error: Exception) -> None:
+    def _note_failure(self, error: Exception) -> None:
         self._failures += 1
         self._resting_until = time.monotonic() + REST_S
         self._told(error)
 
     def _told(self, error: Exception) -> None:
         if not self._problem:
-            words = without_passwords(described(error))[:LONGEST_WORDS]
+            words = without_passwords(describe_error(error))[:LONGEST_WORDS]
             self._problem = "".join(one if one.isprintable() else "?" for one in words)
             self._tell(
                 f"tracing: spans can't be exported; each is tried {TRIES} times and dropped then, "

@@ -8,23 +8,23 @@ committed: a row for each step, once, also by a run that is resumed.
 """
 
 from agentevo.trackers.tracker import (
-    Begun,
-    Row,
-    Table,
+    TrackedRow,
     TrackedRun,
+    TrackedTable,
     Tracker,
     TrackerConfig,
+    TrackingBegun,
     trackers,
 )
 from agentevo.trackers.tracking import Tracking
 
 __all__ = [
-    "Begun",
-    "Row",
-    "Table",
+    "TrackedRow",
     "TrackedRun",
+    "TrackedTable",
     "Tracker",
     "TrackerConfig",
     "Tracking",
+    "TrackingBegun",
     "trackers",
 ]

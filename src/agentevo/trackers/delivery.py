@@ -21,9 +21,9 @@ from typing import Any
 import msgspec
 
 from agentevo.credentials import without_passwords
-from agentevo.errors import described
+from agentevo.errors import describe_error
 from agentevo.files import write_atomic
-from agentevo.trackers.tracker import Row, TrackedRun, Tracker
+from agentevo.trackers.tracker import TrackedRow, TrackedRun, Tracker
 
 MAX_WAITING = 1000
 """Rows that a slow tracker may be behind."""
@@ -69,7 +69,7 @@ class Record:
                 write_atomic(self._path, json.dumps(self._entries, indent=1))
 
 
-class Delivery:
+class TrackerDelivery:
     """Starts its thread at once. `say` is called by that thread and must be quick."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Delivery:
         self._record = record
         self._say = say
         self._first_pause_s = first_pause_s
-        self._rows: deque[Row] = deque()
+        self._rows: deque[TrackedRow] = deque()
         self._last: list[Callable[[Tracker], None]] | None = None
         self._wake = threading.Condition()
         self._id = run.id
@@ -100,7 +100,7 @@ class Delivery:
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
-    def put(self, row: Row) -> None:
+    def put(self, row: TrackedRow) -> None:
         """Rows come in rising order of steps; what the tracker has is passed over."""
         with self._wake:
             if self._given_up or self._last is not None or row.step <= self._run.last_step:
@@ -163,14 +163,14 @@ class Delivery:
             return
 
         while (row := self._next()) is not None:
-            if self._tried(f"step {row.step}", lambda row=row: tracker.log(row)):  # type: ignore[misc]
+            if self._try_call(f"step {row.step}", lambda row=row: tracker.log(row)):  # type: ignore[misc]
                 self._step = row.step
                 self._keep()
             else:
                 self._left_out += 1
 
         for act in self._last or ():
-            self._tried("the end", lambda act=act: act(tracker), attempts=1)  # type: ignore[misc]
+            self._try_call("the end", lambda act=act: act(tracker), attempts=1)  # type: ignore[misc]
 
     def _begun(self) -> Tracker | None:
         made: list[Tracker] = []
@@ -183,26 +183,26 @@ class Delivery:
                 self._say(f"{self.name}: {without_passwords(begun.where)}", False)
             made.append(tracker)
 
-        if not self._tried("its beginning", begin):
+        if not self._try_call("its beginning", begin):
             return None
 
         self._keep()
         return made[0]
 
     def _keep(self) -> None:
-        self._tried("tracking.json", self._kept, attempts=1)
+        self._try_call("tracking.json", self._kept, attempts=1)
 
     def _kept(self) -> None:
         self._record.keep(self.name, self._id, self._step)
 
-    def _next(self) -> Row | None:
+    def _next(self) -> TrackedRow | None:
         """The next row; None at the end."""
         with self._wake:
             while not self._rows and self._last is None and not self._given_up:
                 self._wake.wait()
             return self._rows.popleft() if self._rows and not self._given_up else None
 
-    def _tried(self, what: str, call: Callable[[], None], attempts: int = ATTEMPTS) -> bool:
+    def _try_call(self, what: str, call: Callable[[], None], attempts: int = ATTEMPTS) -> bool:
         """Whether one of the attempts has worked."""
         for number in range(attempts):
             if number:
@@ -218,7 +218,7 @@ class Delivery:
             try:
                 call()
             except BaseException as error:  # noqa: BLE001 (whatever a tracker raises is its own)
-                words = without_passwords(described(error)).split("\n")[0]
+                words = without_passwords(describe_error(error)).split("\n")[0]
                 if len(words) > LONGEST_WORDS:
                     words = f"{words[:LONGEST_WORDS]}..."
                 self._warn(f"{what} failed: {words}")

@@ -12,7 +12,15 @@ from typing import Any
 from pydantic import Field
 
 from agentevo.credentials import with_environment
-from agentevo.trackers.tracker import Begun, Row, State, TrackedRun, Tracker, TrackerConfig, flat
+from agentevo.trackers.tracker import (
+    State,
+    TrackedRow,
+    TrackedRun,
+    Tracker,
+    TrackerConfig,
+    TrackingBegun,
+    flat,
+)
 
 STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 MOST_AT_ONCE = 500
@@ -36,7 +44,7 @@ class MLflow(Tracker):
     Config = MLflowConfig
     packages = (("mlflow", "mlflow"),)
 
-    def begin(self, run: TrackedRun) -> Begun:
+    def begin(self, run: TrackedRun) -> TrackingBegun:
         from mlflow import MlflowClient
 
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
@@ -47,7 +55,7 @@ class MLflow(Tracker):
         if run.resumed:
             self._id = run.id
             client.update_run(self._id, status="RUNNING")
-            return Begun(self._id)
+            return TrackingBegun(self._id)
 
         experiment = client.get_experiment_by_name(run.project)
         known = client.create_experiment(run.project) if experiment is None else None
@@ -69,7 +77,7 @@ class MLflow(Tracker):
         place = f"#/experiments/{created.info.experiment_id}/runs/{self._id}"
         is_server = uri is not None and uri.startswith("http")
         words = f"experiment {run.project}, run {run.name} ({self._id})"
-        return Begun(self._id, f"{uri}/{place}" if is_server else words)
+        return TrackingBegun(self._id, f"{uri}/{place}" if is_server else words)
 
     def _parameters(self, values: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
@@ -80,7 +88,7 @@ class MLflow(Tracker):
         for first in range(0, len(parameters), MOST_PARAMETERS):
             self._client.log_batch(self._id, params=parameters[first : first + MOST_PARAMETERS])
 
-    def log(self, row: Row) -> None:
+    def log(self, row: TrackedRow) -> None:
         from mlflow.entities import Metric
 
         stamp = int(row.time * 1000)

@@ -11,7 +11,14 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from agentevo.trackers.tracker import Begun, Row, State, TrackedRun, Tracker, TrackerConfig
+from agentevo.trackers.tracker import (
+    State,
+    TrackedRow,
+    TrackedRun,
+    Tracker,
+    TrackerConfig,
+    TrackingBegun,
+)
 
 
 class SwanLabConfig(TrackerConfig):
@@ -30,7 +37,7 @@ class SwanLab(Tracker):
     Config = SwanLabConfig
     packages = (("swanlab", "swanlab"),)
 
-    def begin(self, run: TrackedRun) -> Begun:
+    def begin(self, run: TrackedRun) -> TrackingBegun:
         import swanlab
 
         _silence()
@@ -53,9 +60,9 @@ class SwanLab(Tracker):
             settings=swanlab.Settings(interactive=False, terminal={"proxy_type": "none"}),
         )
         where = str(run.folder / "swanlog")
-        return Begun(run.id, f"{run.project}, run {run.name}" if online else where)
+        return TrackingBegun(run.id, f"{run.project}, run {run.name}" if online else where)
 
-    def log(self, row: Row) -> None:
+    def log(self, row: TrackedRow) -> None:
         import swanlab
 
         values: dict[str, Any] = {

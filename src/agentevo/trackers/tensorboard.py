@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from agentevo.trackers.tracker import Begun, Row, State, Table, TrackedRun, Tracker, TrackerConfig
+from agentevo.trackers.tracker import (
+    State,
+    TrackedRow,
+    TrackedRun,
+    TrackedTable,
+    Tracker,
+    TrackerConfig,
+    TrackingBegun,
+)
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -28,7 +36,7 @@ class TensorBoard(Tracker):
     Config = TensorBoardConfig
     packages = (("tensorboard", "tensorboard"),)
 
-    def begin(self, run: TrackedRun) -> Begun:
+    def begin(self, run: TrackedRun) -> TrackingBegun:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -44,9 +52,9 @@ class TensorBoard(Tracker):
             text = yaml.safe_dump(dict(run.config), sort_keys=False, allow_unicode=True)
             self._add([_text("config", f"```\n{text}\n```")], 0, None)
 
-        return Begun(run.id)
+        return TrackingBegun(run.id)
 
-    def log(self, row: Row) -> None:
+    def log(self, row: TrackedRow) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [
@@ -101,7 +109,7 @@ def _text(name: str, text: str) -> Summary.Value:
     )
 
 
-def _markdown(table: Table) -> str:
+def _markdown(table: TrackedTable) -> str:
     """A table whose cells are one line each."""
 
     def cell(value: object) -> str:

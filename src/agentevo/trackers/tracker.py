@@ -61,7 +61,7 @@ class TrackedRun(msgspec.Struct, frozen=True, kw_only=True):
     """The last step that the tracker has of it."""
 
 
-class Table(msgspec.Struct, frozen=True):
+class TrackedTable(msgspec.Struct, frozen=True):
     """Attempts of a step, say: a row each."""
 
     name: str
@@ -69,7 +69,7 @@ class Table(msgspec.Struct, frozen=True):
     rows: tuple[tuple[str | float | int | bool | None, ...], ...]
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class TrackedRow(msgspec.Struct, frozen=True, kw_only=True):
     """All that a run says of one step."""
 
     step: int
@@ -77,10 +77,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Unix seconds."""
     metrics: Mapping[str, float]
     """By verl's names; a number may be NaN or infinite."""
-    tables: Sequence[Table] = ()
+    tables: Sequence[TrackedTable] = ()
 
 
-class Begun(msgspec.Struct, frozen=True):
+class TrackingBegun(msgspec.Struct, frozen=True):
     """What came of `begin`."""
 
     id: str
@@ -111,11 +111,11 @@ class Tracker(ABC):
                 )
 
     @abstractmethod
-    def begin(self, run: TrackedRun) -> Begun:
+    def begin(self, run: TrackedRun) -> TrackingBegun:
         """Opens the run there, or the one of `run.id` where `run.resumed`."""
 
     @abstractmethod
-    def log(self, row: Row) -> None:
+    def log(self, row: TrackedRow) -> None:
         """One step."""
 
     def figure(self, name: str, path: Path) -> None:  # noqa: B027

@@ -10,9 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentevo.trackers.delivery import Delivery, Record, with_identity
+from agentevo.trackers.delivery import Record, TrackerDelivery, with_identity
 from agentevo.trackers.secrets import clean_text, known_secrets
-from agentevo.trackers.tracker import Row, State, Table, TrackedRun, Tracker, TrackerConfig
+from agentevo.trackers.tracker import (
+    State,
+    TrackedRow,
+    TrackedRun,
+    TrackedTable,
+    Tracker,
+    TrackerConfig,
+)
 
 RECORD = "tracking.json"
 
@@ -39,7 +46,7 @@ class Tracking:
         self._said: deque[tuple[str, bool]] = deque()
         record = Record(run.folder / RECORD if keep_record else None)
         self._deliveries = [
-            Delivery(
+            TrackerDelivery(
                 config.name,
                 lambda make=make, config=config: make(config),  # type: ignore[misc]
                 with_identity(run, config.name, record, secrets.token_hex(8)),
@@ -52,7 +59,7 @@ class Tracking:
     def __bool__(self) -> bool:
         return bool(self._deliveries)
 
-    def put(self, row: Row) -> None:
+    def put(self, row: TrackedRow) -> None:
         """Hands a step over, which the run never takes back. Returns at once."""
         for delivery in self._deliveries:
             delivery.put(row)
@@ -97,11 +104,11 @@ class Tracking:
         self.hear()
 
 
-def merged(before: Row | None, row: Row) -> Row:
+def merge_rows(before: TrackedRow | None, row: TrackedRow) -> TrackedRow:
     """Two rows of one step as one: of a name that both have, the later value."""
     if before is None:
         return row
-    return Row(
+    return TrackedRow(
         step=row.step,
         time=row.time,
         metrics={**before.metrics, **row.metrics},
@@ -109,10 +116,10 @@ def merged(before: Row | None, row: Row) -> Row:
     )
 
 
-def clean_table(table: Table) -> Table:
+def clean_table(table: TrackedTable) -> TrackedTable:
     """The same without secrets in its texts."""
     known = known_secrets()
-    return Table(
+    return TrackedTable(
         table.name,
         table.columns,
         tuple(

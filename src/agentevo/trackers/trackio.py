@@ -9,7 +9,14 @@ from typing import Any
 
 from pydantic import Field
 
-from agentevo.trackers.tracker import Begun, Row, State, TrackedRun, Tracker, TrackerConfig
+from agentevo.trackers.tracker import (
+    State,
+    TrackedRow,
+    TrackedRun,
+    Tracker,
+    TrackerConfig,
+    TrackingBegun,
+)
 
 
 class TrackioConfig(TrackerConfig):
@@ -26,7 +33,7 @@ class Trackio(Tracker):
     Config = TrackioConfig
     packages = (("trackio", "trackio"),)
 
-    def begin(self, run: TrackedRun) -> Begun:
+    def begin(self, run: TrackedRun) -> TrackingBegun:
         import trackio
 
         _silence()
@@ -42,9 +49,9 @@ class Trackio(Tracker):
             embed=False,
         )
 
-        return Begun(name, f"run {name}: trackio show --project {run.project}")
+        return TrackingBegun(name, f"run {name}: trackio show --project {run.project}")
 
-    def log(self, row: Row) -> None:
+    def log(self, row: TrackedRow) -> None:
         import trackio
 
         values: dict[str, Any] = dict(row.metrics)

@@ -12,7 +12,14 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from agentevo.errors import ConfigError
-from agentevo.trackers.tracker import Begun, Row, State, TrackedRun, Tracker, TrackerConfig
+from agentevo.trackers.tracker import (
+    State,
+    TrackedRow,
+    TrackedRun,
+    Tracker,
+    TrackerConfig,
+    TrackingBegun,
+)
 
 CLOUD = "https://api.wandb.ai"
 KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
@@ -43,7 +50,7 @@ class WandB(Tracker):
                 "write {name: wandb, mode: offline}"
             )
 
-    def begin(self, run: TrackedRun) -> Begun:
+    def begin(self, run: TrackedRun) -> TrackingBegun:
         import wandb
 
         mode = _mode(self.config)
@@ -65,11 +72,11 @@ class WandB(Tracker):
         )
         if mode == "offline":
             synced = f"offline files: wandb sync {Path(self._run.dir).parent}"
-            return Begun(self._run.id, f"{synced} --append" if run.resumed else synced)
+            return TrackingBegun(self._run.id, f"{synced} --append" if run.resumed else synced)
 
-        return Begun(self._run.id, self._run.url or "")
+        return TrackingBegun(self._run.id, self._run.url or "")
 
-    def log(self, row: Row) -> None:
+    def log(self, row: TrackedRow) -> None:
         import wandb
 
         values: dict[str, Any] = dict(row.metrics)

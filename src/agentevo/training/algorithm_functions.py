@@ -28,7 +28,7 @@ from agentevo.config import AlgorithmSection
 from agentevo.config.algorithm_functions import ADVANTAGES, POLICY_LOSSES
 from agentevo.console import to_stderr
 from agentevo.daemon_threads import call_in_thread
-from agentevo.errors import ConfigError, OverreachError, TrainingError, described
+from agentevo.errors import ConfigError, OverreachError, TrainingError, describe_error
 from agentevo.signals import Interrupt
 from agentevo.tracebacks import traceback_of
 
@@ -148,7 +148,9 @@ def _refusal(what: str, error: Exception, remedy: str) -> TrainingError:
         to_stderr(f"{what}:\n{shown}")
     if isinstance(error, AttributeError) and isinstance(error.obj, LossInputs | Inputs):
         remedy = f"inputs has {', '.join(one.name for one in fields(error.obj))}"
-    return TrainingError(f"{what}: {described(error)}: {remedy} (the weights were not changed)")
+    return TrainingError(
+        f"{what}: {describe_error(error)}: {remedy} (the weights were not changed)"
+    )
 
 
 def _try_loss(function: Callable[[LossInputs], Any]) -> None:
@@ -184,7 +186,7 @@ def _trial_of(
 ) -> tuple[Tensor, Tensor]:
     """Losses and gradients of the log-probs, [S, T], 0 where nothing is trained."""
     logp = tables["logp"].clone().requires_grad_()
-    inputs = LossTables(**{**tables, "logp": logp}).cleaned()
+    inputs = LossTables(**{**tables, "logp": logp}).clean_inputs()
     losses = torch.where(inputs.mask, _loss(function, inputs)[0], 0.0)
     if not losses.requires_grad:
         return losses, torch.zeros_like(losses)

@@ -35,7 +35,7 @@ from agentevo.errors import CheckpointError, UnusableCheckpointError
 from agentevo.files import PARTIAL, atomic_folder, sync_to_disk, write_atomic
 from agentevo.models import checkpoint_manifest as manifest
 from agentevo.models.adapters import is_adapter_folder
-from agentevo.models.checkpoint_manifest import Manifest, TornError
+from agentevo.models.checkpoint_manifest import CheckpointManifest, TornError
 from agentevo.models.parts import Wholes
 from agentevo.models.save import write_model
 from agentevo.parsing import read_json_object
@@ -154,7 +154,7 @@ class Checkpoints:
         value = float(value) if value is not None and math.isfinite(value) else None
         plain, _ = split_state(state[0])
         try:
-            with _Shared(contribution) as shared:
+            with _SharedCheckpoint(contribution) as shared:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 with atomic_folder(self.path(step)) as staging:
                     for folder, (model, tokenizer) in models.items():
@@ -200,7 +200,7 @@ class Checkpoints:
         self._write_index()
 
     @staticmethod
-    def verify(path: Path) -> Manifest:
+    def verify(path: Path) -> CheckpointManifest:
         """Reads every file of a checkpoint again. Raises TornError, naming the first file that is
         missing or changed, CheckpointError for one that can't be read now."""
         sealed = manifest.verify(path)
@@ -296,7 +296,7 @@ class Checkpoints:
             if path == self.path(int(match.group(1)))
         ]
 
-    def _manifests(self) -> dict[int, Manifest]:
+    def _manifests(self) -> dict[int, CheckpointManifest]:
         """Step -> manifest, for the checkpoints that have all their files."""
         manifests = {}
         for step in self.folders():
@@ -340,7 +340,7 @@ class Checkpoints:
             ) from error
 
 
-class _Shared:
+class _SharedCheckpoint:
     """Around what the first process writes: the other processes add theirs, and are sent home
     where it does not come to that. Without others it does nothing."""
 

@@ -34,7 +34,7 @@ class Ranks:
         return cls(group, distributed.get_rank(group), distributed.get_world_size(group))
 
     @classmethod
-    def imagined(cls, size: int) -> Ranks:
+    def imagine(cls, size: int) -> Ranks:
         """The first of `size` processes that nobody has started, for what is checked beforehand."""
         return cls(cast(distributed.ProcessGroup, None), 0, size)
 
@@ -64,7 +64,7 @@ class _Added(torch.autograd.Function):
         return grads[0], None
 
 
-class _Columns(torch.autograd.Function):
+class _RankColumns(torch.autograd.Function):
     """Slices [..., n_i] of the last dimension -> all of them, on every process, whose loss is the
     same."""
 
@@ -110,14 +110,14 @@ class _Routed(torch.autograd.Function):
         return _all_to_all(grads[0], taken, given, ranks), None, None, None
 
 
-def copied(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def copy_to_group(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """x, which every process of a tensor group holds and uses a part of: its gradient is the sum of
     theirs."""
     out: torch.Tensor = _Copied.apply(x, ranks)
     return out
 
 
-def added(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def add_over_group(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """The sum of the x of a tensor group, which every process of it then uses alike."""
     out: torch.Tensor = _Added.apply(x, ranks)
     return out
@@ -126,7 +126,7 @@ def added(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 def columns_gathered(x: torch.Tensor, ranks: Ranks, sizes: tuple[int, ...]) -> torch.Tensor:
     """Slices [..., sizes[i]] of a tensor group -> the whole, which every process then uses
     alike."""
-    out: torch.Tensor = _Columns.apply(x, ranks, sizes)
+    out: torch.Tensor = _RankColumns.apply(x, ranks, sizes)
     return out
 
 
@@ -136,7 +136,7 @@ def stretches_gathered(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     return out
 
 
-def routed(
+def exchange_rows(
     x: torch.Tensor, given: Sequence[int], taken: Sequence[int], ranks: Ranks
 ) -> torch.Tensor:
     """Rows x in order of the process that they go to, `given[i]` of them to process i -> the rows
@@ -151,14 +151,14 @@ def heads_exchanged(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     length, heads, width = x.shape
     parts = x.view(length, ranks.size, heads // ranks.size, width).transpose(0, 1)
     even = [1] * ranks.size
-    return routed(parts, even, even, ranks).flatten(0, 1)
+    return exchange_rows(parts, even, even, ranks).flatten(0, 1)
 
 
 def nodes_exchanged(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """The inverse of `heads_exchanged`."""
     length, heads, width = x.shape
     even = [1] * ranks.size
-    parts = routed(x.view(ranks.size, length // ranks.size, heads, width), even, even, ranks)
+    parts = exchange_rows(x.view(ranks.size, length // ranks.size, heads, width), even, even, ranks)
     return parts.transpose(0, 1).flatten(1, 2)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from torch import distributed
 
 from agentevo.files import sync_to_disk
-from agentevo.models.parts import Part, Wholes, give
+from agentevo.models.parts import WeightPart, Wholes, give
 from agentevo.training.state_parts import METADATA, PartsError, write_parts
 
 
@@ -28,18 +28,18 @@ from agentevo.training.state_parts import METADATA, PartsError, write_parts
 class Contribution:
     """See the module."""
 
-    weights: Mapping[str, Part]
+    weights: Mapping[str, WeightPart]
     """Of the model, as they are saved; empty where the first process has all of it."""
-    state: Mapping[str, Part]
+    state: Mapping[str, WeightPart]
     """Of the trainer's state (`split_state`)."""
     group: distributed.ProcessGroup | None = None
     """All processes, for tensors on the CPU."""
 
-    def copied(self) -> Contribution:
+    def copy(self) -> Contribution:
         """As it is now, whatever is trained meanwhile."""
         return Contribution(
-            {name: part.copied() for name, part in self.weights.items()},
-            {name: part.copied() for name, part in self.state.items()},
+            {name: part.copy_to_cpu() for name, part in self.weights.items()},
+            {name: part.copy_to_cpu() for name, part in self.state.items()},
             self.group,
         )
 

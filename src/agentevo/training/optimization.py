@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor
 
 from agentevo.config import MemorySection, TrainerSection
 from agentevo.errors import CheckpointError, TrainingError
-from agentevo.models.parts import Part, Stored
+from agentevo.models.parts import Stored, WeightPart
 from agentevo.training.master_weights import MasterWeights, needs_masters
 from agentevo.training.parallel import loss_share, stages, sum_gradients
 from agentevo.training.phases import phase
 from agentevo.training.quantized_optimizer import adamw_8bit, step_8bit
 from agentevo.training.sharding.layouts import (
-    Layout,
+    ShardLayout,
     clip,
     gradient_norm,
     kept,
@@ -106,7 +106,7 @@ class Optimization:
         memory: MemorySection | None = None,
         learning_rate: float | None = None,
         key: str = "trainer",
-        layouts: Mapping[torch.nn.Parameter, Layout] = MappingProxyType({}),
+        layouts: Mapping[torch.nn.Parameter, ShardLayout] = MappingProxyType({}),
     ) -> None:
         """`key` is the recipe's section that has this learning rate; error messages name it.
         `layouts`: how parameters lie that processes have slices of (sharding/layouts.py)."""
@@ -232,9 +232,9 @@ class Optimization:
             self.masters.give_weights()
 
     def state_dict(self) -> dict[str, Any]:
-        masters: list[torch.Tensor | Part] | None = None
+        masters: list[torch.Tensor | WeightPart] | None = None
         if self.masters is not None or self.sharded:
-            masters = [self._kept(m, p) for m, p in self._stepped()]
+            masters = [self._kept(m, p) for m, p in self._stepped_parameters()]
 
         state = self.optimizer.state_dict()
         moments = {
@@ -275,7 +275,9 @@ class Optimization:
         masters = state.get("masters")
         if masters is not None and (self.masters is not None or self.sharded):
             with torch.no_grad():
-                for (master, parameter), whole in zip(self._stepped(), masters, strict=True):
+                for (master, parameter), whole in zip(
+                    self._stepped_parameters(), masters, strict=True
+                ):
                     master.copy_(self._part(whole, parameter))
 
         self.steps = state["steps"]
@@ -304,7 +306,7 @@ class Optimization:
 
         self.steps = steps
 
-    def _stepped(self) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+    def _stepped_parameters(self) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
         """What the optimizer steps, and the model's parameter that it stands for."""
         masters = self.parameters if self.masters is None else self.masters.masters
         return list(zip(masters, self.parameters, strict=True))
@@ -312,7 +314,9 @@ class Optimization:
     def _parameter_of(self, index: int) -> torch.nn.Parameter:
         """The model's parameter of an index in the optimizer's state."""
         stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
-        return next(parameter for one, parameter in self._stepped() if one is stepped[index])
+        return next(
+            parameter for one, parameter in self._stepped_parameters() if one is stepped[index]
+        )
 
     def _kept(self, value: Any, parameter: torch.nn.Parameter) -> Any:
         """What a checkpoint keeps of a tensor that lies as the parameter does (`kept`); other

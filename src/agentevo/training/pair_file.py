@@ -28,7 +28,7 @@ from agentevo.errors import BadRequestError, ConfigError, ModelError, shown
 from agentevo.models.chat import LONG_TEXT, ChatFormat, num_characters
 from agentevo.parsing import check_file
 from agentevo.training.assistant_tokens import CHARACTERS_PER_TOKEN
-from agentevo.training.pairs import Answer, Pair
+from agentevo.training.pairs import CandidateAnswer, Pair
 from agentevo.training.supervised import conversation_sample
 from agentevo.types import Message, Sample
 
@@ -189,7 +189,7 @@ def pairs_of_lines(
     more than `max_tokens` tokens.
     """
 
-    def encode(line: PairLine, answer: Sequence[Message], which: str) -> Answer:
+    def encode(line: PairLine, answer: Sequence[Message], which: str) -> CandidateAnswer:
         name = f"{line.where} {which}"
         characters = num_characters([*line.prompt, *answer])
         size = f"{characters} characters, far more than {max_tokens} tokens"
@@ -197,7 +197,7 @@ def pairs_of_lines(
             sample = answer_sample(line.prompt, answer, chat, line.where, name)
             size = f"{len(sample.ids)} tokens"
             if len(sample.ids) <= max_tokens:
-                return Answer(name, (sample,))
+                return CandidateAnswer(name, (sample,))
 
         raise ConfigError(
             f"{line.where}: prompt and {which} have {size}, and the limit is {max_tokens} "

@@ -36,7 +36,7 @@ say."""
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
+class CandidateAnswer:
     """What was said on one task, as samples to train on."""
 
     name: str
@@ -48,7 +48,7 @@ class Answer:
         """Trained ones."""
         return sum(row.num_trained for row in self.rows)
 
-    def says(self, other: Answer) -> bool:
+    def says(self, other: CandidateAnswer) -> bool:
         """Whether the other is the same, token by token."""
         return len(self.rows) == len(other.rows) and all(
             np.array_equal(ours.ids, theirs.ids)
@@ -63,22 +63,22 @@ class Pair:
     rejected (undesirable)."""
 
     group_id: str
-    chosen: Answer | None = None
-    rejected: Answer | None = None
+    chosen: CandidateAnswer | None = None
+    rejected: CandidateAnswer | None = None
     win_probs: tuple[float, float] = (1.0, 0.0)
     """Chance of each to beat an answer that the policy draws."""
 
     @property
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[CandidateAnswer]:
         """One or two."""
         return [answer for answer in (self.chosen, self.rejected) if answer is not None]
 
 
-def answer_of(trajectory: Trajectory) -> Answer:
+def answer_of(trajectory: Trajectory) -> CandidateAnswer:
     """All that the policy said in a trajectory, to be judged under its own distribution: neither
     the masks of a grammar nor penalties are applied, whatever it was drawn under."""
     rows = [row.sample for row in trajectory_rows(trajectory) if row.sample.num_trained]
-    return Answer(
+    return CandidateAnswer(
         trajectory.id, tuple(msgspec.structs.replace(row, penalties=None) for row in rows)
     )
 
@@ -114,7 +114,7 @@ def make_pairs(
         else:
             limit = section.pairs_per_group or (1 if algorithm.pairs == "best_worst" else None)
             candidates = _ends(members) if algorithm.pairs == "best_worst" else _everyone(members)
-            pairs += _compared(members, candidates, section.pair_margin, limit)
+            pairs += _compare(members, candidates, section.pair_margin, limit)
 
     return pairs
 
@@ -165,7 +165,7 @@ def _against_the_solver(
     if not rows:
         return []
 
-    shown = Answer(f"{group} by the solver", rows)
+    shown = CandidateAnswer(f"{group} by the solver", rows)
     rejected = [answer for t in reversed(members) if not shown.says(answer := answer_of(t))]
     return [Pair(group, shown, answer) for answer in rejected[:limit]]
 
@@ -183,7 +183,7 @@ def _everyone(members: Sequence[Trajectory]) -> Iterator[tuple[int, int]]:
     return (places[place] for place in order)
 
 
-def _compared(
+def _compare(
     members: Sequence[Trajectory],
     candidates: Iterator[tuple[int, int]],
     margin: float,

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 
 from agentevo.errors import AgentEvoError, TrainingError
 from agentevo.training.collectives import Ranks
-from agentevo.training.sharding.layouts import Layout, add_parts, local
+from agentevo.training.sharding.layouts import ShardLayout, add_parts, local
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -127,7 +127,7 @@ def on_first(work: Callable[[], T]) -> T:
     return cast(T, outcome[0])
 
 
-def gathered(value: T) -> list[T]:
+def gather(value: T) -> list[T]:
     """The value of each rank, in order of ranks; called by all of them. Of the stages of a pipeline
     it is the last one's, which knows log-probs and losses. Values are pickled: for tables and
     metrics, not for weights."""
@@ -152,10 +152,10 @@ def anywhere(flag: bool) -> bool:
     return any(flags)
 
 
-def summed(values: Mapping[str, float]) -> dict[str, float]:
+def sum_over_ranks(values: Mapping[str, float]) -> dict[str, float]:
     """The sum over ranks of each named number; a rank may lack some."""
     sums: dict[str, float] = {}
-    for of_rank in gathered(values):
+    for of_rank in gather(values):
         for key, value in of_rank.items():
             sums[key] = sums.get(key, 0.0) + value
     return sums
@@ -163,7 +163,7 @@ def summed(values: Mapping[str, float]) -> dict[str, float]:
 
 def sum_gradients(
     parameters: Iterable[torch.nn.Parameter],
-    layouts: Mapping[torch.nn.Parameter, Layout] = MappingProxyType({}),
+    layouts: Mapping[torch.nn.Parameter, ShardLayout] = MappingProxyType({}),
 ) -> None:
     """Replaces each gradient by its sum over all processes that have a share of it; called by all
     of them. A parameter that none of them has used keeps none."""
@@ -194,7 +194,9 @@ def sum_gradients(
     if _context is not None:
         _sum_over(parameters, _context.group)
     if _pipeline is not None:
-        _used(parameters, _pipeline.group)  # slices of length 0 are stepped with the others
+        _used_gradients(
+            parameters, _pipeline.group
+        )  # slices of length 0 are stepped with the others
 
     own = {id(parameter) for parameter in parameters}
     add_parts({p: layout for p, layout in layouts.items() if id(p) in own})
@@ -206,13 +208,13 @@ def _sum_over(parameters: list[torch.nn.Parameter], group: distributed.ProcessGr
 
     waiting = [
         distributed.all_reduce(local(gradient), group=group, async_op=True)
-        for gradient in _used(parameters, group)
+        for gradient in _used_gradients(parameters, group)
     ]
     for work in waiting:
         work.wait()
 
 
-def _used(
+def _used_gradients(
     parameters: list[torch.nn.Parameter], group: distributed.ProcessGroup | None
 ) -> list[torch.Tensor]:
     """The gradients that any process of the group has found, zeros on those that have not."""

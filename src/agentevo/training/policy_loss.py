@@ -23,7 +23,7 @@ from agentevo.training.algorithm_functions import bound_loss
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.staleness import AGE, age_sums
 from agentevo.training.kernels.output_layer import token_logprobs
-from agentevo.training.parallel import gathered, num_ranks
+from agentevo.training.parallel import gather, num_ranks
 from agentevo.training.phases import phase
 from agentevo.training.routing_replay import mismatches
 from agentevo.types import Sample
@@ -34,7 +34,7 @@ class MinibatchLoss:
     resolved and checked here, once."""
 
     def __init__(self, section: AlgorithmSection) -> None:
-        algorithm = section.resolved()
+        algorithm = section.resolve()
         self.policy_loss = bind_policy_loss(
             algorithm.policy_loss,
             algorithm.loss_hyper,
@@ -76,7 +76,7 @@ class MinibatchLoss:
         for batch in nulls:
             token_logprobs(model, batch)
 
-        parts = [part for of_rank in gathered(own) for part in of_rank]
+        parts = [part for of_rank in gather(own) for part in of_rank]
         width = max(part[0].shape[1] for part in parts)
         whole = [
             torch.cat(

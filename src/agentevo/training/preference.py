@@ -36,8 +36,8 @@ from agentevo.training.batching.staleness import leave_out_stale
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.learner import PreparedBatch
 from agentevo.training.optimization import Optimization, minibatches, over_updates
-from agentevo.training.pairs import Answer, Demonstrations, Pair, make_pairs
-from agentevo.training.parallel import gathered
+from agentevo.training.pairs import CandidateAnswer, Demonstrations, Pair, make_pairs
+from agentevo.training.parallel import gather
 from agentevo.training.phases import phase
 from agentevo.training.roles.reference import Reference
 from agentevo.training.sharding.layouts import layouts_of
@@ -161,9 +161,9 @@ class PreferenceTrainer:
         nulls = null_batches(rows, len(batches), device, merge=merge)
 
         for indices, batch in batches:
-            self.flops.trained([rows[i] for i in indices], batch)
+            self.flops.count_training([rows[i] for i in indices], batch)
 
-        comparison = _Comparison(pairs, answers, reference)
+        comparison = _PreferenceComparison(pairs, answers, reference)
         baseline = self._kl_baseline(answers) if self.algorithm.loss == "kto" else None
         measured: dict[str, float] = {}
 
@@ -196,14 +196,14 @@ class PreferenceTrainer:
                 "actor/grad_norm": norm,
                 "actor/lr": lr,
                 "trainer/distinct_tokens": float(
-                    sum(gathered(sum(batch.num_distinct for _, batch in batches)))
+                    sum(gather(sum(batch.num_distinct for _, batch in batches)))
                 ),
                 "trainer/logical_tokens": float(sum(len(row.ids) for row in rows)),
                 "trainer/trained_tokens": float(sum(answer.num_tokens for answer in answers)),
             }
         )
 
-    def _rows(self, answers: Sequence[Answer]) -> tuple[list[Sample], list[int]]:
+    def _rows(self, answers: Sequence[CandidateAnswer]) -> tuple[list[Sample], list[int]]:
         """All rows, set to one temperature, and for each row the number of its answer."""
         rows = [
             msgspec.structs.replace(row, temperature=self.temperature)
@@ -222,7 +222,7 @@ class PreferenceTrainer:
         rows, owners = self._rows(answers)
 
         def logprobs(batch: PackedBatch) -> dict[str, torch.Tensor]:
-            self.flops.computed(batch)
+            self.flops.count_inference(batch)
             return {"ref": reference.logprobs(batch)}
 
         tables = self._tables(rows, logprobs)
@@ -230,10 +230,10 @@ class PreferenceTrainer:
         sums = torch.zeros(len(answers)).index_add(0, torch.tensor(owners), tables["ref"].sum(1))
         return {answer.name: float(value) for answer, value in zip(answers, sums, strict=True)}
 
-    def _kl_baseline(self, answers: Sequence[Answer]) -> float:
+    def _kl_baseline(self, answers: Sequence[CandidateAnswer]) -> float:
         """KTO's reference point before it is cut at 0: the mean log-ratio of answers put after
         other tasks' prompts. 0 where there are none."""
-        others = [row for rows in mismatched(answers, self.context_length) for row in rows]
+        others = [row for rows in mismatch_answers(answers, self.context_length) for row in rows]
         if not others or self.reference is None:
             return 0.0
 
@@ -276,7 +276,7 @@ class PreferenceTrainer:
             self.reference.load_state_dict(state["reference"])
 
 
-def mismatched(answers: Sequence[Answer], context_length: int) -> list[list[Sample]]:
+def mismatch_answers(answers: Sequence[CandidateAnswer], context_length: int) -> list[list[Sample]]:
     """Pairs each answer's prompt with the next answer to another task, as rows; there are none
     where all answers are to one task.
 
@@ -313,19 +313,22 @@ def _after(prompt: np.ndarray, row: Sample, name: str, context_length: int) -> S
     return Sample.given(name, row.group_id, ids, mask, row.temperature)
 
 
-def _answers(pairs: Sequence[Pair]) -> list[Answer]:
+def _answers(pairs: Sequence[Pair]) -> list[CandidateAnswer]:
     """Every answer once, in the order of names, so that sums do not depend on the order of
     pairs."""
     answers = {answer.name: answer for pair in pairs for answer in pair.answers}
     return [answers[name] for name in sorted(answers)]
 
 
-class _Comparison:
+class _PreferenceComparison:
     """Which answers the pairs are made of; it turns sums of log-probs [N] into the loss's inputs
     [P]."""
 
     def __init__(
-        self, pairs: Sequence[Pair], answers: Sequence[Answer], reference: Mapping[str, float]
+        self,
+        pairs: Sequence[Pair],
+        answers: Sequence[CandidateAnswer],
+        reference: Mapping[str, float],
     ) -> None:
         numbers = {answer.name: number for number, answer in enumerate(answers)}
         self.pairs = sorted(pairs, key=lambda pair: [answer.name for answer in pair.answers])

@@ -28,7 +28,7 @@ from agentevo.training.batching.credit import TurnCredits
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.passes import device_of, token_tables
 from agentevo.training.batching.samples import (
-    Row,
+    SampleRow,
     Tables,
     advantages_of,
     trajectory_rows,
@@ -73,7 +73,7 @@ class Preparation:
         self.section = section
         self.max_tokens = max_tokens
         self.merge = merge
-        algorithm = section.resolved()
+        algorithm = section.resolve()
         self.advantage = bind_advantage(
             algorithm.advantage, algorithm.advantage_hyper, function=bound_advantage(section)
         )
@@ -138,7 +138,7 @@ class Preparation:
 
         return PreparedBatch(samples, metrics | bonus_metrics | masked)
 
-    def _tables(self, rows: Sequence[Row], roles: Roles) -> tuple[Tables, dict[str, float]]:
+    def _tables(self, rows: Sequence[SampleRow], roles: Roles) -> tuple[Tables, dict[str, float]]:
         """Name -> table [S, T] float32, of all that the advantage and the update need."""
         samples = [row.sample for row in rows]
         device = device_of(roles.policy)
@@ -191,7 +191,7 @@ class Preparation:
         return tables, metrics
 
     def _bonus(
-        self, rows: Sequence[Row], roles: Roles, tables: Tables, kl_coef: float
+        self, rows: Sequence[SampleRow], roles: Roles, tables: Tables, kl_coef: float
     ) -> tuple[torch.Tensor | None, dict[str, float]]:
         """[S, T]: what is added to the environment's rewards; and its metrics."""
         bonus = None
@@ -222,13 +222,13 @@ def _foreseen(samples: Sequence[Sample]) -> float:
     return float(explained_variance(values, returns, torch.ones_like(values, dtype=torch.bool)))
 
 
-def _mask(rows: Sequence[Row]) -> torch.Tensor:
+def _mask(rows: Sequence[SampleRow]) -> torch.Tensor:
     """[S, T] bool: which places of the tables hold a trained token."""
     lengths = torch.tensor([len(row.turns) for row in rows])
     return torch.arange(int(lengths.max())) < lengths[:, None]
 
 
-def _rollout_logprobs(rows: Sequence[Row]) -> torch.Tensor:
+def _rollout_logprobs(rows: Sequence[SampleRow]) -> torch.Tensor:
     """[S, T] float32: the log-probs that the engine sampled with."""
     table = torch.zeros(_mask(rows).shape)
     for index, row in enumerate(rows):
@@ -237,7 +237,7 @@ def _rollout_logprobs(rows: Sequence[Row]) -> torch.Tensor:
     return table
 
 
-def _owners(rows: Sequence[Row]) -> tuple[list[int], list[bool]]:
+def _owners(rows: Sequence[SampleRow]) -> tuple[list[int], list[bool]]:
     """The attempt of each row, and whether each attempt succeeded."""
     numbers: dict[str, int] = {}
     owners = [numbers.setdefault(row.trajectory.id, len(numbers)) for row in rows]

@@ -30,7 +30,7 @@ from agentevo.rewards.reward_model import MEAN, STD, conversation_ids, outputs
 from agentevo.training.optimization import Optimization
 from agentevo.training.pair_file import PairLine
 from agentevo.training.sharding.layouts import layouts_of
-from agentevo.training.supervised import scheduled
+from agentevo.training.supervised import scheduled_rate
 
 
 class RewardPair(NamedTuple):
@@ -134,7 +134,7 @@ class RewardTrainer:
         finite."""
         section = self.section
         steps = self.optimization.steps
-        lr = self.optimization.begin(scheduled(self._schedule, steps, self.total_steps))
+        lr = self.optimization.begin(scheduled_rate(self._schedule, steps, self.total_steps))
 
         sums = {"rm/loss": 0.0, "rm/accuracy": 0.0, "rm/reward_margin": 0.0}
         for begin in range(0, len(pairs), section.micro_batch_pairs):

@@ -18,11 +18,11 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from agentevo.errors import TrainingError
-from agentevo.models.routers import KEY, Recording, Replay, routers_of
+from agentevo.models.routers import KEY, Recording, RouterReplay, routers_of
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.routing import check_recorded, with_rows
-from agentevo.training.batching.samples import Row
-from agentevo.training.parallel import gathered
+from agentevo.training.batching.samples import SampleRow
+from agentevo.training.parallel import gather
 from agentevo.types import Sample
 
 
@@ -47,7 +47,7 @@ class RoutingReplay:
         """Whether what an engine has recorded is of use."""
         return self.mode != "update" and self.routers is not None
 
-    def begin(self, rows: Sequence[Row]) -> list[Row]:
+    def begin(self, rows: Sequence[SampleRow]) -> list[SampleRow]:
         """The rows of a step; where nothing is replayed and some have no record, without any.
         Raises TrainingError where a record is missing or not of the policy's routers."""
         self._heard = []
@@ -67,7 +67,7 @@ class RoutingReplay:
             return self.in_update(batch)
         assert self.routers is not None
         self._recording = Recording(self.routers)
-        return batch.routed(self._recording)
+        return batch.with_routing(self._recording)
 
     def heard(self, indices: Sequence[int], batch: PackedBatch) -> None:
         """Keeps what was recorded in the pass of a batch of these samples."""
@@ -77,12 +77,12 @@ class RoutingReplay:
             paths = zip(indices, batch.plan.tree.paths, strict=True)
             self._heard += [(index, rows[path]) for index, path in paths]
 
-    def finish(self, rows: Sequence[Row]) -> list[Row]:
+    def finish(self, rows: Sequence[SampleRow]) -> list[SampleRow]:
         """The rows of a step, all of whose passes were made, with what these have recorded."""
         if self.mode != "update":
             return list(rows)
         assert self.routers is not None
-        found = dict(item for of_rank in gathered(self._heard) for item in of_rank)
+        found = dict(item for of_rank in gather(self._heard) for item in of_rank)
         self._heard = []
         return [
             row._replace(sample=with_rows(row.sample, found[index], self.routers))
@@ -93,7 +93,7 @@ class RoutingReplay:
         """The batch for a pass of the policy, in which what was recorded is replayed."""
         if batch.routed_experts is None:
             return batch
-        return batch.routed(Replay(batch.routed_experts, apply=self.mode != "none"))
+        return batch.with_routing(RouterReplay(batch.routed_experts, apply=self.mode != "none"))
 
     def check(self, samples: Sequence[Sample]) -> None:
         """Raises TrainingError for samples that an update can't replay."""
@@ -107,7 +107,7 @@ def mismatches(batch: PackedBatch) -> dict[str, float]:
     would have chosen other experts, at the token that predicts it, than were recorded; and 1 where
     any would. Empty where nothing was recorded."""
     routing = batch.plan.routing
-    differs = routing.differs() if isinstance(routing, Replay) else None
+    differs = routing.differs() if isinstance(routing, RouterReplay) else None
     if differs is None:
         return {}
 

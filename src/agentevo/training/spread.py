@@ -33,7 +33,7 @@ def check_spread(model: PreTrainedModel, section: ParallelSection) -> None:
     if section.pipeline > 1:
         check_pipeline(model, section.pipeline)
     if section.tensor > 1:
-        check_tensor(model, Ranks.imagined(section.tensor))
+        check_tensor(model, Ranks.imagine(section.tensor))
     if section.context > 1:
         check_context(model, section.context, section.tensor)
     if section.expert > 1:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from agentevo.errors import CheckpointError, UnusableCheckpointError
-from agentevo.models.parts import Box, Part
+from agentevo.models.parts import Box, WeightPart
 
 warnings.filterwarnings(
     "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
@@ -54,14 +54,14 @@ _RECORDS = {
 """Of torch's format: plain data, all of them."""
 
 
-def split_state(state: Any, name: str = "") -> tuple[Any, dict[str, Part]]:
+def split_state(state: Any, name: str = "") -> tuple[Any, dict[str, WeightPart]]:
     """(the state with names in place of its parts, the parts by these names)."""
-    if isinstance(state, Part):
+    if isinstance(state, WeightPart):
         return {_KEY: name}, {name: state}
 
     if isinstance(state, dict):
         plain: dict[Any, Any] = {}
-        parts: dict[str, Part] = {}
+        parts: dict[str, WeightPart] = {}
         for key, value in state.items():
             plain[key], found = split_state(value, f"{name}.{key}" if name else str(key))
             parts |= found
@@ -75,12 +75,12 @@ def split_state(state: Any, name: str = "") -> tuple[Any, dict[str, Part]]:
 
 
 def write_parts(
-    folder: Path, parts: Mapping[str, Part], group: distributed.ProcessGroup | None
+    folder: Path, parts: Mapping[str, WeightPart], group: distributed.ProcessGroup | None
 ) -> None:
     """Writes this process's parts; all processes of the group call it. Raises PartsError on all of
     them if one can't write."""
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
-    entries = {name: _Entry(part) for name, part in parts.items()}
+    entries = {name: _StateEntry(part) for name, part in parts.items()}
     try:
         dcp.save(entries, storage_writer=writer, planner=_Saving(), process_group=group)
     except dcp.CheckpointException as error:
@@ -98,7 +98,7 @@ class PartsError(CheckpointError):
 class StoredPart:
     """A tensor of a checkpoint: a `Stored`."""
 
-    def __init__(self, reader: _Reader, name: str) -> None:
+    def __init__(self, reader: _StateReader, name: str) -> None:
         self._reader = reader
         self._name = name
         found = reader.metadata.state_dict_metadata.get(name)
@@ -112,9 +112,9 @@ class StoredPart:
         box = Box((0,) * len(self.shape), self.shape) if box is None else box
         into = torch.empty(box.sizes, dtype=self.dtype)
         if into.numel():
-            wanted = {self._name: _Entry(Part(into, self.shape, box.offset))}
+            wanted = {self._name: _StateEntry(WeightPart(into, self.shape, box.offset))}
             try:
-                dcp.load(wanted, storage_reader=self._reader, planner=_Loading(), no_dist=True)
+                dcp.load(wanted, storage_reader=self._reader, planner=_StateLoading(), no_dist=True)
             except dcp.CheckpointException as error:
                 raise UnusableCheckpointError(
                     f"{self._reader.path}: {self._name} can't be read ({error}): resume from an "
@@ -127,24 +127,24 @@ class StoredPart:
 def join_state(plain: Any, folder: Path) -> Any:
     """The inverse of `split_state`: names become `StoredPart`. Raises UnusableCheckpointError for
     what is not as `write_parts` writes it."""
-    reader: _Reader | None = None
+    reader: _StateReader | None = None
 
-    def joined(state: Any) -> Any:
+    def join(state: Any) -> Any:
         nonlocal reader
         if isinstance(state, dict):
             if state.keys() == {_KEY}:
-                reader = _Reader(folder) if reader is None else reader
+                reader = _StateReader(folder) if reader is None else reader
                 return StoredPart(reader, state[_KEY])
-            return {key: joined(value) for key, value in state.items()}
-        return [joined(value) for value in state] if isinstance(state, list) else state
+            return {key: join(value) for key, value in state.items()}
+        return [join(value) for value in state] if isinstance(state, list) else state
 
-    return joined(plain)
+    return join(plain)
 
 
-class _Entry:
+class _StateEntry:
     """A part as the planners see it."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: WeightPart) -> None:
         self.part = part
 
     def size(self) -> torch.Size:
@@ -168,11 +168,11 @@ class _Saving(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        entry: _Entry = self.state_dict[index.fqn]
+        entry: _StateEntry = self.state_dict[index.fqn]
         return entry.part.local
 
 
-class _Loading(DefaultLoadPlanner):
+class _StateLoading(DefaultLoadPlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
@@ -187,7 +187,7 @@ class _Loading(DefaultLoadPlanner):
         self.is_coordinator = is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        entry: _Entry = self.state_dict[index.fqn]
+        entry: _StateEntry = self.state_dict[index.fqn]
         return entry.part.local
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> NoReturn:
@@ -196,7 +196,7 @@ class _Loading(DefaultLoadPlanner):
         )
 
 
-class _Reader(dcp.FileSystemReader):
+class _StateReader(dcp.FileSystemReader):
     """Reads the metadata once, and nothing in it that could be a program."""
 
     def __init__(self, path: Path) -> None:

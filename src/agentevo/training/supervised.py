@@ -24,7 +24,7 @@ from agentevo.training.batching.passes import device_of, keep_pace, micro_batche
 from agentevo.training.kernels.logprobs import selected_logprobs
 from agentevo.training.kernels.output_layer import all_logits, token_logprobs
 from agentevo.training.optimization import Optimization, decay
-from agentevo.training.parallel import anywhere, gathered, rank, summed
+from agentevo.training.parallel import anywhere, gather, rank, sum_over_ranks
 from agentevo.training.phases import phase
 from agentevo.training.sharding.layouts import layouts_of
 from agentevo.training.workload import FlopCounter
@@ -110,7 +110,7 @@ class SupervisedTrainer:
 
     def _step(self, samples: Sequence[Sample]) -> dict[str, float]:
         section = self.section
-        lr = self.optimization.begin(scheduled(section, self.steps, self.total_steps))
+        lr = self.optimization.begin(scheduled_rate(section, self.steps, self.total_steps))
         trained = sum(s.num_trained for s in samples)
         sums = {"sft/loss": 0.0, "trainer/logical_tokens": 0.0, "trainer/distinct_tokens": 0.0}
         merge = section.prefix_merging
@@ -119,7 +119,7 @@ class SupervisedTrainer:
         nulls = null_batches(samples, len(batches), device, merge=merge)
 
         for indices, batch in batches:
-            self.flops.trained([samples[i] for i in indices], batch)
+            self.flops.count_training([samples[i] for i in indices], batch)
             with phase("forward"):
                 logp, _ = token_logprobs(self.model, batch)
                 loss = -(logp / trained).sum()
@@ -136,7 +136,7 @@ class SupervisedTrainer:
             "actor/lr": lr,
             "trainer/trained_tokens": float(trained),
         }
-        return summed(sums) | metrics | self.flops.take()
+        return sum_over_ranks(sums) | metrics | self.flops.take()
 
     def held_out(
         self, samples: Sequence[Sample], *, stop: Callable[[], bool] = lambda: False
@@ -153,7 +153,7 @@ class SupervisedTrainer:
         self.optimization.load_state_dict(state["optimization"])
 
 
-def scheduled(section: SFTSection, step: int, total_steps: int) -> float:
+def scheduled_rate(section: SFTSection, step: int, total_steps: int) -> float:
     """The learning rate of optimizer step `step` (from 0): linear warm-up over the first
     warmup_ratio of all steps, then the schedule."""
     done = step / total_steps
@@ -209,7 +209,7 @@ def held_out_metrics(
     device = device_of(model)
     batches = micro_batches(samples, micro_batch_tokens, device)
     nulls = null_batches(samples, len(batches), device)
-    for place in range(max(gathered(len(batches)))):
+    for place in range(max(gather(len(batches)))):
         if anywhere(stop()):
             return None
 
@@ -227,7 +227,7 @@ def held_out_metrics(
         sums["right"] += int((logits.argmax(-1)[batch.rows] == batch.targets).sum())
         sums["count"] += len(batch.targets)
 
-    loss, right, count = summed(sums).values()
+    loss, right, count = sum_over_ranks(sums).values()
     mean = loss / count
     return {
         "sft/eval/loss": mean,

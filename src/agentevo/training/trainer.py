@@ -25,15 +25,15 @@ from agentevo.config import (
     TrainerSection,
 )
 from agentevo.models.grammar import Grammars
-from agentevo.progress import Bar, bar
+from agentevo.progress import ProgressBar, bar
 from agentevo.training.batching.credit import TurnCredits
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.batching.passes import device_of, keep_pace, micro_batches, null_batches
 from agentevo.training.batching.staleness import effective_sizes, mask_stale, of_first_update
-from agentevo.training.kernels.output_layer import Listener
+from agentevo.training.kernels.output_layer import OutputListener
 from agentevo.training.learner import PreparedBatch
 from agentevo.training.optimization import Optimization, minibatches, over_updates
-from agentevo.training.parallel import gathered, num_processes, summed
+from agentevo.training.parallel import gather, num_processes, sum_over_ranks
 from agentevo.training.phases import phase
 from agentevo.training.policy_loss import MinibatchLoss
 from agentevo.training.preparation import Preparation, Roles
@@ -187,7 +187,7 @@ class Trainer:
 
         self.steps += 1
         if self.numbers is not None and num_processes() > 1:
-            for of_rank in gathered(self.numbers.items()):
+            for of_rank in gather(self.numbers.items()):
                 self.numbers.add(of_rank)
 
         if self.roles.reference is not None:
@@ -195,7 +195,7 @@ class Trainer:
 
         return over_updates(of_first_update(updates)) | first
 
-    def _update(self, samples: list[Sample], passed: Bar) -> dict[str, float]:
+    def _update(self, samples: list[Sample], passed: ProgressBar) -> dict[str, float]:
         """Makes one optimizer step of the policy over a minibatch, and one of the critic."""
         device = device_of(self.model)
         merge = self.section.prefix_merging
@@ -226,10 +226,10 @@ class Trainer:
         sums = defaultdict[str, float](float)
         largest_diff = 0.0
         for indices, batch in routed:
-            self.flops.trained([samples[i] for i in indices], batch)
+            self.flops.count_training([samples[i] for i in indices], batch)
             with (
                 phase("forward"),
-                Listener(self.model) if joint is not None else nullcontext() as heard,
+                OutputListener(self.model) if joint is not None else nullcontext() as heard,
             ):
                 loss, token_sums = self.objective.loss(
                     self.model,
@@ -259,7 +259,9 @@ class Trainer:
         if joint is not None:
             metrics["critic/grad_norm"] = joint.optimization.finish()
 
-        metrics |= _means(summed(sums)) | {"actor/logprob_diff_max": max(gathered(largest_diff))}
+        metrics |= _means(sum_over_ranks(sums)) | {
+            "actor/logprob_diff_max": max(gather(largest_diff))
+        }
         self.mean_entropy = metrics["actor/entropy"]
         if "actor/kl_loss" in metrics:
             self.kl.update(metrics["actor/kl_loss"], len(samples))
@@ -276,7 +278,7 @@ class Trainer:
     ) -> None:
         """Counts the operations of a critic's passes."""
         for indices, batch in batches:
-            self.flops.trained([samples[i] for i in indices], batch)
+            self.flops.count_training([samples[i] for i in indices], batch)
 
     def _listener(
         self, samples: Sequence[Sample]

@@ -75,7 +75,7 @@ def build_tree(
     return TokenTree(np.concatenate(ids).astype(np.int64), np.concatenate(positions), paths, ends)
 
 
-class Segment(NamedTuple):
+class TreeSegment(NamedTuple):
     """Nodes `first` to `last` (one past it), each but the last with the next as its only child;
     below them, the nodes up to `end`."""
 
@@ -84,11 +84,12 @@ class Segment(NamedTuple):
     end: int
 
 
-def segments(tree: TokenTree) -> list[Segment]:
+def segments(tree: TokenTree) -> list[TreeSegment]:
     """The tree as its unbranched stretches, in the order of nodes."""
     goes_on = (np.diff(tree.positions) == 1) & (np.diff(tree.ends) == 0)
     lasts = np.append(np.flatnonzero(~goes_on) + 1, tree.num_nodes)
     firsts = np.append(0, lasts[:-1])
     return [
-        Segment(*map(int, bounds)) for bounds in zip(firsts, lasts, tree.ends[firsts], strict=True)
+        TreeSegment(*map(int, bounds))
+        for bounds in zip(firsts, lasts, tree.ends[firsts], strict=True)
     ]

@@ -9,14 +9,14 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from agentevo.models.flops import (
+    ForwardWork,
     ModelFlops,
-    Work,
     model_flops,
     work_of_depths,
     work_of_sequences,
 )
 from agentevo.training.batching.packing import PackedBatch
-from agentevo.training.parallel import num_processes, rank, summed
+from agentevo.training.parallel import num_processes, rank, sum_over_ranks
 from agentevo.types import Sample
 
 DISTINCT = "trainer/distinct_flops"
@@ -38,13 +38,13 @@ class FlopCounter:
         self.of_model = _WHOLE.get(model) or model_flops(model)
         self._sums = {DISTINCT: 0.0, LOGICAL: 0.0}
 
-    def trained(self, samples: Sequence[Sample], batch: PackedBatch) -> None:
+    def count_training(self, samples: Sequence[Sample], batch: PackedBatch) -> None:
         """Counts a forward and backward pass over samples that are packed as `batch`, by the model
         or by another one of its size."""
         self._sums[DISTINCT] += self.of_model.training(self._distinct(batch))
         self._sums[LOGICAL] += self.of_model.training(self._logical(samples))
 
-    def computed(self, batch: PackedBatch) -> None:
+    def count_inference(self, batch: PackedBatch) -> None:
         """Counts a pass without gradient; `stood_for` counts what its samples stand for."""
         self._sums[DISTINCT] += self.of_model.forward(self._distinct(batch))
 
@@ -58,12 +58,12 @@ class FlopCounter:
         """Returns the metrics over all ranks, and starts counting anew."""
         sums = self._sums
         self._sums = {DISTINCT: 0.0, LOGICAL: 0.0}
-        return summed(sums)
+        return sum_over_ranks(sums)
 
-    def _distinct(self, batch: PackedBatch) -> Work:
+    def _distinct(self, batch: PackedBatch) -> ForwardWork:
         return work_of_depths(batch.position_ids, len(batch.logit_nodes), self.of_model.windows)
 
-    def _logical(self, samples: Sequence[Sample]) -> Work:
+    def _logical(self, samples: Sequence[Sample]) -> ForwardWork:
         return work_of_sequences(
             [len(s.ids) for s in samples],
             sum(s.num_trained for s in samples),

@@ -31,12 +31,12 @@ from agentevo.console import to_stderr
 from agentevo.inference.http_server import is_own_host
 from agentevo.ui.forms import (
     FORM_TOKEN,
-    Form,
     FormRefusedError,
+    PostedForm,
     Visitor,
     check_from_here,
     read_form,
-    received,
+    replay_body,
 )
 
 TOKEN = "token"
@@ -92,10 +92,10 @@ class Access:
         self.control = "" if control is False else new_token() if control is True else control
         self._hosts = {"localhost", *(host.lower().rstrip(".") for host in hosts)} - {""}
         self.secure = secure
-        self._pass = _sealed("ui", self.token)
+        self._pass = _seal("ui", self.token)
         """What the cookie holds: whoever reads it there does not know the token."""
-        self._control_pass = _sealed("control", self.control)
-        self._form_token = _sealed("form", self.control)
+        self._control_pass = _seal("control", self.control)
+        self._form_token = _seal("form", self.control)
         self.cookie = f"agentevo-ui-{self._pass[:8]}"
         """Cookies are shared by all ports of a host, so each dashboard has a name of its own."""
         self.control_cookie = f"agentevo-control-{self._control_pass[:8]}"
@@ -144,7 +144,7 @@ class Access:
         return f"{base}/?{CONTROL}={self.control}"
 
 
-class Guard:
+class AccessGuard:
     """The application behind `Access`; ASGI."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
@@ -175,11 +175,11 @@ class Guard:
 
         try:
             visitor = self._access.visitor(headers.get("cookie", ""), _address_of(scope))
-            scope = {**scope, VISITOR: visitor, FORM: Form()}
+            scope = {**scope, VISITOR: visitor, FORM: PostedForm()}
             if scope["method"] == "POST":
                 form, body = await self._form(receive, headers, visitor)
                 scope[FORM] = form
-                receive = received(body, receive)
+                receive = replay_body(body, receive)
 
             async with asyncio.timeout(None if ENDLESS.fullmatch(scope["path"]) else LONGEST_S):
                 await self._app(scope, receive, sending)
@@ -196,7 +196,7 @@ class Guard:
 
     async def _form(
         self, receive: Receive, headers: dict[str, str], visitor: Visitor
-    ) -> tuple[Form, bytes]:
+    ) -> tuple[PostedForm, bytes]:
         """Of a request that may change something. Raises FormRefusedError for any other."""
         if not visitor.may_change:
             raise FormRefusedError(403, "that takes the other URL that `agentevo ui` has printed")
@@ -247,7 +247,7 @@ def new_token() -> str:
     return secrets.token_urlsafe(24)
 
 
-def _sealed(purpose: str, token: str) -> str:
+def _seal(purpose: str, token: str) -> str:
     return hashlib.sha256(f"agentevo {purpose} {token}".encode()).hexdigest()
 
 

@@ -31,7 +31,7 @@ from agentevo.runs.labelling import annotation_of, preference_of
 from agentevo.runs.records import RecordTooLongError
 from agentevo.types import Trajectory
 from agentevo.ui.attempt_loading import load_attempt
-from agentevo.ui.changes import WRITE_S, Change, changes, see
+from agentevo.ui.changes import WRITE_S, RequestedChange, changes, see
 from agentevo.ui.context import NotFoundError, WrongFormError, run_of
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
@@ -87,7 +87,7 @@ async def save(view: RunView, record: Record) -> None:
         raise WrongFormError(f"This is too long to be kept: {error}.") from error
 
 
-def annotation_from(change: Change, trajectory: Trajectory) -> Annotation:
+def annotation_from(change: RequestedChange, trajectory: Trajectory) -> Annotation:
     """What a form says of an attempt. Raises WrongFormError for what can't be kept."""
     verdict = change.get("verdict")
     note = change.get("note")
@@ -115,7 +115,7 @@ def annotation_from(change: Change, trajectory: Trajectory) -> Annotation:
     )
 
 
-def preference_from(change: Change, left: Trajectory, right: Trajectory) -> Preference:
+def preference_from(change: RequestedChange, left: Trajectory, right: Trajectory) -> Preference:
     """What a form says of two attempts: `better` is the id of one, or empty for neither."""
     better = change.get("better")
     if better not in ("", left.id, right.id):

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 import agentevo
 from agentevo.console import to_stderr
-from agentevo.errors import AgentEvoError, described
+from agentevo.errors import AgentEvoError, describe_error
 from agentevo.pages import assets
 from agentevo.ui import (
     annotate_page,
@@ -33,7 +33,7 @@ from agentevo.ui import (
     start_page,
     try_page,
 )
-from agentevo.ui.access import VISITOR, Access, Guard
+from agentevo.ui.access import VISITOR, Access, AccessGuard
 from agentevo.ui.confirmations import Confirmations
 from agentevo.ui.context import Dashboard, NotFoundError, WrongFormError, page
 from agentevo.ui.indexes import Indexes
@@ -68,7 +68,7 @@ FOR_GOOD = "private, max-age=31536000, immutable"
 
 def make_app(
     sources: Sources, access: Access, priority: Priority | None = None
-) -> tuple[Guard, Dashboard]:
+) -> tuple[AccessGuard, Dashboard]:
     """The application behind its guard, and what is to be closed at the end. Made on the event loop
     on which it runs."""
     app = FastAPI(
@@ -90,13 +90,13 @@ def make_app(
     app.exception_handler(UnknownRunError)(_unknown_run)
     app.exception_handler(NotFoundError)(_not_found)
     app.exception_handler(WrongFormError)(_wrong_form)
-    app.exception_handler(AgentEvoError)(_refused)
+    app.exception_handler(AgentEvoError)(_refuse)
     app.exception_handler(TimeoutError)(_late)
     app.exception_handler(RequestValidationError)(_wrong_words)
     app.exception_handler(HTTPException)(_http)
     app.exception_handler(Exception)(_broken)
 
-    return Guard(SharedAnswers(app, watcher, VISITOR), access), shared
+    return AccessGuard(SharedAnswers(app, watcher, VISITOR), access), shared
 
 
 async def _static(digest: str, name: str) -> Response:
@@ -125,7 +125,7 @@ async def _wrong_form(request: Request, error: Exception) -> Response:
     return _problem(request, 422, "Nothing was changed", str(error))
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+async def _refuse(request: Request, error: Exception) -> Response:
     return _problem(request, 503, "This can't be shown", str(error))
 
 
@@ -157,6 +157,6 @@ async def _http(request: Request, error: Exception) -> Response:
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    to_stderr(f"ui: {request.url.path}: {described(error)}")
+    to_stderr(f"ui: {request.url.path}: {describe_error(error)}")
     text = "This page has failed; the reason is where `agentevo ui` was started."
     return _problem(request, 500, "Something is wrong here", text)

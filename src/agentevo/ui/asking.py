@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agentevo.runs.control import Session, read_session
+from agentevo.runs.control import ControlSession, read_session
 from agentevo.runs.folder import command_of, resume_command
 from agentevo.ui.run_state import RunReader
 from agentevo.ui.sources import RunSource
 
 
-def session_of(folder: Path, state: str | None = None) -> tuple[Session | None, str]:
+def session_of(folder: Path, state: str | None = None) -> tuple[ControlSession | None, str]:
     """The session of the process that trains there now; None with the reason. `state`: that of the
     run, where it is known. Reads files."""
     if state is None:

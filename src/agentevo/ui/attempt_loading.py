@@ -9,13 +9,13 @@ from agentevo.event_loop import in_thread
 from agentevo.store.records import StoredTrajectory
 from agentevo.ui.attempts_page import reader_of
 from agentevo.ui.context import NotFoundError, dashboard
-from agentevo.ui.index.reader import IndexAway, Row
+from agentevo.ui.index.reader import IndexAway, IndexRow
 from agentevo.ui.run_state import RunView
 
 
 async def load_attempt(
     request: Request, view: RunView, name: str
-) -> tuple[StoredTrajectory, Row | None]:
+) -> tuple[StoredTrajectory, IndexRow | None]:
     """An attempt from the store, and its row in the index. Raises NotFoundError."""
     reader, _ = await reader_of(request, view)
     try:

@@ -22,7 +22,7 @@ from agentevo.ui.attempt_loading import load_attempt
 from agentevo.ui.attempt_training import Tools, tools_of, training_of
 from agentevo.ui.attempts_page import reader_of
 from agentevo.ui.context import NotFoundError, dashboard, part, run_of
-from agentevo.ui.index.reader import IndexAway, Row
+from agentevo.ui.index.reader import IndexAway, IndexRow
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
 from agentevo.ui.task_facts import read_task_facts
@@ -34,7 +34,7 @@ WITHIN_S = 20.0
 """How long a page may take, all in all."""
 
 
-async def _siblings(request: Request, view: RunView, row: Row | None) -> list[Row]:
+async def _siblings(request: Request, view: RunView, row: IndexRow | None) -> list[IndexRow]:
     """The attempts of its group, itself among them; none where the index has none."""
     if row is None:
         return []
@@ -112,7 +112,7 @@ async def _tokens(
     request: Request,
     view: RunView,
     stored: StoredTrajectory,
-    row: Row | None,
+    row: IndexRow | None,
     start: tuple[int, int],
     leaf: int | None,
     tools: Tools,

@@ -18,7 +18,7 @@ from agentevo.store.records import StoredTrajectory
 from agentevo.store.store import Store
 from agentevo.types import Sample, Trajectory
 from agentevo.ui.index.advantages import Rule, config_of, rule_of, step_samples, without_words
-from agentevo.ui.index.reader import IndexAway, IndexReader, Row
+from agentevo.ui.index.reader import IndexAway, IndexReader, IndexRow
 from agentevo.ui.run_state import RunView
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ MAX_ATTEMPTS = 2_048
 """Attempts of a step that are read for the advantages of one of them."""
 
 
-class Cache(Generic[T]):
+class TrainingCache(Generic[T]):
     """The few last results of something slow. Belongs to one event loop."""
 
     def __init__(self, size: int) -> None:
@@ -62,7 +62,7 @@ async def tools_of(view: RunView) -> Tools | None:
     """None while they are made ready: ask again."""
     task = _tools.get(view.key)
     is_old = task is not None and (
-        task.get_loop() is not asyncio.get_running_loop() or _failed(task) or _lacks(task)
+        task.get_loop() is not asyncio.get_running_loop() or _has_failed(task) or _lacks(task)
     )
     if task is None or is_old:
         folder = view.source.folder
@@ -74,7 +74,7 @@ async def tools_of(view: RunView) -> Tools | None:
     return task.result() if task.done() else None
 
 
-def _failed(task: asyncio.Task[Tools]) -> bool:
+def _has_failed(task: asyncio.Task[Tools]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
 
 
@@ -100,7 +100,7 @@ def _make_tools(folder: Path | None) -> Tools:
     )
 
 
-steps: Cache[dict[str, list[Sample]]] = Cache(2)
+steps: TrainingCache[dict[str, list[Sample]]] = TrainingCache(2)
 
 
 async def training_of(
@@ -108,7 +108,7 @@ async def training_of(
     store: Store,
     reader: IndexReader,
     stored: StoredTrajectory,
-    row: Row | None,
+    row: IndexRow | None,
     rule: Rule | str,
 ) -> tuple[Training, str]:
     """And why there are no advantages; empty where there are."""
@@ -119,7 +119,7 @@ async def training_of(
 
     bound = await in_thread(_bound, reader, step)
     training, why = await _advantages(view, store, stored, row, rule, step, bound)
-    moved, entropies = await in_thread(measured, view, stored.trajectory, step)
+    moved, entropies = await in_thread(token_measures, view, stored.trajectory, step)
     return training._replace(moved=moved, entropies=entropies), why
 
 
@@ -127,7 +127,7 @@ async def _advantages(
     view: RunView,
     store: Store,
     stored: StoredTrajectory,
-    row: Row | None,
+    row: IndexRow | None,
     rule: Rule | str,
     step: int,
     bound: int | None,
@@ -178,7 +178,7 @@ async def _samples(view: RunView, store: Store, step: int, rule: Rule) -> dict[s
 ByTurn = dict[int, np.ndarray]
 
 
-def measured(view: RunView, trajectory: Trajectory, step: int) -> tuple[ByTurn, ByTurn]:
+def token_measures(view: RunView, trajectory: Trajectory, step: int) -> tuple[ByTurn, ByTurn]:
     """Turn -> how far the log-prob of each of its tokens has moved, and the entropies; nan for a
     token that was not trained. Empty where the run has kept none."""
     from agentevo.training.batching.samples import trajectory_rows

@@ -17,10 +17,10 @@ from fastapi.responses import HTMLResponse
 
 from agentevo.errors import ConfigError
 from agentevo.event_loop import in_thread
-from agentevo.pages.histograms import Bar, histogram
+from agentevo.pages.histograms import HistogramBar, histogram
 from agentevo.pages.navigation import run_url
 from agentevo.ui.context import NotFoundError, dashboard, is_part, part, run_of
-from agentevo.ui.index.reader import IndexAway, IndexReader, Listing, Row, State
+from agentevo.ui.index.reader import IndexAway, IndexReader, IndexRow, IndexState, Listing
 from agentevo.ui.index.selection import ORDERS, Selection, exact
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
@@ -55,7 +55,7 @@ FIRST_S = 1.5
 """How long a page waits for an index that is made for the first time."""
 
 
-class Choice(NamedTuple):
+class AttemptChoice(NamedTuple):
     """One filter by a word: its values with where each leads."""
 
     title: str
@@ -69,7 +69,7 @@ class View(NamedTuple):
     """What both pages show of a selection."""
 
     selection: Selection
-    choices: list[Choice]
+    choices: list[AttemptChoice]
     orders: list[tuple[str, str, str]]
     """(title, link, why it can't be chosen)."""
     pictures: list[tuple[str, Any, str]]
@@ -87,7 +87,9 @@ async def reader_of(request: Request, view: RunView) -> tuple[IndexReader, str]:
     return shared.indexes.reader(url, view.source.folder), url
 
 
-async def ready_index(request: Request, view: RunView) -> tuple[IndexReader, tuple[State, str]]:
+async def ready_index(
+    request: Request, view: RunView
+) -> tuple[IndexReader, tuple[IndexState, str]]:
     """The index of a run, waited for a moment where it is made for the first time; how far it is,
     and what keeps it from going on. Raises ConfigError."""
     shared = dashboard(request)
@@ -116,14 +118,16 @@ def _view(reader: IndexReader, selection: Selection, base: str) -> View:
 
     choices = []
     if selection.task:
-        choices.append(Choice("Task", "task", selection.task, [_task(reader, selection, link)]))
+        choices.append(
+            AttemptChoice("Task", "task", selection.task, [_task(reader, selection, link)])
+        )
 
     for name, title in TITLES.items():
         chosen = selection.choices.get(name, "")
         words = reader.words(selection, name)
         if len(words) > 1 or chosen or (words and name in NOT_OF_ALL):
             links = [(w, n, link(**{name: None if w == chosen else w})) for w, n in words]
-            choices.append(Choice(title, name, chosen, links))
+            choices.append(AttemptChoice(title, name, chosen, links))
 
     has = reader.has_values(selection)
     orders = [
@@ -146,7 +150,9 @@ def _view(reader: IndexReader, selection: Selection, base: str) -> View:
             highest = bar.high if bar is counted[-1] else math.nextafter(bar.high, -math.inf)
             href = link(**{edges[0]: exact(bar.low), edges[1]: exact(highest)})
             is_chosen = low <= bar.low and highest <= high
-            bars.append(Bar(bar.low, bar.high, bar.size, bar.good, href, is_chosen=is_chosen))
+            bars.append(
+                HistogramBar(bar.low, bar.high, bar.size, bar.good, href, is_chosen=is_chosen)
+            )
 
         picture = histogram(title, bars, is_whole=name != "reward")
         back = link(**dict.fromkeys(edges)) if name in selection.ranges else ""
@@ -201,11 +207,11 @@ def _task(reader: IndexReader, selection: Selection, link: Any) -> tuple[str, in
     return selection.task, reader.count(selection)[0], link(task=None)
 
 
-class Group(NamedTuple):
+class AttemptGroup(NamedTuple):
     """The attempts of a task beside each other."""
 
     id: str
-    rows: list[Row]
+    rows: list[IndexRow]
     mean: float
     spread: float
     successes: int
@@ -214,19 +220,19 @@ class Group(NamedTuple):
 
 
 class _StepGroups(NamedTuple):
-    groups: list[Group]
+    groups: list[AttemptGroup]
     next: str | None
     total: int
     facts: dict[str, Any]
 
 
-def _group(rows: Sequence[Row]) -> Group:
+def _group(rows: Sequence[IndexRow]) -> AttemptGroup:
     rewards = [row.reward for row in rows if row.status == "completed"]
     mean = sum(rewards) / len(rewards) if rewards else 0.0
     spread = math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards)) if rewards else 0.0
     reasons = sorted({row.drop_reason for row in rows if row.drop_reason})
 
-    return Group(
+    return AttemptGroup(
         rows[0].group_id,
         list(rows),
         mean,

@@ -45,7 +45,7 @@ from agentevo.runs.records import CHANGES, add_record, read_records
 from agentevo.ui.access import FORM
 from agentevo.ui.confirmations import Confirmations
 from agentevo.ui.context import NotFoundError, dashboard, page, visitor
-from agentevo.ui.forms import FORM_TOKEN, Form, Visitor
+from agentevo.ui.forms import FORM_TOKEN, PostedForm, Visitor
 from agentevo.ui.run_state import RunView
 
 SURE = "sure"
@@ -56,10 +56,12 @@ MAX_ID = 64
 SHOWN_RECORDS = 200
 
 
-class Change:
+class RequestedChange:
     """One request to change something, by somebody who may."""
 
-    def __init__(self, who: Visitor, form: Form, path: str, confirmations: Confirmations) -> None:
+    def __init__(
+        self, who: Visitor, form: PostedForm, path: str, confirmations: Confirmations
+    ) -> None:
         self.visitor = who
         self.path = path
         self._confirmations = confirmations
@@ -90,7 +92,7 @@ class Change:
         kept = (field for field in self.fields if field[0] not in more)
         fields = (*kept, *more.items())
         seal = self._seal(fields)
-        self._confirmations.asked(seal)
+        self._confirmations.remember_seal(seal)
         return [*fields, (ID, self.id), (SURE, seal)]
 
     async def once(self, work: Callable[[], Coroutine[Any, Any, str]]) -> str:
@@ -120,16 +122,18 @@ class Change:
             await in_thread(add_record, folder / CHANGES, record)
 
 
-def changes(request: Request) -> Change:
+def changes(request: Request) -> RequestedChange:
     """What a POST wants to change. Only for handlers of POST: see the module."""
     form = request.scope[FORM]
-    assert isinstance(form, Form)
-    return Change(visitor(request), form, request.url.path, dashboard(request).confirmations)
+    assert isinstance(form, PostedForm)
+    return RequestedChange(
+        visitor(request), form, request.url.path, dashboard(request).confirmations
+    )
 
 
 def ask_again(
     request: Request,
-    change: Change,
+    change: RequestedChange,
     heading: str,
     text: str,
     *,

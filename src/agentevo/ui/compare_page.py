@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse
 
 from agentevo.config import sources as yaml_sources
 from agentevo.event_loop import in_thread
-from agentevo.observability.chart_lines import NAMES, Axis, band_chart, compared
+from agentevo.observability.chart_lines import NAMES, Axis, band_chart, metrics_to_compare
 from agentevo.pages.charts import Chart
 from agentevo.runs.comparison import PLACE_KEYS, setting_of
 from agentevo.ui.context import dashboard, page
@@ -79,7 +79,7 @@ async def compare(
 
     lines = await in_thread(settings_of, views, by)
     names = sorted({name for view in views for name in view.table.columns})
-    wanted = compared(names)
+    wanted = metrics_to_compare(names)
     if q:
         words = q.lower().split()
         wanted = [name for name in names if all(word in name.lower() for word in words)]

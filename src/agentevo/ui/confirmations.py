@@ -21,7 +21,7 @@ class Confirmations:
     def __init__(self) -> None:
         self._known: OrderedDict[str, asyncio.Task[str] | None] = OrderedDict()
 
-    def asked(self, seal: str) -> None:
+    def remember_seal(self, seal: str) -> None:
         """A page asks for this confirmation."""
         self._known.setdefault(seal, None)
         while len(self._known) > MOST:

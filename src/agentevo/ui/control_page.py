@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from agentevo.event_loop import in_thread
 from agentevo.pages.navigation import run_url
-from agentevo.runs.control import ACTIONS, Session, ask
+from agentevo.runs.control import ACTIONS, ControlSession, ask
 from agentevo.ui.asking import session_of
 from agentevo.ui.changes import WRITE_S, ask_again, changes, records_of, see
 from agentevo.ui.context import NotFoundError, run_of
@@ -42,7 +42,7 @@ ASKED = {
 """Action -> (words of its button, what will happen)."""
 
 
-async def _session(view: RunView) -> tuple[Session | None, str]:
+async def _session(view: RunView) -> tuple[ControlSession | None, str]:
     folder = view.source.folder
     if folder is None:
         return None, "this run is known by its store alone"
@@ -108,11 +108,11 @@ async def change_run(request: Request, run: str) -> Response:
             request, change, f"{title}: {view.label}?", text, back=back, do=f"{title}, really"
         )
 
-    async def asked() -> str:
+    async def ask_run() -> str:
         await change.record(view, f"{action}: asked")
         who = change.visitor.who
         async with asyncio.timeout(WRITE_S):
             await in_thread(lambda: ask(folder, action, id=change.id, session=session.id, who=who))
         return back
 
-    return see(await change.once(asked))
+    return see(await change.once(ask_run))

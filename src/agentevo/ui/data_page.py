@@ -30,7 +30,7 @@ from agentevo.ui.index.selection import Selection
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
 from agentevo.ui.task_facts import TaskFacts, read_task_facts, task_facts
-from agentevo.ui.task_tallies import ORDERS, PAGE, Tasks
+from agentevo.ui.task_tallies import ORDERS, PAGE, TalliedTasks
 
 router = APIRouter()
 
@@ -43,7 +43,7 @@ AsideState = Literal["poison", "failed"]
 Order = Literal["played", "hardest", "easiest", "worst", "failing"]
 
 
-class Found(NamedTuple):
+class TaskSearch(NamedTuple):
     """What the index says."""
 
     ledger: list[tuple[str, list[tuple[str, int]]]]
@@ -51,7 +51,7 @@ class Found(NamedTuple):
     """(why attempts were dropped, how many)."""
     errors: list[tuple[str, int]]
     """(kind of error, attempts that failed with it)."""
-    tasks: Tasks
+    tasks: TalliedTasks
     task_states: dict[str, int]
     """State of the ledger -> number of tasks, as of `counted_at`."""
     counted_at: float
@@ -151,7 +151,7 @@ async def retry(request: Request, run: str) -> Response:
             do="Queue them again",
         )
 
-    async def queued() -> str:
+    async def queue() -> str:
         await change.record(view, "retry: asked")
         url = await in_thread(dashboard(request).sources.store_url, view.source)
         async with (
@@ -163,13 +163,13 @@ async def retry(request: Request, run: str) -> Response:
         await change.record(view, f"retry: {count} task{'s' * (count != 1)} queued again")
         return back
 
-    return see(await change.once(queued))
+    return see(await change.once(queue))
 
 
-def _read(reader: IndexReader, split: str, text: str, order: str, page: int) -> Found:
+def _read(reader: IndexReader, split: str, text: str, order: str, page: int) -> TaskSearch:
     with reader.steady():
         states, counted_at = reader.task_states()
-        return Found(
+        return TaskSearch(
             task_tallies.ledger(reader),
             reader.words(Selection(), "reason"),
             reader.words(Selection(), "error"),

@@ -15,13 +15,13 @@ from fastapi.responses import HTMLResponse, Response
 
 from agentevo.errors import AgentEvoError
 from agentevo.event_loop import in_thread
-from agentevo.pages.charts import Chart, Line
+from agentevo.pages.charts import Chart, ChartLine
 from agentevo.pages.drawing import for_json
 from agentevo.pages.navigation import run_url
 from agentevo.ui import held_out
 from agentevo.ui.attempts_page import ready_index
 from agentevo.ui.context import NotFoundError, dashboard, run_of
-from agentevo.ui.held_out import Account, Changes, HeldOut
+from agentevo.ui.held_out import Account, HeldOut, SettingChanges
 from agentevo.ui.index.reader import IndexAway, IndexReader
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
@@ -35,7 +35,7 @@ MOST_OFFERED = 60
 GREEDY = "greedy"
 
 
-class Result(NamedTuple):
+class EvaluationResult(NamedTuple):
     """A row of the table of results."""
 
     name: str
@@ -44,7 +44,7 @@ class Result(NamedTuple):
     account: Account
 
 
-class Found(NamedTuple):
+class EvaluationAttempts(NamedTuple):
     """What the page says, once the index is there."""
 
     decodings: dict[str, int]
@@ -54,14 +54,14 @@ class Found(NamedTuple):
     steps: list[int]
     first: int | None
     last: int | None
-    rows: list[Result]
+    rows: list[EvaluationResult]
     parts: list[tuple[str, str, Account | None, Account]]
     """(kind, difficulty, at the first step, at the last one)."""
-    changes: Changes | None
+    changes: SettingChanges | None
     chart: Chart | None
 
 
-class Asked(NamedTuple):
+class EvaluationQuery(NamedTuple):
     """What the address asks for."""
 
     decoding: str
@@ -94,7 +94,9 @@ async def evaluation(
 ) -> HTMLResponse:
     """The results, as a page."""
     view = await run_of(request, run)
-    asked = Asked(decoding, agent, first, last, tuple(dict.fromkeys(beside))[:MOST_BESIDE])
+    asked = EvaluationQuery(
+        decoding, agent, first, last, tuple(dict.fromkeys(beside))[:MOST_BESIDE]
+    )
     found, missing, (state, trouble) = await _find(request, view, asked)
     players = newest_evaluation(view) if not view.summary else (view.summary.get("eval") or {})
     base = run_url(view.key, "evaluation")
@@ -113,7 +115,7 @@ async def evaluation(
         here=f"{base}?{asked.query()}",
         random=_number(players.get("random")),
         optimal=_number(players.get("optimal")),
-        offered=await _offered(request, view, asked),
+        offered=await _offer_runs(request, view, asked),
     )
 
 
@@ -127,7 +129,7 @@ async def series(
 ) -> Response:
     """The numbers of the page's chart, as charts.js takes them."""
     view = await run_of(request, run)
-    asked = Asked(decoding, agent, None, None, tuple(dict.fromkeys(beside))[:MOST_BESIDE])
+    asked = EvaluationQuery(decoding, agent, None, None, tuple(dict.fromkeys(beside))[:MOST_BESIDE])
     found, _, _ = await _find(request, view, asked)
     if found is None or found.chart is None:
         raise NotFoundError("This run was not evaluated, or its index is not there yet.")
@@ -136,8 +138,8 @@ async def series(
 
 
 async def _find(
-    request: Request, view: RunView, asked: Asked
-) -> tuple[Found | None, list[str], tuple[Any, str]]:
+    request: Request, view: RunView, asked: EvaluationQuery
+) -> tuple[EvaluationAttempts | None, list[str], tuple[Any, str]]:
     """What the page says, what keeps some of the runs beside from being there, and how far the
     index is."""
     reader, state = await ready_index(request, view)
@@ -169,15 +171,15 @@ async def _find(
 def _read(
     view: RunView,
     reader: IndexReader,
-    asked: Asked,
+    asked: EvaluationQuery,
     others: Sequence[tuple[RunView, IndexReader]],
-) -> Found:
+) -> EvaluationAttempts:
     with reader.steady():
         everything = held_out.held_out(reader)
-        decodings = everything.counted("decoding")
+        decodings = everything.count_words("decoding")
         decoding = held_out.first_of(decodings, asked.decoding, preferred=GREEDY)
         attempts = everything.of_word("decoding", decoding)
-        agents = attempts.counted("agent")
+        agents = attempts.count_words("agent")
         named = view.config.get("agents")
         trained = next(iter(named), "") if isinstance(named, dict) else ""
         agent = held_out.first_of(agents, asked.agent, preferred=str(trained))
@@ -186,7 +188,7 @@ def _read(
         first = asked.first if asked.first in steps else (steps[0] if steps else None)
         last = asked.last if asked.last in steps else (steps[-1] if steps else None)
         rows = [
-            Result(view.title, view.key, step, held_out.account_at(attempts, step))
+            EvaluationResult(view.title, view.key, step, held_out.account_at(attempts, step))
             for step in dict.fromkeys((first, last))
             if step is not None
         ]
@@ -200,7 +202,7 @@ def _read(
         if first is not None and last is not None and first != last:
             changed = held_out.changes(reader, attempts, first, last)
 
-        return Found(
+        return EvaluationAttempts(
             decodings,
             decoding,
             agents,
@@ -217,7 +219,7 @@ def _read(
 
 def _beside(
     other: RunView, reader: IndexReader, decoding: str
-) -> tuple[list[Result], list[tuple[int, Any]]]:
+) -> tuple[list[EvaluationResult], list[tuple[int, Any]]]:
     """The newest results of another run, and its curve."""
     try:
         with reader.steady():
@@ -226,7 +228,9 @@ def _beside(
             if not steps:
                 return [], []
             own = held_out.account_at(attempts, steps[-1])
-            return [Result(other.title, other.key, steps[-1], own)], held_out.curve(attempts)
+            return [EvaluationResult(other.title, other.key, steps[-1], own)], held_out.curve(
+                attempts
+            )
     except IndexAway:
         return [], []
 
@@ -261,13 +265,13 @@ def _chart(curves: Sequence[tuple[str, list[tuple[int, Any]]]]) -> Chart | None:
             [getattr(at[step], end) if step in at else math.nan for step in where]
             for end in ("value", "low", "high")
         ]
-        lines.append(Line(name, ends[0], low=ends[1], high=ends[2], color=color))
+        lines.append(ChartLine(name, ends[0], low=ends[1], high=ends[2], color=color))
 
     return Chart("Success on held-out tasks", where, lines, share=True)
 
 
-async def _offered(
-    request: Request, view: RunView, asked: Asked
+async def _offer_runs(
+    request: Request, view: RunView, asked: EvaluationQuery
 ) -> list[tuple[str, str, str, bool]]:
     """(name, key, address with or without it, whether it is chosen) of other runs."""
     found = []

@@ -36,7 +36,7 @@ class Visitor:
 
 
 @dataclass(frozen=True)
-class Form:
+class PostedForm:
     """What was sent: texts by the names of their fields, a name several times where it came so."""
 
     fields: tuple[tuple[str, str], ...] = ()
@@ -62,7 +62,7 @@ def check_from_here(headers: dict[str, str], *, secure: bool) -> None:
         raise FormRefusedError(403, "this was not sent by a page of this dashboard")
 
 
-async def read_form(receive: Receive, headers: dict[str, str]) -> tuple[Form, bytes]:
+async def read_form(receive: Receive, headers: dict[str, str]) -> tuple[PostedForm, bytes]:
     """The form of a request, and its bytes. Raises FormRefusedError."""
     if headers.get("content-type", "").partition(";")[0].strip().lower() != KIND:
         raise FormRefusedError(415, f"a form is {KIND}")
@@ -99,10 +99,10 @@ async def read_form(receive: Receive, headers: dict[str, str]) -> tuple[Form, by
         raise FormRefusedError(400, "this is no form in UTF-8") from None
 
     fields = tuple((name, text.replace("\r\n", "\n")) for name, text in pairs)
-    return Form(fields, dict(reversed(fields))), bytes(body)
+    return PostedForm(fields, dict(reversed(fields))), bytes(body)
 
 
-def received(body: bytes, receive: Receive) -> Receive:
+def replay_body(body: bytes, receive: Receive) -> Receive:
     """Gives a body that was read already to whoever asks for it, then what else comes: that nobody
     listens any more."""
     told = False

@@ -53,7 +53,7 @@ class HeldOut(NamedTuple):
         }
         return HeldOut(**columns, words=self.words)
 
-    def counted(self, name: str) -> dict[str, int]:
+    def count_words(self, name: str) -> dict[str, int]:
         """Word of `decoding` or `agent` -> how many attempts have it, the most frequent first."""
         counts = np.bincount(getattr(self, name))
         found = {self.words.get(i, ""): int(counts[i]) for i in np.flatnonzero(counts).tolist()}
@@ -79,7 +79,7 @@ class Account(NamedTuple):
     num_failed: int
 
 
-class Change(NamedTuple):
+class SettingChange(NamedTuple):
     """A task at which two steps differ: the share of successes, and an attempt of each."""
 
     task: str
@@ -89,14 +89,14 @@ class Change(NamedTuple):
     attempt_after: str
 
 
-class Changes(NamedTuple):
+class SettingChanges(NamedTuple):
     """Two steps at the tasks that both have completed."""
 
     difference: Estimate | None
     num_tasks: int
-    better: list[Change]
+    better: list[SettingChange]
     num_better: int
-    worse: list[Change]
+    worse: list[SettingChange]
     num_worse: int
 
 
@@ -158,7 +158,7 @@ def account_at(attempts: HeldOut, step: int) -> Account:
     return account(attempts.part(attempts.step == step))
 
 
-def changes(reader: IndexReader, attempts: HeldOut, first: int, last: int) -> Changes:
+def changes(reader: IndexReader, attempts: HeldOut, first: int, last: int) -> SettingChanges:
     """Which tasks are solved more often, and which less often, at the last of two steps."""
     sides = []
     for step in (first, last):
@@ -175,7 +175,7 @@ def changes(reader: IndexReader, attempts: HeldOut, first: int, last: int) -> Ch
     after = after[theirs]
     gain = after - before
     order = np.argsort(-np.abs(gain), kind="stable")
-    found: dict[bool, list[Change]] = {}
+    found: dict[bool, list[SettingChange]] = {}
     for is_better in (True, False):
         chosen = order[gain[order] > 0 if is_better else gain[order] < 0][:MOST_CHANGES]
         names = _names(reader, "SELECT number, id FROM tasks WHERE number", both[chosen])
@@ -185,7 +185,7 @@ def changes(reader: IndexReader, attempts: HeldOut, first: int, last: int) -> Ch
             np.concatenate([place_before[mine[chosen]], place_after[theirs[chosen]]]),
         )
         found[is_better] = [
-            Change(
+            SettingChange(
                 names.get(int(both[i]), ""),
                 float(before[i]),
                 float(after[i]),
@@ -195,7 +195,7 @@ def changes(reader: IndexReader, attempts: HeldOut, first: int, last: int) -> Ch
             for i in chosen.tolist()
         ]
 
-    return Changes(
+    return SettingChanges(
         _difference(before, after),
         len(both),
         found[True],

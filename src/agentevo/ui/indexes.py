@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 
 from agentevo.ui.index.indexer import Indexer
-from agentevo.ui.index.reader import IndexAway, IndexReader, State
+from agentevo.ui.index.reader import IndexAway, IndexReader, IndexState
 
 IDLE_S = 600.0
 """An index that nobody has asked for so long is left as it is."""
 
 
-class _Kept:
+class _KeptIndex:
     def __init__(self, url: str, folder: Path | None) -> None:
         self.indexer = Indexer(url, folder)
         self.reader = IndexReader(self.indexer.path)
@@ -25,7 +25,7 @@ class Indexes:
     """May be asked by any thread."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, _KeptIndex] = {}
         self._lock = threading.Lock()
 
     def reader(self, url: str, folder: Path | None) -> IndexReader:
@@ -37,23 +37,23 @@ class Indexes:
                     threading.Thread(target=kept.indexer.stop, daemon=True).start()
 
             if url not in self._kept:
-                self._kept[url] = _Kept(url, folder)
+                self._kept[url] = _KeptIndex(url, folder)
 
             self._kept[url].used_at = time.monotonic()
             return self._kept[url].reader
 
-    def state(self, url: str) -> tuple[State, str]:
+    def state(self, url: str) -> tuple[IndexState, str]:
         """How far the index is, and what keeps it from going on."""
         with self._lock:
             kept = self._kept.get(url)
 
         if kept is None:
-            return State("listing", 0, 0, 0.0, ""), ""
+            return IndexState("listing", 0, 0, 0.0, ""), ""
 
         try:
             return kept.reader.state(), kept.indexer.trouble
         except IndexAway as error:
-            return State("listing", 0, 0, 0.0, ""), kept.indexer.trouble or str(error)
+            return IndexState("listing", 0, 0, 0.0, ""), kept.indexer.trouble or str(error)
 
     def close(self) -> None:
         """Ends all of them; blocks until they have."""

@@ -27,7 +27,7 @@ MOST_SHOWN = 400
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownMetrics:
     """One metric of the page."""
 
     name: str
@@ -43,7 +43,7 @@ async def metrics(
     """All metrics by their names, searched."""
     view = await run_of(request, run)
     names = [name for name in sorted(view.table.columns) if _is_like(name, q)]
-    groups: dict[str, list[Shown]] = {}
+    groups: dict[str, list[ShownMetrics]] = {}
     for name in names[:MOST_SHOWN]:
         groups.setdefault(name.partition("/")[0], []).append(_shown(view, name, x))
 
@@ -89,7 +89,7 @@ def _is_like(name: str, q: str) -> bool:
     return all(word in name.lower() for word in q.lower().split())
 
 
-def _shown(view: RunView, name: str, x: Axis) -> Shown:
+def _shown(view: RunView, name: str, x: Axis) -> ShownMetrics:
     _, values = view.table.series(name)
     url = f"{run_url(view.key, 'series')}?{urlencode({'metric': name, 'x': x})}"
-    return Shown(name, list(values), view.table.latest(name), url)
+    return ShownMetrics(name, list(values), view.table.latest(name), url)

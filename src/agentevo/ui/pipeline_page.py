@@ -24,7 +24,7 @@ router = APIRouter()
 REPORT = "report.html"
 
 
-class Shown(NamedTuple):
+class ShownPipeline(NamedTuple):
     """What the page says."""
 
     state: PipelineState
@@ -73,7 +73,7 @@ async def pipeline(request: Request, key: str) -> HTMLResponse:
     )
 
 
-def _read(sources: Sources, folder: Path) -> Shown:
+def _read(sources: Sources, folder: Path) -> ShownPipeline:
     """Raises ConfigError for a file that was damaged."""
     state = read_state(folder)
     keys = {source.folder: source.key for source in sources.runs().values()}
@@ -91,4 +91,4 @@ def _read(sources: Sources, folder: Path) -> Shown:
     rows = stage_rows([state]) if state.stages else []
     places = (folder / REPORT, folder.parent / REPORT)
     report = next((one for one in places if one.is_file()), None)
-    return Shown(state, rows, urls, measured, report)
+    return ShownPipeline(state, rows, urls, measured, report)

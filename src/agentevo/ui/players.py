@@ -55,7 +55,7 @@ class PlayerError(AgentEvoError):
     """A request that no player follows: why, and what to do."""
 
 
-class Key(NamedTuple):
+class PlayerKey(NamedTuple):
     """What a player holds."""
 
     folder: Path
@@ -66,10 +66,10 @@ class Key(NamedTuple):
 
 
 @dataclass
-class Player:
+class PlayerProcess:
     """One process, as the pages show it."""
 
-    key: Key
+    key: PlayerKey
     run: str
     """The key of the run in URLs."""
     process: Process
@@ -119,7 +119,7 @@ class Players:
     """See the module. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._held: dict[Key, Player] = {}
+        self._held: dict[PlayerKey, PlayerProcess] = {}
         self._lock = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
         self._read = msgspec.json.Decoder(words.Event).decode
@@ -127,13 +127,13 @@ class Players:
         self.streams = 0
         """Answers under way, of all players."""
 
-    def of(self, run: str) -> list[Player]:
+    def of(self, run: str) -> list[PlayerProcess]:
         """All of them, those of this run first."""
         return sorted(self._held.values(), key=lambda one: (one.run != run, one.began))
 
     async def ask(
-        self, key: Key, run: str, request: words.Chat | words.Play
-    ) -> AsyncGenerator[words.Event | Player]:
+        self, key: PlayerKey, run: str, request: words.Chat | words.Play
+    ) -> AsyncGenerator[words.Event | PlayerProcess]:
         """The events of the request; the player itself about once a second while somebody waits
         for it. A caller that stops to listen breaks the request off. Raises PlayerError."""
         player = await self._player(key, run)
@@ -167,7 +167,7 @@ class Players:
                 with suppress(PlayerError):
                     await asyncio.shield(self._write(player, words.Stop(request.id)))
 
-    async def _waiting(self, player: Player) -> AsyncIterator[Player]:
+    async def _waiting(self, player: PlayerProcess) -> AsyncIterator[PlayerProcess]:
         """Until its model is loaded."""
         ends = time.monotonic() + LOAD_S
         while player.state == "loading":
@@ -182,7 +182,7 @@ class Players:
         yield player
 
     async def _next(
-        self, player: Player, queue: asyncio.Queue[words.Event | None]
+        self, player: PlayerProcess, queue: asyncio.Queue[words.Event | None]
     ) -> words.Event | None:
         """None when nothing has come for TICK_S. Raises PlayerError for a player that has ended."""
         try:
@@ -198,7 +198,7 @@ class Players:
 
         return event
 
-    async def _write(self, player: Player, request: words.Request) -> None:
+    async def _write(self, player: PlayerProcess, request: words.Request) -> None:
         stdin = player.process.stdin
         assert stdin is not None
         try:
@@ -208,7 +208,7 @@ class Players:
         except (OSError, TimeoutError) as error:
             raise PlayerError(player.problem or "the player takes no requests") from error
 
-    async def _player(self, key: Key, run: str) -> Player:
+    async def _player(self, key: PlayerKey, run: str) -> PlayerProcess:
         """That of the checkpoint, begun where there is none."""
         async with self._lock:
             if self._closed:
@@ -236,7 +236,7 @@ class Players:
 
             return player
 
-    async def _begin(self, key: Key, run: str) -> Player:
+    async def _begin(self, key: PlayerKey, run: str) -> PlayerProcess:
         words_ = [str(key.folder), key.which]
         words_ += [f"model.device={key.device}"] if key.device else []
         try:
@@ -256,14 +256,14 @@ class Players:
             raise PlayerError(f"no process could be started ({error}): try again") from error
 
         now = time.monotonic()
-        player = Player(key, run, process, time.time(), heard_at=now, used_at=now)
+        player = PlayerProcess(key, run, process, time.time(), heard_at=now, used_at=now)
         player.tasks = [
             asyncio.ensure_future(self._hear(player)),
             asyncio.ensure_future(player.keep_stderr()),
         ]
         return player
 
-    async def _hear(self, player: Player) -> None:
+    async def _hear(self, player: PlayerProcess) -> None:
         """Gives each event to who waits for it, until the process ends."""
         stdout = player.process.stdout
         assert stdout is not None
@@ -274,9 +274,9 @@ class Players:
         except (ValueError, msgspec.DecodeError) as error:
             player.problem = f"the player has said what nobody understands ({error}): ask again"
 
-        await self._ended(player)
+        await self._end(player)
 
-    def _told(self, player: Player, event: words.Event) -> None:
+    def _told(self, player: PlayerProcess, event: words.Event) -> None:
         if isinstance(event, words.Beat):
             player.memory_bytes = event.memory_bytes
         elif isinstance(event, words.Loading):
@@ -294,7 +294,7 @@ class Players:
             else:
                 queue.put_nowait(event)
 
-    async def _ended(self, player: Player) -> None:
+    async def _end(self, player: PlayerProcess) -> None:
         """Its output has ended: the process, too, or it is killed."""
         code: int | None = None
         with suppress(TimeoutError):
@@ -329,7 +329,7 @@ class Players:
                 elif not player.is_busy and now - player.used_at > IDLE_S:
                     await self.end(player, "nobody asked it any more")
 
-    async def end(self, player: Player, why: str, *, at_once: bool = False) -> None:
+    async def end(self, player: PlayerProcess, why: str, *, at_once: bool = False) -> None:
         """Ends it; whoever waits for it is told why."""
         player.problem = player.problem or why
         if at_once:
@@ -344,7 +344,7 @@ class Players:
         player.kill()
         await self._forget(player)
 
-    async def _forget(self, player: Player) -> None:
+    async def _forget(self, player: PlayerProcess) -> None:
         if self._held.get(player.key) is player:
             del self._held[player.key]
         done, _ = await asyncio.wait(player.tasks, timeout=GRACE_S)

@@ -33,7 +33,7 @@ MOST_LOG_LINE = 2_000
 """Characters of one line of a log."""
 
 
-class Engine(NamedTuple):
+class ListedEngine(NamedTuple):
     """An engine that has announced itself."""
 
     name: str
@@ -73,7 +73,7 @@ class Weights(NamedTuple):
     """Versions that lie in the folder."""
 
 
-def engines(source: RunSource) -> list[Engine]:
+def engines(source: RunSource) -> list[ListedEngine]:
     """By name. A file that no engine has written is left out."""
     found = []
     for path, what in _files(source.file("engines"), ".json"):
@@ -81,7 +81,7 @@ def engines(source: RunSource) -> list[Engine]:
             said = msgspec.json.decode(_end(path, MOST_JSON)[0], type=Announcement)
             lives = abs(time.time() - what.st_mtime) <= DEAD_S
             found.append(
-                Engine(
+                ListedEngine(
                     name=said.name,
                     url=said.url,
                     pid=said.pid,

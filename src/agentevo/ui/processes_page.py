@@ -15,7 +15,7 @@ from agentevo.event_loop import in_thread
 from agentevo.pages.navigation import run_url
 from agentevo.ui import process_files
 from agentevo.ui.context import NotFoundError, dashboard, run_of
-from agentevo.ui.process_files import Engine, Log, Weights, log_text
+from agentevo.ui.process_files import ListedEngine, Log, Weights, log_text
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
 
@@ -27,7 +27,7 @@ WITHIN_S = 10.0
 STALENESS = "staleness/age_"
 
 
-class Player(NamedTuple):
+class PlayerRow(NamedTuple):
     """A process that plays attempts at this moment."""
 
     recorder: str
@@ -35,20 +35,20 @@ class Player(NamedTuple):
     oldest_at: float
 
 
-class Held(NamedTuple):
+class HeldProcess(NamedTuple):
     """What the store says."""
 
-    players: list[Player]
+    players: list[PlayerRow]
     is_cut: bool
     leased: list[tuple[str, int, int]]
     """(task, how often it was leased, how often its worker was lost)."""
     problem: str = ""
 
 
-class Kept(NamedTuple):
+class KeptProcesses(NamedTuple):
     """What lies in the run's folder."""
 
-    engines: list[Engine]
+    engines: list[ListedEngine]
     logs: list[Log]
     weights: Weights | None
     has_gateway: bool
@@ -98,9 +98,9 @@ async def log(request: Request, run: str, name: str) -> HTMLResponse:
     )
 
 
-def _kept(view: RunView) -> Kept:
+def _kept(view: RunView) -> KeptProcesses:
     gateway = view.source.file("gateway")
-    return Kept(
+    return KeptProcesses(
         process_files.engines(view.source),
         process_files.logs(view.source),
         process_files.weights(view.source),
@@ -108,7 +108,7 @@ def _kept(view: RunView) -> Kept:
     )
 
 
-def _is_apart(view: RunView, kept: Kept) -> bool:
+def _is_apart(view: RunView, kept: KeptProcesses) -> bool:
     """Whether the run has other processes than its trainer."""
     samplers = view.setting("rollout", "samplers")
     return bool(kept.engines or kept.weights) or (isinstance(samplers, int) and samplers > 0)
@@ -125,7 +125,7 @@ def ages_of(view: RunView) -> list[tuple[int, float]]:
     return sorted(found)
 
 
-async def _held(request: Request, view: RunView) -> Held:
+async def _held(request: Request, view: RunView) -> HeldProcess:
     try:
         async with (
             asyncio.timeout(WITHIN_S),
@@ -143,7 +143,7 @@ async def _held(request: Request, view: RunView) -> Held:
                         break
     except (AgentEvoError, TimeoutError) as error:
         why = str(error) or f"the store did not answer within {WITHIN_S:.0f} s"
-        return Held([], False, [], why)
+        return HeldProcess([], False, [], why)
 
     attempts = [call for call in running if call.parent is None]
     counts = Counter(call.id.rpartition("-")[0] for call in attempts)
@@ -153,5 +153,5 @@ async def _held(request: Request, view: RunView) -> Held:
         name = call.id.rpartition("-")[0]
         oldest[name] = min(oldest.get(name, call.started_at), call.started_at)
 
-    players = [Player(name, many, oldest[name]) for name, many in counts.most_common()]
-    return Held(players, len(running) == MOST_CALLS, leased)
+    players = [PlayerRow(name, many, oldest[name]) for name, many in counts.most_common()]
+    return HeldProcess(players, len(running) == MOST_CALLS, leased)

@@ -70,7 +70,7 @@ class Changed(NamedTuple):
     worse: list[tuple[str, float, float]]
 
 
-class _Kept:
+class _KeptResults:
     """The folders that were read last, until their files change. May be asked by any thread."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class _Kept:
         return found
 
 
-_kept = _Kept()
+_kept = _KeptResults()
 
 
 @router.get("/results/{key}", response_class=HTMLResponse)
@@ -130,7 +130,7 @@ async def results(
         labels=labels,
         first=first,
         last=last,
-        changed=await in_thread(_changed, found, first, last) if first != last else None,
+        changed=await in_thread(_change_of, found, first, last) if first != last else None,
         tasks=await in_thread(_tasks, found, labels, q[:200].strip()),
         task=task,
         lines=found.by_task.get(task, {}),
@@ -284,7 +284,7 @@ def _tasks(found: Results, labels: Sequence[str], q: str) -> list[TaskLine]:
     return sorted(rows, key=lambda row: -row.spread)
 
 
-def _changed(found: Results, first: str, last: str) -> Changed:
+def _change_of(found: Results, first: str, last: str) -> Changed:
     pairs = []
     for task, models in found.by_task.items():
         before = _share(models.get(first, []))

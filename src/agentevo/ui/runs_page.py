@@ -33,7 +33,7 @@ MOST_SWEEPS = 200
 
 
 @dataclass(frozen=True)
-class Row:
+class RunRow:
     """One run as the list shows it."""
 
     view: RunView
@@ -99,7 +99,7 @@ def sweeps_of(views: Sequence[RunView]) -> list[tuple[str, str, int]]:
     return sorted((key, name, many) for key, (name, many) in found.items())
 
 
-def row_of(view: RunView) -> Row:
+def row_of(view: RunView) -> RunRow:
     """What the list says of a run: from its summary, else from its newest numbers."""
     scores = view.summary.get("eval") or {}
     figures = {name: scores.get(name) for name in ("before", "after", "random", "optimal")}
@@ -112,7 +112,7 @@ def row_of(view: RunView) -> Row:
     how = view.command if view.command in ("sft", "rm") else view.setting("algorithm", "name")
     about = [environment, model, how]
 
-    return Row(
+    return RunRow(
         view=view,
         rewards=list(rewards),
         about=" · ".join(without_folders(one)[:60] for one in about if one),

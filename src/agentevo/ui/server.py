@@ -10,7 +10,7 @@ from typing import Any
 
 from agentevo.console import to_stderr
 from agentevo.event_loop import in_thread, run_coroutine
-from agentevo.inference.admission import Limits
+from agentevo.inference.admission import AdmissionLimits
 from agentevo.inference.http_server import serving, url_of
 from agentevo.processes.client_door import ClientDoor, client_door
 from agentevo.signals import LOOK_S, asked_to_stop
@@ -81,7 +81,7 @@ async def _serve(
         "interface": "asgi3",
         "timeout_keep_alive": int(IDLE_S),
     }
-    limits = Limits(strangers=128, clients=MAX_CONNECTIONS, idle_s=IDLE_S)
+    limits = AdmissionLimits(strangers=128, clients=MAX_CONNECTIONS, idle_s=IDLE_S)
     async with serving(app, door.listener, close=close, tls=context, limits=limits, **settings):
         tell(f"AgentEvo shows {sources.shown} at\n  {access.url(base)}")
         if control:

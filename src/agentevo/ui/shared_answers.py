@@ -44,7 +44,7 @@ THEME = "agentevo-theme"
 THEMES = ("light", "dark")
 
 
-class Key(NamedTuple):
+class AnswerKey(NamedTuple):
     """What a page depends on."""
 
     path: str
@@ -53,7 +53,7 @@ class Key(NamedTuple):
     theme: str
 
 
-class Answer(NamedTuple):
+class SharedAnswer(NamedTuple):
     """As the application gave it."""
 
     status: int
@@ -64,8 +64,8 @@ class Answer(NamedTuple):
 
 
 @dataclass
-class _Held:
-    making: asyncio.Task[Answer]
+class _HeldAnswers:
+    making: asyncio.Task[SharedAnswer]
     known: tuple[int, int]
     """What the watcher knew when it was begun."""
     at: float
@@ -82,7 +82,7 @@ class SharedAnswers:
         """Answers that were made to be shared."""
         self._watcher = watcher
         self._visitor_key = visitor_key
-        self._held: dict[Key, _Held] = {}
+        self._held: dict[AnswerKey, _HeldAnswers] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         found = PATHS.fullmatch(scope["path"])
@@ -94,12 +94,12 @@ class SharedAnswers:
         headers = dict(reversed(scope["headers"]))  # the first of each name
         is_part = headers.get(b"hx-request") == b"true"
         theme = _theme(headers.get(b"cookie", b""))
-        key = Key(scope["path"], scope["query_string"], is_part, theme)
+        key = AnswerKey(scope["path"], scope["query_string"], is_part, theme)
         # Shielded: others wait for it, too.
         answer = await asyncio.shield(self._making(key, found["run"], scope))
         await _send(send, answer, headers.get(b"accept-encoding", b""))
 
-    def _making(self, key: Key, run: str | None, scope: Scope) -> asyncio.Task[Answer]:
+    def _making(self, key: AnswerKey, run: str | None, scope: Scope) -> asyncio.Task[SharedAnswer]:
         """What makes the answer, or has made it."""
         now = time.monotonic()
         known = self._watcher.known(run)
@@ -110,12 +110,12 @@ class SharedAnswers:
 
         self._forget(now)
         making = asyncio.ensure_future(self._made(key, scope))
-        held = self._held[key] = _Held(making, known, now)
+        held = self._held[key] = _HeldAnswers(making, known, now)
         making.add_done_callback(lambda _: self._done(key, held))
 
         return making
 
-    def _done(self, key: Key, held: _Held) -> None:
+    def _done(self, key: AnswerKey, held: _HeldAnswers) -> None:
         """Keeps what may be kept."""
         failed = held.making.cancelled() or held.making.exception() is not None
         if failed or held.making.result().status != 200:
@@ -136,7 +136,7 @@ class SharedAnswers:
         while self._held and (len(self._held) >= MOST or size > MOST_BYTES):
             size -= self._held.pop(next(iter(self._held))).size
 
-    async def _made(self, key: Key, scope: Scope) -> Answer:
+    async def _made(self, key: AnswerKey, scope: Scope) -> SharedAnswer:
         self.num_made += 1
         told = [(b"host", b"localhost")]
         told += [(b"hx-request", b"true")] if key.is_part else []
@@ -174,7 +174,7 @@ class SharedAnswers:
         if len(whole[0]) >= SMALLEST_GZIPPED:
             gzipped = await in_thread(gzip.compress, whole[0], LEVEL, mtime=0)
 
-        return Answer(start[0]["status"], list(start[0]["headers"]), whole[0], gzipped)
+        return SharedAnswer(start[0]["status"], list(start[0]["headers"]), whole[0], gzipped)
 
 
 def _nothing_more() -> Receive:
@@ -208,7 +208,7 @@ def _takes_gzip(header: bytes) -> bool:
     return False
 
 
-async def _send(send: Send, answer: Answer, accepted: bytes) -> None:
+async def _send(send: Send, answer: SharedAnswer, accepted: bytes) -> None:
     headers = [pair for pair in answer.headers if pair[0] not in (b"content-length", b"vary")]
     vary = [text for name, text in answer.headers if name == b"vary"]
 

@@ -54,7 +54,7 @@ class ReadOnlyStore:
         return getattr(self._store, name)
 
 
-class _Opened:
+class _OpenedStore:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.used_at = time.monotonic()
@@ -66,7 +66,7 @@ class Stores:
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
-        self._opened: dict[str, _Opened] = {}
+        self._opened: dict[str, _OpenedStore] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._sweeping: asyncio.Task[None] | None = None
 
@@ -87,7 +87,7 @@ class Stores:
                     remedy="start the database, and load this page again",
                     read_only=True,
                 )
-                opened = self._opened[url] = _Opened(store)
+                opened = self._opened[url] = _OpenedStore(store)
 
             opened.users += 1
 

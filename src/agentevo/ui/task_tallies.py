@@ -39,7 +39,7 @@ class TaskRow(NamedTuple):
     """For which it was last attempted."""
 
 
-class Tasks(NamedTuple):
+class TalliedTasks(NamedTuple):
     """A page of the list."""
 
     rows: list[TaskRow]
@@ -70,7 +70,7 @@ def ledger(reader: IndexReader) -> list[tuple[str, list[tuple[str, int]]]]:
 
 def tasks(
     reader: IndexReader, *, split: str, text: str = "", order: str = "played", page: int = 0
-) -> Tasks:
+) -> TalliedTasks:
     """The tasks with an attempt of that split, their id with `text` in it. Raises IndexAway."""
     table = reader.columns()
     chosen = table["alive"] & (table["split"] == SPLITS.index(split))
@@ -101,7 +101,7 @@ def tasks(
     places = np.flatnonzero(found)
     shown = _page(places, keys[places], page)
 
-    return Tasks(
+    return TalliedTasks(
         _rows(reader, table, chosen, shown, attempts, completed, share, mean),
         len(places),
         int(np.count_nonzero(often & (wins == completed))),

@@ -29,17 +29,17 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from agentevo.console import to_stderr
-from agentevo.errors import AgentEvoError, described
+from agentevo.errors import AgentEvoError, describe_error
 from agentevo.evaluation import player_words as words
 from agentevo.event_loop import in_thread
-from agentevo.observability.attempt_tokens import Tokens
-from agentevo.observability.attempt_view import Part
+from agentevo.observability.attempt_tokens import TurnTokens
+from agentevo.observability.attempt_view import ShownPart
 from agentevo.pages import render
 from agentevo.runs.checkpoint_list import KeptCheckpoints, kept_checkpoints
 from agentevo.types import Message, Task
 from agentevo.ui.changes import changes, see
 from agentevo.ui.context import dashboard, part, run_of, visitor
-from agentevo.ui.players import Key, Player, PlayerError
+from agentevo.ui.players import PlayerError, PlayerKey, PlayerProcess
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
 
@@ -110,16 +110,16 @@ async def chat(request: Request, run: str) -> Response:
         for message in messages:
             message.text.encode()  # half of a pair of surrogates is no text
     except (ValueError, TypeError, KeyError, RecursionError):
-        return _refused("these are no messages")
+        return _refusal("these are no messages")
 
     if length > words.MAX_CHARACTERS:
-        return _refused(
+        return _refusal(
             f"the conversation has {length:,} characters, at most {words.MAX_CHARACTERS:,} are "
             "taken: say less, or begin a new one"
         )
 
     if not messages or messages[-1].role != "user" or not messages[-1].text.strip():
-        return _refused("there is nothing to answer: write a message")
+        return _refusal("there is nothing to answer: write a message")
 
     return await _stream(
         request,
@@ -141,12 +141,12 @@ async def play(request: Request, run: str) -> Response:
     fields = dict[str, Any]()
     if kind == "own":
         if not form.get("query").strip():
-            return _refused("there is nothing to play: write a task")
+            return _refusal("there is nothing to play: write a task")
         fields = {"query": form.get("query"), "answer": form.get("answer") or None}
     elif kind == "task":
         task = await _task(request, view, form.get("task"))
         if task is None:
-            return _refused(f"the run's store has no task {form.get('task')[:200]!r}")
+            return _refusal(f"the run's store has no task {form.get('task')[:200]!r}")
         fields = {"task": task}
     else:
         fields = {"is_train": kind == "train", "number": form.get("number", "0")}
@@ -182,7 +182,7 @@ async def _stream(
             strict=False,
         )
     except msgspec.ValidationError as error:
-        return _refused(f"this can't be asked: {error}")
+        return _refusal(f"this can't be asked: {error}")
 
     folder = view.source.folder
     async with asyncio.timeout(WITHIN_S):
@@ -191,18 +191,18 @@ async def _stream(
     which = form.get("which")
     device = form.get("device")
     if folder is None or device not in DEVICES or which not in choices.names:
-        return _refused(f"the run has no checkpoint {which[:60]!r} (any more): load the page again")
+        return _refusal(f"the run has no checkpoint {which[:60]!r} (any more): load the page again")
     if which == words.START and choices.missing:
-        return _refused(choices.missing)
+        return _refusal(choices.missing)
 
-    return EventStream(request, view, Key(folder, which, device), asked)
+    return TryEventStream(request, view, PlayerKey(folder, which, device), asked)
 
 
 def _wire(value: Any) -> Any:
     return msgspec.to_builtins(value)
 
 
-def _refused(text: str, status: int = 422) -> Response:
+def _refusal(text: str, status: int = 422) -> Response:
     return Response(json.dumps({"text": text}), status, media_type="application/json")
 
 
@@ -216,12 +216,12 @@ def _number(value: Any, otherwise: float) -> float:
     return float(value) if known and 0 <= value < 1e6 else otherwise
 
 
-class EventStream(Response):
+class TryEventStream(Response):
     """The stream of one request. It ends, and breaks the request off, as soon as the browser does
     not listen any more."""
 
     def __init__(
-        self, request: Request, view: RunView, key: Key, asked: words.Chat | words.Play
+        self, request: Request, view: RunView, key: PlayerKey, asked: words.Chat | words.Play
     ) -> None:
         super().__init__(media_type="text/event-stream")
         del self.headers["content-length"]
@@ -234,7 +234,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._shared.players.streams >= MAX_STREAMS:
-            refused = _refused("too many requests at once: wait until some are done", 429)
+            refused = _refusal("too many requests at once: wait until some are done", 429)
             await refused(scope, receive, send)
             return
 
@@ -262,21 +262,21 @@ class EventStream(Response):
         except OSError:  # nobody takes the answer any more; also TimeoutError
             raise
         except Exception as error:  # noqa: BLE001 (told to who started the dashboard)
-            to_stderr(f"ui: try {self._view.key}: {described(error)}")
+            to_stderr(f"ui: try {self._view.key}: {describe_error(error)}")
             text = "This has failed; the reason is where `agentevo ui` was started."
             await _tell(send, "failed", {"text": text})
 
         await _tell(send, "done", {})
         await send({"type": "http.response.body", "body": b""})
 
-    def _shown(self, event: words.Event | Player) -> list[tuple[str, Mapping[str, Any]]]:
-        if isinstance(event, Player):
+    def _shown(self, event: words.Event | PlayerProcess) -> list[tuple[str, Mapping[str, Any]]]:
+        if isinstance(event, PlayerProcess):
             text = render("try_state.html", player=event).strip()
             return [("state", {"html": text, "ready": event.state == "ready"})]
 
         if isinstance(event, words.Text):
             return [("text", {"text": event.text})]
-        if isinstance(event, words.Failed):
+        if isinstance(event, words.FailedPlay):
             return [("failed", {"text": event.error})]
 
         if isinstance(event, words.Replied):
@@ -285,7 +285,7 @@ class EventStream(Response):
 
         if isinstance(event, words.Turned):
             tokens = None if event.tokens is None else _tokens(event.tokens)
-            turns = Part([event.turn], None, 1)
+            turns = ShownPart([event.turn], None, 1)
             html = self._render("try_turn.html", event, tokens=tokens, part=turns)
             return [("part", {"id": f"call-{event.number}", "html": html})]
 
@@ -293,7 +293,7 @@ class EventStream(Response):
             html = self._render("try_call.html", event)
             return [("part", {"id": f"call-{event.number}", "html": html})]
 
-        if isinstance(event, words.Began | words.Ended):
+        if isinstance(event, words.Began | words.EndedPlay):
             name = "began" if isinstance(event, words.Began) else f"ended-{event.agent}"
             html = self._render("try_task.html", event, name=name)
             return [("part", {"id": name, "html": html})]
@@ -306,7 +306,7 @@ class EventStream(Response):
 
 
 def _tokens(block: Any) -> dict[str, Any]:
-    return {"found": Tokens([block], None)}
+    return {"found": TurnTokens([block], None)}
 
 
 async def _tell(send: Send, name: str, data: Mapping[str, Any]) -> None:

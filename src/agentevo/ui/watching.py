@@ -45,7 +45,7 @@ class Watcher:
     def __init__(self, sources: Sources, stores: Stores) -> None:
         self.sources = sources
         self._stores = stores
-        self._readers: dict[str, _Watched] = {}
+        self._readers: dict[str, _WatchedSource] = {}
         self._next = asyncio.Event()
         """Set, and replaced, at the next change."""
         self._num_changes = 0
@@ -68,13 +68,13 @@ class Watcher:
 
     async def view(self, key: str) -> RunView:
         """What is known of a run now. Raises UnknownRunError."""
-        return await self._watched(await self.source(key)).fresh()
+        return await self._watch(await self.source(key)).fresh()
 
     async def views(self) -> list[RunView]:
         """Of all runs. Those that can't be read within FIRST_S are there without their numbers."""
         runs = await in_thread(self.sources.runs)
         self._list(runs)
-        watched = [self._watched(source) for source in runs.values()]
+        watched = [self._watch(source) for source in runs.values()]
         tasks = [asyncio.ensure_future(one.fresh()) for one in watched]
         if tasks:
             await asyncio.wait(tasks, timeout=FIRST_S)
@@ -97,13 +97,13 @@ class Watcher:
             return self._list_version, self._num_changes
         return 0, self.version(key)
 
-    def _watched(self, source: RunSource) -> _Watched:
+    def _watch(self, source: RunSource) -> _WatchedSource:
         watched = self._readers.pop(source.key, None)
         if watched is None or watched.reader.view.source != source:
             reader: StoreReader | RunReader = (
                 StoreReader(source, self._stores) if source.folder is None else RunReader(source)
             )
-            watched = _Watched(reader, self._heard)
+            watched = _WatchedSource(reader, self._heard)
 
         self._readers[source.key] = watched  # the newest last
         for key in list(self._readers)[: max(len(self._readers) - MAX_READERS, 0)]:
@@ -213,7 +213,7 @@ def _told(view: RunView) -> tuple[int, int]:
     return view.version, view.beat
 
 
-class _Watched:
+class _WatchedSource:
     """One run, read by one caller at a time."""
 
     def __init__(

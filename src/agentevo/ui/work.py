@@ -38,7 +38,7 @@ class LivingEngine(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Work:
+class QueuedWork:
     """Counts at one moment."""
 
     queued: int = 0
@@ -59,8 +59,8 @@ class Work:
 
 
 @dataclass
-class _Known:
-    work: Work = field(default_factory=Work)
+class _KnownWork:
+    work: QueuedWork = field(default_factory=QueuedWork)
     asked_at: float = -1e9
     rests_s: float = 0.0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -72,11 +72,11 @@ class Works:
 
     def __init__(self, stores: Stores) -> None:
         self._stores = stores
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _KnownWork] = {}
 
-    async def of(self, view: RunView) -> Work:
+    async def of(self, view: RunView) -> QueuedWork:
         """What is known of a run, asked again if it is old. A store that is away is a sentence."""
-        known = self._known.setdefault(view.key, _Known())
+        known = self._known.setdefault(view.key, _KnownWork())
         while len(self._known) > MOST_RUNS:
             del self._known[next(iter(self._known))]
 
@@ -89,20 +89,20 @@ class Works:
 
         return known.work
 
-    async def _ask(self, view: RunView, known: _Known) -> Work:
+    async def _ask(self, view: RunView, known: _KnownWork) -> QueuedWork:
         engines = await in_thread(_engines, view, known)
         try:
             async with self._stores.reading(view.source) as store:
-                return await _counted(store, engines)
+                return await _count(store, engines)
         except AgentEvoError as error:
-            return Work(engines=engines, problem=str(error))
+            return QueuedWork(engines=engines, problem=str(error))
 
 
-async def _counted(store: Store, engines: tuple[LivingEngine, ...]) -> Work:
+async def _count(store: Store, engines: tuple[LivingEngine, ...]) -> QueuedWork:
     counts = await store.counts()
     running = [one.call async for one in store.calls(state="running", limit=MOST_CALLS)]
     attempts = [call for call in running if call.parent is None]
-    return Work(
+    return QueuedWork(
         queued=counts["tasks/queued"],
         claimed=counts["tasks/leased"],
         poison=counts["tasks/poison"],
@@ -117,7 +117,7 @@ async def _counted(store: Store, engines: tuple[LivingEngine, ...]) -> Work:
     )
 
 
-def _engines(view: RunView, known: _Known) -> tuple[LivingEngine, ...]:
+def _engines(view: RunView, known: _KnownWork) -> tuple[LivingEngine, ...]:
     folder = view.source.file("engines")
     if folder is None or not folder.is_dir():
         return ()

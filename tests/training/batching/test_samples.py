@@ -25,7 +25,7 @@ GRPO = AlgorithmSection()
 def made(trajectories: list[Trajectory], section: AlgorithmSection):
     """Samples, and why other trajectories gave none."""
     kept, dropped = select(trajectories, section)
-    algorithm = section.resolved()
+    algorithm = section.resolve()
     advantage = bind_advantage(algorithm.advantage, algorithm.advantage_hyper)
     return advantages_of([row for t in kept for row in trajectory_rows(t)], advantage), dropped
 

@@ -14,7 +14,7 @@ from agentevo.errors import TrainingError
 from agentevo.penalties import Penalties
 from agentevo.routed_experts import RoutedExperts
 from agentevo.training.batching.shaping import shape_by_length
-from agentevo.training.batching.step_plan import Plan, plan_digest
+from agentevo.training.batching.step_plan import StepPlan, plan_digest
 from agentevo.types import Constraint, Message, RemoteTurn, SamplingOverrides, Trajectory, Turn
 
 
@@ -47,9 +47,9 @@ def trajectory(name: str, *turns: Turn, **changes: Any) -> Trajectory:
 
 def plan_of(
     trained: list[Trajectory], earned: dict[str, float] | None = None, **changes: Any
-) -> Plan:
+) -> StepPlan:
     earned = {t.id: t.reward for t in trained} if earned is None else earned
-    return Plan.make(
+    return StepPlan.make(
         trained, earned=earned, **{"baselines": {}, "staleness": 0, "policy": "wait"} | changes
     )
 
@@ -145,16 +145,16 @@ def test_a_plan_comes_back_from_its_record():
         dropped={"b": "stale", "c": "no-spread", "d": "stale"},
     )
     record = json.loads(json.dumps({"metrics": {}, "plan": plan.to_record()}))
-    assert Plan.of(7, record) == plan
+    assert StepPlan.of(7, record) == plan
     assert plan.rewards == {"a": 0.1 + 0.2}
     assert plan.dropped == {"stale": ["b", "d"], "no-spread": ["c"]}
 
 
 def test_a_record_without_a_plan_or_with_half_of_one_is_refused_by_name():
     with pytest.raises(TrainingError, match="record of step 7 has no plan"):
-        Plan.of(7, {"metrics": {}})
+        StepPlan.of(7, {"metrics": {}})
     with pytest.raises(TrainingError, match=r"step 7 can't be read.*digest"):
-        Plan.of(7, {"plan": {"ids": []}})
+        StepPlan.of(7, {"plan": {"ids": []}})
 
 
 def test_trained_puts_order_and_rewards_back():
@@ -168,13 +168,15 @@ def test_trained_puts_order_and_rewards_back():
     section = AlgorithmSection(length_shaping="linear", length_weight=0.01)
     shaped = shape_by_length(stored[::-1], section, 100)
     plan = plan_of(shaped, {t.id: t.reward for t in stored})
-    assert plan.trained(stored) == shaped
-    assert plan_of(stored).trained(stored[::-1]) == stored
+    assert plan.restore_trained(stored) == shaped
+    assert plan_of(stored).restore_trained(stored[::-1]) == stored
 
 
 def test_trained_refuses_other_trajectories():
     plan = plan_of([trajectory("a"), trajectory("b")])
     with pytest.raises(TrainingError, match="names 'b'"):
-        plan.trained([trajectory("a")])
+        plan.restore_trained([trajectory("a")])
     with pytest.raises(TrainingError, match="not those that were trained on"):
-        plan.trained([trajectory("a"), msgspec.structs.replace(trajectory("b"), reward=2.0)])
+        plan.restore_trained(
+            [trajectory("a"), msgspec.structs.replace(trajectory("b"), reward=2.0)]
+        )

@@ -81,7 +81,7 @@ def one_kernel_per_cell(*, compiled=False):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "compiles", lambda kind: True)
         if not compiled:
-            patch.setattr(module, "_compiled", lambda function: function)
+            patch.setattr(module, "_compile", lambda function: function)
         yield
 
 

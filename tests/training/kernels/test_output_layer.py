@@ -29,8 +29,8 @@ from agentevo.training.batching.packing import pack
 from agentevo.training.kernels import output_layer
 from agentevo.training.kernels.logprobs import selected_logprobs
 from agentevo.training.kernels.output_layer import (
-    Listener,
-    Tail,
+    OutputListener,
+    OutputTail,
     all_logits,
     last_hidden,
     linear_output,
@@ -180,9 +180,9 @@ def test_a_failing_pass_leaves_no_hook(random_model, batch):
 
 def test_hidden_states_and_who_listens_to_them(random_model, batch):
     one = copy.deepcopy(random_model("gemma2"))
-    with Listener(one.model) as heard:
+    with OutputListener(one.model) as heard:
         token_logprobs(one.model, batch)
-    with Listener(one.model) as through:
+    with OutputListener(one.model) as through:
         all_logits(one.model, batch)
     assert heard.hidden.shape == (len(batch.logit_nodes), 32)
     torch.testing.assert_close(heard.hidden, through.hidden)
@@ -289,7 +289,7 @@ def test_other_tails_are_not_mistaken(tail):
 
 def test_plain_logits_have_no_tail():
     probes = torch.tensor(PROBES, dtype=torch.float64)
-    assert tail_of(probes, probes.view(1, 1, -1)) == Tail(None, 1.0)
+    assert tail_of(probes, probes.view(1, 1, -1)) == OutputTail(None, 1.0)
 
 
 def counting(monkeypatch):

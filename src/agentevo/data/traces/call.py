@@ -106,7 +106,7 @@ def text_of(content: Any) -> str:
 def tools_of(values: Any) -> list[dict[str, Any]] | None:
     """Tools in OpenAI's nesting, whichever of the usual forms they have; those that are no
     functions are left out. Raises RowError."""
-    values = parsed(values, "tools")
+    values = parse_value(values, "tools")
     if not values:
         return None
     if not isinstance(values, Sequence) or isinstance(values, str):
@@ -114,7 +114,7 @@ def tools_of(values: Any) -> list[dict[str, Any]] | None:
 
     tools = []
     for value in values:
-        function = parsed(value, "a tool")
+        function = parse_value(value, "a tool")
         function = function.get("function", function) if isinstance(function, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             if isinstance(value, Mapping) and value.get("type") not in (None, "function"):
@@ -131,7 +131,7 @@ def tools_of(values: Any) -> list[dict[str, Any]] | None:
     return tools or None
 
 
-def parsed(value: Any, what: str) -> Any:
+def parse_value(value: Any, what: str) -> Any:
     """The value; where it is a text, what that says as JSON. Raises RowError."""
     if not isinstance(value, str):
         return value

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentevo.data.row_report import RowError
-from agentevo.data.traces.call import CUT_OFF, RecordedCall, message, parsed, text_of, tools_of
+from agentevo.data.traces.call import CUT_OFF, RecordedCall, message, parse_value, text_of, tools_of
 
 _INPUT = "gen_ai.input.messages"
 _OUTPUT = "gen_ai.output.messages"
@@ -46,7 +46,7 @@ def is_telemetry(row: Mapping[str, Any]) -> bool:
 
 
 @dataclass
-class Span:
+class ImportedSpan:
     """What is known of one span."""
 
     where: str
@@ -71,7 +71,7 @@ class Span:
         )
 
 
-def add_spans(spans: dict[str, Span], where: str, row: Mapping[str, Any]) -> None:
+def add_spans(spans: dict[str, ImportedSpan], where: str, row: Mapping[str, Any]) -> None:
     """Adds what a row has recorded to the spans, by trace and span."""
     for number, (kind, record) in enumerate(_records(row)):
         context = record.get("context") or record
@@ -79,7 +79,9 @@ def add_spans(spans: dict[str, Span], where: str, row: Mapping[str, Any]) -> Non
         if name == "/":
             name = f"{where}#{number}"
 
-        span = spans.setdefault(name, Span(f"{where}, span {name.rpartition('/')[2] or number}"))
+        span = spans.setdefault(
+            name, ImportedSpan(f"{where}, span {name.rpartition('/')[2] or number}")
+        )
         attributes = _attributes(record.get("attributes"))
         if kind == "log":
             event = record.get("eventName") or record.get("event_name")
@@ -100,7 +102,7 @@ def add_spans(spans: dict[str, Span], where: str, row: Mapping[str, Any]) -> Non
             span.failed = str(failed)
 
 
-def call_of(span: Span) -> RecordedCall:
+def call_of(span: ImportedSpan) -> RecordedCall:
     """The call that a span is. Raises RowError."""
     if span.failed:
         raise RowError("failed_call", f"it failed: {span.failed[:200]}")
@@ -135,7 +137,7 @@ def _of_attributes(attributes: Mapping[str, Any], events: Sequence[Any]) -> list
         messages.append({"role": "system", "content": text_of(instructions)})
 
     for key in (_INPUT, _OUTPUT):
-        values = parsed(attributes.get(key), key) or []
+        values = parse_value(attributes.get(key), key) or []
         if not isinstance(values, Sequence):
             raise RowError("unknown_form", f"{key} is no list")
         for value in values[:1] if key == _OUTPUT else values:
@@ -147,7 +149,7 @@ def _of_attributes(attributes: Mapping[str, Any], events: Sequence[Any]) -> list
 def parsed_or_text(value: Any) -> Any:
     """JSON where it is some, else the text."""
     try:
-        return parsed(value, "")
+        return parse_value(value, "")
     except RowError:
         return value
 
@@ -255,7 +257,7 @@ def _numbered_tools(attributes: Mapping[str, Any]) -> list[dict[str, Any]] | Non
         if (place := _TOOL_NUMBERED.fullmatch(key)) is not None:
             is_schema = place[2] == "parameters"
             tools.setdefault(int(place[1]), {})[place[2]] = (
-                parsed(value, "a tool's parameters") if is_schema else value
+                parse_value(value, "a tool's parameters") if is_schema else value
             )
 
     return tools_of([tools[number] for number in sorted(tools)])

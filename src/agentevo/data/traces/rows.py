@@ -19,7 +19,7 @@ from typing import Any
 
 from agentevo.data.conversation import check_text, conversation_of
 from agentevo.data.row_report import RowError, RowReport
-from agentevo.data.rows import Row, json_value, read_rows, skip_blank
+from agentevo.data.rows import SourceRow, json_value, read_rows, skip_blank
 from agentevo.data.traces import anthropic_logs, openai_logs, opentelemetry
 from agentevo.data.traces.call import RecordedCall
 from agentevo.errors import ConfigError
@@ -42,7 +42,7 @@ def import_traces(sources: Sequence[str], form: str = "auto") -> Imported:
     """The conversations in records of any of the known forms; `auto` goes by each row."""
     report = RowReport("import")
     calls = list[RecordedCall]()
-    spans: dict[str, opentelemetry.Span] = {}
+    spans: dict[str, opentelemetry.ImportedSpan] = {}
     for row in (row for source in sources for row in _rows(source)):
         try:
             with _of_no_form():
@@ -66,10 +66,12 @@ def import_traces(sources: Sequence[str], form: str = "auto") -> Imported:
         except RowError as error:
             report.add(span.where, error)
 
-    return Imported(list(_merged(calls, report)), report, others)
+    return Imported(list(_merge_calls(calls, report)), report, others)
 
 
-def _read(row: Row, form: str, spans: dict[str, opentelemetry.Span]) -> list[RecordedCall]:
+def _read(
+    row: SourceRow, form: str, spans: dict[str, opentelemetry.ImportedSpan]
+) -> list[RecordedCall]:
     """The calls in a row. What it says of spans is added to those."""
     if isinstance(row.value, RowError):
         raise row.value
@@ -99,7 +101,7 @@ def _of_no_form() -> Iterator[None]:
         ) from error
 
 
-def _merged(calls: Sequence[RecordedCall], report: RowReport) -> Iterator[dict[str, Any]]:
+def _merge_calls(calls: Sequence[RecordedCall], report: RowReport) -> Iterator[dict[str, Any]]:
     digests = [_digests(call) for call in calls]
     answered = {own[-1] for call, own in zip(calls, digests, strict=True) if own}
     gone_on = {digest for own in digests for digest in own[:-1]}
@@ -168,7 +170,7 @@ def _said(call: Any) -> Any:
     return [function.get("name") if isinstance(function, dict) else None, arguments]
 
 
-def _rows(source: str) -> Iterator[Row]:
+def _rows(source: str) -> Iterator[SourceRow]:
     """As read_rows, and JSON files of single objects, one after another, as exporters write
     them."""
     path = Path(source).expanduser()
@@ -194,4 +196,4 @@ def _rows(source: str) -> Iterator[Row]:
         value, place = json_value(
             text, place, f"{path}:{line}", "write one object a line into a file named .jsonl"
         )
-        yield Row(f"{path}:{line}", value)
+        yield SourceRow(f"{path}:{line}", value)

@@ -22,7 +22,7 @@ from agentevo.agents import Policy
 from agentevo.config import AgentSection
 from agentevo.config.agents import agent
 from agentevo.errors import ConfigError
-from agentevo.integrations.verifiers.loading import World, load, wrap
+from agentevo.integrations.verifiers.loading import VerifiersWorld, load, wrap
 from agentevo.types import Outcome, Task
 
 __all__ = ["VerifiersAgent", "VerifiersSection", "world"]
@@ -40,7 +40,7 @@ class VerifiersSection(AgentSection):
     """The first so many of its tasks are used, of those to train on and of the held-out ones."""
 
 
-_loaded: dict[str, World] = {}
+_loaded: dict[str, VerifiersWorld] = {}
 """Environments of this process by their options: one that is loaded is asked for its tasks and
 plays."""
 
@@ -84,11 +84,11 @@ def world(
     else:
         made = wrap(environment, max_tasks)
 
-    return _registered(made, name or re.sub(r"[^\w.-]+", "_", made.name))
+    return _register_agent(made, name or re.sub(r"[^\w.-]+", "_", made.name))
 
 
-def _registered(made: World, name: str) -> type:
-    class Played:
+def _register_agent(made: VerifiersWorld, name: str) -> type:
+    class PlayedWorld:
         """One environment at hand."""
 
         brings_tasks = True
@@ -102,4 +102,4 @@ def _registered(made: World, name: str) -> type:
         async def run(self, task: Task, policy: Policy) -> Outcome:
             return await made.play(task, policy)
 
-    return agent(name)(Played)
+    return agent(name)(PlayedWorld)

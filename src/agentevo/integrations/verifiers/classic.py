@@ -57,7 +57,7 @@ class ClassicWorld:
         self._clients: dict[asyncio.AbstractEventLoop, AsyncOpenAI] = {}
 
         for rubric in _rubrics(environment):
-            rubric.funcs = [_watched(function) for function in rubric.funcs]
+            rubric.funcs = [_watch(function) for function in rubric.funcs]
 
     def tasks(self) -> tuple[list[Task], list[Task]]:
         """See World.tasks. The held-out ones are those of its eval_dataset."""
@@ -169,12 +169,12 @@ def _rubrics(environment: Any) -> Iterator[Any]:
         yield from _rubrics(one)
 
 
-def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
+def _watch(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, whose exceptions are remembered for the attempt."""
     if getattr(function, "is_watched", False):
         return function
 
-    async def awaited(result: Any) -> Any:
+    async def await_result(result: Any) -> Any:
         try:
             return await result
         except Exception as error:
@@ -182,13 +182,13 @@ def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     @functools.wraps(function)
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def watch_call(*args: Any, **kwargs: Any) -> Any:
         try:
             result = function(*args, **kwargs)
         except Exception as error:
             _raised.get([]).append(error)
             raise
-        return awaited(result) if inspect.isawaitable(result) else result
+        return await_result(result) if inspect.isawaitable(result) else result
 
-    watched.is_watched = True  # type: ignore[attr-defined]
-    return watched
+    watch_call.is_watched = True  # type: ignore[attr-defined]
+    return watch_call

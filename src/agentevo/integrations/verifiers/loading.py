@@ -11,14 +11,14 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from agentevo.agents import Policy
-from agentevo.errors import ConfigError, MissingExtraError, described, shown
+from agentevo.errors import ConfigError, MissingExtraError, describe_error, shown
 from agentevo.types import Outcome, Task
 
 OURS = ("agentevo", "verifiers")
 """Modules that are no environment."""
 
 
-class World(Protocol):
+class VerifiersWorld(Protocol):
     """An environment that is loaded."""
 
     name: str
@@ -31,7 +31,7 @@ class World(Protocol):
         """One attempt. Raises what the environment raises."""
 
 
-def load(name: str, args: Mapping[str, Any], max_tasks: int) -> World:
+def load(name: str, args: Mapping[str, Any], max_tasks: int) -> VerifiersWorld:
     """The installed environment of that name. Raises MissingExtraError without the package,
     ConfigError for an unknown name, another generation than the package's, and with what its own
     code raised."""
@@ -66,11 +66,11 @@ def load(name: str, args: Mapping[str, Any], max_tasks: int) -> World:
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"verifiers: the environment {name!r} can't be loaded with the options "
-            f"{shown(dict(args))}: {described(error)}"
+            f"{shown(dict(args))}: {describe_error(error)}"
         ) from error
 
 
-def wrap(environment: Any, max_tasks: int) -> World:
+def wrap(environment: Any, max_tasks: int) -> VerifiersWorld:
     """An environment that a program has made. Raises ConfigError for anything else."""
     _check_package()
     if _has_classic():

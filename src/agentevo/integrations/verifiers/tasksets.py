@@ -73,7 +73,7 @@ class TasksetWorld:
         )
 
         async def episode() -> Any:
-            await self._served()
+            await self._serve_shared()
             try:
                 slot = self._environment.slots(row)[0]
                 return await self._environment.run_slot(slot, ModelContext("policy", client))
@@ -82,7 +82,7 @@ class TasksetWorld:
 
         return self._outcome(await self._loop.run(episode))
 
-    async def _served(self) -> None:
+    async def _serve_shared(self) -> None:
         """Brings up what all episodes share, once for each loop: a task of its own keeps it, since
         who opened it has to close it."""
         loop = asyncio.get_running_loop()

@@ -15,7 +15,7 @@ import re
 from functools import partial
 
 from agentevo.models.tool_calls.json_notation import checked_name, read_arguments
-from agentevo.models.tool_calls.output import OpenCall, Output, read_call, skip
+from agentevo.models.tool_calls.output import OpenCall, ParsedOutput, read_call, skip
 from agentevo.models.tool_calls.text import Wait, marks
 
 START = "<|start|>"
@@ -33,7 +33,7 @@ _KNOWN = re.compile(
 _CUT_OFF = re.compile(r"<\|channel\|>\s*\w*\Z")
 
 
-def read_harmony(out: Output, *, calls: bool = True) -> Wait:
+def read_harmony(out: ParsedOutput, *, calls: bool = True) -> Wait:
     """Reads the text to its end. Without `calls` a message with a recipient is content as well."""
     text = out.text
     while True:
@@ -50,7 +50,7 @@ def read_harmony(out: Output, *, calls: bool = True) -> Wait:
             yield from _skip_end(out)
 
 
-def _read_message(out: Output, space: str, calls: bool) -> Wait:
+def _read_message(out: ParsedOutput, space: str, calls: bool) -> Wait:
     text = out.text
     pieces = [space]
     if (yield from text.starts_with(START)):
@@ -84,16 +84,16 @@ def _read_message(out: Output, space: str, calls: bool) -> Wait:
     yield from _skip_end(out)
 
 
-def _skip_end(out: Output) -> Wait:
+def _skip_end(out: ParsedOutput) -> Wait:
     mark = yield from out.text.starts_with(*ENDS)
     if mark:
         out.text.take_next(len(mark))
         out.cut()
 
 
-def _call(out: Output, name: str, call: OpenCall) -> Wait:
+def _call(out: ParsedOutput, name: str, call: OpenCall) -> Wait:
     text = out.text
-    call.named(checked_name(text, name))
+    call.set_name(checked_name(text, name))
     if not (yield from text.starts_with(MESSAGE)):
         raise text.broken("the text ends inside the call")
 

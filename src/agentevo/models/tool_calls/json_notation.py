@@ -10,8 +10,8 @@ import json
 import re
 from collections.abc import Callable, Generator
 
-from agentevo.models.tool_calls.output import OpenCall, Output, Recover, read_call
-from agentevo.models.tool_calls.text import Emit, MalformedError, Text, Wait, ignore
+from agentevo.models.tool_calls.output import OpenCall, ParsedOutput, Recover, read_call
+from agentevo.models.tool_calls.text import CallText, Emit, MalformedError, Wait, ignore
 
 MAX_DEPTH = 100
 """Lists and objects within one another: far below where clients' parsers give up."""
@@ -32,7 +32,7 @@ _FIRST_VALUE, _VALUE, _FIRST_KEY, _KEY, _COLON, _AFTER = range(6)
 _EXPECTED = ("a value or ]", "a value", "a key or }", "a key", "a colon", "a comma or the end")
 
 
-def next_char(text: Text, emit: Emit) -> Generator[None, None, str]:
+def next_char(text: CallText, emit: Emit) -> Generator[None, None, str]:
     """The character after JSON's white space, or "" at the end."""
     while True:
         match = _SPACE.match(text.buffer, text.at)
@@ -47,7 +47,7 @@ def next_char(text: Text, emit: Emit) -> Generator[None, None, str]:
         yield
 
 
-def read_value(text: Text, emit: Emit) -> Wait:
+def read_value(text: CallText, emit: Emit) -> Wait:
     """Takes one value; `emit` gets its exact text."""
     stack: list[str] = []
     state = _VALUE
@@ -77,19 +77,19 @@ def read_value(text: Text, emit: Emit) -> Wait:
             emit(text.take_next())
             state = _VALUE if char == ":" or stack[-1] == "[" else _KEY
         else:
-            raise unexpected(text, char, _EXPECTED[state])
+            raise unexpected_error(text, char, _EXPECTED[state])
 
 
 _CLOSES = {"{": "}", "[": "]"}
 
 
-def unexpected(text: Text, char: str, wanted: str) -> MalformedError:
+def unexpected_error(text: CallText, char: str, wanted: str) -> MalformedError:
     if not char:
         return text.broken("the text ends inside the call")
     return text.broken(f"its JSON needs {wanted}, not {char!r}")
 
 
-def read_string(text: Text, emit: Emit) -> Wait:
+def read_string(text: CallText, emit: Emit) -> Wait:
     """Takes a string, which begins here."""
     emit(text.take_next())
     while True:
@@ -111,7 +111,7 @@ def read_string(text: Text, emit: Emit) -> Wait:
             raise text.broken(f"its JSON has {char!r} inside a string: write an escape for it")
 
 
-def _read_escape(text: Text, emit: Emit) -> Wait:
+def _read_escape(text: CallText, emit: Emit) -> Wait:
     emit(text.take_next())
     char = yield from text.peek()
     if char != "u":
@@ -128,17 +128,17 @@ def _read_escape(text: Text, emit: Emit) -> Wait:
         emit(text.take_next())
 
 
-def _read_scalar(text: Text, char: str, emit: Emit, wanted: str) -> Wait:
+def _read_scalar(text: CallText, char: str, emit: Emit, wanted: str) -> Wait:
     if char == '"':
         yield from read_string(text, emit)
         return
     word = yield from read_word(text)
     if word not in _LITERALS and not _NUMBER.fullmatch(word):
-        raise unexpected(text, char, wanted)
+        raise unexpected_error(text, char, wanted)
     emit(text.take_next(len(word)))
 
 
-def read_word(text: Text) -> Generator[None, None, str]:
+def read_word(text: CallText) -> Generator[None, None, str]:
     """The letters, digits, signs and dots that come next, which are not taken."""
     while True:
         match = _WORD.match(text.buffer, text.at)
@@ -150,7 +150,7 @@ def read_word(text: Text) -> Generator[None, None, str]:
         yield
 
 
-def read_object(out: Output, call: OpenCall, *, bare: bool = False) -> Wait:
+def read_object(out: ParsedOutput, call: OpenCall, *, bare: bool = False) -> Wait:
     """Takes `{"name": ..., "arguments": {...}}`, or with `parameters`, in any order and among
     other keys."""
     text = out.text
@@ -172,7 +172,7 @@ def read_object(out: Output, call: OpenCall, *, bare: bool = False) -> Wait:
         char = yield from next_char(text, ignore)
         if part == "name":
             name = yield from _read_text(text, char, "a text as the name")
-            call.named(checked_name(text, name))
+            call.set_name(checked_name(text, name))
         elif part == "arguments":
             yield from read_arguments(text, call)
         elif bare and not call.is_call and key not in _KEYS_BESIDE:
@@ -188,7 +188,7 @@ def read_object(out: Output, call: OpenCall, *, bare: bool = False) -> Wait:
             yield from _take(text, ",", "a comma or }")
             char = yield from next_char(text, ignore)
             if char != '"':
-                raise unexpected(text, char, "a key")
+                raise unexpected_error(text, char, "a key")
 
     text.take_next()
     if not call.name:
@@ -197,15 +197,15 @@ def read_object(out: Output, call: OpenCall, *, bare: bool = False) -> Wait:
         raise text.broken("it has no arguments")
 
 
-def read_arguments(text: Text, call: OpenCall) -> Wait:
+def read_arguments(text: CallText, call: OpenCall) -> Wait:
     """Takes a call's arguments, which must be an object."""
     char = yield from next_char(text, ignore)
     if char != "{":
-        raise unexpected(text, char, "an object as the arguments")
+        raise unexpected_error(text, char, "an object as the arguments")
     yield from read_value(text, call.arguments)
 
 
-def checked_name(text: Text, name: str) -> str:
+def checked_name(text: CallText, name: str) -> str:
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -220,27 +220,27 @@ def checked_name(text: Text, name: str) -> str:
     return name
 
 
-def _take(text: Text, wanted: str, what: str) -> Wait:
+def _take(text: CallText, wanted: str, what: str) -> Wait:
     char = yield from next_char(text, ignore)
     if char != wanted:
-        raise unexpected(text, char, what)
+        raise unexpected_error(text, char, what)
     text.take_next()
 
 
-def _read_text(text: Text, char: str, what: str) -> Generator[None, None, str]:
+def _read_text(text: CallText, char: str, what: str) -> Generator[None, None, str]:
     if char != '"':
-        raise unexpected(text, char, what)
+        raise unexpected_error(text, char, what)
     pieces: list[str] = []
     yield from read_string(text, pieces.append)
     return str(json.loads("".join(pieces)))
 
 
-Follow = Callable[[Text], Generator[None, None, bool]]
+Follow = Callable[[CallText], Generator[None, None, bool]]
 """Reads what follows the last call of a block: True for another call. Raises MalformedError."""
 
 
 def read_objects(
-    out: Output,
+    out: ParsedOutput,
     recover: Recover,
     *,
     lead: str = "",
@@ -269,7 +269,7 @@ def read_objects(
                 return
 
             if char != "]":
-                raise unexpected(text, char, "a comma or ]")
+                raise unexpected_error(text, char, "a comma or ]")
 
             text.take_next()
             in_list = False

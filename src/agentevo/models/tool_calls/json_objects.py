@@ -11,8 +11,8 @@ from collections.abc import Generator
 from functools import partial
 
 from agentevo.models.tool_calls.json_notation import FIRST_KEYS, read_objects
-from agentevo.models.tool_calls.output import Output, skip
-from agentevo.models.tool_calls.text import Marks, Text, Wait, marks
+from agentevo.models.tool_calls.output import ParsedOutput, skip
+from agentevo.models.tool_calls.text import CallText, Marks, Wait, marks
 
 FENCE = "```"
 OBJECT = rf"\{{(?=\s*(?:{'|'.join(FIRST_KEYS)}|\"?\Z))"
@@ -21,7 +21,7 @@ LIST = rf"\[(?=\s*(?:{OBJECT}|\Z))"
 _BARE = Marks(("```json",), (OBJECT, LIST))
 
 
-def read_blocks(begin: str, end: str, out: Output) -> Wait:
+def read_blocks(begin: str, end: str, out: ParsedOutput) -> Wait:
     """Reads the text to its end."""
     text = out.text
     recover = skip(through=(end,), before=(begin,))
@@ -31,7 +31,7 @@ def read_blocks(begin: str, end: str, out: Output) -> Wait:
         yield from read_objects(out, recover, lead=lead, follow=follow)
 
 
-def _block_goes_on(begin: str, end: str, text: Text) -> Generator[None, None, bool]:
+def _block_goes_on(begin: str, end: str, text: CallText) -> Generator[None, None, bool]:
     """Whether another object follows in the same block. Its end may be missing at the end of the
     text and before the next block."""
     yield from text.skip_space()
@@ -43,7 +43,7 @@ def _block_goes_on(begin: str, end: str, text: Text) -> Generator[None, None, bo
     return mark == "{"
 
 
-def read_json(out: Output) -> Wait:
+def read_json(out: ParsedOutput) -> Wait:
     """Reads the text to its end."""
     text = out.text
     while mark := (yield from text.until(_BARE, out.content)):
@@ -58,7 +58,7 @@ def read_json(out: Output) -> Wait:
             yield from _end_fence(text)
 
 
-def _end_fence(text: Text) -> Wait:
+def _end_fence(text: CallText) -> Wait:
     yield from text.skip_space()
     if (yield from text.starts_with(FENCE)):
         text.take_next(len(FENCE))

@@ -15,9 +15,9 @@ from functools import partial
 
 from agentevo.models.tool_calls.json_notation import read_objects
 from agentevo.models.tool_calls.json_objects import OBJECT
-from agentevo.models.tool_calls.output import OpenCall, Output, Recover, read_call, skip
+from agentevo.models.tool_calls.output import OpenCall, ParsedOutput, Recover, read_call, skip
 from agentevo.models.tool_calls.python_notation import read_expression
-from agentevo.models.tool_calls.text import Marks, Text, Wait
+from agentevo.models.tool_calls.text import CallText, Marks, Wait
 
 PYTHON_TAG = "<|python_tag|>"
 ENDS = {"<|python_start|>": "<|python_end|>", "<|tool_call_start|>": "<|tool_call_end|>"}
@@ -27,17 +27,17 @@ _LLAMA = Marks(BEGINS, (OBJECT, EXPRESSIONS))
 _PYTHONIC = Marks(BEGINS, (EXPRESSIONS,))
 
 
-def read_llama(out: Output) -> Wait:
+def read_llama(out: ParsedOutput) -> Wait:
     """Reads the text to its end."""
     yield from _read(out, _LLAMA)
 
 
-def read_pythonic(out: Output) -> Wait:
+def read_pythonic(out: ParsedOutput) -> Wait:
     """Reads the text to its end."""
     yield from _read(out, _PYTHONIC)
 
 
-def _read(out: Output, wanted: Marks) -> Wait:
+def _read(out: ParsedOutput, wanted: Marks) -> Wait:
     text = out.text
     while mark := (yield from text.until(wanted, out.content)):
         if mark in BEGINS:
@@ -50,7 +50,7 @@ def _read(out: Output, wanted: Marks) -> Wait:
             yield from _read_separated(out)
 
 
-def _read_separated(out: Output) -> Wait:
+def _read_separated(out: ParsedOutput) -> Wait:
     """Reads the objects that follow one another with a semicolon between them."""
     text = out.text
     while True:
@@ -68,7 +68,7 @@ def _read_separated(out: Output) -> Wait:
             return
 
 
-def _read_marked(out: Output, mark: str) -> Wait:
+def _read_marked(out: ParsedOutput, mark: str) -> Wait:
     text = out.text
     end = ENDS.get(mark, "")
     recover = skip(through=(end,) if end else (), before=BEGINS)
@@ -88,7 +88,7 @@ def _read_marked(out: Output, mark: str) -> Wait:
         yield from _skip_end(out, end)
 
 
-def _skip_end(out: Output, end: str) -> Wait:
+def _skip_end(out: ParsedOutput, end: str) -> Wait:
     space = yield from out.text.skip_space()
     if (yield from out.text.starts_with(end)):
         out.text.take_next(len(end))
@@ -97,7 +97,9 @@ def _skip_end(out: Output, end: str) -> Wait:
         out.content(space)
 
 
-def _read_expressions(out: Output, recover: Recover, *, lead: str = "", bare: bool = False) -> Wait:
+def _read_expressions(
+    out: ParsedOutput, recover: Recover, *, lead: str = "", bare: bool = False
+) -> Wait:
     text = out.text
     first = True
     separator = ""
@@ -117,7 +119,7 @@ def _read_expressions(out: Output, recover: Recover, *, lead: str = "", bare: bo
         lead = separator
 
 
-def _separator(text: Text) -> Generator[None, None, str]:
+def _separator(text: CallText) -> Generator[None, None, str]:
     """Takes the comma before the next call of a list, or the list's end, for which it is ""."""
     yield from text.skip_space()
     char = yield from text.peek()

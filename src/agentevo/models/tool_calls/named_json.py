@@ -14,7 +14,7 @@ import re
 from functools import partial
 
 from agentevo.models.tool_calls.json_notation import checked_name, read_arguments, read_objects
-from agentevo.models.tool_calls.output import OpenCall, Output, read_call, skip
+from agentevo.models.tool_calls.output import OpenCall, ParsedOutput, read_call, skip
 from agentevo.models.tool_calls.text import Wait, marks
 
 TOOL_CALLS = "[TOOL_CALLS]"
@@ -22,7 +22,7 @@ ARGS = "[ARGS]"
 CALL_ID = "[CALL_ID]"
 
 
-def read_mistral(out: Output) -> Wait:
+def read_mistral(out: ParsedOutput) -> Wait:
     """Reads the text to its end."""
     text = out.text
     recover = skip(before=(TOOL_CALLS,))
@@ -34,10 +34,10 @@ def read_mistral(out: Output) -> Wait:
             yield from read_call(out, partial(_mistral_call, out), recover, lead=lead)
 
 
-def _mistral_call(out: Output, call: OpenCall) -> Wait:
+def _mistral_call(out: ParsedOutput, call: OpenCall) -> Wait:
     text = out.text
     name, mark = yield from text.collect("a call", ARGS, CALL_ID, "{", TOOL_CALLS)
-    call.named(checked_name(text, name.strip()))
+    call.set_name(checked_name(text, name.strip()))
 
     if mark == CALL_ID:
         _, mark = yield from text.collect("a call", ARGS, TOOL_CALLS)
@@ -55,7 +55,7 @@ SEP = "<｜tool▁sep｜>"
 FENCE = "```"
 
 
-def read_deepseek(out: Output) -> Wait:
+def read_deepseek(out: ParsedOutput) -> Wait:
     """Reads the text to its end."""
     text = out.text
     recover = skip(through=(CALL_END,), before=(CALL_BEGIN, CALLS_END))
@@ -67,7 +67,7 @@ def read_deepseek(out: Output) -> Wait:
             yield from read_call(out, partial(_deepseek_call, out), recover, lead=mark)
 
 
-def _deepseek_call(out: Output, call: OpenCall) -> Wait:
+def _deepseek_call(out: ParsedOutput, call: OpenCall) -> Wait:
     text = out.text
     name, mark = yield from text.collect("a call", SEP, CALL_END, CALL_BEGIN, CALLS_END)
     if mark == SEP:
@@ -79,7 +79,7 @@ def _deepseek_call(out: Output, call: OpenCall) -> Wait:
                 "a call", "\n", FENCE, "{", CALL_END, CALL_BEGIN, CALLS_BEGIN, CALLS_END
             )
 
-    call.named(checked_name(text, name.strip()))
+    call.set_name(checked_name(text, name.strip()))
     yield from text.skip_space()
     yield from _skip_fence(out)
     yield from read_arguments(text, call)
@@ -88,20 +88,20 @@ def _deepseek_call(out: Output, call: OpenCall) -> Wait:
     yield from _end(out, CALL_END, CALL_BEGIN, CALLS_END)
 
 
-def _checked_kind(out: Output, kind: str) -> None:
+def _checked_kind(out: ParsedOutput, kind: str) -> None:
     """What stands in a name's place where the name comes later."""
     if kind.strip() != "function":
         raise out.text.broken(f"it is a call of the type {kind[:20]!r}, not function")
 
 
-def _skip_fence(out: Output) -> Wait:
+def _skip_fence(out: ParsedOutput) -> Wait:
     for mark in (FENCE, "json"):
         if (yield from out.text.starts_with(mark)):
             out.text.take_next(len(mark))
     yield from out.text.skip_space()
 
 
-def _end(out: Output, end: str, *others: str) -> Wait:
+def _end(out: ParsedOutput, end: str, *others: str) -> Wait:
     """Takes the mark that ends a call, which may be missing at the end of the text and before
     another mark."""
     text = out.text
@@ -123,7 +123,7 @@ KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
 _KIMI_ID = re.compile(r"(?:functions\.)?(.*?)(?::\d+)?", re.DOTALL)
 
 
-def read_kimi(out: Output) -> Wait:
+def read_kimi(out: ParsedOutput) -> Wait:
     """Reads the text to its end."""
     text = out.text
     recover = skip(through=(KIMI_END,), before=(KIMI_BEGIN, *SECTIONS))
@@ -135,7 +135,7 @@ def read_kimi(out: Output) -> Wait:
             yield from read_call(out, partial(_kimi_call, out), recover, lead=mark)
 
 
-def _kimi_call(out: Output, call: OpenCall) -> Wait:
+def _kimi_call(out: ParsedOutput, call: OpenCall) -> Wait:
     text = out.text
     identity, mark = yield from text.collect(
         "a call", KIMI_ARGUMENTS, KIMI_END, KIMI_BEGIN, *SECTIONS
@@ -143,7 +143,7 @@ def _kimi_call(out: Output, call: OpenCall) -> Wait:
     match = _KIMI_ID.fullmatch(identity.strip())
     assert match is not None
 
-    call.named(checked_name(text, match.group(1)))
+    call.set_name(checked_name(text, match.group(1)))
     if mark == KIMI_ARGUMENTS:
         text.take_next(len(mark))
 

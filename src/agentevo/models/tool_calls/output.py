@@ -21,7 +21,7 @@ from agentevo.models.tool_calls.parsed import (
     MalformedCall,
     ReasoningDelta,
 )
-from agentevo.models.tool_calls.text import MalformedError, Text, Wait, ignore, marks
+from agentevo.models.tool_calls.text import CallText, MalformedError, Wait, ignore, marks
 from agentevo.types import ToolCall
 
 PARAGRAPH = "\n\n"
@@ -70,10 +70,10 @@ class Prose:
         return "" if self._cut else "".join(self._space)
 
 
-class Output:
+class ParsedOutput:
     """Collects deltas. `types` are the tools' parameters, for notations that write values bare."""
 
-    def __init__(self, text: Text, types: ParameterTypes) -> None:
+    def __init__(self, text: CallText, types: ParameterTypes) -> None:
         self.text = text
         self.types = types
         self.num_calls = 0
@@ -149,7 +149,7 @@ class OpenCall:
     shown themselves; before that, what breaks is content.
     """
 
-    def __init__(self, out: Output, bare: bool) -> None:
+    def __init__(self, out: ParsedOutput, bare: bool) -> None:
         self._out = out
         self._bare = bare
         self.name = ""
@@ -162,7 +162,7 @@ class OpenCall:
     def is_call(self) -> bool:
         return not self._bare or self._index is not None
 
-    def named(self, name: str) -> None:
+    def set_name(self, name: str) -> None:
         self.name = name
         if self._pieces or not self._bare:
             self._start()
@@ -195,7 +195,7 @@ class OpenCall:
         self._out.add(CallFailed(self._index, MalformedCall(text, problem, self.name)))
 
 
-Recover = Callable[[Text], Wait]
+Recover = Callable[[CallText], Wait]
 """Reads what is left of a call that broke."""
 
 
@@ -203,7 +203,7 @@ def skip(through: tuple[str, ...] = (), before: tuple[str, ...] = ()) -> Recover
     """A broken call goes on to the end of the first mark of `through` or the beginning of the first
     mark of `before`; where none comes, to the end of the text."""
 
-    def recover(text: Text) -> Wait:
+    def recover(text: CallText) -> Wait:
         mark = yield from text.until(marks(*through, *before), ignore)
         if mark in through:
             text.take_next(len(mark))
@@ -212,7 +212,7 @@ def skip(through: tuple[str, ...] = (), before: tuple[str, ...] = ()) -> Recover
 
 
 def read_call(
-    out: Output,
+    out: ParsedOutput,
     body: Callable[[OpenCall], Wait],
     recover: Recover,
     *,

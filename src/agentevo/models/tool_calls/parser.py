@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentevo.models.tool_calls.harmony import read_harmony
-from agentevo.models.tool_calls.output import Output
+from agentevo.models.tool_calls.output import ParsedOutput
 from agentevo.models.tool_calls.parameters import ParameterTypes
 from agentevo.models.tool_calls.parsed import Delta, Parsed
-from agentevo.models.tool_calls.text import Marks, Text, Wait, marks
+from agentevo.models.tool_calls.text import CallText, Marks, Wait, marks
 
 THOUGHTS = {
     "<think>": "</think>",
@@ -31,7 +31,7 @@ THOUGHTS = {
 HARMONY = "harmony"
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas in OpenAI's form."""
-Read = Callable[[Output], Wait]
+Read = Callable[[ParsedOutput], Wait]
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class StreamingParse:
     def __init__(
         self, parser: ToolCallParser, *, opening: str, tools: Tools | None, calls: bool
     ) -> None:
-        self._text = Text()
-        self._out = Output(self._text, ParameterTypes(tools))
+        self._text = CallText()
+        self._out = ParsedOutput(self._text, ParameterTypes(tools))
         self._reading = _read(parser, self._out, calls)
         self._done = False
         if opening.rstrip().endswith((*parser.thoughts, "<|message|>")):
@@ -98,7 +98,7 @@ class StreamingParse:
             self._done = next(self._reading, True) is True
 
 
-def _read(parser: ToolCallParser, out: Output, calls: bool) -> Generator[None, None, None]:
+def _read(parser: ToolCallParser, out: ParsedOutput, calls: bool) -> Generator[None, None, None]:
     if parser.name == HARMONY:
         yield from read_harmony(out, calls=calls)
     else:
@@ -107,11 +107,11 @@ def _read(parser: ToolCallParser, out: Output, calls: bool) -> Generator[None, N
     out.finish()
 
 
-def _read_content(out: Output) -> Wait:
+def _read_content(out: ParsedOutput) -> Wait:
     yield from out.text.until(Marks(()), out.content)
 
 
-def _read_thoughts(out: Output, begins: tuple[str, ...]) -> Wait:
+def _read_thoughts(out: ParsedOutput, begins: tuple[str, ...]) -> Wait:
     """Reads the thoughts at the beginning of the text. One without an end goes on to the end."""
     text = out.text
     while True:

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Generator
 
 from agentevo.models.tool_calls.json_notation import checked_name, read_word
-from agentevo.models.tool_calls.output import OpenCall, Output
+from agentevo.models.tool_calls.output import OpenCall, ParsedOutput
 from agentevo.models.tool_calls.parameters import json_text
-from agentevo.models.tool_calls.text import Emit, MalformedError, Text, Wait
+from agentevo.models.tool_calls.text import CallText, Emit, MalformedError, Wait
 
 MAX_DEPTH = 64
 """Lists and dictionaries within one another."""
@@ -32,7 +32,7 @@ _ESCAPES = {
 _HEXADECIMAL = {"x": 2, "u": 4, "U": 8}
 
 
-def read_expression(out: Output, call: OpenCall, *, method: str = "") -> Wait:
+def read_expression(out: ParsedOutput, call: OpenCall, *, method: str = "") -> Wait:
     """Takes a call. With `method` its name ends in that, which does not belong to it."""
     text = out.text
     name = yield from read_word(text)
@@ -41,7 +41,7 @@ def read_expression(out: Output, call: OpenCall, *, method: str = "") -> Wait:
 
     text.take_next(len(name))
     yield from _take(text, "(")
-    call.named(checked_name(text, name.removesuffix(method)))
+    call.set_name(checked_name(text, name.removesuffix(method)))
     seen: set[str] = set()
     yield from text.skip_space()
 
@@ -72,21 +72,21 @@ def read_expression(out: Output, call: OpenCall, *, method: str = "") -> Wait:
     call.arguments("}" if seen else "{}")
 
 
-def _take(text: Text, wanted: str) -> Wait:
+def _take(text: CallText, wanted: str) -> Wait:
     yield from text.skip_space()
     char = yield from text.peek()
     if char != wanted:
-        raise _unexpected(text, char, wanted)
+        raise _unexpected_error(text, char, wanted)
     text.take_next()
 
 
-def _unexpected(text: Text, char: str, wanted: str) -> MalformedError:
+def _unexpected_error(text: CallText, char: str, wanted: str) -> MalformedError:
     if not char:
         return text.broken("the text ends inside the call")
     return text.broken(f"it needs {wanted}, not {char!r}")
 
 
-def read_literal(text: Text, emit: Emit, depth: int = 0) -> Wait:
+def read_literal(text: CallText, emit: Emit, depth: int = 0) -> Wait:
     """Takes a value; `emit` gets it as JSON."""
     if depth == MAX_DEPTH:
         raise text.broken(f"its arguments are nested deeper than {MAX_DEPTH} levels")
@@ -106,18 +106,18 @@ def read_literal(text: Text, emit: Emit, depth: int = 0) -> Wait:
         word = yield from read_word(text)
         value = _WORDS.get(word) or _number(word)
         if value is None:
-            raise _unexpected(text, char, "a value")
+            raise _unexpected_error(text, char, "a value")
         text.take_next(len(word))
         emit(value)
 
 
-def _read_list(text: Text, emit: Emit, depth: int) -> Wait:
+def _read_list(text: CallText, emit: Emit, depth: int) -> Wait:
     emit("[")
     yield from _read_items(text, "]", emit, depth)
     emit("]")
 
 
-def _read_items(text: Text, end: str, emit: Emit, depth: int) -> Generator[None, None, bool]:
+def _read_items(text: CallText, end: str, emit: Emit, depth: int) -> Generator[None, None, bool]:
     """Takes a list with its brackets. True where it is empty or has a comma."""
     text.take_next()
     yield from text.skip_space()
@@ -141,7 +141,7 @@ def _read_items(text: Text, end: str, emit: Emit, depth: int) -> Generator[None,
     return not size or commas > 0
 
 
-def _read_dictionary(text: Text, emit: Emit, depth: int) -> Wait:
+def _read_dictionary(text: CallText, emit: Emit, depth: int) -> Wait:
     text.take_next()
     emit("{")
     yield from text.skip_space()
@@ -149,7 +149,7 @@ def _read_dictionary(text: Text, emit: Emit, depth: int) -> Wait:
     size = 0
     while (char := (yield from text.peek())) != "}":
         if char not in ("'", '"'):
-            raise _unexpected(text, char, "a text as the key")
+            raise _unexpected_error(text, char, "a text as the key")
 
         emit((", " if size else "") + json_text((yield from _read_text(text, char))) + ": ")
         size += 1
@@ -182,7 +182,7 @@ def _number(word: str) -> str | None:
         return None
 
 
-def _read_text(text: Text, quote: str) -> Generator[None, None, str]:
+def _read_text(text: CallText, quote: str) -> Generator[None, None, str]:
     """Takes a text in quotes, one or three on either side."""
     text.take_next()
     end = quote
@@ -210,7 +210,7 @@ def _read_text(text: Text, quote: str) -> Generator[None, None, str]:
             pieces.append(text.take_next())
 
 
-def _read_escape(text: Text) -> Generator[None, None, str]:
+def _read_escape(text: CallText) -> Generator[None, None, str]:
     text.take_next()
     char = yield from text.peek()
     if not char:
@@ -234,7 +234,7 @@ def _read_escape(text: Text) -> Generator[None, None, str]:
     return chr(int(digits, 16))
 
 
-def _read_digits(text: Text, size: int, known: str) -> Generator[None, None, str]:
+def _read_digits(text: CallText, size: int, known: str) -> Generator[None, None, str]:
     digits = ""
     while len(digits) < size:
         char = yield from text.peek()

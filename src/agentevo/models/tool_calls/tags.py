@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from agentevo.models.tool_calls.json_notation import checked_name
-from agentevo.models.tool_calls.output import OpenCall, Output, read_call, skip
+from agentevo.models.tool_calls.output import OpenCall, ParsedOutput, read_call, skip
 from agentevo.models.tool_calls.parameters import json_text
 from agentevo.models.tool_calls.text import MalformedError, Wait, marks
 
@@ -29,7 +29,7 @@ _BLOCK_END = "</tool_call>"
 class _Arguments:
     """Puts a call's arguments together as JSON."""
 
-    def __init__(self, out: Output, call: OpenCall) -> None:
+    def __init__(self, out: ParsedOutput, call: OpenCall) -> None:
         self._out = out
         self._call = call
         self._seen: set[str] = set()
@@ -48,7 +48,7 @@ class _Arguments:
         self._call.arguments("}" if self._seen else "{}")
 
 
-def read_qwen_coder(out: Output) -> Wait:
+def read_qwen_coder(out: ParsedOutput) -> Wait:
     """Reads the text to its end. The outer tags may be missing."""
     text = out.text
     recover = skip(through=(_BLOCK_END,), before=(_BLOCK,))
@@ -61,11 +61,11 @@ def read_qwen_coder(out: Output) -> Wait:
         )
 
 
-def _qwen_coder_call(out: Output, call: OpenCall, *, in_block: bool) -> Wait:
+def _qwen_coder_call(out: ParsedOutput, call: OpenCall, *, in_block: bool) -> Wait:
     text = out.text
     arguments = _Arguments(out, call)
     yield from _take(out, "<function=")
-    call.named(checked_name(text, (yield from _up_to(out, ">")).strip()))
+    call.set_name(checked_name(text, (yield from _up_to(out, ">")).strip()))
 
     while True:
         yield from text.skip_space()
@@ -80,7 +80,7 @@ def _qwen_coder_call(out: Output, call: OpenCall, *, in_block: bool) -> Wait:
         arguments.add(key.strip(), value.removeprefix("\n").removesuffix("\n"))
 
     if not mark:
-        raise _unexpected(out, "<parameter=...> or </function>")
+        raise _unexpected_error(out, "<parameter=...> or </function>")
 
     arguments.end()
     if in_block:
@@ -89,7 +89,7 @@ def _qwen_coder_call(out: Output, call: OpenCall, *, in_block: bool) -> Wait:
             text.take_next(len(_BLOCK_END))
 
 
-def read_glm(out: Output) -> Wait:
+def read_glm(out: ParsedOutput) -> Wait:
     """Reads the text to its end."""
     text = out.text
     recover = skip(through=(_BLOCK_END,), before=(_BLOCK,))
@@ -98,12 +98,12 @@ def read_glm(out: Output) -> Wait:
         yield from read_call(out, partial(_glm_call, out), recover, lead=lead)
 
 
-def _glm_call(out: Output, call: OpenCall) -> Wait:
+def _glm_call(out: ParsedOutput, call: OpenCall) -> Wait:
     text = out.text
     arguments = _Arguments(out, call)
     yield from text.skip_space()
     name, _ = yield from text.collect("a call", "\n", "<arg_key>", _BLOCK_END, _BLOCK)
-    call.named(checked_name(text, name.strip()))
+    call.set_name(checked_name(text, name.strip()))
 
     while True:
         yield from text.skip_space()
@@ -118,7 +118,7 @@ def _glm_call(out: Output, call: OpenCall) -> Wait:
         arguments.add(key.strip(), (yield from _up_to(out, "</arg_value>")))
 
     if not mark:
-        raise _unexpected(out, f"<arg_key> or {_BLOCK_END}")
+        raise _unexpected_error(out, f"<arg_key> or {_BLOCK_END}")
 
     arguments.end()
 
@@ -130,7 +130,7 @@ class Invocations:
     prefix: str
     wrappers: tuple[str, ...]
 
-    def read(self, out: Output) -> Wait:
+    def read(self, out: ParsedOutput) -> Wait:
         """Reads the text to its end. A wrapper counts where an invocation follows."""
         text = out.text
         invoke = f"<{self.prefix}invoke"
@@ -147,7 +147,7 @@ class Invocations:
             yield from read_call(out, partial(self._call, out), recover, lead=lead)
             yield from self._skip_wrapper_end(out)
 
-    def _skip_wrapper_end(self, out: Output) -> Wait:
+    def _skip_wrapper_end(self, out: ParsedOutput) -> Wait:
         space = yield from out.text.skip_space()
         mark = yield from out.text.starts_with(*(f"</{name}>" for name in self.wrappers))
         out.text.take_next(len(mark))
@@ -155,13 +155,13 @@ class Invocations:
         if mark:
             out.cut()
 
-    def _call(self, out: Output, call: OpenCall) -> Wait:
+    def _call(self, out: ParsedOutput, call: OpenCall) -> Wait:
         text = out.text
         arguments = _Arguments(out, call)
         parameter = f"<{self.prefix}parameter"
         end = f"</{self.prefix}invoke>"
         yield from _take(out, f"<{self.prefix}invoke")
-        call.named(checked_name(text, self._name(out, (yield from _up_to(out, ">")))))
+        call.set_name(checked_name(text, self._name(out, (yield from _up_to(out, ">")))))
 
         while True:
             yield from text.skip_space()
@@ -178,12 +178,12 @@ class Invocations:
             arguments.add(key, value, is_text=is_text)
 
         if not mark:
-            raise _unexpected(out, f"{parameter} ...> or {end}")
+            raise _unexpected_error(out, f"{parameter} ...> or {end}")
 
         arguments.end()
 
     @staticmethod
-    def _name(out: Output, attributes: str) -> str:
+    def _name(out: ParsedOutput, attributes: str) -> str:
         match = re.search(r"""\bname\s*=\s*(?:"([^"]*)"|'([^']*)')""", attributes)
         if match is None:
             raise out.text.broken('it needs name="..." in its tag')
@@ -194,21 +194,21 @@ XML = Invocations("", ("function_calls", "tool_calls", "minimax:tool_call"))
 DSML = Invocations("｜DSML｜", ("｜DSML｜function_calls", "｜DSML｜tool_calls"))
 
 
-def _up_to(out: Output, end: str) -> Generator[None, None, str]:
+def _up_to(out: ParsedOutput, end: str) -> Generator[None, None, str]:
     """The text before `end`, which is taken as well."""
     value, mark = yield from out.text.collect("a call", end)
     out.text.take_next(len(mark))
     return value
 
 
-def _take(out: Output, wanted: str) -> Wait:
+def _take(out: ParsedOutput, wanted: str) -> Wait:
     yield from out.text.skip_space()
     if not (yield from out.text.starts_with(wanted)):
-        raise _unexpected(out, wanted)
+        raise _unexpected_error(out, wanted)
     out.text.take_next(len(wanted))
 
 
-def _unexpected(out: Output, wanted: str) -> MalformedError:
+def _unexpected_error(out: ParsedOutput, wanted: str) -> MalformedError:
     text = out.text
     if text.at >= len(text.buffer):
         return text.broken("the text ends inside the call")

@@ -60,7 +60,7 @@ def marks(*strings: str) -> Marks:
     return Marks(strings)
 
 
-class Text:
+class CallText:
     """See the module."""
 
     def __init__(self) -> None:

@@ -65,7 +65,7 @@ def write_all(handle: int, content: bytes) -> None:
         view = view[os.write(handle, view) :]
 
 
-def clipped(text: str, longest: int) -> str:
+def clip(text: str, longest: int) -> str:
     """Head and tail of a text that is longer than that."""
     if len(text) <= longest:
         return text

@@ -133,7 +133,7 @@ class Interpreter:
                 "traceback": "",
             }
         except BaseException as raised:  # noqa: BLE001 (the code may raise anything)
-            error = _described(raised)
+            error = _describe_error(raised)
 
         for stream in (sys.stdout, sys.stderr):
             try:
@@ -161,7 +161,7 @@ class Interpreter:
             return None
 
         self._names["_"] = value
-        return frames.clipped(str(repr(value)), self._limit)
+        return frames.clip(str(repr(value)), self._limit)
 
 
 def _work_folder() -> str:
@@ -172,7 +172,7 @@ def _raise_timeout(number: int, frame: FrameType | None) -> None:
     raise Timeout
 
 
-def _described(error: BaseException) -> dict[str, str]:
+def _describe_error(error: BaseException) -> dict[str, str]:
     try:
         message = str(error)
     except BaseException:  # noqa: BLE001 (`__str__` may raise anything)
@@ -186,9 +186,9 @@ def _described(error: BaseException) -> dict[str, str]:
         lines = ""
 
     return {
-        "type": frames.clipped(type(error).__name__, 200),
-        "message": frames.clipped(message, LONGEST_MESSAGE),
-        "traceback": frames.clipped(lines, LONGEST_TRACEBACK),
+        "type": frames.clip(type(error).__name__, 200),
+        "message": frames.clip(message, LONGEST_MESSAGE),
+        "traceback": frames.clip(lines, LONGEST_TRACEBACK),
     }
 
 

@@ -40,7 +40,7 @@ _PR_SET_PDEATHSIG = 1
 MIB = 2**20
 
 
-class Output:
+class ProgramOutput:
     """Head and tail of a stream."""
 
     def __init__(self, handle: int, limit: int) -> None:
@@ -86,10 +86,12 @@ class Output:
         return text
 
 
-class Child:
+class SandboxedChild:
     """A process of the code's: the interpreter, or a program."""
 
-    def __init__(self, pid: int, outputs: tuple[Output, Output], control: int | None) -> None:
+    def __init__(
+        self, pid: int, outputs: tuple[ProgramOutput, ProgramOutput], control: int | None
+    ) -> None:
         self.pid = pid
         self.outputs = outputs
         self.control = control
@@ -102,13 +104,13 @@ class Child:
                 os.close(handle)
 
 
-class Supervisor:
+class SandboxSupervisor:
     """See the module."""
 
     def __init__(self, host: int) -> None:
         self._host = host
         self._incoming = frames.Frames(2**31)
-        self._interpreter: Child | None = None
+        self._interpreter: SandboxedChild | None = None
         self._has_died = False
         self._settings = self._wait_for_host()
 
@@ -128,7 +130,7 @@ class Supervisor:
 
             try:
                 reply = getattr(self, f"_do_{request['do']}")(request)
-            except work_folder.Refused as refusal:
+            except work_folder.RefusedFile as refusal:
                 reply = {"refused": str(refusal)}
             except OSError as error:
                 reply = {"refused": f"{error.strerror or error}"}
@@ -156,7 +158,7 @@ class Supervisor:
             self._write_control(child, {key: request[key] for key in keys})
             ended = self._attend(child, request["deadline_s"] + GRACE_S, request["id"])
         except frames.BadFrame as error:
-            ended = _failed("ProtocolViolation", f"the interpreter sent {error}, and was ended")
+            ended = _failure("ProtocolViolation", f"the interpreter sent {error}, and was ended")
         except ConnectionError:
             ended = self._how_it_died(child)
 
@@ -177,7 +179,7 @@ class Supervisor:
             "stderr": stderr,
             "value": ended.get("value"),
             "error": ended["error"],
-            "files": self._folder.changed(before),
+            "files": self._folder.list_changed(before),
             "is_alive": is_alive,
             "is_new": is_new,
         }
@@ -199,7 +201,7 @@ class Supervisor:
             ]
 
         try:
-            stdin = self._folder.unlinked(base64.b64decode(request["stdin"]))
+            stdin = self._folder.open_unlinked(base64.b64decode(request["stdin"]))
         except OSError as error:
             reason = f"stdin can't be written into the work folder: {error.strerror}"
             return {
@@ -207,7 +209,7 @@ class Supervisor:
                 "stderr": "",
                 "exit_code": None,
                 "files": [],
-                **_failed("DiskFull", reason),
+                **_failure("DiskFull", reason),
             }
 
         try:
@@ -227,7 +229,7 @@ class Supervisor:
             "stderr": stderr,
             "exit_code": ended.get("exit_code"),
             "error": ended["error"],
-            "files": self._folder.changed(before),
+            "files": self._folder.list_changed(before),
         }
 
     def _do_files(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -240,7 +242,7 @@ class Supervisor:
         self._folder.write(request["path"], base64.b64decode(request["content"]))
         return {}
 
-    def _attend(self, child: Child, deadline_s: float, request_id: int) -> dict[str, Any]:
+    def _attend(self, child: SandboxedChild, deadline_s: float, request_id: int) -> dict[str, Any]:
         """Until the child has ended, or has done what it was asked, or the time is over."""
         until = time.monotonic() + deadline_s
         with selectors.DefaultSelector() as ready:
@@ -253,7 +255,7 @@ class Supervisor:
 
             while (left := until - time.monotonic()) > 0:
                 for key, _ in ready.select(min(left, 0.01 if child.control is None else LOOK_S)):
-                    if isinstance(key.data, Output):
+                    if isinstance(key.data, ProgramOutput):
                         if not key.data.read():
                             ready.unregister(key.fileobj)
                     elif key.data == "host":
@@ -267,9 +269,9 @@ class Supervisor:
                 if child.status is not None:
                     return self._how_it_died(child)
 
-        return _failed("Timeout", f"it has run for {deadline_s:g} s and was killed")
+        return _failure("Timeout", f"it has run for {deadline_s:g} s and was killed")
 
-    def _hear(self, child: Child, request_id: int) -> dict[str, Any] | None:
+    def _hear(self, child: SandboxedChild, request_id: int) -> dict[str, Any] | None:
         """A message of the interpreter's: its result, which ends the call, or a tool's call."""
         assert child.control is not None
         try:
@@ -295,13 +297,13 @@ class Supervisor:
 
         return None
 
-    def _pass_answer(self, child: Child) -> None:
+    def _pass_answer(self, child: SandboxedChild) -> None:
         answer = self._wait_for_host()
         if answer["do"] != "answer":
             raise frames.BadFrame("a request while another one is under way")
         self._write_control(child, {k: v for k, v in answer.items() if k != "do"})
 
-    def _write_control(self, child: Child, message: dict[str, Any]) -> None:
+    def _write_control(self, child: SandboxedChild, message: dict[str, Any]) -> None:
         """The interpreter may not read: it is given up then, as one that sends what is wrong."""
         assert child.control is not None
 
@@ -315,7 +317,7 @@ class Supervisor:
                     raise frames.BadFrame("nothing, and does not read what it is sent") from None
                 time.sleep(0.001)
 
-    def _how_it_died(self, child: Child) -> dict[str, Any]:
+    def _how_it_died(self, child: SandboxedChild) -> dict[str, Any]:
         until = time.monotonic() + GRACE_S
         while child.status is None and time.monotonic() < until:
             self._reap(child)
@@ -324,7 +326,7 @@ class Supervisor:
         if child.control is None and child.status is not None:
             return {"exit_code": os.waitstatus_to_exitcode(child.status), "error": None}
         if child.status is None:
-            return _failed("ProtocolViolation", "the interpreter closed its connection")
+            return _failure("ProtocolViolation", "the interpreter closed its connection")
 
         code = os.waitstatus_to_exitcode(child.status)
         known = -code in set(signal.Signals)
@@ -332,9 +334,9 @@ class Supervisor:
         if known:
             how = signal.Signals(-code).name
 
-        return _failed("InterpreterDied", f"the interpreter ended with {how}")
+        return _failure("InterpreterDied", f"the interpreter ended with {how}")
 
-    def _start_interpreter(self) -> Child:
+    def _start_interpreter(self) -> SandboxedChild:
         ours, theirs = socket.socketpair()
         with theirs:
             ours.setblocking(False)
@@ -350,7 +352,7 @@ class Supervisor:
         stdin: int,
         argv: list[str] | None = None,
         control: tuple[int, int] | None = None,
-    ) -> Child:
+    ) -> SandboxedChild:
         """A program with `argv`, or the interpreter, with both ends of its socket."""
         out = os.pipe()
         err = os.pipe()
@@ -364,8 +366,8 @@ class Supervisor:
             os.set_blocking(handle, False)
 
         limit = self._settings["output_kib"] * 1024
-        outputs = (Output(out[0], limit), Output(err[0], limit))
-        return Child(pid, outputs, None if control is None else control[0])
+        outputs = (ProgramOutput(out[0], limit), ProgramOutput(err[0], limit))
+        return SandboxedChild(pid, outputs, None if control is None else control[0])
 
     def _be_child(
         self, stdin: int, out: int, err: int, argv: list[str] | None, control: int | None
@@ -404,7 +406,7 @@ class Supervisor:
             self._interpreter.close()
             self._interpreter = None
 
-    def _kill_all(self, child: Child) -> None:
+    def _kill_all(self, child: SandboxedChild) -> None:
         """Ends all that runs in the sandbox but us."""
         everybody = -1 if self._settings["is_alone"] else -child.pid
         until = time.monotonic() + KILLING_S
@@ -420,7 +422,7 @@ class Supervisor:
             self._reap(child)
             time.sleep(0.001)
 
-    def _reap(self, child: Child | None = None) -> None:
+    def _reap(self, child: SandboxedChild | None = None) -> None:
         """Buries the dead, whoever they belonged to."""
         child = child or self._interpreter
         with contextlib.suppress(ChildProcessError):
@@ -499,9 +501,9 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
-def _failed(kind: str, message: str) -> dict[str, Any]:
+def _failure(kind: str, message: str) -> dict[str, Any]:
     return {"error": {"type": kind, "message": message, "traceback": ""}}
 
 
 if __name__ == "__main__":
-    Supervisor(0).serve()
+    SandboxSupervisor(0).serve()

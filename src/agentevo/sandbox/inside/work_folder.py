@@ -12,7 +12,7 @@ HIDDEN = ".tmp"
 LONGEST_PATH = 1024
 
 
-class Refused(Exception):
+class RefusedFile(Exception):
     """A path or a file that is none of the sandbox's."""
 
 
@@ -51,7 +51,7 @@ class WorkFolder:
     def sizes(self) -> dict[str, int]:
         return {path: facts[0] for path, facts in sorted(self.snapshot().items())}
 
-    def changed(self, before: dict[str, tuple[int, int, int]]) -> list[str]:
+    def list_changed(self, before: dict[str, tuple[int, int, int]]) -> list[str]:
         """Files that are not as they were, at most 200 of them."""
         now = self.snapshot()
         paths = [path for path in now.keys() | before.keys() if now.get(path) != before.get(path)]
@@ -69,9 +69,9 @@ class WorkFolder:
         with open(handle, "rb") as file:
             what = os.fstat(handle)
             if not stat.S_ISREG(what.st_mode):
-                raise Refused(f"{path} is no regular file")
+                raise RefusedFile(f"{path} is no regular file")
             if what.st_size > self._largest:
-                raise Refused(f"{path} has {what.st_size:,} bytes, at most {self._largest:,}")
+                raise RefusedFile(f"{path} has {what.st_size:,} bytes, at most {self._largest:,}")
             return file.read(self._largest)
 
     def write(self, path: str, content: bytes) -> None:
@@ -91,7 +91,7 @@ class WorkFolder:
         finally:
             os.close(folder)
 
-    def unlinked(self, content: bytes) -> int:
+    def open_unlinked(self, content: bytes) -> int:
         """A handle on a file without a name, at its beginning."""
         path = f".{os.urandom(8).hex()}.partial"
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -113,7 +113,7 @@ class WorkFolder:
             or "\0" in path
             or any(part in ("", ".", "..") for part in parts)
         ):
-            raise Refused(f"{path[:200]!r} is no path in the work folder")
+            raise RefusedFile(f"{path[:200]!r} is no path in the work folder")
 
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         folder = os.open(".", flags)
@@ -127,6 +127,8 @@ class WorkFolder:
                 folder = below
         except OSError as error:
             os.close(folder)
-            raise Refused(f"{path[:200]!r}: {part!r} is no folder that can be opened") from error
+            raise RefusedFile(
+                f"{path[:200]!r}: {part!r} is no folder that can be opened"
+            ) from error
 
         return folder, parts[-1]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentevo.tool_servers.calculator import calculator
-from agentevo.tool_servers.lessons.lesson import Call
+from agentevo.tool_servers.lessons.lesson import LessonCall
 
 _WORDS = {"*": "times", "+": "plus", "-": "minus"}
 
@@ -28,9 +28,11 @@ class Arithmetic:
         query = f"What is {first} {_WORDS[one]} {second} {_WORDS[other]} {third}?"
         return {"query": query, "answer": calculator(expression), "expression": expression}
 
-    def step(self, task: Mapping[str, Any], results: Sequence[str]) -> Call | str:
+    def step(self, task: Mapping[str, Any], results: Sequence[str]) -> LessonCall | str:
         """See Lesson.step."""
-        return results[0] if results else Call("calculator", {"expression": task["expression"]})
+        return (
+            results[0] if results else LessonCall("calculator", {"expression": task["expression"]})
+        )
 
     def corpus(self) -> list[dict[str, str]]:
         """See Lesson.corpus."""

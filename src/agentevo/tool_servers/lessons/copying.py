@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentevo.tool_servers.lessons.lesson import Call
+from agentevo.tool_servers.lessons.lesson import LessonCall
 
 FILES = [
     "amber",
@@ -61,7 +61,7 @@ class Copying:
         query = f"Write the word that {note} leads to into {target}."
         return {"query": query, "files": files, "expected": {target: word}, "note": note}
 
-    def step(self, task: Mapping[str, Any], results: Sequence[str]) -> Call | str:
+    def step(self, task: Mapping[str, Any], results: Sequence[str]) -> LessonCall | str:
         """See Lesson.step."""
         newest = results[-1] if results else f"Look into {task['note']}."
         if newest.startswith("Wrote"):
@@ -69,11 +69,11 @@ class Copying:
 
         leads = re.fullmatch(r"Look into (.*)\.", newest)
         if leads:
-            return Call("read_file", {"path": leads[1]})
+            return LessonCall("read_file", {"path": leads[1]})
 
         word = newest.removeprefix("The word is ").removesuffix(".")
         (target,) = task["expected"]
-        return Call("write_file", {"path": target, "text": word})
+        return LessonCall("write_file", {"path": target, "text": word})
 
     def corpus(self) -> list[dict[str, str]]:
         """See Lesson.corpus."""

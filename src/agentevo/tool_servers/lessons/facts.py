@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentevo.tool_servers.lessons.lesson import Call
+from agentevo.tool_servers.lessons.lesson import LessonCall
 
 _ENDS = ("dra", "lin", "mo", "nar", "ris")
 FIRST = [one + two for one in ("A", "Be", "Co", "Do") for two in _ENDS]
@@ -72,16 +72,16 @@ class Facts:
 
         return {"query": query, "answer": answer, "person": person}
 
-    def step(self, task: Mapping[str, Any], results: Sequence[str]) -> Call | str:
+    def step(self, task: Mapping[str, Any], results: Sequence[str]) -> LessonCall | str:
         """See Lesson.step."""
         if not results:
-            return Call("search", {"query": task["person"]})
+            return LessonCall("search", {"query": task["person"]})
 
         found = _KNOWN.search(results[-1]) or _LIVES.search(results[-1])
         if found is None:
             return "nothing"
         if len(results) == 1 and task["query"].startswith("What"):
-            return Call("search", {"query": f"{found[1]} known"})
+            return LessonCall("search", {"query": f"{found[1]} known"})
         return found[1]
 
     def corpus(self) -> list[dict[str, str]]:

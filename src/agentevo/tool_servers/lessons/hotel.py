@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentevo.tool_servers.lessons.lesson import Call
+from agentevo.tool_servers.lessons.lesson import LessonCall
 
 GUESTS = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ivo", "Jane", "Kim", "Leo")
 CITIES = ("Bonn", "Cairo", "Delhi", "Geneva", "Lima", "Oslo", "Porto", "Quito", "Rome", "Seoul")
@@ -51,7 +51,7 @@ class Hotel:
 
         return {"query": query, "rooms": rooms, "bookings": [taken], "wanted": wanted}
 
-    def step(self, task: Mapping[str, Any], results: Sequence[str]) -> Call | str:
+    def step(self, task: Mapping[str, Any], results: Sequence[str]) -> LessonCall | str:
         """See Lesson.step."""
         if len(results) == 2:
             return DONE
@@ -59,15 +59,15 @@ class Hotel:
         if task["wanted"]:
             new = task["wanted"][-1]
             if not results:
-                return Call("find_rooms", {"city": new["city"], "kind": new["kind"]})
+                return LessonCall("find_rooms", {"city": new["city"], "kind": new["kind"]})
             guest = new["guest"]
             nights = new["nights"]
-            return Call("book", {"room": _room(results[0]), "guest": guest, "nights": nights})
+            return LessonCall("book", {"room": _room(results[0]), "guest": guest, "nights": nights})
 
         if not results:
-            return Call("find_bookings", {"guest": task["bookings"][0]["guest"]})
+            return LessonCall("find_bookings", {"guest": task["bookings"][0]["guest"]})
 
-        return Call("cancel", {"room": _room(results[0])})
+        return LessonCall("cancel", {"room": _room(results[0])})
 
     def corpus(self) -> list[dict[str, str]]:
         """See Lesson.corpus."""

@@ -32,7 +32,7 @@ _TRIES = 2000
 
 
 @dataclass(frozen=True)
-class Call:
+class LessonCall:
     """A step of a solver: a call of one tool."""
 
     name: str
@@ -61,7 +61,7 @@ class Lesson(Protocol):
         """A task: `query`, `answer` where one is judged, and the tool's own metadata."""
         ...
 
-    def step(self, task: Mapping[str, Any], results: Sequence[str]) -> Call | str:
+    def step(self, task: Mapping[str, Any], results: Sequence[str]) -> LessonCall | str:
         """What solves it, after these results: the next call, or the answer."""
         ...
 
@@ -112,10 +112,10 @@ def demonstrations(
 ) -> Iterator[dict[str, Any]]:
     """One conversation for each task, as rows for `agentevo sft`. `options`: those of the tool.
     Raises AgentEvoError for one that was played to its end and is not worth 1."""
-    yield from run_coroutine(_demonstrated(lesson, tasks, seed, quits, dict(options or {})))
+    yield from run_coroutine(_demonstrate(lesson, tasks, seed, quits, dict(options or {})))
 
 
-async def _demonstrated(
+async def _demonstrate(
     lesson: Lesson,
     tasks: Sequence[Mapping[str, Any]],
     seed: int,
@@ -128,7 +128,7 @@ async def _demonstrated(
     async def one(row: Mapping[str, Any]) -> dict[str, Any]:
         draw = random.Random(f"{seed}-{row['id']}")
         async with room, asyncio.timeout(60), toolbox.open(task_of_row(row), seed) as tools:
-            return await _played(lesson, row, tools, draw, quits)
+            return await _play(lesson, row, tools, draw, quits)
 
     try:
         return list(await asyncio.gather(*map(one, tasks)))
@@ -136,7 +136,7 @@ async def _demonstrated(
         await toolbox.close()
 
 
-async def _played(
+async def _play(
     lesson: Lesson,
     row: Mapping[str, Any],
     tools: AttemptTools,
@@ -150,7 +150,7 @@ async def _played(
     results: list[str] = []
     while True:
         step = lesson.step(row, results)
-        if isinstance(step, Call) and draw.random() < quits:
+        if isinstance(step, LessonCall) and draw.random() < quits:
             step = GIVES_UP
         if isinstance(step, str):
             break

@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentevo.tool_servers.lessons.lesson import Call
+from agentevo.tool_servers.lessons.lesson import LessonCall
 
 THINGS = [
     "apple",
@@ -55,15 +55,15 @@ class Shop:
         solution = f"UPDATE goods SET price = {price} WHERE name = '{name}'"
         return {"query": query, "setup": setup, "solved_by": solution, "other": other}
 
-    def step(self, task: Mapping[str, Any], results: Sequence[str]) -> Call | str:
+    def step(self, task: Mapping[str, Any], results: Sequence[str]) -> LessonCall | str:
         """See Lesson.step."""
         changed = any(one.startswith("Done") for one in results)
         if changed:
             return DONE
         if task["query"].startswith("Give") and not results:
             sql = f"SELECT price FROM goods WHERE name = '{task['other']}'"
-            return Call("query", {"sql": sql})
-        return Call("execute", {"sql": task["solved_by"]})
+            return LessonCall("query", {"sql": sql})
+        return LessonCall("execute", {"sql": task["solved_by"]})
 
     def corpus(self) -> list[dict[str, str]]:
         """See Lesson.corpus."""

@@ -63,7 +63,7 @@ def masks_of(
     return masks, {"trainer/unmasked_tokens": float(lost)} if masks else {}
 
 
-def joined(parts: Sequence[tuple[int, TokenMasks | None]]) -> TokenMasks | None:
+def join_masks(parts: Sequence[tuple[int, TokenMasks | None]]) -> TokenMasks | None:
     """The masks of a sample from those of its stretches of tokens, each with its length."""
     if all(masks is None for _, masks in parts):
         return None

@@ -15,7 +15,7 @@ import torch
 from agentevo.config.algorithm_functions import CREDITS
 from agentevo.copies import copy_of_trajectory
 from agentevo.daemon_threads import call_in_thread
-from agentevo.errors import TrainingError, described
+from agentevo.errors import TrainingError, describe_error
 from agentevo.rewards.returned import plain_number
 from agentevo.tracebacks import traceback_of
 from agentevo.types import Trajectory
@@ -94,7 +94,8 @@ class CreditAsker:
 
     def _note_failure(self, group_id: str, error: Exception, credited: CreditedGroups) -> None:
         text = (
-            f"algorithm.credit: {self._name} failed for the group {group_id}: {described(error)}: "
+            f"algorithm.credit: {self._name} failed for the group {group_id}: "
+            f"{describe_error(error)}: "
             "return a list for each attempt, with a number for each of its turns"
         )
         trace = traceback_of(error)

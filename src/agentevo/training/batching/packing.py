@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from agentevo.models.routers import Routing
-from agentevo.penalties import Changes
+from agentevo.penalties import PenaltyChanges
 from agentevo.training.batching.routing import merge_keys, node_rows
 from agentevo.training.kernels.token_penalties import PenaltyTable
 from agentevo.training.kernels.tree_attention import TreeAttention
@@ -62,7 +62,7 @@ class PackedBatch:
     num_logical: int
     """The number of tokens of all samples, counted even where they share a node."""
 
-    def routed(self, routing: Routing) -> PackedBatch:
+    def with_routing(self, routing: Routing) -> PackedBatch:
         """The batch for passes of a model whose routers `routing` hears of."""
         plan = copy.copy(self.plan)
         plan.routing = routing
@@ -148,9 +148,9 @@ def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True)
     )
 
 
-def _changes(samples: Sequence[Sample]) -> dict[int, Changes]:
+def _changes(samples: Sequence[Sample]) -> dict[int, PenaltyChanges]:
     """Number of a trained token, 0 to M - 1 -> what penalties change where it was drawn."""
-    found: dict[int, Changes] = {}
+    found: dict[int, PenaltyChanges] = {}
     first = 0
     for sample in samples:
         if sample.penalties is not None:

@@ -52,7 +52,7 @@ def spread(
     if not sequences:
         return [[] for _ in range(ranks)]
 
-    line = _Line.of(sequences, merge, pair_cost)
+    line = _CostLine.of(sequences, merge, pair_cost)
     starts = (
         _least_recomputed(line, max_tokens) if ranks == 1 else _evenest(line, max_tokens, ranks)
     )
@@ -64,7 +64,7 @@ def spread(
 
 
 @dataclass(frozen=True, eq=False)
-class _Line:
+class _CostLine:
     """S sequences in sorted order. The stretch [i, j) has tokens[j] - tokens[i] + shared[i] tokens,
     and its cost is counted likewise."""
 
@@ -79,7 +79,7 @@ class _Line:
     """[S] float64: cost of the shared tokens, which a cut before the sequence adds."""
 
     @classmethod
-    def of(cls, sequences: Sequences, merge: bool, pair_cost: float) -> _Line:
+    def of(cls, sequences: Sequences, merge: bool, pair_cost: float) -> _CostLine:
         in_order = sort_sequences(sequences, merge=merge)
         lengths = np.array([len(ids) for ids in in_order.tokens], dtype=np.int64)
 
@@ -104,7 +104,7 @@ class _Line:
         return self.costs[ends] - self.costs[starts] + self.again[starts]
 
 
-def _least_recomputed(line: _Line, max_tokens: int) -> list[int]:
+def _least_recomputed(line: _CostLine, max_tokens: int) -> list[int]:
     """Where the micro-batches of the best split begin, by dynamic programming over where the last
     one begins; O(samples * samples that fit in one). Best: recomputed tokens, then micro-batches,
     then the sum of squared costs."""
@@ -143,11 +143,11 @@ def _least_recomputed(line: _Line, max_tokens: int) -> list[int]:
     return starts[::-1]
 
 
-def _evenest(line: _Line, max_tokens: int, ranks: int) -> list[int]:
+def _evenest(line: _CostLine, max_tokens: int, ranks: int) -> list[int]:
     """Where micro-batches begin if their number is the least multiple of `ranks` and the costliest
     as cheap as bisection finds it."""
     # Step 1: how many micro-batches, a multiple of the ranks where there are enough sequences.
-    needed = len(list(_filled(line, max_tokens, np.inf)))
+    needed = len(list(_fill_greedily(line, max_tokens, np.inf)))
     number = min(line.num, -(-needed // ranks) * ranks)
 
     # Step 2: bisection for the least cost limit under which that many are enough.
@@ -157,12 +157,12 @@ def _evenest(line: _Line, max_tokens: int, ranks: int) -> list[int]:
         middle = (low + high) / 2
         low, high = (
             (low, middle)
-            if len(list(_filled(line, max_tokens, middle))) <= number
+            if len(list(_fill_greedily(line, max_tokens, middle))) <= number
             else (middle, high)
         )
 
     # Step 3: fewer may have come out; then the costliest are halved.
-    starts = list(_filled(line, max_tokens, high))
+    starts = list(_fill_greedily(line, max_tokens, high))
     while len(starts) < number:
         ends = np.array([*starts[1:], line.num])
         costs = np.where(ends - starts > 1, line.cost(np.array(starts), ends), -1.0)
@@ -174,7 +174,7 @@ def _evenest(line: _Line, max_tokens: int, ranks: int) -> list[int]:
     return starts
 
 
-def _filled(line: _Line, max_tokens: int, max_cost: float) -> Iterator[int]:
+def _fill_greedily(line: _CostLine, max_tokens: int, max_cost: float) -> Iterator[int]:
     """Where micro-batches begin if each takes all that it can hold: their least number."""
     start = 0
     while start < line.num:
@@ -189,7 +189,7 @@ def _filled(line: _Line, max_tokens: int, max_cost: float) -> Iterator[int]:
 
 
 def _deal(
-    line: _Line, stretches: Sequence[tuple[int, int]], ranks: int
+    line: _CostLine, stretches: Sequence[tuple[int, int]], ranks: int
 ) -> list[list[tuple[int, int]]]:
     """One to each rank, from the costliest down, the costliest of each round to the rank that has
     least so far."""

@@ -18,7 +18,7 @@ from agentevo.training.batching.packing import PackedBatch, pack
 from agentevo.training.batching.partition import spread
 from agentevo.training.batching.routing import merge_keys
 from agentevo.training.kernels.output_layer import token_logprobs
-from agentevo.training.parallel import gathered, num_ranks, rank, stages
+from agentevo.training.parallel import gather, num_ranks, rank, stages
 from agentevo.training.phases import phase
 from agentevo.training.sharding.expert_parallel import any_joint
 from agentevo.types import Sample
@@ -56,7 +56,7 @@ def null_batches(
     Empty where each rank's passes are its own."""
     if num_ranks() == 1 or not (any_sharded() or any_joint()):
         return []
-    missing = max(gathered(made)) - made
+    missing = max(gather(made)) - made
     shortest = min(samples, key=lambda sample: len(sample.ids))
     return [pack([shortest], device, merge=merge)] * missing
 
@@ -102,7 +102,7 @@ def token_tables(
         compute(batch)
 
     tables: dict[str, torch.Tensor] = {}
-    for name, indices, part in [part for of_rank in gathered(parts) for part in of_rank]:
+    for name, indices, part in [part for of_rank in gather(parts) for part in of_rank]:
         table = tables.setdefault(name, torch.zeros(len(samples), width))
         table[torch.tensor(indices), : part.shape[1]] = part
 
@@ -141,7 +141,7 @@ def backward_through_sums(
             token_logprobs(model, batch)
 
         total = (
-            torch.stack([sums for of_rank in gathered(own) for sums in of_rank])
+            torch.stack([sums for of_rank in gather(own) for sums in of_rank])
             .sum(0)
             .to(device_of(model))
         )

@@ -16,7 +16,7 @@ import torch
 
 from agentevo.errors import TrainingError
 from agentevo.models.routers import KEY, OWN, Routers
-from agentevo.routed_experts import RoutedExperts, joined, misaligned
+from agentevo.routed_experts import RoutedExperts, join_experts, why_misaligned
 from agentevo.types import Sample, Turn
 
 
@@ -29,16 +29,16 @@ def path_rows(name: str, path: Sequence[Turn]) -> RoutedExperts | None:
 
     wrong = next(
         (
-            misaligned(turn)
+            why_misaligned(turn)
             if turn.routed_experts is not None
             else f"turn {turn.index} has no routed experts, and others have"
             for turn in path
-            if turn.routed_experts is None or misaligned(turn)
+            if turn.routed_experts is None or why_misaligned(turn)
         ),
         "",
     )
     try:
-        rows = None if wrong else joined([part for part in parts if part is not None])
+        rows = None if wrong else join_experts([part for part in parts if part is not None])
     except ValueError as error:
         wrong = str(error)
 

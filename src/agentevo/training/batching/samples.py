@@ -20,7 +20,7 @@ from agentevo.algorithms.advantage_inputs import AdvantageTables
 from agentevo.algorithms.estimators import Advantage
 from agentevo.errors import TrainingError
 from agentevo.penalties import TokenPenalties
-from agentevo.training.batching.constrained import TurnMasks, joined
+from agentevo.training.batching.constrained import TurnMasks, join_masks
 from agentevo.training.batching.credit import TurnCredits, credit_table
 from agentevo.training.batching.routing import path_rows
 from agentevo.types import Sample, Trajectory, Turn
@@ -32,7 +32,7 @@ UPDATE_COLUMNS = ("old_logp", "ref_logp", "values")
 """Names of the tables that the update needs, too."""
 
 
-class Row(NamedTuple):
+class SampleRow(NamedTuple):
     """A sample that still lacks its advantages."""
 
     trajectory: Trajectory
@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 
 def advantages_of(
-    rows: Sequence[Row],
+    rows: Sequence[SampleRow],
     advantage: Advantage,
     tables: Tables = MappingProxyType({}),
     *,
@@ -93,7 +93,7 @@ def advantages_of(
         {"returns": returns} if "values" in tables else {}
     )
     return [
-        _finished(
+        _finish_sample(
             row.sample, advantages[index], {name: table[index] for name, table in columns.items()}
         )
         for index, row in enumerate(rows)
@@ -101,7 +101,7 @@ def advantages_of(
 
 
 def _inputs_of(
-    rows: Sequence[Row],
+    rows: Sequence[SampleRow],
     turn_ids: torch.Tensor,
     needs: Collection[str],
     tables: Tables,
@@ -128,7 +128,7 @@ def _inputs_of(
     return inputs
 
 
-def _finished(
+def _finish_sample(
     sample: Sample, advantages: torch.Tensor, columns: Mapping[str, torch.Tensor]
 ) -> Sample:
     count = sample.num_trained
@@ -138,7 +138,9 @@ def _finished(
     return msgspec.structs.replace(sample, advantages=of_token, columns=trained)
 
 
-def _reward_table(rows: Sequence[Row], *, per_turn: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _reward_table(
+    rows: Sequence[SampleRow], *, per_turn: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Rewards [S, T] float64 and turns [S, T] int64 (-1 where nothing is trained)."""
     width = max(len(row.turns) for row in rows)
     rewards = torch.zeros(len(rows), width, dtype=torch.float64)
@@ -158,7 +160,7 @@ def _reward_table(rows: Sequence[Row], *, per_turn: bool) -> tuple[torch.Tensor,
     return rewards, turn_ids
 
 
-def _parent_table(rows: Sequence[Row], turn_ids: torch.Tensor) -> torch.Tensor:
+def _parent_table(rows: Sequence[SampleRow], turn_ids: torch.Tensor) -> torch.Tensor:
     """[S, T] int64: the turn from which that of each trained token goes on, -1 for a root."""
     table = torch.full_like(turn_ids, -1)
     for index, (trajectory, _, turns) in enumerate(rows):
@@ -167,7 +169,7 @@ def _parent_table(rows: Sequence[Row], turn_ids: torch.Tensor) -> torch.Tensor:
     return table
 
 
-def _reward_parts(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+def _reward_parts(rows: Sequence[SampleRow]) -> dict[str, torch.Tensor]:
     """Name -> [S] float64. Raises TrainingError where a trajectory has no parts; a part that it
     lacks among others counts 0."""
     silent = next((row.trajectory.id for row in rows if not row.trajectory.reward_parts), None)
@@ -193,7 +195,7 @@ def trajectory_rows(
     *,
     train_observations: bool = False,
     routed: bool = False,
-) -> list[Row]:
+) -> list[SampleRow]:
     """One row per root-to-leaf path. A turn on several paths is trained in the first one only; in
     the others it is context, as is everywhere a turn that was drawn from another distribution than
     the recipe's, or under a grammar whose masks are None. A path on which nothing is trained gives
@@ -225,7 +227,7 @@ def trajectory_rows(
     return rows
 
 
-def with_observed_logprobs(rows: Sequence[Row], logprobs: torch.Tensor) -> list[Row]:
+def with_observed_logprobs(rows: Sequence[SampleRow], logprobs: torch.Tensor) -> list[SampleRow]:
     """The rows with the trainer's own log-probs [S, T] where there are none."""
     return [
         row._replace(sample=_with_observed(row.sample, own))
@@ -233,7 +235,7 @@ def with_observed_logprobs(rows: Sequence[Row], logprobs: torch.Tensor) -> list[
     ]
 
 
-def _with_recorded(row: Row, path: Sequence[Turn]) -> Row:
+def _with_recorded(row: SampleRow, path: Sequence[Turn]) -> SampleRow:
     recorded = path_rows(row.trajectory.id, path)
     return row._replace(sample=msgspec.structs.replace(row.sample, routed_experts=recorded))
 
@@ -251,7 +253,7 @@ def _path_row(
     trained: set[int],
     masks: TurnMasks,
     train_observations: bool,
-) -> Row:
+) -> SampleRow:
     fresh = [turn.index not in trained for turn in path]
     observed = [
         len(turn.prompt_ids) if train_observations and number and is_fresh else 0
@@ -299,11 +301,11 @@ def _path_row(
         versions=versions,
         advantages=np.zeros(len(mask)),
         temperature=next(turn.temperature for turn in path if turn.overrides is None),
-        masks=joined(list(zip(sizes, of_pieces, strict=True))),
-        penalties=TokenPenalties.joined(list(zip(sizes, penalties, strict=True))),
+        masks=join_masks(list(zip(sizes, of_pieces, strict=True))),
+        penalties=TokenPenalties.join(list(zip(sizes, penalties, strict=True))),
     )
     turns = np.repeat(
         np.array([turn.index for turn, _ in fresh_turns], dtype=np.int64),
         [read + len(turn.completion_ids) for turn, read in fresh_turns],
     )
-    return Row(trajectory, sample, turns)
+    return SampleRow(trajectory, sample, turns)

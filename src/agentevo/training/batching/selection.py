@@ -5,7 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from agentevo.algorithms.filters import Kept, dynamic_sampling, is_informative, overlong, starpo_s
+from agentevo.algorithms.filters import (
+    FilterResult,
+    dynamic_sampling,
+    is_informative,
+    overlong,
+    starpo_s,
+)
 from agentevo.config import AlgorithmSection
 from agentevo.types import Trajectory
 
@@ -25,7 +31,7 @@ def usable(trajectories: Sequence[Trajectory], section: AlgorithmSection) -> Sel
     }
     kept = [t for t in trajectories if t.id not in dropped]
     if section.drop_truncated:
-        kept = _filtered(kept, overlong([t.truncated for t in kept]), "truncated", dropped)
+        kept = _filter(kept, overlong([t.truncated for t in kept]), "truncated", dropped)
 
     return kept, dropped
 
@@ -53,7 +59,7 @@ def select(
         filtered = starpo_s(
             [t.reward for t in kept], [t.group_id for t in kept], keep=section.keep_groups
         )
-        kept = _filtered(kept, filtered, "small-spread", dropped)
+        kept = _filter(kept, filtered, "small-spread", dropped)
 
     if section.within_group:
         kept = _with_others(kept, dropped, drop_zero_variance=section.drop_zero_variance)
@@ -69,8 +75,8 @@ def rewards_by_group(trajectories: Sequence[Trajectory]) -> dict[str, list[float
     return rewards
 
 
-def _filtered(
-    trajectories: Sequence[Trajectory], filtered: Kept, reason: str, dropped: dict[str, str]
+def _filter(
+    trajectories: Sequence[Trajectory], filtered: FilterResult, reason: str, dropped: dict[str, str]
 ) -> list[Trajectory]:
     dropped |= {trajectories[position].id: reason for position in filtered.dropped}
     return [trajectories[position] for position in filtered.kept]

@@ -33,7 +33,7 @@ STALE = "stale"
 _SUMS = "by_age/"
 
 
-class _Tokens(NamedTuple):
+class _AgedTokens(NamedTuple):
     """The tokens that the policy chose in a sample or a trajectory, [T] each."""
 
     trajectory_id: str
@@ -55,7 +55,7 @@ def mask_stale(
     aged = []
     for sample in samples:
         versions = sample.versions[sample.loss_mask]
-        aged.append(_aged(sample.trajectory_id, versions, trainer_version, bound))
+        aged.append(_ages_of(sample.trajectory_id, versions, trainer_version, bound))
 
     kept = [
         _only(sample, tokens)
@@ -78,7 +78,7 @@ def leave_out_stale(
     for trajectory in trajectories:
         columns = [np.asarray(turn.versions) for turn in trajectory.turns]
         versions = np.concatenate(columns) if columns else np.zeros(0, dtype=np.int32)
-        tokens = _aged(trajectory.id, versions, trainer_version, bound)
+        tokens = _ages_of(trajectory.id, versions, trainer_version, bound)
         if tokens.fresh.all():
             kept.append(trajectory)
         else:
@@ -148,7 +148,9 @@ def _check(trainer_version: int, bound: int | None) -> None:
         raise ValueError(f"bound={bound} would leave no token: give rollout.staleness, 0 or more")
 
 
-def _aged(name: str, versions: np.ndarray, trainer_version: int, bound: int | None) -> _Tokens:
+def _ages_of(
+    name: str, versions: np.ndarray, trainer_version: int, bound: int | None
+) -> _AgedTokens:
     if len(versions) and versions.min() < 0:
         raise TrainingError(
             f"trajectory {name} has a token without a version, so nobody can say how old it is: "
@@ -163,12 +165,12 @@ def _aged(name: str, versions: np.ndarray, trainer_version: int, bound: int | No
         )
 
     ages = trainer_version - versions
-    return _Tokens(
+    return _AgedTokens(
         name, versions, ages, np.ones(len(ages), dtype=bool) if bound is None else ages <= bound
     )
 
 
-def _only(sample: Sample, tokens: _Tokens) -> Sample:
+def _only(sample: Sample, tokens: _AgedTokens) -> Sample:
     """The sample with its loss mask reduced to its fresh tokens."""
     columns = {**sample.columns, AGE: tokens.ages}
     if tokens.fresh.all():
@@ -186,7 +188,7 @@ def _only(sample: Sample, tokens: _Tokens) -> Sample:
     )
 
 
-def _metrics(aged: Sequence[_Tokens], bound: int | None) -> dict[str, float]:
+def _metrics(aged: Sequence[_AgedTokens], bound: int | None) -> dict[str, float]:
     aged = [tokens for tokens in aged if len(tokens.ages)]
     if not aged:
         return {}
@@ -205,7 +207,7 @@ def _metrics(aged: Sequence[_Tokens], bound: int | None) -> dict[str, float]:
     if len(trained):
         metrics |= {"staleness/mean": float(trained.mean()), "staleness/max": float(trained.max())}
 
-    of_trajectory: dict[str, list[_Tokens]] = {}
+    of_trajectory: dict[str, list[_AgedTokens]] = {}
     for tokens in aged:
         of_trajectory.setdefault(tokens.trajectory_id, []).append(tokens)
 

@@ -29,7 +29,7 @@ SHOWN = 16
 """The number of hex digits of each trajectory's digest that a plan keeps."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """See the module."""
 
     ids: list[str]
@@ -116,7 +116,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         record: dict[str, Any] = msgspec.to_builtins(self)
         return record
 
-    def trained(self, stored: Iterable[Trajectory]) -> list[Trajectory]:
+    def restore_trained(self, stored: Iterable[Trajectory]) -> list[Trajectory]:
         """The trajectories as they were trained on: in order, with final rewards. Raises
         TrainingError if one is missing or differs."""
         by_id = {t.id: t for t in stored}

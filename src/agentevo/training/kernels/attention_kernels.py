@@ -66,8 +66,8 @@ class Math:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys = _repeated(k, q)
-        values = _repeated(v, q)
+        keys = _repeat_keys(k, q)
+        values = _repeat_keys(v, q)
         outs = []
         sums = []
         for rows in _row_slices(q):
@@ -88,8 +88,8 @@ class Math:
         lse: torch.Tensor,
         mask: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        keys = _repeated(k, q)
-        values = _repeated(v, q)
+        keys = _repeat_keys(k, q)
+        values = _repeat_keys(v, q)
         grad_q = []
         grad_k = torch.zeros_like(keys)
         grad_v = torch.zeros_like(values)
@@ -105,7 +105,7 @@ class Math:
             grad_q.append(of_scores @ keys)
             grad_k += of_scores.transpose(-1, -2) @ queries
 
-        return torch.cat(grad_q, dim=2), _summed(grad_k, k), _summed(grad_v, v)
+        return torch.cat(grad_q, dim=2), _sum_over_heads(grad_k, k), _sum_over_heads(grad_v, v)
 
     def _scores(
         self, q: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None, rows: slice
@@ -129,12 +129,12 @@ def _row_slices(q: torch.Tensor) -> list[slice]:
     return [slice(start, start + MATH_ROWS) for start in range(0, q.shape[2], MATH_ROWS)]
 
 
-def _repeated(k: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def _repeat_keys(k: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """[B, G, K, D] -> [B, H, K, D], each head of k for all heads of q that share it."""
     return k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
 
 
-def _summed(grad: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def _sum_over_heads(grad: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """The inverse of _repeated for gradients."""
     return grad.view(k.shape[0], k.shape[1], -1, *k.shape[2:]).sum(dim=2)
 

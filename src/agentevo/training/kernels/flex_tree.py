@@ -74,7 +74,7 @@ class FlexTree:
         ]
         out = _run(q.device.type)(
             *heads,
-            score_mod=None if softcap is None else _capped(softcap),
+            score_mod=None if softcap is None else _cap_scores(softcap),
             block_mask=self._masks[window],
             scale=scaling,
             enable_gqa=q.shape[1] != k.shape[1],
@@ -85,8 +85,8 @@ class FlexTree:
     def block_mask(self, window: int | None) -> BlockMask:
         """`window`: how many tokens back a token sees, itself included."""
         some, every = self._blocks(window)
-        counts, indices = _ordered(some & ~every, self.device)
-        full_counts, full_indices = _ordered(every, self.device)
+        counts, indices = _order_blocks(some & ~every, self.device)
+        full_counts, full_indices = _order_blocks(every, self.device)
         ends, depth = (
             torch.as_tensor(x, dtype=torch.int32, device=self.device)
             for x in (self.ends, self.depth)
@@ -137,7 +137,7 @@ def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) ->
     return out[0].transpose(0, 1)
 
 
-def _ordered(blocks: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _order_blocks(blocks: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """[Q, K] bool -> counts [1, 1, Q] and, those first that are true, indices [1, 1, Q, K], as
     BlockMask wants them."""
     indices = np.argsort(~blocks, axis=1, kind="stable")
@@ -172,7 +172,7 @@ def _seen(
 
 
 @cache
-def _capped(softcap: float) -> Callable[..., torch.Tensor]:
+def _cap_scores(softcap: float) -> Callable[..., torch.Tensor]:
     """FlexAttention's score_mod for softcap * tanh(score / softcap); one function per cap, so that
     it is compiled once."""
 

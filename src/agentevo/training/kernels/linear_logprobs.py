@@ -35,7 +35,7 @@ from torch import distributed
 from agentevo.devices import compiles
 from agentevo.models.linear import available, product
 from agentevo.training.kernels.cells import Cell, Cells
-from agentevo.training.kernels.token_masks import LOWEST, masked
+from agentevo.training.kernels.token_masks import LOWEST, mask_scores
 from agentevo.training.kernels.token_penalties import PenaltyTable
 from agentevo.training.kernels.vocabulary import VocabularySlice
 
@@ -70,7 +70,9 @@ def linear_logprobs(  # noqa: PLR0913 (the factors of a score, and what bounds i
     weight and bias. Products are made in their dtype, all else in float32 at least. Memory beside
     the gradients: KEPT_BYTES and a few cells.
     """
-    tail = _Tail(temperature, softcap, logit_scale, masks, penalties, num_tokens).within(own)
+    tail = _FusedLogprobs(temperature, softcap, logit_scale, masks, penalties, num_tokens).within(
+        own
+    )
     targets, outside = tail.within_tokens(targets)
     trained = torch.is_grad_enabled() and (
         weight.requires_grad or (bias is not None and bias.requires_grad)
@@ -106,7 +108,9 @@ def linear_logprobs_and_squares(  # noqa: PLR0913 (those of linear_logprobs)
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `linear_logprobs`, without gradient: log-probs [M], and for each row the sum over the
     vocabulary of p^2 [R], the chance that two draws agree."""
-    tail = _Tail(temperature, softcap, logit_scale, masks, penalties, num_tokens).within(own)
+    tail = _FusedLogprobs(temperature, softcap, logit_scale, masks, penalties, num_tokens).within(
+        own
+    )
     targets, outside = tail.within_tokens(targets)
     mine = tail.mine(targets)
     cells = Cells.of(hidden, tail.width(weight), rows[mine], targets[mine] - tail.first)
@@ -117,7 +121,7 @@ def linear_logprobs_and_squares(  # noqa: PLR0913 (those of linear_logprobs)
     return (logp if outside is None else logp.masked_fill(outside, LOWEST)), chance
 
 
-class _Tail(NamedTuple):
+class _FusedLogprobs(NamedTuple):
     """What turns products into scores, the logits over the temperature."""
 
     temperature: float
@@ -131,7 +135,7 @@ class _Tail(NamedTuple):
     own: VocabularySlice | None = None
     """The tokens that the weight is of; masks and penalties are of these alone."""
 
-    def within(self, own: VocabularySlice | None) -> _Tail:
+    def within(self, own: VocabularySlice | None) -> _FusedLogprobs:
         """For the tokens of a slice; given masks and penalties of the whole vocabulary."""
         if own is None:
             return self
@@ -186,10 +190,10 @@ class _Tail(NamedTuple):
         scores = self.plain_scores(products, bent)
         if self.penalties is not None:
             here = self.penalties.within(cell.rows, cell.columns)
-            scores = here.applied(scores, self.temperature)
+            scores = here.apply(scores, self.temperature)
         if self.masks is None:
             return scores
-        return masked(scores, self.masks[cell.rows], cell.columns.start)
+        return mask_scores(scores, self.masks[cell.rows], cell.columns.start)
 
     def plain_scores(self, products: torch.Tensor, bent: torch.Tensor | None) -> torch.Tensor:
         """Without penalties and masks."""
@@ -241,13 +245,13 @@ class _Sums:
         if own is None:
             return
         assert isinstance(mine, torch.Tensor)
-        self.top, self.total, self.moment, self.squares, self.picked = own.combined(
+        self.top, self.total, self.moment, self.squares, self.picked = own.combine(
             self.top, (self.total, self.moment, self.squares), self.picked, mine, num_targets
         )
 
     def absorb_products(self, rows: slice, products: torch.Tensor, slope: float) -> None:
         """`absorb` of scores that are the products times a number, in one kernel."""
-        found = _compiled(_absorb_cell)(
+        found = _compile(_absorb_cell)(
             products, slope, self.top[rows], self.total[rows], self.moment[rows]
         )
         self.top[rows], self.total[rows], self.moment[rows] = found
@@ -281,7 +285,7 @@ def _sweep(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     cells: Cells,
-    tail: _Tail,
+    tail: _FusedLogprobs,
     room: int,
     *,
     squares: bool = False,
@@ -312,7 +316,7 @@ def _sweep(
             # Step 3 (frozen output layer, large batch): the gradient of log Z, ahead of the loss.
             if sums.pull is not None:
                 slope = weights if bent is None else weights.mul_(_slope_of(bent))
-                pulled = _multiplied(slope.to(weight.dtype), weight[cell.columns].t())
+                pulled = _multiply(slope.to(weight.dtype), weight[cell.columns].t())
                 sums.pull[cell.rows] = sums.pull[cell.rows].mul_(fade.unsqueeze(1)).add_(pulled)
 
     return sums
@@ -330,7 +334,7 @@ class _LinearLogprobs(torch.autograd.Function):
         bias: torch.Tensor | None,
         rows: torch.Tensor,
         targets: torch.Tensor,
-        tail: _Tail,
+        tail: _FusedLogprobs,
         room: int,
         ahead: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -380,10 +384,10 @@ class _LinearLogprobs(torch.autograd.Function):
 
                 slope = slope.to(weight.dtype)
                 if of_hidden is not None:
-                    of_hidden[cell.rows] += _multiplied(slope, weight[columns].t())
+                    of_hidden[cell.rows] += _multiply(slope, weight[columns].t())
 
                 if of_weight is not None:
-                    part = _multiplied(slope.t(), hidden[cell.rows].t()).to(_exact(weight))
+                    part = _multiply(slope.t(), hidden[cell.rows].t()).to(_exact(weight))
                     column = part if column is None else column.add_(part)
 
             if of_weight is not None and column is not None:
@@ -412,7 +416,7 @@ class _Slopes(NamedTuple):
     total: torch.Tensor
     mean: torch.Tensor
     """[R] each: a, s and t / s of the module's docstring."""
-    tail: _Tail
+    tail: _FusedLogprobs
 
     @classmethod
     def of(
@@ -422,7 +426,7 @@ class _Slopes(NamedTuple):
         top: torch.Tensor,
         total: torch.Tensor,
         mean: torch.Tensor,
-        tail: _Tail,
+        tail: _FusedLogprobs,
     ) -> _Slopes:
         grad_logp, grad_entropy = grads
         of_logp = total.new_zeros(len(rows)) if grad_logp is None else grad_logp * tail.slope
@@ -473,7 +477,7 @@ class _Slopes(NamedTuple):
         mean = self.mean[cell.rows]
         of_row = self.of_row[cell.rows]
         of_entropy = None if self.of_entropy is None else self.of_entropy[cell.rows]
-        slope: torch.Tensor = _compiled(_round_slopes)(
+        slope: torch.Tensor = _compile(_round_slopes)(
             products, self.tail.slope, top, total, mean, of_row, of_entropy
         )
         rows = cell.places[0]
@@ -520,12 +524,12 @@ def _products(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cell: Cell
 ) -> torch.Tensor:
     """Products of one cell, [rows, columns]."""
-    return _multiplied(
+    return _multiply(
         hidden[cell.rows], weight[cell.columns], None if bias is None else bias[cell.columns]
     )
 
 
-def _multiplied(
+def _multiply(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x @ weight.T + bias by the fastest library."""
@@ -578,7 +582,7 @@ def _round_slopes(products: torch.Tensor, *numbers: Any) -> torch.Tensor:
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function as one kernel for cells of any size, made by PyTorch's compiler, on devices that
     it makes kernels for."""
     kernel: Callable[..., Any] = torch.compile(function, dynamic=True)

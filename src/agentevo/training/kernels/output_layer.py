@@ -29,7 +29,7 @@ from agentevo.models.token_rows import causal_model, num_token_rows
 from agentevo.training.kernels.linear_logprobs import linear_logprobs, linear_logprobs_and_squares
 from agentevo.training.kernels.logprobs import selected_logprobs, sum_of_squares
 from agentevo.training.kernels.stages import passed_on, sends_on
-from agentevo.training.kernels.token_masks import LOWEST, masked
+from agentevo.training.kernels.token_masks import LOWEST, mask_scores
 from agentevo.training.kernels.vocabulary import VocabularyLinear, slice_of
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ PROBES = (0.5, -1.0, 3.0, -12.0, 0.0, 40.0, 1e30)
 """Given to the model as logits. The first tells the scale, the last the cap, all together whether
 there is nothing else."""
 HIGHEST_CAP = 1e9
-_KNOWN: WeakKeyDictionary[nn.Module, tuple[object, Tail | None]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[nn.Module, tuple[object, OutputTail | None]] = WeakKeyDictionary()
 """Model -> its settings then, and what its tail was found to be under them."""
 
 
@@ -116,8 +116,8 @@ def allowed_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
         unused = torch.arange(logits.shape[-1], device=logits.device) >= num_tokens
         logits = logits.float().masked_fill(unused, LOWEST)
     if batch.penalties is not None:
-        logits = batch.penalties.applied(logits.float())
-    return logits if batch.masks is None else masked(logits.float(), batch.masks)
+        logits = batch.penalties.apply(logits.float())
+    return logits if batch.masks is None else mask_scores(logits.float(), batch.masks)
 
 
 def _limit(model: PreTrainedModel) -> int | None:
@@ -126,7 +126,7 @@ def _limit(model: PreTrainedModel) -> int | None:
     return num_tokens if num_tokens < model.config.get_text_config().vocab_size else None
 
 
-class Tail(NamedTuple):
+class OutputTail(NamedTuple):
     """What a model makes of its output layer's products x: scale * x, or cap * tanh(scale * x /
     cap)."""
 
@@ -140,10 +140,10 @@ class LinearOutput(NamedTuple):
     hidden: torch.Tensor
     """[R, H]"""
     layer: nn.Linear
-    tail: Tail
+    tail: OutputTail
 
 
-class Listener:
+class OutputListener:
     """While it is open, keeps what goes into the model's output layer: the last hidden states [R,
     H] of the newest pass."""
 
@@ -151,7 +151,7 @@ class Listener:
         self.layer: Any = causal_model(model).get_output_embeddings()
         self._heard: list[torch.Tensor] = []
 
-    def __enter__(self) -> Listener:
+    def __enter__(self) -> OutputListener:
         self._hook = self.layer.register_forward_pre_hook(self._hear)
         return self
 
@@ -167,7 +167,7 @@ class Listener:
         return self._heard[-1]
 
 
-class _Interceptor(Listener):
+class _Interceptor(OutputListener):
     """Keeps the hidden states from the output layer, and gives the model `answer` [V] for logits
     [1, 1, V]."""
 
@@ -175,7 +175,7 @@ class _Interceptor(Listener):
         super().__init__(model)
         self.given = answer
 
-    def __enter__(self) -> Listener:
+    def __enter__(self) -> OutputListener:
         self._answer = self.layer.register_forward_hook(
             lambda *_: self.given.to(self.hidden.device).view(1, 1, -1)
         )
@@ -199,7 +199,7 @@ def linear_output(model: PreTrainedModel, batch: PackedBatch) -> LinearOutput | 
         return None
 
     answer = _zeros(layer) if known else _probes(layer)
-    hidden, logits = _intercepted(model, layer, batch.inputs, answer)
+    hidden, logits = _intercept(model, layer, batch.inputs, answer)
     if not known:
         tail = tail_of(answer, logits)
         _KNOWN[model] = (_settings(model), tail)
@@ -213,13 +213,13 @@ def last_hidden(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
     no logits are computed where the layer is one product."""
     layer = causal_model(model).get_output_embeddings()
     if _is_one_product(layer):
-        return _intercepted(model, layer, batch.inputs, _zeros(layer))[0]
-    with Listener(model) as heard:
+        return _intercept(model, layer, batch.inputs, _zeros(layer))[0]
+    with OutputListener(model) as heard:
         model(**batch.inputs)
     return heard.hidden
 
 
-def _intercepted(
+def _intercept(
     model: PreTrainedModel, layer: nn.Module, inputs: Mapping[str, Any], answer: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states [R, H], and what the model made of `answer` in place of logits."""
@@ -230,7 +230,7 @@ def _intercepted(
     return heard.hidden, outputs.logits
 
 
-def _known_tail(model: PreTrainedModel) -> tuple[bool, Tail | None]:
+def _known_tail(model: PreTrainedModel) -> tuple[bool, OutputTail | None]:
     """Whether the tail has been found out under the model's present settings, and what it is."""
     settings, tail = _KNOWN.get(model, (None, None))
     return (True, tail) if settings is not None and settings == _settings(model) else (False, None)
@@ -251,7 +251,7 @@ def _settings(model: PreTrainedModel) -> object:
     return numbers, hands
 
 
-def tail_of(probes: torch.Tensor, logits: torch.Tensor) -> Tail | None:
+def tail_of(probes: torch.Tensor, logits: torch.Tensor) -> OutputTail | None:
     """What turns probes [V], PROBES over and over, into logits [1, 1, V]; None if it is neither
     scale nor cap."""
     if logits.numel() != len(probes):
@@ -265,7 +265,7 @@ def tail_of(probes: torch.Tensor, logits: torch.Tensor) -> Tail | None:
         return None
 
     bent = first if softcap is None else softcap * math.atanh(first / softcap)
-    tail = Tail(softcap, bent / PROBES[0])
+    tail = OutputTail(softcap, bent / PROBES[0])
     scaled = probes * tail.logit_scale
     expected = scaled if softcap is None else softcap * torch.tanh(scaled / softcap)
     return tail if torch.allclose(answers, expected, rtol=1e-6, atol=1e-6) else None

@@ -120,7 +120,7 @@ class _SentOn(torch.autograd.Function):
         return ctx.stage.receive(ctx.shape, like, 1), None, None, None
 
 
-def received(empty: torch.Tensor, stage: Stage) -> torch.Tensor:
+def receive_hidden(empty: torch.Tensor, stage: Stage) -> torch.Tensor:
     """The hidden states that the stage before sends, of the shape, dtype and device of `empty`;
     differentiable: their gradient goes back to it."""
     leaf = empty.detach().requires_grad_(torch.is_grad_enabled())

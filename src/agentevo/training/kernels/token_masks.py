@@ -9,7 +9,7 @@ LOWEST = -1e30
 its distance is nothing."""
 
 
-def masked(scores: torch.Tensor, masks: torch.Tensor, first: int = 0) -> torch.Tensor:
+def mask_scores(scores: torch.Tensor, masks: torch.Tensor, first: int = 0) -> torch.Tensor:
     """scores [R, C] of the tokens from `first` on, a multiple of 32, and masks [R, W] int32, a bit
     for each token of the vocabulary, lowest bit first -> the scores, LOWEST where the bit is 0;
     differentiable. Tokens beyond the masks are forbidden."""

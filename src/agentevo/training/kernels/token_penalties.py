@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from agentevo.penalties import Changes
+from agentevo.penalties import PenaltyChanges
 
 
 class PenaltyTable(NamedTuple):
@@ -24,7 +24,7 @@ class PenaltyTable(NamedTuple):
     """[N] float32: by what a positive logit is divided and another one multiplied"""
 
     @classmethod
-    def of(cls, changes: Mapping[int, Changes], device: torch.device) -> PenaltyTable | None:
+    def of(cls, changes: Mapping[int, PenaltyChanges], device: torch.device) -> PenaltyTable | None:
         """Of a batch by its rows; None where nothing changes."""
         if not changes:
             return None
@@ -51,7 +51,7 @@ class PenaltyTable(NamedTuple):
         chosen = scores[self.rows, self.tokens]
         return torch.where(chosen > 0, 1 / self.repeated, self.repeated)
 
-    def applied(self, scores: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    def apply(self, scores: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
         """What becomes of the scores, in a tensor of its own; differentiable."""
         chosen = scores[self.rows, self.tokens]
         changed = chosen * self.slopes(scores.detach()) + self.offsets / temperature

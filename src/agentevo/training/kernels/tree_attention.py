@@ -22,7 +22,7 @@ from agentevo.devices import compiles
 from agentevo.models.routers import Routing
 from agentevo.training.kernels.attention_kernels import HIDDEN, Flash, Kernel, Math
 from agentevo.training.kernels.flex_tree import FlexTree
-from agentevo.training.tree import Segment, TokenTree, segments
+from agentevo.training.tree import TokenTree, TreeSegment, segments
 
 BLOCK = 128
 """Queries of a segment computed at once; and the nodes of a subtree that is computed whole, with a
@@ -43,7 +43,7 @@ class _Batch:
     """The nodes at those places."""
 
 
-class _Block(NamedTuple):
+class _AttentionBlock(NamedTuple):
     """Queries that are computed against keys."""
 
     rows: slice | torch.Tensor
@@ -53,13 +53,13 @@ class _Block(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Layout:
+class _TreeLayout:
     """Who is computed with whom, under one window."""
 
     batches: list[_Batch] = field(default_factory=list)
-    own: list[_Block] = field(default_factory=list)
+    own: list[_AttentionBlock] = field(default_factory=list)
     """Queries of a segment over the segment itself."""
-    below: list[_Block] = field(default_factory=list)
+    below: list[_AttentionBlock] = field(default_factory=list)
     """Queries below a segment over the segment."""
 
 
@@ -73,7 +73,7 @@ class TreeAttention:
         """Hears of the experts that are chosen (models/routers.py)."""
         self._deepest = int(tree.positions.max())
         self.flex = FlexTree(tree, device) if compiles(device.type) else None
-        self._layouts: dict[int | None, _Layout] = {}
+        self._layouts: dict[int | None, _TreeLayout] = {}
         self._masks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def attend(
@@ -116,9 +116,9 @@ class TreeAttention:
         return self._masks[key].as_strided(seen.shape, seen.stride(), seen.storage_offset())
 
 
-def lay_out(tree: TokenTree, window: int | None, device: torch.device) -> _Layout:
+def lay_out(tree: TokenTree, window: int | None, device: torch.device) -> _TreeLayout:
     """`window`: how many tokens back a token sees, itself included."""
-    layout = _Layout()
+    layout = _TreeLayout()
     small: list[tuple[int, int]] = []
     long: list[tuple[int, int]] = []
     done = 0
@@ -142,7 +142,9 @@ def lay_out(tree: TokenTree, window: int | None, device: torch.device) -> _Layou
     return layout
 
 
-def _own(ranges: list[tuple[int, int]], window: int | None, device: torch.device) -> list[_Block]:
+def _own(
+    ranges: list[tuple[int, int]], window: int | None, device: torch.device
+) -> list[_AttentionBlock]:
     """Nodes of unbranched stretches, each with all before it. All masks are views of one."""
     if not ranges:
         return []
@@ -158,15 +160,21 @@ def _own(ranges: list[tuple[int, int]], window: int | None, device: torch.device
             stop = min(start + BLOCK, last)
             start_of_keys = max(first, start - back)
             part = seen[: stop - start, back - (start - start_of_keys) : back + stop - start]
-            blocks.append(_Block(slice(start, stop), slice(start_of_keys, stop), part[None, None]))
+            blocks.append(
+                _AttentionBlock(slice(start, stop), slice(start_of_keys, stop), part[None, None])
+            )
 
     return blocks
 
 
-def _below(tree: TokenTree, segment: Segment, window: int | None, device: torch.device) -> _Block:
+def _below(
+    tree: TokenTree, segment: TreeSegment, window: int | None, device: torch.device
+) -> _AttentionBlock:
     """The nodes below a segment that see something of it, against what they see."""
     if window is None:
-        return _Block(slice(segment.last, segment.end), slice(segment.first, segment.last), None)
+        return _AttentionBlock(
+            slice(segment.last, segment.end), slice(segment.first, segment.last), None
+        )
 
     depth = tree.positions
     keys = slice(max(segment.first, segment.last - window + 1), segment.last)
@@ -174,7 +182,7 @@ def _below(tree: TokenTree, segment: Segment, window: int | None, device: torch.
         depth[segment.last : segment.end] - depth[segment.last - 1] < window
     )
     seen = torch.as_tensor(depth[near][:, None] - depth[keys][None, :] < window, device=device)
-    return _Block(torch.as_tensor(near, device=device), keys, seen[None, None])
+    return _AttentionBlock(torch.as_tensor(near, device=device), keys, seen[None, None])
 
 
 def _similar(ranges: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
@@ -230,7 +238,7 @@ class _Attention(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         plan: TreeAttention,
-        layout: _Layout,
+        layout: _TreeLayout,
         kernel: Kernel,
     ) -> torch.Tensor:
         exact = torch.promote_types(q.dtype, torch.float32)

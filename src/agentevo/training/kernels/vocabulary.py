@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from agentevo.training.collectives import Ranks, columns_gathered, copied
+from agentevo.training.collectives import Ranks, columns_gathered, copy_to_group
 from agentevo.training.kernels.token_penalties import PenaltyTable
 
 STEP = 32
@@ -57,7 +57,7 @@ class VocabularySlice:
         whole = slice(0, int(table.rows[-1]) + 1 if len(table.rows) else 0)
         return table.within(whole, slice(self.first, self.end))
 
-    def combined(
+    def combine(
         self,
         top: torch.Tensor,
         sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
@@ -107,7 +107,7 @@ class VocabularyLinear(nn.Linear):
         return layer
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        x = copied(input, self.slice.ranks)
+        x = copy_to_group(input, self.slice.ranks)
         logits = nn.functional.linear(x, self.weight, self.bias)
         return columns_gathered(logits, self.slice.ranks, self.slice.sizes)
 

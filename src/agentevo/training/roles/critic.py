@@ -21,7 +21,7 @@ from agentevo.models.token_rows import causal_model
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.kernels.output_layer import all_logits, last_hidden
 from agentevo.training.optimization import Optimization
-from agentevo.training.parallel import gathered, summed
+from agentevo.training.parallel import gather, sum_over_ranks
 from agentevo.training.phases import phase
 from agentevo.training.roles.own_weights import load_weights, weights_of
 from agentevo.training.sharding.layouts import layouts_of
@@ -107,7 +107,7 @@ class Critic:
     ) -> dict[str, float]:
         """One optimizer step over a minibatch, the policy untouched: all of an own model, the head
         alone of a shared trunk. `nulls`: see `null_batches`."""
-        num_tokens = sum(gathered(sum(int(batch.mask.sum()) for batch in batches)))
+        num_tokens = sum(gather(sum(int(batch.mask.sum()) for batch in batches)))
         lr = self.optimization.begin()
 
         sums: dict[str, float] = {}
@@ -122,7 +122,7 @@ class Critic:
             self.optimization.backward(0.0 * self._trained_values(batch).sum())
 
         norm = self.optimization.finish()
-        return {key: value / num_tokens for key, value in summed(sums).items()} | {
+        return {key: value / num_tokens for key, value in sum_over_ranks(sums).items()} | {
             "critic/grad_norm": norm,
             "critic/lr": lr,
         }

@@ -8,15 +8,15 @@ from types import MappingProxyType
 
 import torch
 
-from agentevo.models.parts import Part, Saved
-from agentevo.training.sharding.layouts import Layout, kept, part_of
+from agentevo.models.parts import Saved, WeightPart
+from agentevo.training.sharding.layouts import ShardLayout, kept, part_of
 
-Layouts = Mapping[torch.nn.Parameter, Layout]
+Layouts = Mapping[torch.nn.Parameter, ShardLayout]
 
 
 def weights_of(
     parameters: Mapping[str, torch.nn.Parameter], layouts: Layouts = MappingProxyType({})
-) -> dict[str, torch.Tensor | Part]:
+) -> dict[str, torch.Tensor | WeightPart]:
     """Name -> weight, for a checkpoint; see `kept`."""
     return {
         name: kept(parameter, parameter, layouts.get(parameter))

@@ -13,7 +13,7 @@ from agentevo.errors import ModelError, TrainingError
 from agentevo.models.load import load_base
 from agentevo.models.model_copy import copy_policy
 from agentevo.models.parameters import trained_parameters
-from agentevo.models.sharded import changed
+from agentevo.models.sharded import note_change
 from agentevo.training.batching.packing import PackedBatch
 from agentevo.training.kernels.output_layer import token_logprobs
 from agentevo.training.roles.own_weights import load_weights, weights_of
@@ -66,7 +66,7 @@ class Reference:
 
         begun = {name: theirs[name].detach() for name in self.weights}
         load_weights(self.weights, begun, layouts)
-        changed(self.model)
+        note_change(self.model)
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch) -> torch.Tensor:
@@ -89,7 +89,7 @@ class Reference:
             theirs = trained_parameters(policy)
             for name, ours in self.weights.items():
                 ours.lerp_(theirs[name], share)
-            changed(self.model)
+            note_change(self.model)
 
     def state_dict(self) -> dict[str, Any]:
         return weights_of(self.weights, layouts_of(self.model))
@@ -97,4 +97,4 @@ class Reference:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of state_dict."""
         load_weights(self.weights, state, layouts_of(self.model))
-        changed(self.model)
+        note_change(self.model)

@@ -33,7 +33,7 @@ def context_parallel(model: PreTrainedModel, ranks: Ranks) -> None:
     """Has the model's decoder compute this process's stretch of every pass, in place. Raises
     TrainingError where its heads can't be divided."""
     check_context(model, ranks.size)
-    hook = _Stretch(ranks)
+    hook = _ContextStretch(ranks)
     decoder: nn.Module = model.base_model
     decoder.register_forward_pre_hook(hook.before, with_kwargs=True)
     decoder.register_forward_hook(hook.after, with_kwargs=True)
@@ -103,7 +103,7 @@ class HeadExchange:
         return nodes_exchanged(F.pad(out, (0, 0, 0, 0, 0, padding)), self.ranks)
 
 
-class _Stretch:
+class _ContextStretch:
     """Before and after the decoder of one model."""
 
     def __init__(self, ranks: Ranks) -> None:

@@ -20,8 +20,8 @@ from torch import distributed, nn
 from transformers import PreTrainedModel
 
 from agentevo.errors import TrainingError
-from agentevo.training.collectives import Ranks, added, copied, routed
-from agentevo.training.sharding.layouts import Layout, lay_out
+from agentevo.training.collectives import Ranks, add_over_group, copy_to_group, exchange_rows
+from agentevo.training.sharding.layouts import ShardLayout, lay_out
 
 STACKS = ("gate_up_proj", "down_proj")
 _JOINT: WeakSet[nn.Module] = WeakSet()
@@ -100,7 +100,7 @@ def spread_over_tensor(stack: nn.Module, ranks: Ranks) -> None:
     _check(stack, ranks.size, "tensor")
     first = _cut(stack, ranks, None)
     stack.register_forward_pre_hook(partial(_own_experts, ranks, first))
-    stack.register_forward_hook(lambda module, args, out: added(out, ranks))
+    stack.register_forward_hook(lambda module, args, out: add_over_group(out, ranks))
 
 
 def _check(stack: Any, size: int, key: str) -> None:
@@ -122,7 +122,7 @@ def _cut(stack: Any, ranks: Ranks, sharing: tuple[Ranks, ...] | None) -> int:
     """Cuts this process's experts out; returns the number of the first."""
     count = len(stack.down_proj) // ranks.size
     for name in STACKS:
-        lay_out(stack, name, Layout(ranks, 0, (count,) * ranks.size, sharing))
+        lay_out(stack, name, ShardLayout(ranks, 0, (count,) * ranks.size, sharing))
     stack.num_experts = count
     stack._is_expert_parallel = True
     return ranks.rank * count
@@ -135,9 +135,9 @@ def _own_experts(
     hidden, chosen, weights = args
     beyond = (chosen < first) | (chosen >= first + stack.num_experts)
     return (
-        copied(hidden, ranks),
+        copy_to_group(hidden, ranks),
         (chosen - first).masked_fill(beyond, stack.num_experts),
-        copied(weights, ranks).masked_fill(beyond, 0),
+        copy_to_group(weights, ranks).masked_fill(beyond, 0),
     )
 
 
@@ -161,8 +161,8 @@ class _Dispatch:
         of_place = stack.num_experts
         if self.tensor is not None:
             of_place *= self.tensor.size
-            hidden = copied(hidden, self.tensor)
-            weights = copied(weights, self.tensor)
+            hidden = copy_to_group(hidden, self.tensor)
+            weights = copy_to_group(weights, self.tensor)
 
         # Step 1: the pairs of token and expert, in order of the process that has the expert; of
         # those that a tensor group shares, this process's.
@@ -179,13 +179,13 @@ class _Dispatch:
         taken = taken_counts.tolist()
 
         # Step 2: their hidden states and experts travel there, each pair is computed by itself.
-        sent = routed(hidden[order // num_chosen], given, taken, self.ranks)
-        theirs = routed(experts, given, taken, self.ranks) - self.first
+        sent = exchange_rows(hidden[order // num_chosen], given, taken, self.ranks)
+        theirs = exchange_rows(experts, given, taken, self.ranks) - self.first
         ones = torch.ones(len(sent), 1, dtype=weights.dtype, device=weights.device)
         out = type(stack).forward(stack, sent, theirs.unsqueeze(1), ones)
 
         # Step 3: back in their order, weighted, and added up for each token.
-        back = routed(out, taken, given, self.ranks)
+        back = exchange_rows(out, taken, given, self.ranks)
         all_pairs = back.new_zeros(chosen.numel(), back.shape[1]).index_copy(0, order, back)
         out = (all_pairs.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
-        return out if self.tensor is None else added(out, self.tensor)
+        return out if self.tensor is None else add_over_group(out, self.tensor)

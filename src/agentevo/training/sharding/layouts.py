@@ -18,7 +18,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
-from agentevo.models.parts import Cut, Part, Saved, own_part
+from agentevo.models.parts import Cut, Saved, WeightPart, own_part
 from agentevo.training.collectives import Ranks, owned_given, slices_gathered
 
 _KEY = "_agentevo_layouts"
@@ -27,7 +27,7 @@ with what FSDP makes of it."""
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class ShardLayout:
     """How a parameter lies on the processes of one group."""
 
     ranks: Ranks
@@ -64,11 +64,11 @@ class Layout:
             return owned_given(own, self.ranks, owners[0], shape)
         return slices_gathered(own, self.ranks, self.dim, self.sizes)
 
-    def __deepcopy__(self, memo: object) -> Layout:
+    def __deepcopy__(self, memo: object) -> ShardLayout:
         return self
 
 
-def lay_out(module: nn.Module, name: str, layout: Layout) -> None:
+def lay_out(module: nn.Module, name: str, layout: ShardLayout) -> None:
     """Cuts this process's slice out of a module's parameter, and keeps how it lies."""
     parameter = module._parameters[name]
     assert parameter is not None
@@ -78,7 +78,7 @@ def lay_out(module: nn.Module, name: str, layout: Layout) -> None:
     vars(module).setdefault(_KEY, {})[name] = layout
 
 
-def layouts_by_name(model: nn.Module) -> dict[str, Layout]:
+def layouts_by_name(model: nn.Module) -> dict[str, ShardLayout]:
     """Name of a parameter, as in the model's state dict -> its layout, where it has one."""
     return {
         f"{path}.{name}" if path else name: layout
@@ -87,7 +87,7 @@ def layouts_by_name(model: nn.Module) -> dict[str, Layout]:
     }
 
 
-def layouts_of(model: nn.Module) -> dict[nn.Parameter, Layout]:
+def layouts_of(model: nn.Module) -> dict[nn.Parameter, ShardLayout]:
     """The same by the parameters themselves; asked for after FSDP has made its own of them."""
     return {
         module._parameters[name]: layout  # type: ignore[misc]
@@ -101,7 +101,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def add_parts(layouts: Mapping[nn.Parameter, Layout]) -> None:
+def add_parts(layouts: Mapping[nn.Parameter, ShardLayout]) -> None:
     """Sums the gradients of which every process of a tensor group has found a part."""
     for parameter, layout in layouts.items():
         if layout.dim is None and parameter.grad is not None:
@@ -109,7 +109,7 @@ def add_parts(layouts: Mapping[nn.Parameter, Layout]) -> None:
 
 
 def gradient_norm(
-    parameters: Iterable[nn.Parameter], layouts: Mapping[nn.Parameter, Layout]
+    parameters: Iterable[nn.Parameter], layouts: Mapping[nn.Parameter, ShardLayout]
 ) -> torch.Tensor:
     """The L2 norm of the gradient of the whole model, the same on every process, which all call
     this: each number is counted once, wherever it lies."""
@@ -153,7 +153,9 @@ def clip(parameters: Iterable[nn.Parameter], norm: torch.Tensor, largest: float)
             local(parameter.grad).mul_(factor.to(parameter.grad.device))
 
 
-def whole_of(part: torch.Tensor, parameter: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+def whole_of(
+    part: torch.Tensor, parameter: torch.Tensor, layout: ShardLayout | None
+) -> torch.Tensor:
     """What this process has of a tensor that lies as the parameter does (its weights, a moment) ->
     the whole one on every process, detached; called by all of them. `part` may be what FSDP has
     left here, or stand for that."""
@@ -173,7 +175,7 @@ def whole_of(part: torch.Tensor, parameter: torch.Tensor, layout: Layout | None)
     return part if layout is None else layout.whole(part.to(parameter.device))
 
 
-def whole_shape(parameter: torch.Tensor, layout: Layout | None) -> torch.Size:
+def whole_shape(parameter: torch.Tensor, layout: ShardLayout | None) -> torch.Size:
     """The shape of the whole tensor that a parameter lies in."""
     shape = list(parameter.shape)
     if layout is not None and layout.dim is not None:
@@ -182,17 +184,17 @@ def whole_shape(parameter: torch.Tensor, layout: Layout | None) -> torch.Size:
 
 
 def kept(
-    tensor: torch.Tensor, parameter: torch.Tensor, layout: Layout | None
-) -> torch.Tensor | Part:
+    tensor: torch.Tensor, parameter: torch.Tensor, layout: ShardLayout | None
+) -> torch.Tensor | WeightPart:
     """What a checkpoint keeps of a tensor that lies as the parameter does: this process's part, or
     all of it where every process has that. `tensor` may be what FSDP has left here."""
     cut = None if layout is None else layout.cut
     if cut is None and not isinstance(parameter, DTensor):
         return tensor.detach()
-    return Part.of(tensor, parameter, cut)
+    return WeightPart.of(tensor, parameter, cut)
 
 
-def part_of(saved: Saved, parameter: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+def part_of(saved: Saved, parameter: torch.Tensor, layout: ShardLayout | None) -> torch.Tensor:
     """The inverse of `kept`, whoever has kept it: what lies here of a tensor of a checkpoint, as
     FSDP has it where it has sharded the parameter."""
     return own_part(saved, parameter, None if layout is None else layout.cut)

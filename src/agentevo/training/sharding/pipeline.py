@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 
 from agentevo.errors import TrainingError
 from agentevo.training.collectives import Ranks
-from agentevo.training.kernels.stages import Stage, be_stage, received
-from agentevo.training.sharding.layouts import Layout, lay_out
+from agentevo.training.kernels.stages import Stage, be_stage, receive_hidden
+from agentevo.training.sharding.layouts import ShardLayout, lay_out
 
 PLAN = {"embed_tokens", "layers", "norm"}
 """What transformers' `base_model_pp_plan` has for decoders whose layers take nothing from one
@@ -49,7 +49,7 @@ class Receiving(Passing):
         self.stage = stage
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return received(hidden_states, self.stage)
+        return receive_hidden(hidden_states, self.stage)
 
 
 class NoEmbeddings:
@@ -147,4 +147,4 @@ def _give(part: nn.Module, owner: int, ranks: Ranks) -> None:
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
                 sizes = tuple(len(parameter) * (rank == owner) for rank in range(ranks.size))
-                lay_out(module, name, Layout(ranks, 0, sizes))
+                lay_out(module, name, ShardLayout(ranks, 0, sizes))

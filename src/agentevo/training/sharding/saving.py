@@ -6,12 +6,12 @@ import torch
 from transformers import PreTrainedModel
 
 from agentevo.models.adapters import is_adapted
-from agentevo.models.parts import Part
+from agentevo.models.parts import WeightPart
 from agentevo.models.sharded import skeleton_of
 from agentevo.training.sharding.layouts import layouts_by_name
 
 
-def weight_parts(model: PreTrainedModel, only_trained: bool = False) -> dict[str, Part]:
+def weight_parts(model: PreTrainedModel, only_trained: bool = False) -> dict[str, WeightPart]:
     """Name -> this process's part of every weight, and of every buffer that is saved, in the dtypes
     that the model has outside of training, as they are now. Tied weights have one name."""
     skeleton = skeleton_of(model)
@@ -21,16 +21,16 @@ def weight_parts(model: PreTrainedModel, only_trained: bool = False) -> dict[str
     for name, parameter in model.named_parameters():
         if parameter.requires_grad or not only_trained:
             layout = layouts.get(name)
-            part = Part.of(parameter, cut=None if layout is None else layout.cut)
+            part = WeightPart.of(parameter, cut=None if layout is None else layout.cut)
             found[name] = part.to(dtypes.get(name, parameter.dtype))
 
     if not only_trained:
-        found |= {name: Part.of(buffer) for name, buffer in _saved_buffers(model).items()}
+        found |= {name: WeightPart.of(buffer) for name, buffer in _saved_buffers(model).items()}
 
     return found
 
 
-def saved_parts(model: PreTrainedModel) -> dict[str, Part]:
+def saved_parts(model: PreTrainedModel) -> dict[str, WeightPart]:
     """Those that a checkpoint has: of a model with adapters these alone."""
     return weight_parts(model, only_trained=is_adapted(model))
 

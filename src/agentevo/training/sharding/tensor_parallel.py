@@ -20,11 +20,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from agentevo.errors import TrainingError
-from agentevo.training.collectives import Ranks, added, copied
+from agentevo.training.collectives import Ranks, add_over_group, copy_to_group
 from agentevo.training.kernels.output_layer import PROBES
 from agentevo.training.kernels.vocabulary import VocabularyLinear, VocabularySlice
 from agentevo.training.sharding.expert_parallel import is_stack, spread_over_tensor
-from agentevo.training.sharding.layouts import Layout, lay_out
+from agentevo.training.sharding.layouts import ShardLayout, lay_out
 
 COLUMN = "colwise"
 ROW = "rowwise"
@@ -41,7 +41,7 @@ def tensor_parallel(model: PreTrainedModel, ranks: Ranks, *, experts: bool = Tru
         module: Any = model.get_submodule(name)
         parent, _, own_name = name.rpartition(".")
         if style == HEAD_NORM:
-            lay_out(module, "weight", Layout(ranks, None))
+            lay_out(module, "weight", ShardLayout(ranks, None))
         elif own_name in KEYS and _num_keys(model) % ranks.size:
             _share_keys(model, name, ranks)
         else:
@@ -73,7 +73,7 @@ class RowLinear(nn.Linear):
     ranks: Ranks
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        out = added(nn.functional.linear(input, self.weight), self.ranks)
+        out = add_over_group(nn.functional.linear(input, self.weight), self.ranks)
         return out if self.bias is None else out + self.bias
 
 
@@ -99,8 +99,8 @@ class _CopiedInput:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
-            return (copied(args[0], self.ranks), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": copied(kwargs["hidden_states"], self.ranks)}
+            return (copy_to_group(args[0], self.ranks), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": copy_to_group(kwargs["hidden_states"], self.ranks)}
 
 
 class _OwnTokens:
@@ -118,7 +118,7 @@ class _OwnTokens:
         return ((ids - self.own.first).masked_fill(self._beyond, 0), *args[1:])
 
     def after(self, module: nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
-        return added(out.masked_fill(self._beyond.unsqueeze(-1), 0), self.own.ranks)
+        return add_over_group(out.masked_fill(self._beyond.unsqueeze(-1), 0), self.own.ranks)
 
 
 def _parts(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
@@ -183,7 +183,7 @@ def _num_keys(model: PreTrainedModel) -> int:
 def _cut_linear(parent: nn.Module, name: str, style: str, ranks: Ranks) -> None:
     layer: Any = parent._modules[name]
     dim, width = (0, layer.out_features) if style == COLUMN else (1, layer.in_features)
-    cut = Layout(ranks, dim, (width // ranks.size,) * ranks.size)
+    cut = ShardLayout(ranks, dim, (width // ranks.size,) * ranks.size)
     lay_out(layer, "weight", cut)
 
     if style == COLUMN:
@@ -208,7 +208,7 @@ def _share_keys(model: PreTrainedModel, name: str, ranks: Ranks) -> None:
     shared.outputs = slice(head * width, (head + 1) * width)
     for parameter in ("weight", "bias"):
         if getattr(shared, parameter) is not None:
-            lay_out(shared, parameter, Layout(ranks, None))
+            lay_out(shared, parameter, ShardLayout(ranks, None))
 
     model.get_submodule(parent)._modules[own_name] = shared
 
@@ -231,7 +231,7 @@ def _cut_vocabulary(model: PreTrainedModel, ranks: Ranks) -> None:
     output: Any = model.get_output_embeddings()
     own = VocabularySlice.of(ranks, len(embedding.weight))
     tied = output is not None and output.weight is embedding.weight
-    cut = Layout(ranks, 0, own.sizes)
+    cut = ShardLayout(ranks, 0, own.sizes)
     lay_out(embedding, "weight", cut)
 
     embedding.num_embeddings = own.sizes[ranks.rank]

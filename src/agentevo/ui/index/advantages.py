@@ -50,7 +50,7 @@ def rule_of(config: dict[str, Any]) -> Rule | str:
 
     try:
         section = AlgorithmSection.model_validate(config.get("algorithm") or {})
-        algorithm = section.resolved()
+        algorithm = section.resolve()
         if section.advantage_function is not None:
             name = section.advantage_function
             return f"algorithm.advantage_function={name} is a function of the run's own"
@@ -86,9 +86,9 @@ def step_samples(
     """The samples of a committed step with their advantages, as they were before tokens that are
     too old were left out. Raises AgentEvoError where the plan and the store do not fit together."""
     from agentevo.training.batching.samples import advantages_of, trajectory_rows
-    from agentevo.training.batching.step_plan import Plan
+    from agentevo.training.batching.step_plan import StepPlan
 
-    plan = Plan.of(step, record)
+    plan = StepPlan.of(step, record)
     by_id = {one.id: one for one in stored}
     final = [plan.final(by_id[name]) for name in plan.ids if name in by_id]
     rows = [row for one in final for row in trajectory_rows(one)]

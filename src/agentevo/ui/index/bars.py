@@ -16,7 +16,7 @@ CLOSE = 1e-6
 """A width of a bar beside the values' own size below which a quotient does not say its number."""
 
 
-class Bar(NamedTuple):
+class IndexBar(NamedTuple):
     low: float
     high: float
     size: int
@@ -24,7 +24,7 @@ class Bar(NamedTuple):
     """Successes among them."""
 
 
-def bars(values: np.ndarray, good: np.ndarray, *, is_whole: bool) -> list[Bar]:
+def bars(values: np.ndarray, good: np.ndarray, *, is_whole: bool) -> list[IndexBar]:
     """Of values [N], with the successes [N] among them; none of no values."""
     if not len(values):
         return []
@@ -45,7 +45,7 @@ def bars(values: np.ndarray, good: np.ndarray, *, is_whole: bool) -> list[Bar]:
         successes = both[1::2]
 
     return [
-        Bar(float(edges[i]), float(edges[i + 1]), int(counts[i]), int(successes[i]))
+        IndexBar(float(edges[i]), float(edges[i + 1]), int(counts[i]), int(successes[i]))
         for i in range(num)
     ]
 

@@ -67,7 +67,7 @@ _SELECT = (
 )
 
 
-class Columns:
+class IndexColumns:
     """See the module. May be shared by threads; what `table` returned is never changed under a
     reader but by newer values of the same rows."""
 

@@ -26,7 +26,7 @@ class Derived(NamedTuple):
     """What was said, as `packed` made it."""
 
 
-def derived(trajectory: Trajectory) -> Derived:
+def derive(trajectory: Trajectory) -> Derived:
     """One pass over the turns."""
     drawn = [
         np.asarray(turn.logprobs, dtype=np.float32)
@@ -41,7 +41,7 @@ def derived(trajectory: Trajectory) -> Derived:
         lowest_logprob=float(logprobs.min()) if len(logprobs) else None,
         mean_logprob=float(logprobs.mean()) if len(logprobs) else None,
         lowest_version=min(versions, default=None),
-        text=packed(said(trajectory)),
+        text=pack_text(said(trajectory)),
     )
 
 
@@ -81,11 +81,11 @@ def _pieces(trajectory: Trajectory) -> Iterator[str]:
                 yield f"{call.name} {call.arguments}"
 
 
-def packed(text: str) -> bytes:
+def pack_text(text: str) -> bytes:
     return zlib.compress(text.encode("utf-8", "replace"), 1)
 
 
-def unpacked(data: bytes) -> str:
+def unpack_text(data: bytes) -> str:
     return zlib.decompress(data).decode("utf-8", "replace")
 
 

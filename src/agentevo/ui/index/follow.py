@@ -27,8 +27,8 @@ from agentevo.store.records import StepRecord, StoredTrajectory
 from agentevo.store.store import Store
 from agentevo.training.token_numbers import largest_moves, name_of
 from agentevo.ui.index.advantages import Rule, largest, step_samples, without_words
-from agentevo.ui.index.derived import TaskWords, derived, task_words
-from agentevo.ui.index.writer import GAP_S, Writer, mark_of
+from agentevo.ui.index.derived import TaskWords, derive, task_words
+from agentevo.ui.index.writer import GAP_S, IndexWriter, mark_of
 
 ROWS = 1_000
 """Summaries read at once."""
@@ -41,14 +41,14 @@ LOOKED_AT = 2_000
 END = 2**62
 
 
-class Follower:
+class StoreFollower:
     """One store and the index of it. `tell` hears how far it is: (what, done, of)."""
 
     def __init__(
         self,
         store: Store,
         connection: sqlite3.Connection,
-        writer: Writer,
+        writer: IndexWriter,
         tell: Callable[[str, int, int], None] = lambda what, done, of: None,
     ) -> None:
         self._store = store
@@ -246,7 +246,7 @@ class Follower:
 
         found = [stored for stored in found if stored.trajectory.id in places]
         words = [await self._words_of(stored.trajectory.task_id) for stored in found]
-        numbers = await in_thread(lambda: [derived(stored.trajectory) for stored in found])
+        numbers = await in_thread(lambda: [derive(stored.trajectory) for stored in found])
         with self._writer.transaction():
             self._writer.read(
                 [

@@ -26,8 +26,8 @@ from agentevo.event_loop import in_thread
 from agentevo.runs.store_opening import open_run_store
 from agentevo.ui.index.advantages import Rule, config_of, rewards_of, rule_of
 from agentevo.ui.index.database import cache_file, connect, is_usable, make
-from agentevo.ui.index.follow import Follower
-from agentevo.ui.index.writer import Writer
+from agentevo.ui.index.follow import StoreFollower
+from agentevo.ui.index.writer import IndexWriter
 
 EVERY_S = 1.0
 REST_S = 10.0
@@ -78,12 +78,12 @@ class Indexer:
             except Timeout:
                 self._stop.wait(AGAIN_S)
             except sqlite3.DatabaseError as error:
-                self._damaged(error)
+                self._note_damage(error)
             except (AgentEvoError, OSError) as error:
                 self.trouble = str(error)
                 self._stop.wait(AGAIN_S)
 
-    def _damaged(self, error: sqlite3.DatabaseError) -> None:
+    def _note_damage(self, error: sqlite3.DatabaseError) -> None:
         self.trouble = f"the index {self.path} could not be used ({error})"
         if isinstance(error, sqlite3.OperationalError):  # locked, or the disk is full
             self._stop.wait(AGAIN_S)
@@ -108,7 +108,7 @@ class Indexer:
     async def _keep(self) -> None:
         config = await in_thread(config_of, self._folder)
         with closing(connect(self.path)) as connection:
-            writer = Writer(connection, rewards_of(config))
+            writer = IndexWriter(connection, rewards_of(config))
             async with await open_run_store(
                 self.url,
                 create=False,
@@ -116,11 +116,11 @@ class Indexer:
                 tell=lambda line: None,
                 read_only=True,
             ) as store:
-                follower = Follower(store, connection, writer, _teller(writer))
+                follower = StoreFollower(store, connection, writer, _teller(writer))
                 await self._follow(follower, writer, _Rules(writer, config), _inode(self.url))
 
     async def _follow(
-        self, follower: Follower, writer: Writer, rules: _Rules, inode: int | None
+        self, follower: StoreFollower, writer: IndexWriter, rules: _Rules, inode: int | None
     ) -> None:
         """Until it is stopped, or the store's file is another one."""
         compared = float("-inf")
@@ -142,7 +142,7 @@ class Indexer:
                         break  # the next look says that all is read
                     await self._sleep(min(0.2, max(0.0, rest_until - time.monotonic())))
 
-    async def _read_for_a_while(self, follower: Follower, rules: _Rules) -> bool:
+    async def _read_for_a_while(self, follower: StoreFollower, rules: _Rules) -> bool:
         """Whether there was anything to read."""
         began = time.monotonic()
         while time.monotonic() - began < SLICE_S and not self._stop.is_set():
@@ -168,7 +168,7 @@ class Indexer:
 class _Rules:
     """How advantages are made, found out when the first step asks: that takes torch."""
 
-    def __init__(self, writer: Writer, config: dict[str, Any]) -> None:
+    def __init__(self, writer: IndexWriter, config: dict[str, Any]) -> None:
         self._writer = writer
         self._config = config
         self._rule: Rule | str | None = None
@@ -184,7 +184,7 @@ class _Rules:
         return self._rule
 
 
-def _teller(writer: Writer) -> Callable[[str, int, int], None]:
+def _teller(writer: IndexWriter) -> Callable[[str, int, int], None]:
     """Writes how far it is into the file, twice a second."""
     last = 0.0
 

@@ -16,11 +16,11 @@ import numpy as np
 
 from agentevo.errors import AgentEvoError
 from agentevo.store.records import SPLITS
-from agentevo.ui.index.bars import Bar, bars
-from agentevo.ui.index.columns import NONE, Columns
+from agentevo.ui.index.bars import IndexBar, bars
+from agentevo.ui.index.columns import NONE, IndexColumns
 from agentevo.ui.index.columns import WORDS as COLUMN_WORDS
 from agentevo.ui.index.database import connect
-from agentevo.ui.index.derived import unpacked
+from agentevo.ui.index.derived import unpack_text
 from agentevo.ui.index.selection import CHOICES, ORDERS, RANGES, WORDS, Selection, cursor
 
 PAGE = 50
@@ -33,7 +33,7 @@ class IndexAway(AgentEvoError):
     """The index is not there yet, or is being made again."""
 
 
-class State(NamedTuple):
+class IndexState(NamedTuple):
     """How far an index is."""
 
     phase: str
@@ -46,7 +46,7 @@ class State(NamedTuple):
     """Why there are none; empty where they are made."""
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class IndexRow(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt in a list: the summary's columns and what was derived."""
 
     place: int
@@ -94,7 +94,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 class Listing(NamedTuple):
     """One page of a list."""
 
-    rows: list[Row]
+    rows: list[IndexRow]
     total: int
     """Rows of the whole list; not counted are those without a value of the order."""
     next: str | None
@@ -108,13 +108,13 @@ class IndexReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._columns = Columns()
+        self._columns = IndexColumns()
         self._local = threading.local()
 
-    def state(self) -> State:
+    def state(self) -> IndexState:
         """How far it is."""
         facts = dict(self._all("SELECT name, value FROM facts"))
-        return State(
+        return IndexState(
             phase=str(facts.get("phase") or ("" if "listed_at" in facts else "listing")),
             done=int(facts.get("done") or 0),
             of=int(facts.get("of") or 0),
@@ -161,7 +161,7 @@ class IndexReader:
         rows = self.rows((page + 1).tolist(), selection.text)
         return Listing(rows, total, last, is_cut)
 
-    def histogram(self, selection: Selection, name: str) -> list[Bar]:
+    def histogram(self, selection: Selection, name: str) -> list[IndexBar]:
         """Bars of `reward`, `tokens` or `age` of what was selected, whatever its range of that."""
         ranges = {key: value for key, value in selection.ranges.items() if key != name}
         free = msgspec.structs.replace(selection, ranges=ranges, after=None)
@@ -172,7 +172,7 @@ class IndexReader:
             where = where & (values != NONE)
         return bars(_of(values, where), _of(table["success"], where), is_whole=name != "reward")
 
-    def group(self, group_id: str) -> list[Row]:
+    def group(self, group_id: str) -> list[IndexRow]:
         """The attempts of a group in the order of their numbers."""
         places = self._all(
             "SELECT place FROM attempts WHERE group_id = ? AND alive "
@@ -183,7 +183,7 @@ class IndexReader:
 
     def step_groups(
         self, selection: Selection, *, after: str | None = None, limit: int = 24
-    ) -> tuple[list[list[Row]], str | None, int]:
+    ) -> tuple[list[list[IndexRow]], str | None, int]:
         """Groups that have an attempt among those selected, whole; the id behind which the next
         page begins; and how many groups there are. They stand in the order of their ids, or by the
         mean reward of those that completed where attempts are ordered by reward."""
@@ -213,7 +213,7 @@ class IndexReader:
         more = page[-1] if start + limit < len(ordered) else None
         return [self.group(name) for name in page], more, len(ordered)
 
-    def find(self, attempt_id: str) -> Row | None:
+    def find(self, attempt_id: str) -> IndexRow | None:
         """One attempt by its id."""
         places = self._all("SELECT place FROM attempts WHERE id = ? AND alive", (attempt_id,))
         rows = self.rows([row[0] for row in places])
@@ -275,7 +275,7 @@ class IndexReader:
         )
         return [(row[0], row[1], row[2], json.loads(row[3] or "{}")) for row in rows]
 
-    def rows(self, places: Sequence[int], text: str = "") -> list[Row]:
+    def rows(self, places: Sequence[int], text: str = "") -> list[IndexRow]:
         """Rows in this order, with a snippet around what was searched."""
         found: dict[int, sqlite3.Row] = {}
         for chunk in _chunks(list(places), 500):
@@ -288,8 +288,8 @@ class IndexReader:
 
         return [self._row(found[place], text) for place in places if place in found]
 
-    def _row(self, row: sqlite3.Row, text: str) -> Row:
-        fields = {name: row[name] for name in Row.__struct_fields__[:-2]}
+    def _row(self, row: sqlite3.Row, text: str) -> IndexRow:
+        fields = {name: row[name] for name in IndexRow.__struct_fields__[:-2]}
         fields |= {
             "success": bool(row["success"]),
             "truncated": bool(row["truncated"]),
@@ -301,25 +301,25 @@ class IndexReader:
         snippet: tuple[str, ...] = ()
         if text:
             data = self._all("SELECT text FROM texts WHERE place = ?", (row["place"],))
-            snippet = _snippet(unpacked(data[0][0]), text) if data else ()
+            snippet = _snippet(unpack_text(data[0][0]), text) if data else ()
 
-        return Row(**fields, snippet=snippet)
+        return IndexRow(**fields, snippet=snippet)
 
     def _where(self, table: dict[str, np.ndarray], selection: Selection) -> tuple[np.ndarray, bool]:
         """[N] bool: which rows are selected, not to be changed; and whether a search was cut. A
         page asks for the same selection again and again: a steady one is worked out once."""
         held = getattr(self._local, "held", None)
         if held is None:
-            return self._selected(table, selection)
+            return self._select(table, selection)
 
         key = msgspec.json.encode(msgspec.structs.replace(selection, order="newest", after=None))
         if key not in held:
-            held[key] = self._selected(table, selection)
+            held[key] = self._select(table, selection)
 
         found: tuple[np.ndarray, bool] = held[key]
         return found
 
-    def _selected(
+    def _select(
         self, table: dict[str, np.ndarray], selection: Selection
     ) -> tuple[np.ndarray, bool]:
         where = table["alive"].copy()

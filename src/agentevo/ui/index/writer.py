@@ -18,7 +18,7 @@ from typing import Any
 from agentevo.rollout.failures import failure_kind
 from agentevo.store.records import StepRecord, TrajectorySummary
 from agentevo.ui.index.database import MAX_TEXT_BYTES
-from agentevo.ui.index.derived import Derived, TaskWords, judge_gap, unpacked
+from agentevo.ui.index.derived import Derived, TaskWords, judge_gap, unpack_text
 
 MAX_WORDS = 2_000
 """Words that filters choose from; further ones are `other`."""
@@ -52,7 +52,7 @@ _UPSERT = (
 )
 
 
-class Writer:
+class IndexWriter:
     """See the module. `rewards`: as in `derived.judge_gap`."""
 
     def __init__(
@@ -174,7 +174,7 @@ class Writer:
             self._forget_text(place)
             if has_room:
                 self._db.execute("INSERT INTO texts VALUES (?, ?)", (place, found.text))
-                text = unpacked(found.text)
+                text = unpack_text(found.text)
                 self._db.execute("INSERT INTO search (rowid, text) VALUES (?, ?)", (place, text))
 
         self._db.executemany(
@@ -197,7 +197,7 @@ class Writer:
         if row is not None:
             self._db.execute(
                 "INSERT INTO search (search, rowid, text) VALUES ('delete', ?, ?)",
-                (place, unpacked(row["text"])),
+                (place, unpack_text(row["text"])),
             )
             self._db.execute("DELETE FROM texts WHERE place = ?", (place,))
 
