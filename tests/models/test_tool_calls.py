@@ -209,7 +209,7 @@ def test_a_text_without_marks_is_its_own_content(name: str, text: str) -> None:
         ("qwen_coder", "<function=f><parameter=a>1</parameter><parameter=a>2</parameter>",
          "parameter 'a' twice", "f"),
         ("deepseek", "<｜tool▁call▁begin｜>f g<｜tool▁sep｜>h\n{}<｜tool▁call▁end｜>",
-         "of the type", ""),
+         "the name of a tool, not", ""),
         ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f<g\n{}", "'<' in it", ""),
         ("glm", "<tool_call>f", "the text ends inside", ""),
         ("glm", "<tool_call>f\n<arg_key>a</arg_key>1</tool_call>", "needs <arg_value>", "f"),

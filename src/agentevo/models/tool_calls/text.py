@@ -17,7 +17,12 @@ Wait = Generator[None, None, None]
 """A reader without a result."""
 Emit = Callable[[str], object]
 """Where a reader puts what it has taken."""
-_SPACE = re.compile(r"\s*")
+SPACE = r"[ \t\n\r]*"
+"""The white space of JSON, which is that between the parts of every notation."""
+MAX_WORD = 1000
+"""Characters of a number or word."""
+_SPACE = re.compile(SPACE)
+_WORD = re.compile(r"[-+.\w]+")
 
 
 class MalformedError(Exception):
@@ -39,8 +44,7 @@ class Marks:
         self._strings = strings
         self._firsts = frozenset(string[0] for string in strings)
         self._longest = max(map(len, strings), default=1)
-        alternatives = [*map(re.escape, strings), *patterns]
-        self._pattern = re.compile("|".join(alternatives) if alternatives else r"(?!)")
+        self._pattern = re.compile("|".join([*map(re.escape, strings), *patterns]) or r"(?!)")
 
     def find(self, buffer: str, start: int) -> re.Match[str] | None:
         return self._pattern.search(buffer, start)
@@ -49,8 +53,8 @@ class Marks:
         """Where a mark may have begun that the buffer does not show to its end."""
         for place in range(max(start, len(buffer) - self._longest + 1), len(buffer)):
             if buffer[place] in self._firsts:
-                rest = buffer[place:]
-                if any(string.startswith(rest) for string in self._strings):
+                end = buffer[place:]
+                if any(string.startswith(end) for string in self._strings):
                     return place
         return len(buffer)
 
@@ -94,24 +98,39 @@ class Text:
         place = sum(map(len, self.record or ())) + 1
         return MalformedError(f"{problem} (at character {place} of the call)")
 
+    def unexpected(self, wanted: str) -> MalformedError:
+        """An error about the next character."""
+        char = self.buffer[self.at : self.at + 1]
+        if not char:
+            return self.broken("the text ends inside the call")
+        return self.broken(f"it needs {wanted}, not {char!r}")
+
     def peek(self) -> Generator[None, None, str]:
         """The next character, or "" at the end."""
-        while self.at >= len(self.buffer):
-            if self.ended:
-                return ""
+        while self.at >= len(self.buffer) and not self.ended:
             yield
-        return self.buffer[self.at]
+        return self.buffer[self.at : self.at + 1]
 
     def skip_space(self) -> Generator[None, None, str]:
         """Takes white space, which may be none, and returns it."""
         pieces = []
         while True:
             match = _SPACE.match(self.buffer, self.at)
-            assert match is not None
-            if match.end() > self.at:
-                pieces.append(self.take(match.end()))
+            pieces.append(self.take(match.end() if match else self.at))
             if self.at < len(self.buffer) or self.ended:
                 return "".join(pieces)
+            yield
+
+    def read_word(self) -> Generator[None, None, str]:
+        """The letters, digits, signs and dots that come next, which are not taken."""
+        size = 0
+        while True:
+            match = _WORD.match(self.buffer, self.at + size)
+            size += len(match.group()) if match else 0
+            if size > MAX_WORD:
+                raise self.broken(f"it has a number or word of more than {MAX_WORD} characters")
+            if self.at + size < len(self.buffer) or self.ended:
+                return self.buffer[self.at : self.at + size]
             yield
 
     def starts_with(self, *strings: str) -> Generator[None, None, str]:
@@ -119,13 +138,27 @@ class Text:
         begin with another one."""
         longest = max(map(len, strings))
         while True:
-            rest = self.buffer[self.at : self.at + longest]
+            ahead = self.buffer[self.at : self.at + longest]
             for string in strings:
-                if rest.startswith(string):
+                if ahead.startswith(string):
                     return string
-            if self.ended or not any(string.startswith(rest) for string in strings):
+            if self.ended or not any(string.startswith(ahead) for string in strings):
                 return ""
             yield
+
+    def take_any(self, *strings: str) -> Generator[None, None, str]:
+        """Takes and returns what `starts_with` returns, behind white space, which is taken in any
+        case."""
+        yield from self.skip_space()
+        string = yield from self.starts_with(*strings)
+        return self.take_next(len(string))
+
+    def expect(self, *strings: str, wanted: str = "") -> Generator[None, None, str]:
+        """`take_any`, which raises MalformedError where none of the strings comes."""
+        string = yield from self.take_any(*strings)
+        if not string:
+            raise self.unexpected(wanted or " or ".join(strings))
+        return string
 
     def until(self, wanted: Marks, emit: Emit) -> Generator[None, None, str]:
         """Takes the text up to the first of the marks, which it returns and does not take; up to
@@ -133,23 +166,20 @@ class Text:
         while True:
             match = wanted.find(self.buffer, self.at)
             if match is not None:
-                if match.start() > self.at:
-                    emit(self.take(match.start()))
-                return match.group()
-
-            safe = len(self.buffer) if self.ended else wanted.held_from(self.buffer, self.at)
-            if safe > self.at:
-                emit(self.take(safe))
-            if self.ended:
-                return ""
-
+                end = match.start()
+            else:
+                end = len(self.buffer) if self.ended else wanted.held_from(self.buffer, self.at)
+            if end > self.at:
+                emit(self.take(end))
+            if match is not None or self.ended:
+                return match.group() if match else ""
             yield
 
-    def collect(self, what: str, *ends: str) -> Generator[None, None, tuple[str, str]]:
+    def collect(self, *ends: str) -> Generator[None, None, tuple[str, str]]:
         """(what comes before the first of the marks, that mark), of which the mark is not taken.
         Raises MalformedError where none comes."""
         pieces: list[str] = []
         mark = yield from self.until(marks(*ends), pieces.append)
         if not mark:
-            raise self.broken(f"the text ends inside {what}")
+            raise self.broken("the text ends inside the call")
         return "".join(pieces), mark
