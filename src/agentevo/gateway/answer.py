@@ -1,5 +1,6 @@
 """One completion on its way to a client: token ids in, pieces of content, reasoning and tool calls
-out, whether they come one by one or all at once.
+out, whether they come one by one or all at once: the deltas of the parser, in which calls have ids.
+What was told of a call that failed is void, and its text follows as content.
 
 Invariant: however the ids come, the pieces sum up to the same reply, and no piece is taken back.
 The pieces of a call's arguments are the arguments, byte for byte. What begins as a call and is none
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from agentevo.gateway.request import ModelReply, ModelRequest, PromptSize, TokenLogprob
 from agentevo.models.chat import ChatFormat
@@ -29,32 +29,25 @@ from agentevo.models.tool_calls import (
 from agentevo.types import Alternatives, Message, ToolCall, Turn
 
 
-@dataclass(frozen=True, slots=True)
-class CallBegun:
-    """The next call of a tool: its name and id, before its arguments."""
-
-    index: int
-    call: ToolCall
-
-
-@dataclass(frozen=True, slots=True)
-class CallBroken:
-    """What was told of this call is none; its text follows as content."""
-
-    index: int
+def _pieces_of_call(index: int, call: ToolCall) -> list[Delta]:
+    """A call that is told at once."""
+    return [
+        CallStarted(index, call.name, call.id),
+        ArgumentsDelta(index, call.arguments),
+        CallFinished(index, call),
+    ]
 
 
-Piece = ContentDelta | ReasoningDelta | CallBegun | ArgumentsDelta | CallFinished | CallBroken
-"""What a client is told; calls have ids, and are counted as they begin."""
+def pieces_of(reply: ModelReply) -> list[Delta]:
+    """A reply that is told at once."""
+    pieces: list[Delta] = [ReasoningDelta(reply.reasoning)] if reply.reasoning else []
+    pieces += [ContentDelta(reply.content)] if reply.content else []
+    for index, call in enumerate(reply.tool_calls):
+        pieces += _pieces_of_call(index, call)
+    return pieces
 
 
-def whole_call(index: int, call: ToolCall) -> list[Piece]:
-    """The pieces of a call that is told at once."""
-    begun = CallBegun(index, ToolCall(call.name, "", call.id))
-    return [begun, ArgumentsDelta(index, call.arguments), CallFinished(index, call)]
-
-
-Hear = Callable[[int, list[Piece]], None]
+Hear = Callable[[int, list[Delta]], None]
 """Is told the number of a completion, from 0, and what it says next."""
 
 
@@ -86,7 +79,7 @@ class Answer:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
-        self._begun: list[ToolCall] = []
+        self._begun: list[CallStarted] = []
         """Every call that has begun."""
         self._arguments: list[list[str]] = []
         """What a listener was told of their arguments."""
@@ -95,11 +88,11 @@ class Answer:
         self.num_malformed = 0
         """What began as a call and is none."""
 
-    def add(self, ids: Sequence[int]) -> list[Piece]:
+    def add(self, ids: Sequence[int]) -> list[Delta]:
         """What the next ids make certain."""
         return self._taken(self._read(self._text.add(ids)))
 
-    def finish(self, turn: Turn) -> list[Piece]:
+    def finish(self, turn: Turn) -> list[Delta]:
         """What was held back until the completion was whole, and what nobody has added."""
         rest = self._read(self._text.finish(turn.messages[-1].text))
         return self._taken([*rest, *(self._parse.finish() if self._parse else ())])
@@ -155,7 +148,7 @@ class Answer:
             return self.message
 
         calls = zip(self._begun, self._arguments, strict=True)
-        return self._message([ToolCall(c.name, "".join(texts), c.id) for c, texts in calls])
+        return self._message([ToolCall(c.name, "".join(texts), c.call_id) for c, texts in calls])
 
     def _message(self, calls: Sequence[ToolCall]) -> Message:
         reasoning = "".join(self._reasoning) or None
@@ -172,8 +165,8 @@ class Answer:
         ]
         return min(places)[2] if places else None
 
-    def _taken(self, deltas: Iterable[Delta]) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _taken(self, deltas: Iterable[Delta]) -> list[Delta]:
+        pieces: list[Delta] = []
         for delta in deltas:
             match delta:
                 case ContentDelta(text):
@@ -183,16 +176,16 @@ class Answer:
                     self._reasoning.append(text)
                     pieces.append(delta)
                 case CallStarted(index, name):
-                    self._begun.append(ToolCall(name, "", f"call_{secrets.token_hex(12)}"))
+                    begun = CallStarted(index, name, f"call_{secrets.token_hex(12)}")
+                    self._begun.append(begun)
                     self._arguments.append([])
-                    if not self._whole_calls:
-                        pieces.append(CallBegun(index, self._begun[-1]))
+                    pieces += [] if self._whole_calls else [begun]
                 case ArgumentsDelta(index, text):
                     pieces += [] if self._whole_calls else self._argued(index, text)
                 case CallFinished(index, call):
-                    named = ToolCall(call.name, call.arguments, self._begun[index].id)
+                    named = ToolCall(call.name, call.arguments, self._begun[index].call_id)
                     if self._whole_calls:
-                        pieces += whole_call(len(self._calls), named)
+                        pieces += _pieces_of_call(len(self._calls), named)
                     else:
                         pieces += self._argued(index, "", whole=True)
                         pieces.append(CallFinished(index, named))
@@ -200,14 +193,14 @@ class Answer:
                 case CallFailed(index, malformed):
                     if index is not None and not self._whole_calls:
                         self._held = ""
-                        pieces.append(CallBroken(index))
+                        pieces.append(delta)
                     self.num_malformed += 1
                     self._content.append(malformed.text)
                     pieces.append(ContentDelta(malformed.text))
 
         return pieces
 
-    def _argued(self, index: int, text: str, *, whole: bool = False) -> list[Piece]:
+    def _argued(self, index: int, text: str, *, whole: bool = False) -> list[Delta]:
         """More of the arguments that a listener may be told."""
         text = self._held + text
         self._held = ""

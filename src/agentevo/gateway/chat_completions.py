@@ -10,7 +10,6 @@ from typing import Any
 
 from agentevo.data.messages import MESSAGE_KEYS, messages_of, tools_of
 from agentevo.errors import BadRequestError
-from agentevo.gateway.answer import CallBegun, CallBroken, Piece
 from agentevo.gateway.api import Api, Event, data_event
 from agentevo.gateway.fields import (
     boolean,
@@ -28,8 +27,11 @@ from agentevo.gateway.refusals import Refusal
 from agentevo.gateway.request import ModelReply, ModelRequest, PromptSize, TokenLogprob
 from agentevo.models.tool_calls import (
     ArgumentsDelta,
+    CallFailed,
     CallFinished,
+    CallStarted,
     ContentDelta,
+    Delta,
     ReasoningDelta,
 )
 from agentevo.types import Message, ToolCall
@@ -171,7 +173,7 @@ class Stream:
             self._chunk(n, {"role": "assistant", "content": ""}) for n in range(self._request.n)
         ]
 
-    def pieces(self, number: int, pieces: Sequence[Piece]) -> list[Event]:
+    def pieces(self, number: int, pieces: Sequence[Delta]) -> list[Event]:
         """What a completion says next."""
         deltas = map(_delta, pieces)
         return [self._chunk(number, delta) for delta in deltas if delta is not None]
@@ -204,17 +206,17 @@ class Stream:
         return {**self._head, "choices": [choice]}
 
 
-def _delta(piece: Piece) -> dict[str, Any] | None:
+def _delta(piece: Delta) -> dict[str, Any] | None:
     match piece:
         case ContentDelta(text):
             return {"content": text}
         case ReasoningDelta(text):
             return {"reasoning_content": text}
-        case CallBegun(index, call):
-            return {"tool_calls": [{"index": index, **_tool_call(call)}]}
+        case CallStarted(index, name, call_id):
+            return {"tool_calls": [{"index": index, **_tool_call(ToolCall(name, "", call_id))}]}
         case ArgumentsDelta(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-        case CallFinished() | CallBroken():
+        case CallFinished() | CallFailed():
             return None
 
 

@@ -11,7 +11,6 @@ from itertools import accumulate
 from typing import Any
 
 from agentevo.errors import BadRequestError, shown
-from agentevo.gateway.answer import Piece
 from agentevo.gateway.api import Api, Event
 from agentevo.gateway.chat_completions import DONE, encoded, error, usage
 from agentevo.gateway.fields import (
@@ -25,7 +24,7 @@ from agentevo.gateway.memory import Memory
 from agentevo.gateway.refusals import Refusal
 from agentevo.gateway.request import ModelReply, ModelRequest, PromptSize, TokenLogprob
 from agentevo.models.text_stream import UNDECODED
-from agentevo.models.tool_calls import ContentDelta
+from agentevo.models.tool_calls import ContentDelta, Delta
 
 MAX_PROMPTS = 256
 """Of one request."""
@@ -141,7 +140,7 @@ class Stream:
     def begin(self, prompt: PromptSize) -> list[Event]:
         return []
 
-    def pieces(self, number: int, pieces: Sequence[Piece]) -> list[Event]:
+    def pieces(self, number: int, pieces: Sequence[Delta]) -> list[Event]:
         """What a completion says next."""
         return [
             self._chunk(_choice(self._request, number, piece.text))

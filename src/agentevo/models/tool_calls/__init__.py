@@ -20,6 +20,7 @@ from agentevo.models.tool_calls.parsed import (
     MalformedCall,
     Parsed,
     ReasoningDelta,
+    join_texts,
 )
 from agentevo.models.tool_calls.parser import StreamingParse, ToolCallParser
 
@@ -36,6 +37,7 @@ __all__ = [
     "StreamingParse",
     "ToolCallParser",
     "find_parser",
+    "join_texts",
     "parser_named",
     "parser_names",
 ]

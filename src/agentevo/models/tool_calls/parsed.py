@@ -74,6 +74,8 @@ class CallStarted:
 
     index: int
     name: str
+    call_id: str = ""
+    """What the gateway calls it; parsers give no ids."""
 
 
 @dataclass(frozen=True, slots=True)
