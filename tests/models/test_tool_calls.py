@@ -147,6 +147,7 @@ ONE = '{"a": 1}'
         ("kimi", f"<|tool_call_begin|>f<|tool_call_argument_begin|>{ONE}", "", [ONE]),
         ("deepseek", f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>f{ONE}", "", [ONE]),
         ("qwen_coder", "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>", "", [ONE]),
+        ("qwen_coder", "<function=f><parameter=a>1</parameter></function> </tool_call>", "", [ONE]),
         ("glm", "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", "", [ONE]),
         ("xml", "<tool_calls><invoke name='f'><parameter name='a'>1</parameter></invoke>x",
          "x", [ONE]),

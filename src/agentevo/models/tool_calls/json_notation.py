@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 
 from agentevo.models.tool_calls.output import OpenCall, Output, Recovery, read_calls, read_end
 from agentevo.models.tool_calls.text import SPACE, Emit, Marks, Text, Wait, ignore, marks
@@ -180,48 +180,17 @@ def checked_name(text: Text, name: str) -> str:
     return name
 
 
-def read_objects(
-    out: Output,
-    recovery: Recovery,
-    *,
-    lead: str = "",
-    is_bare: bool = False,
-    follow: Callable[[Text], Generator[None, None, str | None]] | None = None,
-) -> Generator[None, None, bool]:
-    """Reads calls: an object, or a list of them, and what `follow` says. False where the first is
-    none."""
-    text = out.text
-    in_list = False
-
-    def read_item(call: OpenCall, is_first: bool) -> Wait:
-        nonlocal in_list
-        if is_first:
-            in_list = bool((yield from text.take_any("[")))
-        yield from read_object(text, call)
-
-    def next_lead() -> Generator[None, None, str | None]:
-        nonlocal in_list
-        if in_list:
-            mark = yield from text.expect(",", "]", wanted="a comma or ]")
-            if mark == ",":
-                return mark
-            in_list = False
-        return (yield from follow(text)) if follow else None
-
-    return (yield from read_calls(out, read_item, next_lead, recovery, lead=lead, is_bare=is_bare))
-
-
 def read_blocks(begin: str, end: str, out: Output) -> Wait:
     """Reads the text to its end."""
     text = out.text
+    recovery = Recovery((end,), (begin,))
 
-    def read_block_end(text: Text) -> Generator[None, None, str | None]:
-        mark = yield from read_end(text, (end,), (begin, "{"))
-        return "" if mark == "{" else None
+    def goes_on(text: Text) -> Generator[None, None, bool]:
+        return (yield from read_end(text, (end,), (begin, "{"))) == "{"
 
     while (yield from text.until(marks(begin), out.content)):
         lead = text.take_next(len(begin)) + (yield from text.skip_space())
-        yield from read_objects(out, Recovery((end,), (begin,)), lead=lead, follow=read_block_end)
+        yield from read_calls(out, read_object, recovery, lead=lead, goes_on=goes_on)
 
 
 def read_json(out: Output) -> Wait:
@@ -229,11 +198,11 @@ def read_json(out: Output) -> Wait:
     text = out.text
     while mark := (yield from text.until(_BARE, out.content)):
         if mark in ("{", "["):
-            yield from read_objects(out, Recovery(), is_bare=True)
+            yield from read_calls(out, read_object, Recovery(), is_bare=True)
             continue
 
         lead = text.take_next(len(mark)) + (yield from text.skip_space())
         if (yield from text.peek()) not in ("{", "["):
             out.content(lead)
-        elif (yield from read_objects(out, Recovery(), lead=lead, is_bare=True)):
+        elif (yield from read_calls(out, read_object, Recovery(), lead=lead, is_bare=True)):
             yield from text.take_any(FENCE)

@@ -10,12 +10,10 @@ Pythonic     [f(a=1), g()] at the beginning of a line; Llama 4 may write it, or 
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from functools import partial
 
-from agentevo.models.tool_calls.json_notation import OBJECT, read_objects
+from agentevo.models.tool_calls.json_notation import OBJECT, read_object
 from agentevo.models.tool_calls.output import (
-    OpenCall,
     Output,
     Recovery,
     read_call,
@@ -32,6 +30,7 @@ EXPRESSIONS = rf"\[(?={SPACE}(?:[^\W\d]|\Z))"
 _LLAMA = Marks(BEGINS, (OBJECT, EXPRESSIONS))
 _PYTHONIC = Marks(BEGINS, (EXPRESSIONS,))
 _UNMARKED = Recovery(before=BEGINS)
+_read_expressions = partial(read_calls, read_item=read_expression, may_end_in_comma=True)
 
 
 def read_llama(out: Output) -> Wait:
@@ -52,8 +51,8 @@ def _read(out: Output, wanted: Marks) -> Wait:
         elif mark == "[" and text.last not in ("", "\n"):
             out.content(text.take_next())
         elif mark == "[":
-            yield from _read_expressions(out, _UNMARKED, is_bare=True)
-        elif (yield from read_objects(out, _UNMARKED, is_bare=True)):
+            yield from _read_expressions(out, recovery=_UNMARKED, is_bare=True)
+        elif (yield from read_calls(out, read_object, _UNMARKED, is_bare=True)):
             yield from _read_separated(out)
 
 
@@ -68,7 +67,7 @@ def _read_separated(out: Output) -> Wait:
         if not lead.strip() or (yield from text.peek()) != "{":
             out.content(lead)
             return
-        is_call = yield from read_objects(out, _UNMARKED, lead=lead, is_bare=True)
+        is_call = yield from read_calls(out, read_object, _UNMARKED, lead=lead, is_bare=True)
 
 
 def _read_marked(out: Output, mark: str) -> Wait:
@@ -78,11 +77,11 @@ def _read_marked(out: Output, mark: str) -> Wait:
     lead = text.take_next(len(mark)) + (yield from text.skip_space())
     char = yield from text.peek()
     if char == "{":
-        yield from read_objects(out, recovery, lead=lead)
+        yield from read_calls(out, read_object, recovery, lead=lead)
         if not end:
             yield from _read_separated(out)
     elif char == "[":
-        yield from _read_expressions(out, recovery, lead=lead)
+        yield from _read_expressions(out, recovery=recovery, lead=lead)
     else:
         yield from read_call(
             out, partial(read_expression, text, method=".call"), recovery, lead=lead
@@ -90,23 +89,3 @@ def _read_marked(out: Output, mark: str) -> Wait:
 
     if end:
         yield from skip_mark(out, end)
-
-
-def _read_expressions(
-    out: Output, recovery: Recovery, *, lead: str = "", is_bare: bool = False
-) -> Wait:
-    text = out.text
-
-    def read_item(call: OpenCall, is_first: bool) -> Wait:
-        if is_first:
-            text.take_next()
-        yield from text.skip_space()
-        yield from read_expression(text, call)
-
-    def next_lead() -> Generator[None, None, str | None]:
-        if (yield from text.expect(",", "]")) == "]":
-            return None
-        space = yield from text.skip_space()
-        return None if (yield from text.take_any("]")) else f",{space}"
-
-    yield from read_calls(out, read_item, next_lead, recovery, lead=lead, is_bare=is_bare)

@@ -18,9 +18,16 @@ from agentevo.models.tool_calls.json_notation import (
     FENCE,
     checked_name,
     read_arguments,
-    read_objects,
+    read_object,
 )
-from agentevo.models.tool_calls.output import OpenCall, Output, Recovery, read_call, read_end
+from agentevo.models.tool_calls.output import (
+    OpenCall,
+    Output,
+    Recovery,
+    read_call,
+    read_calls,
+    read_end,
+)
 from agentevo.models.tool_calls.text import Text, Wait, marks
 
 
@@ -54,7 +61,7 @@ class NamedCalls:
 
             lead = mark + (yield from text.skip_space())
             if self.has_objects and (yield from text.peek()) in ("[", "{"):
-                yield from read_objects(out, recovery, lead=lead)
+                yield from read_calls(out, read_object, recovery, lead=lead)
             else:
                 yield from read_call(out, partial(self._read_call, text), recovery, lead=lead)
 

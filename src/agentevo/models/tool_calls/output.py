@@ -214,28 +214,42 @@ def read_call(
 
 def read_calls(
     out: Output,
-    body: Callable[[OpenCall, bool], Wait],
-    follow: Callable[[], Generator[None, None, str | None]],
+    read_item: Callable[[Text, OpenCall], Wait],
     recovery: Recovery,
     *,
     lead: str = "",
     is_bare: bool = False,
+    may_end_in_comma: bool = False,
+    goes_on: Callable[[Text], Generator[None, None, bool]] | None = None,
 ) -> Generator[None, None, bool]:
-    """Reads calls that follow one another; False where the first is none. `body` is told whether
-    it reads the first; `follow` takes what stands between a call and the next, None where no other
-    call follows. What breaks there breaks the call before it."""
+    """Reads calls: an item, or a list of them with commas between, and again where `goes_on`, which
+    takes what stands behind the item or list, says so. False where the first is none. What breaks
+    behind a call breaks that call."""
+    text = out.text
+    in_list = False
     is_first = True
-    between: str | None = lead
+    has_next = True
 
     def read_one(call: OpenCall) -> Wait:
-        nonlocal between
-        between = None
-        yield from body(call, is_first)
-        between = yield from follow()
+        nonlocal in_list, has_next, lead
+        has_next = False
+        if is_first:
+            in_list = bool((yield from text.take_any("[")))
+            yield from text.skip_space()
 
-    while between is not None:
+        yield from read_item(text, call)
+
+        if in_list and (yield from text.expect(",", "]")) == ",":
+            lead = "," + (yield from text.skip_space())
+            has_next = not (may_end_in_comma and (yield from text.take_any("]")))
+        elif goes_on is not None:
+            in_list = False
+            lead = ""
+            has_next = yield from goes_on(text)
+
+    while has_next:
         is_bare = is_bare and is_first
-        if not (yield from read_call(out, read_one, recovery, lead=between, is_bare=is_bare)):
+        if not (yield from read_call(out, read_one, recovery, lead=lead, is_bare=is_bare)):
             return not is_first
         is_first = False
 
