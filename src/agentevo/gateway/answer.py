@@ -6,7 +6,7 @@ Invariant: however the ids come, the pieces sum up to the same reply, and no pie
 The pieces of a call's arguments are the arguments, byte for byte. What begins as a call and is none
 is content, in the model's own words: the agent sees it, and so does the policy when it comes back.
 A listener may have been told its beginning by then, as a call that never becomes whole: the brace
-that may end the arguments is told when the call is whole, so what was told of another is no JSON
+that may end the arguments comes when the call is whole, so what was told of another is no JSON
 that anybody could act on. With `whole_calls` it is told nothing of a call before.
 """
 
@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
 
 from agentevo.gateway.request import ModelReply, ModelRequest, PromptSize, TokenLogprob
 from agentevo.models.chat import ChatFormat
@@ -24,7 +26,9 @@ from agentevo.models.tool_calls import (
     CallStarted,
     ContentDelta,
     Delta,
+    Parsed,
     ReasoningDelta,
+    join_texts,
 )
 from agentevo.types import Alternatives, Message, ToolCall, Turn
 
@@ -76,26 +80,21 @@ class Answer:
         self._whole_calls = whole_calls
         self._request = request
         self._chat = chat
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[ToolCall] = []
-        self._begun: list[CallStarted] = []
-        """Every call that has begun."""
-        self._arguments: list[list[str]] = []
-        """What a listener was told of their arguments."""
-        self._held = ""
-        """The brace that may end the arguments."""
+        self._told: list[Delta] = []
+        """All that a listener was told."""
+        self._call_ids: list[str] = []
+        """Of the calls that a listener was told of."""
         self.num_malformed = 0
         """What began as a call and is none."""
 
     def add(self, ids: Sequence[int]) -> list[Delta]:
         """What the next ids make certain."""
-        return self._taken(self._read(self._text.add(ids)))
+        return self._tell(self._read(self._text.add(ids)))
 
     def finish(self, turn: Turn) -> list[Delta]:
         """What was held back until the completion was whole, and what nobody has added."""
         rest = self._read(self._text.finish(turn.messages[-1].text))
-        return self._taken([*rest, *(self._parse.finish() if self._parse else ())])
+        return self._tell([*rest, *(self._parse.finish() if self._parse else ())])
 
     def _read(self, text: str) -> Iterable[Delta]:
         text = self._echo + text
@@ -112,11 +111,12 @@ class Answer:
         top_logprobs: Sequence[Alternatives] = (),
     ) -> ModelReply:
         """The whole, once it is finished."""
+        parsed = Parsed.of(self._told)
         return ModelReply(
             turn=turn,
-            content="".join(self._content),
-            reasoning="".join(self._reasoning) or None,
-            tool_calls=tuple(self._calls),
+            content=parsed.content,
+            reasoning=parsed.reasoning,
+            tool_calls=parsed.tool_calls,
             prompt_ids=prompt_ids,
             prompt=prompt,
             num_completion_tokens=len(turn.completion_ids),
@@ -139,20 +139,22 @@ class Answer:
     @property
     def message(self) -> Message:
         """As a client will send it back."""
-        return self._message(self._calls)
+        parsed = Parsed.of(self._told)
+        return Message("assistant", parsed.content, parsed.tool_calls, reasoning=parsed.reasoning)
 
     @property
     def told_message(self) -> Message:
         """As a listener will, which was told of the beginnings of broken calls as well."""
-        if self._whole_calls:
-            return self.message
+        calls = {}
+        for piece in join_texts(self._told):
+            match piece:
+                case CallStarted(index, name, call_id):
+                    calls[index] = ToolCall(name, "", call_id)
+                case ArgumentsDelta(index, text):
+                    call = calls[index]
+                    calls[index] = ToolCall(call.name, call.arguments + text, call.id)
 
-        calls = zip(self._begun, self._arguments, strict=True)
-        return self._message([ToolCall(c.name, "".join(texts), c.call_id) for c, texts in calls])
-
-    def _message(self, calls: Sequence[ToolCall]) -> Message:
-        reasoning = "".join(self._reasoning) or None
-        return Message("assistant", "".join(self._content), tuple(calls), reasoning=reasoning)
+        return msgspec.structs.replace(self.message, tool_calls=tuple(calls.values()))
 
     def _stop_string(self, turn: Turn) -> str | None:
         """The first of the request's that the text has; of two in one place the shorter one, which
@@ -165,51 +167,31 @@ class Answer:
         ]
         return min(places)[2] if places else None
 
-    def _taken(self, deltas: Iterable[Delta]) -> list[Delta]:
+    def _tell(self, deltas: Iterable[Delta]) -> list[Delta]:
         pieces: list[Delta] = []
         for delta in deltas:
             match delta:
-                case ContentDelta(text):
-                    self._content.append(text)
-                    pieces.append(delta)
-                case ReasoningDelta(text):
-                    self._reasoning.append(text)
-                    pieces.append(delta)
+                case CallStarted() | ArgumentsDelta() if self._whole_calls:
+                    continue
+                case CallFinished(_, call) if self._whole_calls:
+                    call = ToolCall(call.name, call.arguments, self._add_call_id())
+                    pieces += _pieces_of_call(len(self._call_ids) - 1, call)
                 case CallStarted(index, name):
-                    begun = CallStarted(index, name, f"call_{secrets.token_hex(12)}")
-                    self._begun.append(begun)
-                    self._arguments.append([])
-                    pieces += [] if self._whole_calls else [begun]
-                case ArgumentsDelta(index, text):
-                    pieces += [] if self._whole_calls else self._argued(index, text)
+                    pieces.append(CallStarted(index, name, self._add_call_id()))
                 case CallFinished(index, call):
-                    named = ToolCall(call.name, call.arguments, self._begun[index].call_id)
-                    if self._whole_calls:
-                        pieces += _pieces_of_call(len(self._calls), named)
-                    else:
-                        pieces += self._argued(index, "", whole=True)
-                        pieces.append(CallFinished(index, named))
-                    self._calls.append(named)
+                    call = ToolCall(call.name, call.arguments, self._call_ids[index])
+                    pieces.append(CallFinished(index, call))
                 case CallFailed(index, malformed):
-                    if index is not None and not self._whole_calls:
-                        self._held = ""
-                        pieces.append(delta)
                     self.num_malformed += 1
-                    self._content.append(malformed.text)
+                    if index is not None and not self._whole_calls:
+                        pieces.append(delta)
                     pieces.append(ContentDelta(malformed.text))
+                case _:
+                    pieces.append(delta)
 
+        self._told += pieces
         return pieces
 
-    def _argued(self, index: int, text: str, *, whole: bool = False) -> list[Delta]:
-        """More of the arguments that a listener may be told."""
-        text = self._held + text
-        self._held = ""
-        if text.endswith("}") and not whole:
-            text = text[:-1]
-            self._held = "}"
-
-        if not text:
-            return []
-
-        self._arguments[index].append(text)
-        return [ArgumentsDelta(index, text)]
+    def _add_call_id(self) -> str:
+        self._call_ids.append(f"call_{secrets.token_hex(12)}")
+        return self._call_ids[-1]

@@ -116,7 +116,8 @@ class OpenCall:
     """A call that is being read.
 
     `is_bare`: no mark says that it is a call, so it is one from where its tool and its arguments
-    have shown themselves; before that, what breaks is content.
+    have shown themselves; before that, what breaks is content. The brace that may end the arguments
+    is shown when the call is whole: what was shown of a call that breaks is no JSON.
     """
 
     def __init__(self, out: Output, *, is_bare: bool) -> None:
@@ -150,21 +151,25 @@ class OpenCall:
         self.add_arguments(f"{', ' if self._keys else '{'}{json_text(key)}: ")
         self._keys.add(key)
 
-    def _show(self) -> int:
+    def _show(self, *, is_whole: bool = False) -> int:
         if self._index is None:
             self._index = self._out.num_calls
             self._out.num_calls += 1
             self._out.add(CallStarted(self._index, self.name))
-        for text in self._arguments[self._num_shown :]:
+
+        num_shown = len(self._arguments)
+        if self._arguments and self._arguments[-1].endswith("}") and not is_whole:
+            num_shown -= 1
+        for text in self._arguments[self._num_shown : num_shown]:
             self._out.add(ArgumentsDelta(self._index, text))
-        self._num_shown = len(self._arguments)
+        self._num_shown = num_shown
         return self._index
 
     def finish(self) -> None:
         if self._keys or not self._arguments:
             self.add_arguments("}" if self._keys else "{}")
         call = ToolCall(self.name, "".join(self._arguments))
-        self._out.add(CallFinished(self._show(), call))
+        self._out.add(CallFinished(self._show(is_whole=True), call))
 
     def fail(self, text: str, problem: str) -> None:
         self._out.add(CallFailed(self._index, MalformedCall(text, problem, self.name)))
