@@ -115,7 +115,8 @@ def join_texts(pieces: Iterable[T]) -> Iterator[T]:
             yield from same
             continue
 
-        texts = [cast("ContentDelta", piece) for piece in same]
-        joined = "".join(piece.text for piece in texts)
-        if joined:
-            yield cast("T", replace(texts[0], text=joined))
+        texts = [text for piece in same if (text := cast("ContentDelta", piece)).text]
+        if len(texts) > 1:
+            yield cast("T", replace(texts[0], text="".join(piece.text for piece in texts)))
+        elif texts:
+            yield cast("T", texts[0])
