@@ -10,6 +10,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from written_calls import JSON, MARKS, OTHERS, WHOLE, texts
@@ -29,7 +30,7 @@ from agentevo.models.tool_calls import (
     parser_names,
 )
 from agentevo.models.tool_calls import text as text_reading
-from agentevo.models.tool_calls.text import Marks
+from agentevo.models.tool_calls.text import Marks, Text
 from examples import examples
 
 
@@ -167,8 +168,13 @@ class Looks:
         self.num_chars = 0
         find = Marks.find
 
-        def counted_find(marks: Marks, buffer: str, start: int) -> re.Match[str] | None:
-            return self.count(find(marks, buffer, start), buffer, start)
+        def counted_find(
+            marks: Marks, text: Text, *, here: bool = False
+        ) -> regex.Match[str] | None:
+            match = find(marks, text, here=here)
+            nothing = text.at + 1 if here else len(text.buffer)
+            self.num_chars += (match.end() if match else nothing) - text.at
+            return match
 
         monkeypatch.setattr(Marks, "find", counted_find)
         for module, name in (
@@ -180,10 +186,8 @@ class Looks:
             monkeypatch.setattr(module, name, SimpleNamespace(match=match))
 
     def match(self, pattern: re.Pattern[str], buffer: str, start: int) -> re.Match[str] | None:
-        return self.count(pattern.match(buffer, start), buffer, start)
-
-    def count(self, match: re.Match[str] | None, buffer: str, start: int) -> re.Match[str] | None:
-        self.num_chars += (match.end() if match else len(buffer)) - start
+        match = pattern.match(buffer, start)
+        self.num_chars += match.end() - start if match else 1
         return match
 
 

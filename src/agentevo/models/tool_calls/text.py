@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Generator
 from functools import lru_cache
 
+import regex
+
 Wait = Generator[None, None, None]
 """A reader without a result."""
 Emit = Callable[[str], object]
@@ -41,22 +43,13 @@ class Marks:
     """
 
     def __init__(self, strings: tuple[str, ...], patterns: tuple[str, ...] = ()) -> None:
-        self._strings = strings
-        self._firsts = frozenset(string[0] for string in strings)
-        self._longest = max(map(len, strings), default=1)
-        self._pattern = re.compile("|".join([*map(re.escape, strings), *patterns]) or r"(?!)")
+        self._pattern = regex.compile("|".join([*map(re.escape, strings), *patterns]) or r"(?!)")
 
-    def find(self, buffer: str, start: int) -> re.Match[str] | None:
-        return self._pattern.search(buffer, start)
-
-    def held_from(self, buffer: str, start: int) -> int:
-        """Where a mark may have begun that the buffer does not show to its end."""
-        for place in range(max(start, len(buffer) - self._longest + 1), len(buffer)):
-            if buffer[place] in self._firsts:
-                end = buffer[place:]
-                if any(string.startswith(end) for string in self._strings):
-                    return place
-        return len(buffer)
+    def find(self, text: Text, *, here: bool = False) -> regex.Match[str] | None:
+        """The first mark in what was not taken, or the beginning of one at the end of what has
+        come, which is a partial match. `here`: a mark that stands where the text goes on."""
+        look = self._pattern.match if here else self._pattern.search
+        return look(text.buffer, text.at, partial=not text.ended)
 
 
 @lru_cache(256)
@@ -136,14 +129,10 @@ class Text:
     def starts_with(self, *strings: str) -> Generator[None, None, str]:
         """The one of the strings that the text goes on with, or "". None is taken, and none may
         begin with another one."""
-        longest = max(map(len, strings))
         while True:
-            ahead = self.buffer[self.at : self.at + longest]
-            for string in strings:
-                if ahead.startswith(string):
-                    return string
-            if self.ended or not any(string.startswith(ahead) for string in strings):
-                return ""
+            match = marks(*strings).find(self, here=True)
+            if match is None or not match.partial:
+                return match.group() if match else ""
             yield
 
     def take_any(self, *strings: str) -> Generator[None, None, str]:
@@ -164,14 +153,11 @@ class Text:
         """Takes the text up to the first of the marks, which it returns and does not take; up to
         the end of the text, and "", where none comes."""
         while True:
-            match = wanted.find(self.buffer, self.at)
-            if match is not None:
-                end = match.start()
-            else:
-                end = len(self.buffer) if self.ended else wanted.held_from(self.buffer, self.at)
+            match = wanted.find(self)
+            end = match.start() if match else len(self.buffer)
             if end > self.at:
                 emit(self.take(end))
-            if match is not None or self.ended:
+            if self.ended or (match and not match.partial):
                 return match.group() if match else ""
             yield
 
