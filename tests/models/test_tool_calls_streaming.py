@@ -29,7 +29,6 @@ from agentevo.models.tool_calls import (
     parser_named,
     parser_names,
 )
-from agentevo.models.tool_calls import text as text_reading
 from agentevo.models.tool_calls.text import Marks, Text
 from examples import examples
 
@@ -177,13 +176,8 @@ class Looks:
             return match
 
         monkeypatch.setattr(Marks, "find", counted_find)
-        for module, name in (
-            (text_reading, "_SPACE"),
-            (text_reading, "_WORD"),
-            (json_notation, "_STRING_PART"),
-        ):
-            match = partial(self.match, getattr(module, name))
-            monkeypatch.setattr(module, name, SimpleNamespace(match=match))
+        match = partial(self.match, json_notation._STRING_PART)
+        monkeypatch.setattr(json_notation, "_STRING_PART", SimpleNamespace(match=match))
 
     def match(self, pattern: re.Pattern[str], buffer: str, start: int) -> re.Match[str] | None:
         match = pattern.match(buffer, start)

@@ -56,10 +56,10 @@ def read_value(text: Text, emit: Emit) -> Wait:
         elif char == '"':
             yield from _read_string(text, emit)
         else:
-            word = yield from text.read_word()
+            word = yield from text.take_word()
             if word not in _LITERALS and not NUMBER.fullmatch(word):
-                raise text.unexpected("a value")
-            emit(text.take_next(len(word)))
+                raise text.unexpected("a value", word)
+            emit(word)
 
         while brackets and (yield from _next_char(text, emit)) == brackets[-1]:
             emit(text.take_next())

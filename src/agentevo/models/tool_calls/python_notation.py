@@ -30,20 +30,18 @@ _ESCAPE = re.compile(
 
 def read_expression(text: Text, call: OpenCall, *, method: str = "") -> Wait:
     """Takes a call. With `method` its name ends in that, which does not belong to it."""
-    name = yield from text.read_word()
+    name = yield from text.take_word()
     if not _NAME.fullmatch(name):
-        raise text.broken("it needs the name of a tool")
+        raise text.unexpected("the name of a tool", name)
 
-    text.take_next(len(name))
     yield from text.expect("(")
     call.set_name(checked_name(text, name.removesuffix(method)))
 
     def read_argument() -> Wait:
-        keyword = yield from text.read_word()
+        keyword = yield from text.take_word()
         if not _KEYWORD.fullmatch(keyword):
             raise text.broken("it needs arguments with names, as in name(first=1)")
 
-        text.take_next(len(keyword))
         yield from text.expect("=")
         yield from text.skip_space()
         if (yield from text.peek()) == "=":
@@ -111,11 +109,10 @@ def read_literal(text: Text, depth: int = 0) -> Generator[None, None, str]:
             is_tuple = num_commas or not items
             return f"[{', '.join(items)}]" if is_tuple else items[0]
         case _:
-            word = yield from text.read_word()
+            word = yield from text.take_word()
             value = _WORDS.get(word) or _number(word)
             if value is None:
-                raise text.unexpected("a value")
-            text.take_next(len(word))
+                raise text.unexpected("a value", word)
             return value
 
 

@@ -23,8 +23,6 @@ SPACE = r"[ \t\n\r]*"
 """The white space of JSON, which is that between the parts of every notation."""
 MAX_WORD = 1000
 """Characters of a number or word."""
-_SPACE = re.compile(SPACE)
-_WORD = re.compile(r"[-+.\w]+")
 
 
 class MalformedError(Exception):
@@ -55,6 +53,10 @@ class Marks:
 @lru_cache(256)
 def marks(*strings: str) -> Marks:
     return Marks(strings)
+
+
+_NO_SPACE = Marks((), (r"[^ \t\n\r]",))
+_NO_WORD = Marks((), (r"[^-+.\w]",))
 
 
 class Text:
@@ -91,12 +93,12 @@ class Text:
         place = sum(map(len, self.record or ())) + 1
         return MalformedError(f"{problem} (at character {place} of the call)")
 
-    def unexpected(self, wanted: str) -> MalformedError:
-        """An error about the next character."""
-        char = self.buffer[self.at : self.at + 1]
-        if not char:
+    def unexpected(self, wanted: str, word: str = "") -> MalformedError:
+        """An error about a word that was taken, or about the next character."""
+        shown = word or self.buffer[self.at : self.at + 1]
+        if not shown:
             return self.broken("the text ends inside the call")
-        return self.broken(f"it needs {wanted}, not {char!r}")
+        return self.broken(f"it needs {wanted}, not {shown!r}")
 
     def peek(self) -> Generator[None, None, str]:
         """The next character, or "" at the end."""
@@ -106,25 +108,21 @@ class Text:
 
     def skip_space(self) -> Generator[None, None, str]:
         """Takes white space, which may be none, and returns it."""
-        pieces = []
-        while True:
-            match = _SPACE.match(self.buffer, self.at)
-            pieces.append(self.take(match.end() if match else self.at))
-            if self.at < len(self.buffer) or self.ended:
-                return "".join(pieces)
-            yield
+        space, _ = yield from self._take_before(_NO_SPACE)
+        return space
 
-    def read_word(self) -> Generator[None, None, str]:
-        """The letters, digits, signs and dots that come next, which are not taken."""
-        size = 0
-        while True:
-            match = _WORD.match(self.buffer, self.at + size)
-            size += len(match.group()) if match else 0
-            if size > MAX_WORD:
-                raise self.broken(f"it has a number or word of more than {MAX_WORD} characters")
-            if self.at + size < len(self.buffer) or self.ended:
-                return self.buffer[self.at : self.at + size]
-            yield
+    def take_word(self) -> Generator[None, None, str]:
+        """Takes the letters, digits, signs and dots that come next, which may be none."""
+        word, _ = yield from self._take_before(_NO_WORD)
+        if len(word) > MAX_WORD:
+            raise self.broken(f"it has a number or word of more than {MAX_WORD} characters")
+        return word
+
+    def _take_before(self, wanted: Marks) -> Generator[None, None, tuple[str, str]]:
+        """`until`, with what it takes."""
+        pieces: list[str] = []
+        mark = yield from self.until(wanted, pieces.append)
+        return "".join(pieces), mark
 
     def starts_with(self, *strings: str) -> Generator[None, None, str]:
         """The one of the strings that the text goes on with, or "". None is taken, and none may
@@ -164,8 +162,7 @@ class Text:
     def collect(self, *ends: str) -> Generator[None, None, tuple[str, str]]:
         """(what comes before the first of the marks, that mark), of which the mark is not taken.
         Raises MalformedError where none comes."""
-        pieces: list[str] = []
-        mark = yield from self.until(marks(*ends), pieces.append)
+        before, mark = yield from self._take_before(marks(*ends))
         if not mark:
             raise self.broken("the text ends inside the call")
-        return "".join(pieces), mark
+        return before, mark
