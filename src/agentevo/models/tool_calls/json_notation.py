@@ -22,8 +22,8 @@ MAX_DEPTH = 100
 FENCE = "```"
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _LITERALS = ("true", "false", "null")
-_STRING_PART = re.compile(r'(?:[^"\\\x00-\x1f]++|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*+')
-_BEGUN_ESCAPE = re.compile(r"(?:\\(?:u[0-9a-fA-F]{0,3})?)?")
+_STRING_MARKS = Marks((), (r'["\\\x00-\x1f]',))
+_ESCAPES = Marks((), (r'\\["\\/bfnrt]', r"\\u[0-9a-fA-F]{4}"))
 _PARTS = {"name": "name", "arguments": "arguments", "parameters": "arguments"}
 _KEYS_BESIDE = ("type", "id")
 """Other keys that a call without a mark may have."""
@@ -92,25 +92,17 @@ def _read_key(text: Text, emit: Emit, closing: str) -> Wait:
 def _read_string(text: Text, emit: Emit) -> Wait:
     """Takes a string, which begins here."""
     emit(text.take_next())
-    while True:
-        match = _STRING_PART.match(text.buffer, text.at)
-        assert match is not None
-        emit(text.take(match.end()))
+    while (mark := (yield from text.until(_STRING_MARKS, emit))) == "\\":
+        escape = yield from text.look_for(_ESCAPES)
+        if not escape:
+            raise text.broken("its JSON has a backslash that begins no escape: write two")
+        emit(text.take_next(len(escape)))
 
-        ahead = text.buffer[text.at : text.at + 6]
-        if ahead[:1] == '"':
-            emit(text.take_next())
-            return
-
-        if not _BEGUN_ESCAPE.fullmatch(ahead):
-            raise text.broken(
-                "its JSON has a backslash that begins no escape: write two"
-                if ahead[0] == "\\"
-                else f"its JSON has {ahead[0]!r} inside a string: write an escape for it"
-            )
-        if text.ended:
-            raise text.broken("the text ends inside a string of the call")
-        yield
+    if not mark:
+        raise text.broken("the text ends inside a string of the call")
+    if mark != '"':
+        raise text.broken(f"its JSON has {mark!r} inside a string: write an escape for it")
+    emit(text.take_next())
 
 
 def _read_text(text: Text, wanted: str) -> Generator[None, None, str]:

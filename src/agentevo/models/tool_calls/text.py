@@ -36,8 +36,9 @@ def ignore(_: str) -> None:
 class Marks:
     """Strings to look for. None of them begins with another one.
 
-    `patterns` are marks of one character whose context decides: they match that character, look
-    ahead no further than is certain, and match where the text known so far ends (`\\Z`).
+    `patterns` are regular expressions of other marks. Where a character is a mark by its context,
+    its pattern looks ahead no further than is certain, and matches where the text known so far ends
+    (`\\Z`).
     """
 
     def __init__(self, strings: tuple[str, ...], patterns: tuple[str, ...] = ()) -> None:
@@ -125,10 +126,13 @@ class Text:
         return "".join(pieces), mark
 
     def starts_with(self, *strings: str) -> Generator[None, None, str]:
-        """The one of the strings that the text goes on with, or "". None is taken, and none may
-        begin with another one."""
+        """The one of the strings that the text goes on with, or "". None is taken."""
+        return (yield from self.look_for(marks(*strings)))
+
+    def look_for(self, wanted: Marks) -> Generator[None, None, str]:
+        """`starts_with`, of marks."""
         while True:
-            match = marks(*strings).find(self, here=True)
+            match = wanted.find(self, here=True)
             if match is None or not match.partial:
                 return match.group() if match else ""
             yield
