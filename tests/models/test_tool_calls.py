@@ -146,6 +146,8 @@ ONE = '{"a": 1}'
         ("pythonic", "[f(a='\\u00e9\\x41\\101\\q\\\n')]", "", ['{"a": "éAA\\\\q"}']),
         ("kimi", f"<|tool_call_begin|>f<|tool_call_argument_begin|>{ONE}", "", [ONE]),
         ("deepseek", f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>f{ONE}", "", [ONE]),
+        ("deepseek", f"<｜tool▁call▁begin｜>f{ONE}<｜tool▁call▁end｜>", "", [ONE]),
+        ("kimi", f"<|tool_call_begin|>functions.f:0{ONE}<|tool_call_end|>", "", [ONE]),
         ("qwen_coder", "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>", "", [ONE]),
         ("qwen_coder", "<function=f><parameter=a>1</parameter></function> </tool_call>", "", [ONE]),
         ("glm", "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", "", [ONE]),
