@@ -154,7 +154,7 @@ def _plain(message: Any, number: int) -> Any:
 def answer(request: ModelRequest, replies: Sequence[ModelReply]) -> dict[str, Any]:
     """The body of the answer."""
     return {
-        **_head(request, "chat.completion"),
+        **head(request, "chatcmpl", "chat.completion"),
         "choices": [_choice(request, number, reply) for number, reply in enumerate(replies)],
         "usage": usage(replies),
         **({"prompt_token_ids": replies[0].prompt_ids} if request.token_ids else {}),
@@ -166,7 +166,7 @@ class Stream:
 
     def __init__(self, request: ModelRequest) -> None:
         self._request = request
-        self._head = _head(request, "chat.completion.chunk")
+        self._head = head(request, "chatcmpl", "chat.completion.chunk")
 
     def begin(self, prompt: PromptSize) -> list[Event]:
         return [
@@ -180,16 +180,7 @@ class Stream:
 
     def end(self, replies: Sequence[ModelReply]) -> list[Event]:
         """How all of them ended."""
-        events: list[Event] = []
-        for number, reply in enumerate(replies):
-            last = self._chunk(number, {}, reply.finish_reason)
-            if self._request.logprobs:
-                last["choices"][0]["logprobs"] = _logprobs(reply)
-            if self._request.token_ids:
-                last["choices"][0] |= _token_ids(reply)
-                last["prompt_token_ids"] = reply.prompt_ids
-            events.append(last)
-
+        events = [self._last(number, reply) for number, reply in enumerate(replies)]
         if self._request.include_usage:
             events.append({**self._head, "choices": [], "usage": usage(replies)})
 
@@ -198,6 +189,16 @@ class Stream:
     def failed(self, refusal: Refusal) -> list[Event]:
         """Why it ends here."""
         return [error(refusal)]
+
+    def _last(self, number: int, reply: ModelReply) -> Event:
+        """How one of them ended."""
+        last = self._chunk(number, {}, reply.finish_reason)
+        if self._request.logprobs:
+            last["choices"][0]["logprobs"] = _logprobs(reply)
+        if self._request.token_ids:
+            last["choices"][0] |= _token_ids(reply)
+            last["prompt_token_ids"] = reply.prompt_ids
+        return last
 
     def _chunk(
         self, number: int, delta: dict[str, Any], finish: str | None = None
@@ -244,9 +245,10 @@ def usage(replies: Sequence[ModelReply]) -> dict[str, Any]:
     }
 
 
-def _head(request: ModelRequest, kind: str) -> dict[str, Any]:
+def head(request: ModelRequest, prefix: str, kind: str) -> dict[str, Any]:
+    """What every answer and event begins with; its id has the prefix."""
     return {
-        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "id": f"{prefix}-{secrets.token_hex(12)}",
         "object": kind,
         "created": int(time.time()),
         "model": request.model,
