@@ -270,7 +270,9 @@ def test_a_dry_run_gives_the_account_of_the_rows_that_a_run_would_give(agentevo)
 
 
 def test_all_that_is_refused_is_listed_at_once_a_line_each(agentevo, folder, monkeypatch):
-    monkeypatch.setattr(resolve, "ensure_cached", lambda *_: pytest.fail("downloaded for a refused run"))
+    monkeypatch.setattr(
+        resolve, "ensure_cached", lambda *_: pytest.fail("downloaded for a refused run")
+    )
     words = [
         "rows.yaml",
         "tasks.train=[nothing.jsonl]",

@@ -1,11 +1,12 @@
 """One completion on its way to a client: token ids in, pieces of content, reasoning and tool calls
-out, whether they come one by one or all at once.
+out, whether they come one by one or all at once: the deltas of the parser, in which calls have ids.
+What was told of a call that failed is void, and its text follows as content.
 
 Invariant: however the ids come, the pieces sum up to the same reply, and no piece is taken back.
 The pieces of a call's arguments are the arguments, byte for byte. What begins as a call and is none
 is content, in the model's own words: the agent sees it, and so does the policy when it comes back.
 A listener may have been told its beginning by then, as a call that never becomes whole: the brace
-that may end the arguments is told when the call is whole, so what was told of another is no JSON
+that may end the arguments comes when the call is whole, so what was told of another is no JSON
 that anybody could act on. With `whole_calls` it is told nothing of a call before.
 """
 
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from agentevo.gateway.request import ModelReply, ModelRequest, PromptSize, TokenLogprob
 from agentevo.models.chat import ChatFormat
@@ -24,37 +26,32 @@ from agentevo.models.tool_calls import (
     CallStarted,
     ContentDelta,
     Delta,
+    Parsed,
     ReasoningDelta,
+    join_texts,
 )
 from agentevo.types import Alternatives, Message, ToolCall, Turn
 
 
-@dataclass(frozen=True, slots=True)
-class CallBegun:
-    """The next call of a tool: its name and id, before its arguments."""
-
-    index: int
-    call: ToolCall
-
-
-@dataclass(frozen=True, slots=True)
-class CallBroken:
-    """What was told of this call is none; its text follows as content."""
-
-    index: int
+def _pieces_of_call(index: int, call: ToolCall) -> list[Delta]:
+    """A call that is told at once."""
+    return [
+        CallStarted(index, call.name, call.id),
+        ArgumentsDelta(index, call.arguments),
+        CallFinished(index, call),
+    ]
 
 
-Piece = ContentDelta | ReasoningDelta | CallBegun | ArgumentsDelta | CallFinished | CallBroken
-"""What a client is told; calls have ids, and are counted as they begin."""
+def pieces_of(reply: ModelReply) -> list[Delta]:
+    """A reply that is told at once."""
+    pieces: list[Delta] = [ReasoningDelta(reply.reasoning)] if reply.reasoning else []
+    pieces += [ContentDelta(reply.content)] if reply.content else []
+    for index, call in enumerate(reply.tool_calls):
+        pieces += _pieces_of_call(index, call)
+    return pieces
 
 
-def whole_call(index: int, call: ToolCall) -> list[Piece]:
-    """The pieces of a call that is told at once."""
-    begun = CallBegun(index, ToolCall(call.name, "", call.id))
-    return [begun, ArgumentsDelta(index, call.arguments), CallFinished(index, call)]
-
-
-Hear = Callable[[int, list[Piece]], None]
+Hear = Callable[[int, list[Delta]], None]
 """Is told the number of a completion, from 0, and what it says next."""
 
 
@@ -83,26 +80,21 @@ class AnswerInProgress:
         self._whole_calls = whole_calls
         self._request = request
         self._chat = chat
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[ToolCall] = []
-        self._begun: list[ToolCall] = []
-        """Every call that has begun."""
-        self._arguments: list[list[str]] = []
-        """What a listener was told of their arguments."""
-        self._held = ""
-        """The brace that may end the arguments."""
+        self._told: list[Delta] = []
+        """All that a listener was told."""
+        self._call_ids: list[str] = []
+        """Of the calls that a listener was told of."""
         self.num_malformed = 0
         """What began as a call and is none."""
 
-    def add(self, ids: Sequence[int]) -> list[Piece]:
+    def add(self, ids: Sequence[int]) -> list[Delta]:
         """What the next ids make certain."""
-        return self._taken(self._read(self._text.add(ids)))
+        return self._tell(self._read(self._text.add(ids)))
 
-    def finish(self, turn: Turn) -> list[Piece]:
+    def finish(self, turn: Turn) -> list[Delta]:
         """What was held back until the completion was whole, and what nobody has added."""
         rest = self._read(self._text.finish(turn.messages[-1].text))
-        return self._taken([*rest, *(self._parse.finish() if self._parse else ())])
+        return self._tell([*rest, *(self._parse.finish() if self._parse else ())])
 
     def _read(self, text: str) -> Iterable[Delta]:
         text = self._echo + text
@@ -119,11 +111,12 @@ class AnswerInProgress:
         top_logprobs: Sequence[Alternatives] = (),
     ) -> ModelReply:
         """The whole, once it is finished."""
+        parsed = Parsed.of(self._told)
         return ModelReply(
             turn=turn,
-            content="".join(self._content),
-            reasoning="".join(self._reasoning) or None,
-            tool_calls=tuple(self._calls),
+            content=parsed.content,
+            reasoning=parsed.reasoning,
+            tool_calls=parsed.tool_calls,
             prompt_ids=prompt_ids,
             prompt=prompt,
             num_completion_tokens=len(turn.completion_ids),
@@ -146,20 +139,22 @@ class AnswerInProgress:
     @property
     def message(self) -> Message:
         """As a client will send it back."""
-        return self._message(self._calls)
+        parsed = Parsed.of(self._told)
+        return Message("assistant", parsed.content, parsed.tool_calls, reasoning=parsed.reasoning)
 
     @property
     def told_message(self) -> Message:
         """As a listener will, which was told of the beginnings of broken calls as well."""
-        if self._whole_calls:
-            return self.message
+        calls = {}
+        for piece in join_texts(self._told):
+            match piece:
+                case CallStarted(index, name, call_id):
+                    calls[index] = ToolCall(name, "", call_id)
+                case ArgumentsDelta(index, text):
+                    call = calls[index]
+                    calls[index] = ToolCall(call.name, call.arguments + text, call.id)
 
-        calls = zip(self._begun, self._arguments, strict=True)
-        return self._message([ToolCall(c.name, "".join(texts), c.id) for c, texts in calls])
-
-    def _message(self, calls: Sequence[ToolCall]) -> Message:
-        reasoning = "".join(self._reasoning) or None
-        return Message("assistant", "".join(self._content), tuple(calls), reasoning=reasoning)
+        return msgspec.structs.replace(self.message, tool_calls=tuple(calls.values()))
 
     def _stop_string(self, turn: Turn) -> str | None:
         """The first of the request's that the text has; of two in one place the shorter one, which
@@ -172,51 +167,31 @@ class AnswerInProgress:
         ]
         return min(places)[2] if places else None
 
-    def _taken(self, deltas: Iterable[Delta]) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _tell(self, deltas: Iterable[Delta]) -> list[Delta]:
+        pieces: list[Delta] = []
         for delta in deltas:
             match delta:
-                case ContentDelta(text):
-                    self._content.append(text)
-                    pieces.append(delta)
-                case ReasoningDelta(text):
-                    self._reasoning.append(text)
-                    pieces.append(delta)
+                case CallStarted() | ArgumentsDelta() if self._whole_calls:
+                    continue
+                case CallFinished(_, call) if self._whole_calls:
+                    call = ToolCall(call.name, call.arguments, self._add_call_id())
+                    pieces += _pieces_of_call(len(self._call_ids) - 1, call)
                 case CallStarted(index, name):
-                    self._begun.append(ToolCall(name, "", f"call_{secrets.token_hex(12)}"))
-                    self._arguments.append([])
-                    if not self._whole_calls:
-                        pieces.append(CallBegun(index, self._begun[-1]))
-                case ArgumentsDelta(index, text):
-                    pieces += [] if self._whole_calls else self._argument_pieces(index, text)
+                    pieces.append(CallStarted(index, name, self._add_call_id()))
                 case CallFinished(index, call):
-                    named = ToolCall(call.name, call.arguments, self._begun[index].id)
-                    if self._whole_calls:
-                        pieces += whole_call(len(self._calls), named)
-                    else:
-                        pieces += self._argument_pieces(index, "", whole=True)
-                        pieces.append(CallFinished(index, named))
-                    self._calls.append(named)
+                    call = ToolCall(call.name, call.arguments, self._call_ids[index])
+                    pieces.append(CallFinished(index, call))
                 case CallFailed(index, malformed):
-                    if index is not None and not self._whole_calls:
-                        self._held = ""
-                        pieces.append(CallBroken(index))
                     self.num_malformed += 1
-                    self._content.append(malformed.text)
+                    if index is not None and not self._whole_calls:
+                        pieces.append(delta)
                     pieces.append(ContentDelta(malformed.text))
+                case _:
+                    pieces.append(delta)
 
+        self._told += pieces
         return pieces
 
-    def _argument_pieces(self, index: int, text: str, *, whole: bool = False) -> list[Piece]:
-        """More of the arguments that a listener may be told."""
-        text = self._held + text
-        self._held = ""
-        if text.endswith("}") and not whole:
-            text = text[:-1]
-            self._held = "}"
-
-        if not text:
-            return []
-
-        self._arguments[index].append(text)
-        return [ArgumentsDelta(index, text)]
+    def _add_call_id(self) -> str:
+        self._call_ids.append(f"call_{secrets.token_hex(12)}")
+        return self._call_ids[-1]

@@ -24,7 +24,6 @@ import msgspec
 
 from agentevo.data.messages import tools_of
 from agentevo.errors import BadRequestError, shown
-from agentevo.gateway.answer import CallBegun, CallBroken, Piece
 from agentevo.gateway.api import Api, Event, named_event
 from agentevo.gateway.fields import (
     FieldChoice,
@@ -39,8 +38,11 @@ from agentevo.gateway.refusals import Refusal
 from agentevo.gateway.request import ModelReply, ModelRequest, PromptSize
 from agentevo.models.tool_calls import (
     ArgumentsDelta,
+    CallFailed,
     CallFinished,
+    CallStarted,
     ContentDelta,
+    Delta,
     ReasoningDelta,
 )
 from agentevo.types import Message, ToolCall
@@ -367,7 +369,7 @@ def _answer(request: ModelRequest, replies: Sequence[ModelReply]) -> dict[str, A
 
 
 class MessagesStream:
-    """See api.Stream. Blocks come one after the other, in the order in which the policy says
+    """See api.AnswerStream. Blocks come one after the other, in the order in which the policy says
     them."""
 
     def __init__(self, request: ModelRequest) -> None:
@@ -381,7 +383,7 @@ class MessagesStream:
         nothing = {"stop_reason": None, "stop_sequence": None, "usage": _usage(prompt, 0)}
         return [{"type": "message_start", "message": {**message, **nothing}}]
 
-    def pieces(self, number: int, pieces: Sequence[Piece]) -> list[Event]:
+    def pieces(self, number: int, pieces: Sequence[Delta]) -> list[Event]:
         events: list[Event] = []
         for piece in pieces:
             match piece:
@@ -392,11 +394,12 @@ class MessagesStream:
                     thought = {"type": "thinking", "thinking": "", "signature": ""}
                     events += self._goes_on(thought)
                     events.append(self._delta("thinking_delta", thinking=text))
-                case CallBegun(_, call):
+                case CallStarted(_, name, call_id):
+                    call = ToolCall(name, "", call_id)
                     events += [*self._close(), *self._goes_on({**_tool_use(call), "input": {}})]
                 case ArgumentsDelta(_, text):
                     events.append(self._delta("input_json_delta", partial_json=text))
-                case CallFinished() | CallBroken():
+                case CallFinished() | CallFailed():
                     events += self._close()
 
         return events

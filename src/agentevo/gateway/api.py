@@ -9,10 +9,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from agentevo.gateway.answer import Piece
 from agentevo.gateway.memory import Memory
 from agentevo.gateway.refusals import Refusal
 from agentevo.gateway.request import ModelReply, ModelRequest, PromptSize
+from agentevo.models.tool_calls import Delta
 
 Event = dict[str, Any]
 Request = TypeVar("Request", bound=ModelRequest)
@@ -25,7 +25,7 @@ class AnswerStream(Protocol):
         """Those before the first token."""
         ...
 
-    def pieces(self, number: int, pieces: Sequence[Piece]) -> list[Event]:
+    def pieces(self, number: int, pieces: Sequence[Delta]) -> list[Event]:
         """What the completion of this number says next."""
         ...
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from agentevo.data.messages import MESSAGE_KEYS, messages_of, tools_of
 from agentevo.errors import BadRequestError
-from agentevo.gateway.answer import CallBegun, CallBroken, Piece
 from agentevo.gateway.api import Api, Event, data_event
 from agentevo.gateway.fields import (
     boolean,
@@ -28,8 +27,11 @@ from agentevo.gateway.refusals import Refusal
 from agentevo.gateway.request import ModelReply, ModelRequest, PromptSize, TokenLogprob
 from agentevo.models.tool_calls import (
     ArgumentsDelta,
+    CallFailed,
     CallFinished,
+    CallStarted,
     ContentDelta,
+    Delta,
     ReasoningDelta,
 )
 from agentevo.types import Message, ToolCall
@@ -152,7 +154,7 @@ def _plain(message: Any, number: int) -> Any:
 def answer(request: ModelRequest, replies: Sequence[ModelReply]) -> dict[str, Any]:
     """The body of the answer."""
     return {
-        **_head(request, "chat.completion"),
+        **head(request, "chatcmpl", "chat.completion"),
         "choices": [_choice(request, number, reply) for number, reply in enumerate(replies)],
         "usage": usage(replies),
         **({"prompt_token_ids": replies[0].prompt_ids} if request.token_ids else {}),
@@ -160,34 +162,25 @@ def answer(request: ModelRequest, replies: Sequence[ModelReply]) -> dict[str, An
 
 
 class ChatCompletionStream:
-    """See api.Stream. The last event is "[DONE]"."""
+    """See api.AnswerStream. The last event is "[DONE]"."""
 
     def __init__(self, request: ModelRequest) -> None:
         self._request = request
-        self._head = _head(request, "chat.completion.chunk")
+        self._head = head(request, "chatcmpl", "chat.completion.chunk")
 
     def begin(self, prompt: PromptSize) -> list[Event]:
         return [
             self._chunk(n, {"role": "assistant", "content": ""}) for n in range(self._request.n)
         ]
 
-    def pieces(self, number: int, pieces: Sequence[Piece]) -> list[Event]:
+    def pieces(self, number: int, pieces: Sequence[Delta]) -> list[Event]:
         """What a completion says next."""
         deltas = map(_delta, pieces)
         return [self._chunk(number, delta) for delta in deltas if delta is not None]
 
     def end(self, replies: Sequence[ModelReply]) -> list[Event]:
         """How all of them ended."""
-        events: list[Event] = []
-        for number, reply in enumerate(replies):
-            last = self._chunk(number, {}, reply.finish_reason)
-            if self._request.logprobs:
-                last["choices"][0]["logprobs"] = _logprobs(reply)
-            if self._request.token_ids:
-                last["choices"][0] |= _token_ids(reply)
-                last["prompt_token_ids"] = reply.prompt_ids
-            events.append(last)
-
+        events = [self._last(number, reply) for number, reply in enumerate(replies)]
         if self._request.include_usage:
             events.append({**self._head, "choices": [], "usage": usage(replies)})
 
@@ -197,6 +190,16 @@ class ChatCompletionStream:
         """Why it ends here."""
         return [error(refusal)]
 
+    def _last(self, number: int, reply: ModelReply) -> Event:
+        """How one of them ended."""
+        last = self._chunk(number, {}, reply.finish_reason)
+        if self._request.logprobs:
+            last["choices"][0]["logprobs"] = _logprobs(reply)
+        if self._request.token_ids:
+            last["choices"][0] |= _token_ids(reply)
+            last["prompt_token_ids"] = reply.prompt_ids
+        return last
+
     def _chunk(
         self, number: int, delta: dict[str, Any], finish: str | None = None
     ) -> dict[str, Any]:
@@ -204,17 +207,17 @@ class ChatCompletionStream:
         return {**self._head, "choices": [choice]}
 
 
-def _delta(piece: Piece) -> dict[str, Any] | None:
+def _delta(piece: Delta) -> dict[str, Any] | None:
     match piece:
         case ContentDelta(text):
             return {"content": text}
         case ReasoningDelta(text):
             return {"reasoning_content": text}
-        case CallBegun(index, call):
-            return {"tool_calls": [{"index": index, **_tool_call(call)}]}
+        case CallStarted(index, name, call_id):
+            return {"tool_calls": [{"index": index, **_tool_call(ToolCall(name, "", call_id))}]}
         case ArgumentsDelta(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-        case CallFinished() | CallBroken():
+        case CallFinished() | CallFailed():
             return None
 
 
@@ -242,9 +245,10 @@ def usage(replies: Sequence[ModelReply]) -> dict[str, Any]:
     }
 
 
-def _head(request: ModelRequest, kind: str) -> dict[str, Any]:
+def head(request: ModelRequest, prefix: str, kind: str) -> dict[str, Any]:
+    """What every answer and event begins with; its id has the prefix."""
     return {
-        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "id": f"{prefix}-{secrets.token_hex(12)}",
         "object": kind,
         "created": int(time.time()),
         "model": request.model,

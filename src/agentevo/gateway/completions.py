@@ -4,16 +4,14 @@ and an answer is its text as it is."""
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 from agentevo.errors import BadRequestError, shown
-from agentevo.gateway.answer import Piece
+from agentevo.gateway import chat_completions
 from agentevo.gateway.api import Api, Event
-from agentevo.gateway.chat_completions import DONE, encode_event, error, usage
+from agentevo.gateway.chat_completions import encode_event, error, head, usage
 from agentevo.gateway.fields import (
     boolean,
     no_other_service,
@@ -25,7 +23,7 @@ from agentevo.gateway.memory import Memory
 from agentevo.gateway.refusals import Refusal
 from agentevo.gateway.request import ModelReply, ModelRequest, PromptSize, TokenLogprob
 from agentevo.models.text_stream import UNDECODED
-from agentevo.models.tool_calls import ContentDelta
+from agentevo.models.tool_calls import ContentDelta, Delta
 
 MAX_PROMPTS = 256
 """Of one request."""
@@ -131,49 +129,30 @@ def answer(request: ModelRequest, replies: Sequence[ModelReply]) -> dict[str, An
     return {**_head(request), "choices": choices, "usage": usage(replies)}
 
 
-class CompletionStream:
-    """See api.Stream. The last event is "[DONE]"."""
+class CompletionStream(chat_completions.ChatCompletionStream):
+    """See api.AnswerStream. The last event is "[DONE]"."""
 
     def __init__(self, request: ModelRequest) -> None:
-        self._request = request
+        super().__init__(request)
         self._head = _head(request)
 
     def begin(self, prompt: PromptSize) -> list[Event]:
         return []
 
-    def pieces(self, number: int, pieces: Sequence[Piece]) -> list[Event]:
+    def pieces(self, number: int, pieces: Sequence[Delta]) -> list[Event]:
         """What a completion says next."""
         return [
-            self._chunk(_choice(self._request, number, piece.text))
+            {**self._head, "choices": [_choice(self._request, number, piece.text)]}
             for piece in pieces
             if isinstance(piece, ContentDelta)
         ]
 
-    def end(self, replies: Sequence[ModelReply]) -> list[Event]:
-        """How all of them ended."""
-        events = [
-            self._chunk(_choice(self._request, number, "", reply))
-            for number, reply in enumerate(replies)
-        ]
-        if self._request.include_usage:
-            events.append({**self._head, "choices": [], "usage": usage(replies)})
-        return [*events, DONE]
-
-    def failure_events(self, refusal: Refusal) -> list[Event]:
-        """Why it ends here."""
-        return [error(refusal)]
-
-    def _chunk(self, choice: dict[str, Any]) -> Event:
-        return {**self._head, "choices": [choice]}
+    def _last(self, number: int, reply: ModelReply) -> Event:
+        return {**self._head, "choices": [_choice(self._request, number, "", reply)]}
 
 
 def _head(request: ModelRequest) -> dict[str, Any]:
-    return {
-        "id": f"cmpl-{secrets.token_hex(12)}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": request.model,
-    }
+    return head(request, "cmpl", "text_completion")
 
 
 def _choice(

@@ -1,14 +1,13 @@
 """How an answer of the sampler's reaches a client that may hang up, be slow, or wait in vain.
 
-Invariant: a client that does not get the whole of its answer has it discarded (`Session.lose`), so
-that nothing is trained on that nobody acted on.
+Invariant: where a client does not get the whole of its answer, the answer is discarded
+(`GatewaySession.lose`), so that nothing is trained on that nobody acted on.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -16,13 +15,12 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from agentevo.gateway.answer import Piece
 from agentevo.gateway.api import Api, Event
 from agentevo.gateway.refusals import Refusal, refusal_of
 from agentevo.gateway.request import Delivery, ModelReply
 from agentevo.gateway.session import GatewaySession
 from agentevo.inference.admission import AdmittedConnection
-from agentevo.models.tool_calls import ArgumentsDelta, ContentDelta, ReasoningDelta
+from agentevo.models.tool_calls import Delta, join_texts
 
 READER_S = 60.0
 """How long a client may take to read what was sent."""
@@ -100,10 +98,10 @@ class DeliveredTokens:
     """What a streamed answer has said and its client has not been sent."""
 
     def __init__(self) -> None:
-        self._pieces: list[tuple[int, list[Piece]]] = []
+        self._pieces: list[tuple[int, list[Delta]]] = []
         self._news = asyncio.Event()
 
-    def add(self, number: int, pieces: list[Piece]) -> None:
+    def add(self, number: int, pieces: list[Delta]) -> None:
         """See answer.Hear."""
         self._pieces.append((number, pieces))
         self._news.set()
@@ -120,39 +118,14 @@ class DeliveredTokens:
         await self._news.wait()
         self._news.clear()
 
-    def take(self) -> list[tuple[int, list[Piece]]]:
+    def take(self) -> list[tuple[int, list[Delta]]]:
         """Number and pieces of completions, texts that follow one another in one piece."""
         taken = self._pieces
         self._pieces = []
-        joined: dict[int, list[Piece]] = {}
+        joined: dict[int, list[Delta]] = {}
         for number, pieces in taken:
             joined.setdefault(number, []).extend(pieces)
-        return [(number, list(_join_pieces(pieces))) for number, pieces in joined.items()]
-
-
-def _join_pieces(pieces: list[Piece]) -> Iterable[Piece]:
-    last: Piece | None = None
-    texts: list[str] = []
-    for piece in pieces:
-        if texts and type(piece) is type(last) and isinstance(piece, _TEXTS):
-            texts.append(piece.text)  # arguments of two calls never follow one another at once
-            continue
-        if last is not None:
-            yield _with(last, texts)
-        last = piece
-        texts = [piece.text] if isinstance(piece, _TEXTS) else []
-
-    if last is not None:
-        yield _with(last, texts)
-
-
-_TEXTS = (ContentDelta, ReasoningDelta, ArgumentsDelta)
-
-
-def _with(piece: Piece, texts: list[str]) -> Piece:
-    if len(texts) < 2 or not isinstance(piece, _TEXTS):
-        return piece
-    return replace(piece, text="".join(texts))
+        return [(number, list(join_texts(pieces))) for number, pieces in joined.items()]
 
 
 class WholeAnswer(Response):

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import msgspec
 
-from agentevo.gateway.answer import Hear, Piece, whole_call
+from agentevo.gateway.answer import Hear, pieces_of
 from agentevo.gateway.refusals import Refusal
 from agentevo.gateway.request import Delivery, ModelReply, ModelRequest, PromptSize
 from agentevo.models.tool_calls import ContentDelta, ReasoningDelta
@@ -61,7 +61,7 @@ async def completed_remotely(
 
     replies = [_reply(turn) for turn in turns]
     for number, reply in enumerate(replies):
-        pieces = [piece for piece in _pieces(reply) if (number, type(piece)) not in told]
+        pieces = [piece for piece in pieces_of(reply) if (number, type(piece)) not in told]
         if hear is not None and pieces:
             hear(number, pieces)
 
@@ -91,15 +91,3 @@ def _reply(turn: RemoteTurn) -> ModelReply:
         num_completion_tokens=turn.completion_tokens,
         tokens=[],
     )
-
-
-def _pieces(reply: ModelReply) -> list[Piece]:
-    pieces: list[Piece] = []
-    if reply.reasoning:
-        pieces.append(ReasoningDelta(reply.reasoning))
-    if reply.content:
-        pieces.append(ContentDelta(reply.content))
-
-    for number, call in enumerate(reply.tool_calls):
-        pieces += whole_call(number, call)
-    return pieces

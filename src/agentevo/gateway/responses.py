@@ -1,8 +1,8 @@
 """OpenAI's Responses API: https://platform.openai.com/docs/api-reference/responses.
 
-What an answer says is written once, as items that grow with the pieces (`_Output`): a stream sends
-the events of that growth, and an answer that is not streamed is its last state. A text and a call
-that the policy wrote in turns are items in turns.
+What an answer says is written once, as items that grow with the pieces (`_ResponsesOutput`): a
+stream sends the events of that growth, and an answer that is not streamed is its last state. A text
+and a call that the policy wrote in turns are items in turns.
 
 `previous_response_id` goes on from an answer of the same session, which the session's memory has
 with the messages before it, but without `instructions`, as the API has it.
@@ -19,7 +19,7 @@ from typing import Any
 
 from agentevo.data.messages import tools_of
 from agentevo.errors import BadRequestError, shown
-from agentevo.gateway.answer import CallBegun, CallBroken, Piece, whole_call
+from agentevo.gateway.answer import pieces_of
 from agentevo.gateway.api import Api, Event, named_event
 from agentevo.gateway.chat_completions import error, token_logprobs
 from agentevo.gateway.fields import (
@@ -39,11 +39,14 @@ from agentevo.gateway.request import ModelReply, ModelRequest, PromptSize
 from agentevo.gateway.response_items import messages_of_items, name_within
 from agentevo.models.tool_calls import (
     ArgumentsDelta,
+    CallFailed,
     CallFinished,
+    CallStarted,
     ContentDelta,
+    Delta,
     ReasoningDelta,
 )
-from agentevo.types import Message, ToolCall
+from agentevo.types import Message
 
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (None, LOGPROBS, "reasoning.encrypted_content")
@@ -270,19 +273,19 @@ class _ResponsesOutput:
         self._texts: list[str] = []
         """Of the item that grows."""
 
-    def add(self, piece: Piece) -> list[Event]:
+    def add(self, piece: Delta) -> list[Event]:
         match piece:
             case ContentDelta(text):
                 return self._said("message", text)
             case ReasoningDelta(text):
                 return self._said("reasoning", text)
-            case CallBegun(_, call):
-                return self._call_events(call)
+            case CallStarted(_, name, call_id):
+                return self._call_events(name, call_id)
             case ArgumentsDelta(_, text):
                 return self._argument_events(text)
             case CallFinished():
                 return self._close("completed")
-            case CallBroken():
+            case CallFailed():
                 return self._close("incomplete")
 
     def finish(self, *, whole: bool) -> list[Event]:
@@ -312,11 +315,11 @@ class _ResponsesOutput:
         delta = {"delta": text, **({"logprobs": []} if kind == "message" else {})}
         return [*events, self._of_part(f"response.{_part_type(kind)}.delta", **delta)]
 
-    def _call_events(self, call: ToolCall) -> list[Event]:
+    def _call_events(self, name: str, call_id: str) -> list[Event]:
         events = self._close("completed")
-        item = {"call_id": call.id, "name": call.name, "arguments": ""}
-        if call.name in self._namespaces:
-            item["namespace"], item["name"] = self._namespaces[call.name]
+        item = {"call_id": call_id, "name": name, "arguments": ""}
+        if name in self._namespaces:
+            item["namespace"], item["name"] = self._namespaces[name]
         events.append(self._begin("fc", "function_call", item))
         self._open = "function_call"
         self._texts = []
@@ -384,7 +387,7 @@ def _part(kind: str, text: str) -> dict[str, Any]:
 
 
 class ResponsesStream:
-    """See api.Stream. Every event has its number in the stream."""
+    """See api.AnswerStream. Every event has its number in the stream."""
 
     def __init__(self, request: ResponseRequest) -> None:
         answer_id = secrets.token_hex(24)
@@ -403,7 +406,7 @@ class ResponsesStream:
             ]
         )
 
-    def pieces(self, number: int, pieces: Sequence[Piece]) -> list[Event]:
+    def pieces(self, number: int, pieces: Sequence[Delta]) -> list[Event]:
         """What the one completion says next."""
         return self._number_events([event for piece in pieces for event in self._output.add(piece)])
 
@@ -482,13 +485,7 @@ def answer(request: ResponseRequest, replies: Sequence[ModelReply]) -> dict[str,
     """The last state of the stream that says this reply: what it thought, said and called."""
     (reply,) = replies
     stream = ResponsesStream(request)
-
-    pieces: list[Piece] = [ReasoningDelta(reply.reasoning)] if reply.reasoning else []
-    pieces += [ContentDelta(reply.content)] if reply.content else []
-    for index, call in enumerate(reply.tool_calls):
-        pieces += whole_call(index, call)
-
-    stream.pieces(0, pieces)
+    stream.pieces(0, pieces_of(reply))
     response: dict[str, Any] = stream.end(replies)[-1]["response"]
     return response
 

@@ -22,7 +22,7 @@ from agentevo.agents.posted_rewards import PostedReward, RewardSums
 from agentevo.data.messages import with_names
 from agentevo.errors import BadRequestError
 from agentevo.event_loop import gather_all
-from agentevo.gateway.answer import AnswerInProgress, Hear, Piece
+from agentevo.gateway.answer import AnswerInProgress, Hear
 from agentevo.gateway.bridge import Bridge
 from agentevo.gateway.memory import Memory
 from agentevo.gateway.rate_limit import Allowance
@@ -32,6 +32,7 @@ from agentevo.gateway.request import Delivery, ModelReply, ModelRequest, Prompt,
 from agentevo.inference.conversation import Conversation, check_count
 from agentevo.models.answer_form import opening_after
 from agentevo.models.chat import ChatFormat
+from agentevo.models.tool_calls import Delta
 from agentevo.remote_models import RemoteConversations
 from agentevo.remote_models.conversations import POLICY
 from agentevo.store.call_log import asked_by
@@ -68,7 +69,7 @@ class Listening:
         """What has not been passed on is the answers' to finish."""
         self._new = {}
 
-    def tell(self, number: int, pieces: list[Piece]) -> None:
+    def tell(self, number: int, pieces: list[Delta]) -> None:
         if pieces:
             self._hear(number, pieces)
 

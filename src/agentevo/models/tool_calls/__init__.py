@@ -3,10 +3,10 @@
 parser      ToolCallParser and StreamingParse: whole texts, and texts that arrive in pieces
 families    which parser a chat template asks for
 parsed      what comes out
-output      deltas, and the white space around what was cut out
+output      deltas, the white space around what was cut out, and reading calls one by one
 text        how text in pieces is read
-json_notation, python_notation, parameters    values
-json_objects, named_json, tags, llama, harmony    the notations, by family
+parameters  values by a tool's schema
+json_notation, named_json, tags, python_notation, llama, harmony    the notations, by family
 """
 
 from agentevo.models.tool_calls.families import find_parser, parser_named, parser_names
@@ -20,6 +20,7 @@ from agentevo.models.tool_calls.parsed import (
     MalformedCall,
     Parsed,
     ReasoningDelta,
+    join_texts,
 )
 from agentevo.models.tool_calls.parser import StreamingParse, ToolCallParser
 
@@ -36,6 +37,7 @@ __all__ = [
     "StreamingParse",
     "ToolCallParser",
     "find_parser",
+    "join_texts",
     "parser_named",
     "parser_names",
 ]

@@ -15,8 +15,15 @@ import re
 from functools import partial
 
 from agentevo.models.tool_calls.json_notation import checked_name, read_arguments
-from agentevo.models.tool_calls.output import OpenCall, ParsedOutput, read_call, skip
-from agentevo.models.tool_calls.text import Wait, marks
+from agentevo.models.tool_calls.output import (
+    OpenCall,
+    ParsedOutput,
+    Recovery,
+    read_call,
+    read_end,
+    skip_mark,
+)
+from agentevo.models.tool_calls.text import CallText, Wait, marks
 
 START = "<|start|>"
 CHANNEL = "<|channel|>"
@@ -47,7 +54,7 @@ def read_harmony(out: ParsedOutput, *, calls: bool = True) -> Wait:
         else:  # no header: the model goes on without one
             out.content(space)
             yield from text.until(marks(START, CHANNEL, *ENDS), out.content)
-            yield from _skip_end(out)
+            yield from skip_mark(out, *ENDS)
 
 
 def _read_message(out: ParsedOutput, space: str, calls: bool) -> Wait:
@@ -60,49 +67,29 @@ def _read_message(out: ParsedOutput, space: str, calls: bool) -> Wait:
     header = "".join(pieces)
     recipient = _RECIPIENT.search(header)
     channel = _CHANNEL.search(header)
-    rest = _KNOWN.sub("", header if mark else _CUT_OFF.sub("", header))
 
     if recipient is not None and recipient.group(1) != "assistant" and calls:
-        body = partial(_call, out, recipient.group(1).removeprefix("functions."))
-        yield from read_call(out, body, skip(through=ENDS, before=(START,)), lead=header)
+        body = partial(_read_call, text, recipient.group(1).removeprefix("functions."))
+        yield from read_call(out, body, Recovery(ENDS, (START,)), lead=header)
         return
 
+    unknown = _KNOWN.sub("", header if mark else _CUT_OFF.sub("", header))
     out.cut()
-    out.content(rest if rest.strip() else "")
-    if mark != MESSAGE:
-        yield from _skip_end(out)
-        return
+    out.content(unknown if unknown.strip() else "")
+    if mark == MESSAGE:
+        text.take_next(len(MESSAGE))
+        is_thought = channel is not None and channel.group(1) == "analysis" and recipient is None
+        if is_thought:
+            out.new_thought()
+        else:
+            out.new_message()
+        yield from text.until(marks(START, *ENDS), out.reasoning if is_thought else out.content)
 
-    text.take_next(len(MESSAGE))
-    thought = channel is not None and channel.group(1) == "analysis" and recipient is None
-    if thought:
-        out.new_thought()
-    else:
-        out.new_message()
-
-    yield from text.until(marks(START, *ENDS), out.reasoning if thought else out.content)
-    yield from _skip_end(out)
+    yield from skip_mark(out, *ENDS)
 
 
-def _skip_end(out: ParsedOutput) -> Wait:
-    mark = yield from out.text.starts_with(*ENDS)
-    if mark:
-        out.text.take_next(len(mark))
-        out.cut()
-
-
-def _call(out: ParsedOutput, name: str, call: OpenCall) -> Wait:
-    text = out.text
+def _read_call(text: CallText, name: str, call: OpenCall) -> Wait:
     call.set_name(checked_name(text, name))
-    if not (yield from text.starts_with(MESSAGE)):
-        raise text.broken("the text ends inside the call")
-
-    text.take_next(len(MESSAGE))
+    yield from text.expect(MESSAGE)
     yield from read_arguments(text, call)
-    yield from text.skip_space()
-
-    mark = yield from text.starts_with(START, *ENDS)
-    if mark in ENDS:
-        text.take_next(len(mark))
-    elif not mark and (yield from text.peek()):
-        raise text.broken("there is text behind its arguments")
+    yield from read_end(text, ENDS, (START,))

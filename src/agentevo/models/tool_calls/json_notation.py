@@ -1,196 +1,149 @@
-"""JSON that arrives in pieces: values whose exact text is passed on, and calls written as objects.
+"""Calls that are JSON objects with name and arguments, and JSON that arrives in pieces.
+
+blocks   between two marks: Hermes and Qwen <tool_call>...</tool_call>, Nemotron
+         <TOOLCALL>[...]</TOOLCALL>, Phi-4 <|tool_call|>[...]<|/tool_call|>
+bare     anywhere in the text, or in a list, or in a block of code
 
 Strict JSON, as every client's parser reads it: no line breaks inside strings, no NaN, nothing
-nested deeper than MAX_DEPTH.
+nested deeper than MAX_DEPTH. The exact text of arguments is passed on.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 
-from agentevo.models.tool_calls.output import OpenCall, ParsedOutput, Recover, read_call
-from agentevo.models.tool_calls.text import CallText, Emit, MalformedError, Wait, ignore
+from agentevo.models.tool_calls.output import OpenCall, ParsedOutput, Recovery, read_calls, read_end
+from agentevo.models.tool_calls.text import SPACE, CallText, Emit, Marks, Wait, ignore, marks
 
 MAX_DEPTH = 100
 """Lists and objects within one another: far below where clients' parsers give up."""
-MAX_SCALAR = 1000
-"""Characters of a number."""
-_SPACE = re.compile(r"[ \t\n\r]*")
-_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
-_WORD = re.compile(r"[-+.\w]+")
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+FENCE = "```"
+NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _LITERALS = ("true", "false", "null")
-_KEYS = {"name": "name", "arguments": "arguments", "parameters": "arguments"}
+_STRING_MARKS = Marks((), (r'["\\\x00-\x1f]',))
+_ESCAPES = Marks((), (r'\\["\\/bfnrt]', r"\\u[0-9a-fA-F]{4}"))
+_PARTS = {"name": "name", "arguments": "arguments", "parameters": "arguments"}
 _KEYS_BESIDE = ("type", "id")
 """Other keys that a call without a mark may have."""
-FIRST_KEYS = ('"n', '"a', '"p', '"t', '"i')
+_FIRST_KEYS = ('"n', '"a', '"p', '"t', '"i')
 """How the keys of such a call begin. What begins otherwise is left at once: whether there was more
 text to look at when its brace came must make no difference."""
-_FIRST_VALUE, _VALUE, _FIRST_KEY, _KEY, _COLON, _AFTER = range(6)
-_EXPECTED = ("a value or ]", "a value", "a key or }", "a key", "a colon", "a comma or the end")
-
-
-def next_char(text: CallText, emit: Emit) -> Generator[None, None, str]:
-    """The character after JSON's white space, or "" at the end."""
-    while True:
-        match = _SPACE.match(text.buffer, text.at)
-        assert match is not None
-        if match.end() > text.at:
-            emit(text.take(match.end()))
-        if text.at < len(text.buffer):
-            return text.buffer[text.at]
-        if text.ended:
-            return ""
-
-        yield
+OBJECT = rf"\{{(?={SPACE}(?:{'|'.join(_FIRST_KEYS)}|\"?\Z))"
+"""A brace before one of the keys that a call may begin with."""
+_LIST = rf"\[(?={SPACE}(?:{OBJECT}|\Z))"
+_BARE = Marks(("```json",), (OBJECT, _LIST))
 
 
 def read_value(text: CallText, emit: Emit) -> Wait:
     """Takes one value; `emit` gets its exact text."""
-    stack: list[str] = []
-    state = _VALUE
+    brackets: list[str] = []
+    """What closes the lists and objects that are open."""
     while True:
-        if stack or state != _AFTER:
-            char = yield from next_char(text, emit)
-        else:
-            return
-
-        if state in (_VALUE, _FIRST_VALUE) and char and char in "{[":
-            if len(stack) == MAX_DEPTH:
+        char = yield from _next_char(text, emit)
+        if char in ("{", "["):
+            if len(brackets) == MAX_DEPTH:
                 raise text.broken(f"its JSON is nested deeper than {MAX_DEPTH} levels")
+
             emit(text.take_next())
-            stack.append(char)
-            state = _FIRST_KEY if char == "{" else _FIRST_VALUE
-        elif state in (_FIRST_VALUE, _FIRST_KEY, _AFTER) and stack and char == _CLOSES[stack[-1]]:
+            brackets.append("}" if char == "{" else "]")
+            if (yield from _next_char(text, emit)) != brackets[-1]:
+                yield from _read_key(text, emit, brackets[-1])
+                continue
             emit(text.take_next())
-            stack.pop()
-            state = _AFTER
-        elif state in (_VALUE, _FIRST_VALUE):
-            yield from _read_scalar(text, char, emit, _EXPECTED[state])
-            state = _AFTER
-        elif state in (_KEY, _FIRST_KEY) and char == '"':
-            yield from read_string(text, emit)
-            state = _COLON
-        elif (state == _COLON and char == ":") or (state == _AFTER and char == ","):
-            emit(text.take_next())
-            state = _VALUE if char == ":" or stack[-1] == "[" else _KEY
+            brackets.pop()
+        elif char == '"':
+            yield from _read_string(text, emit)
         else:
-            raise unexpected_error(text, char, _EXPECTED[state])
+            word = yield from text.take_word()
+            if word not in _LITERALS and not NUMBER.fullmatch(word):
+                raise text.unexpected_error("a value", word)
+            emit(word)
+
+        while brackets and (yield from _next_char(text, emit)) == brackets[-1]:
+            emit(text.take_next())
+            brackets.pop()
+
+        if not brackets:
+            return
+        emit((yield from text.expect(",", wanted=f"a comma or {brackets[-1]}")))
+        yield from _read_key(text, emit, brackets[-1])
 
 
-_CLOSES = {"{": "}", "[": "]"}
+def _next_char(text: CallText, emit: Emit) -> Generator[None, None, str]:
+    """The character behind white space, or "" at the end."""
+    emit((yield from text.skip_space()))
+    return (yield from text.peek())
 
 
-def unexpected_error(text: CallText, char: str, wanted: str) -> MalformedError:
-    if not char:
-        return text.broken("the text ends inside the call")
-    return text.broken(f"its JSON needs {wanted}, not {char!r}")
+def _read_key(text: CallText, emit: Emit, closing: str) -> Wait:
+    """Takes what stands before a value: a key, where the value is an object's."""
+    if closing == "]":
+        return
+    if (yield from _next_char(text, emit)) != '"':
+        raise text.unexpected_error("a key")
+
+    yield from _read_string(text, emit)
+    yield from _next_char(text, emit)
+    emit((yield from text.expect(":", wanted="a colon")))
 
 
-def read_string(text: CallText, emit: Emit) -> Wait:
+def _read_string(text: CallText, emit: Emit) -> Wait:
     """Takes a string, which begins here."""
     emit(text.take_next())
-    while True:
-        match = _PLAIN.match(text.buffer, text.at)
-        assert match is not None
-        if match.end() > text.at:
-            emit(text.take(match.end()))
-
-        char = yield from text.peek()
-        if char == '"':
-            emit(text.take_next())
-            return
-
-        if char == "\\":
-            yield from _read_escape(text, emit)
-        elif not char:
-            raise text.broken("the text ends inside a string of the call")
-        elif char < " ":
-            raise text.broken(f"its JSON has {char!r} inside a string: write an escape for it")
-
-
-def _read_escape(text: CallText, emit: Emit) -> Wait:
-    emit(text.take_next())
-    char = yield from text.peek()
-    if char != "u":
-        if not char or char not in '"\\/bfnrt':
+    while (mark := (yield from text.until(_STRING_MARKS, emit))) == "\\":
+        escape = yield from text.look_for(_ESCAPES)
+        if not escape:
             raise text.broken("its JSON has a backslash that begins no escape: write two")
-        emit(text.take_next())
-        return
+        emit(text.take_next(len(escape)))
 
+    if not mark:
+        raise text.broken("the text ends inside a string of the call")
+    if mark != '"':
+        raise text.broken(f"its JSON has {mark!r} inside a string: write an escape for it")
     emit(text.take_next())
-    for _ in range(4):
-        char = yield from text.peek()
-        if not char or char not in "0123456789abcdefABCDEF":
-            raise text.broken("its JSON has \\u without four hexadecimal digits")
-        emit(text.take_next())
 
 
-def _read_scalar(text: CallText, char: str, emit: Emit, wanted: str) -> Wait:
-    if char == '"':
-        yield from read_string(text, emit)
-        return
-    word = yield from read_word(text)
-    if word not in _LITERALS and not _NUMBER.fullmatch(word):
-        raise unexpected_error(text, char, wanted)
-    emit(text.take_next(len(word)))
+def _read_text(text: CallText, wanted: str) -> Generator[None, None, str]:
+    if (yield from _next_char(text, ignore)) != '"':
+        raise text.unexpected_error(wanted)
+    pieces: list[str] = []
+    yield from _read_string(text, pieces.append)
+    return str(json.loads("".join(pieces)))
 
 
-def read_word(text: CallText) -> Generator[None, None, str]:
-    """The letters, digits, signs and dots that come next, which are not taken."""
-    while True:
-        match = _WORD.match(text.buffer, text.at)
-        word = match.group() if match else ""
-        if len(word) > MAX_SCALAR:
-            raise text.broken(f"it has a number or word of more than {MAX_SCALAR} characters")
-        if text.at + len(word) < len(text.buffer) or text.ended:
-            return word
-        yield
-
-
-def read_object(out: ParsedOutput, call: OpenCall, *, bare: bool = False) -> Wait:
+def read_object(text: CallText, call: OpenCall) -> Wait:
     """Takes `{"name": ..., "arguments": {...}}`, or with `parameters`, in any order and among
     other keys."""
-    text = out.text
     seen: set[str] = set()
-    yield from _take(text, "{", "an object with name and arguments")
-    char = yield from next_char(text, ignore)
-
-    if bare and not (yield from text.starts_with(*FIRST_KEYS)):
+    yield from text.expect("{", wanted="an object with name and arguments")
+    yield from text.skip_space()
+    if call.is_bare and not (yield from text.starts_with(*_FIRST_KEYS)):
         raise text.broken("it does not begin as a call")
 
-    while char != "}":
-        key = yield from _read_text(text, char, "a key")
-        yield from _take(text, ":", "a colon")
+    mark = yield from text.take_any("}")
+    while mark != "}":
+        key = yield from _read_text(text, "a key")
+        yield from text.expect(":", wanted="a colon")
 
-        part = _KEYS.get(key)
+        part = _PARTS.get(key, "")
         if part in seen:
             raise text.broken(f"it has {part} twice")
 
-        char = yield from next_char(text, ignore)
         if part == "name":
-            name = yield from _read_text(text, char, "a text as the name")
+            name = yield from _read_text(text, "a text as the name")
             call.set_name(checked_name(text, name))
         elif part == "arguments":
             yield from read_arguments(text, call)
-        elif bare and not call.is_call and key not in _KEYS_BESIDE:
+        elif call.is_bare and not call.is_call and key not in _KEYS_BESIDE:
             raise text.broken(f"it has {key!r}")
         else:
             yield from read_value(text, ignore)
 
-        if part is not None:
-            seen.add(part)
+        seen |= {part} - {""}
+        mark = yield from text.expect(",", "}", wanted="a comma or }")
 
-        char = yield from next_char(text, ignore)
-        if char != "}":
-            yield from _take(text, ",", "a comma or }")
-            char = yield from next_char(text, ignore)
-            if char != '"':
-                raise unexpected_error(text, char, "a key")
-
-    text.take_next()
     if not call.name:
         raise text.broken("it has no name")
     if not call.is_call:
@@ -199,10 +152,9 @@ def read_object(out: ParsedOutput, call: OpenCall, *, bare: bool = False) -> Wai
 
 def read_arguments(text: CallText, call: OpenCall) -> Wait:
     """Takes a call's arguments, which must be an object."""
-    char = yield from next_char(text, ignore)
-    if char != "{":
-        raise unexpected_error(text, char, "an object as the arguments")
-    yield from read_value(text, call.arguments)
+    if (yield from _next_char(text, ignore)) != "{":
+        raise text.unexpected_error("an object as the arguments")
+    yield from read_value(text, call.add_arguments)
 
 
 def checked_name(text: CallText, name: str) -> str:
@@ -220,68 +172,29 @@ def checked_name(text: CallText, name: str) -> str:
     return name
 
 
-def _take(text: CallText, wanted: str, what: str) -> Wait:
-    char = yield from next_char(text, ignore)
-    if char != wanted:
-        raise unexpected_error(text, char, what)
-    text.take_next()
-
-
-def _read_text(text: CallText, char: str, what: str) -> Generator[None, None, str]:
-    if char != '"':
-        raise unexpected_error(text, char, what)
-    pieces: list[str] = []
-    yield from read_string(text, pieces.append)
-    return str(json.loads("".join(pieces)))
-
-
-Follow = Callable[[CallText], Generator[None, None, bool]]
-"""Reads what follows the last call of a block: True for another call. Raises MalformedError."""
-
-
-def read_objects(
-    out: ParsedOutput,
-    recover: Recover,
-    *,
-    lead: str = "",
-    bare: bool = False,
-    follow: Follow | None = None,
-) -> Generator[None, None, bool]:
-    """Reads calls: an object, or a list of them. False where the first is none."""
+def read_blocks(begin: str, end: str, out: ParsedOutput) -> Wait:
+    """Reads the text to its end."""
     text = out.text
-    in_list = False
-    more = True
-    first = True
+    recovery = Recovery((end,), (begin,))
 
-    def body(call: OpenCall) -> Wait:
-        nonlocal in_list, more
-        more = False
-        if first and (yield from next_char(text, ignore)) == "[":
-            text.take_next()
-            in_list = True
+    def goes_on(text: CallText) -> Generator[None, None, bool]:
+        return (yield from read_end(text, (end,), (begin, "{"))) == "{"
 
-        yield from read_object(out, call, bare=bare and first)
-        if in_list:
-            char = yield from next_char(text, ignore)
-            if char == ",":
-                text.take_next()
-                more = True
-                return
+    while (yield from text.until(marks(begin), out.content)):
+        lead = text.take_next(len(begin)) + (yield from text.skip_space())
+        yield from read_calls(out, read_object, recovery, lead=lead, goes_on=goes_on)
 
-            if char != "]":
-                raise unexpected_error(text, char, "a comma or ]")
 
-            text.take_next()
-            in_list = False
+def read_json(out: ParsedOutput) -> Wait:
+    """Reads the text to its end."""
+    text = out.text
+    while mark := (yield from text.until(_BARE, out.content)):
+        if mark in ("{", "["):
+            yield from read_calls(out, read_object, Recovery(), is_bare=True)
+            continue
 
-        if follow is not None:
-            more = yield from follow(text)
-
-    while more:
-        whole = yield from read_call(out, body, recover, lead=lead, bare=bare and first)
-        if not whole:
-            return not first
-        first = False
-        lead = "," if in_list else ""
-
-    return True
+        lead = text.take_next(len(mark)) + (yield from text.skip_space())
+        if (yield from text.peek()) not in ("{", "["):
+            out.content(lead)
+        elif (yield from read_calls(out, read_object, Recovery(), lead=lead, is_bare=True)):
+            yield from text.take_any(FENCE)

@@ -11,141 +11,102 @@ Kimi K2    <|tool_calls_section_begin|><|tool_call_begin|>functions.name:0
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from functools import partial
 
-from agentevo.models.tool_calls.json_notation import checked_name, read_arguments, read_objects
-from agentevo.models.tool_calls.output import OpenCall, ParsedOutput, read_call, skip
-from agentevo.models.tool_calls.text import Wait, marks
-
-TOOL_CALLS = "[TOOL_CALLS]"
-ARGS = "[ARGS]"
-CALL_ID = "[CALL_ID]"
-
-
-def read_mistral(out: ParsedOutput) -> Wait:
-    """Reads the text to its end."""
-    text = out.text
-    recover = skip(before=(TOOL_CALLS,))
-    while (yield from text.until(marks(TOOL_CALLS), out.content)):
-        lead = text.take_next(len(TOOL_CALLS)) + (yield from text.skip_space())
-        if (yield from text.peek()) in ("[", "{"):
-            yield from read_objects(out, recover, lead=lead)
-        else:
-            yield from read_call(out, partial(_mistral_call, out), recover, lead=lead)
+from agentevo.models.tool_calls.json_notation import (
+    FENCE,
+    checked_name,
+    read_arguments,
+    read_object,
+)
+from agentevo.models.tool_calls.output import (
+    OpenCall,
+    ParsedOutput,
+    Recovery,
+    read_call,
+    read_calls,
+    read_end,
+)
+from agentevo.models.tool_calls.text import CallText, Wait, marks
 
 
-def _mistral_call(out: ParsedOutput, call: OpenCall) -> Wait:
-    text = out.text
-    name, mark = yield from text.collect("a call", ARGS, CALL_ID, "{", TOOL_CALLS)
-    call.set_name(checked_name(text, name.strip()))
+@dataclass(frozen=True, kw_only=True)
+class NamedCalls:
+    """A notation: `begin`, head, arguments, `end`."""
 
-    if mark == CALL_ID:
-        _, mark = yield from text.collect("a call", ARGS, TOOL_CALLS)
-    if mark == ARGS:
-        text.take_next(len(mark))
+    begin: str
+    end: str = ""
+    sections: tuple[str, ...] = ()
+    """Marks around several calls, which say nothing."""
+    head: str
+    """A regular expression of what stands before the arguments, without white space at its ends.
+    Its group is the name."""
+    before_arguments: tuple[str, ...]
+    """What may stand between the head and the arguments, in this order."""
+    behind_arguments: tuple[str, ...] = ()
+    has_objects: bool = False
+    """Whether objects with name and arguments may follow `begin` as well."""
 
-    yield from read_arguments(text, call)
+    def read(self, out: ParsedOutput) -> Wait:
+        """Reads the text to its end."""
+        text = out.text
+        begins = (self.begin, *self.sections)
+        recovery = Recovery((self.end,) if self.end else (), begins)
+        while mark := (yield from text.until(marks(*begins), out.content)):
+            text.take_next(len(mark))
+            if mark != self.begin:
+                out.cut()
+                continue
 
+            lead = mark + (yield from text.skip_space())
+            if self.has_objects and (yield from text.peek()) in ("[", "{"):
+                yield from read_calls(out, read_object, recovery, lead=lead)
+            else:
+                yield from read_call(out, partial(self._read_call, text), recovery, lead=lead)
 
-CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
-CALLS_END = "<｜tool▁calls▁end｜>"
-CALL_BEGIN = "<｜tool▁call▁begin｜>"
-CALL_END = "<｜tool▁call▁end｜>"
-SEP = "<｜tool▁sep｜>"
-FENCE = "```"
+    def _read_call(self, text: CallText, call: OpenCall) -> Wait:
+        begins = (self.begin, *self.sections)
+        ends = (self.end,) if self.end else ()
+        head, _ = yield from text.collect(self.before_arguments[0], "{", *ends, *begins)
+        match = re.fullmatch(self.head, head.strip(), re.DOTALL)
+        if match is None:
+            raise text.broken(f"it needs the name of a tool, not {head[:40]!r}")
 
+        call.set_name(checked_name(text, match.group(1).strip()))
+        for mark in self.before_arguments:
+            yield from text.take_any(mark)
 
-def read_deepseek(out: ParsedOutput) -> Wait:
-    """Reads the text to its end."""
-    text = out.text
-    recover = skip(through=(CALL_END,), before=(CALL_BEGIN, CALLS_END))
-    wanted = marks(CALLS_BEGIN, CALLS_END, CALL_BEGIN)
-    while mark := (yield from text.until(wanted, out.content)):
-        text.take_next(len(mark))
-        out.cut()
-        if mark == CALL_BEGIN:
-            yield from read_call(out, partial(_deepseek_call, out), recover, lead=mark)
-
-
-def _deepseek_call(out: ParsedOutput, call: OpenCall) -> Wait:
-    text = out.text
-    name, mark = yield from text.collect("a call", SEP, CALL_END, CALL_BEGIN, CALLS_END)
-    if mark == SEP:
-        text.take_next(len(SEP))
-        yield from text.skip_space()
-        if (yield from text.peek()) not in ("{", "`"):
-            _checked_kind(out, name)
-            name, _ = yield from text.collect(
-                "a call", "\n", FENCE, "{", CALL_END, CALL_BEGIN, CALLS_BEGIN, CALLS_END
-            )
-
-    call.set_name(checked_name(text, name.strip()))
-    yield from text.skip_space()
-    yield from _skip_fence(out)
-    yield from read_arguments(text, call)
-    yield from text.skip_space()
-    yield from _skip_fence(out)
-    yield from _end(out, CALL_END, CALL_BEGIN, CALLS_END)
-
-
-def _checked_kind(out: ParsedOutput, kind: str) -> None:
-    """What stands in a name's place where the name comes later."""
-    if kind.strip() != "function":
-        raise out.text.broken(f"it is a call of the type {kind[:20]!r}, not function")
+        yield from read_arguments(text, call)
+        for mark in self.behind_arguments:
+            yield from text.take_any(mark)
+        if ends:
+            yield from read_end(text, ends, begins)
 
 
-def _skip_fence(out: ParsedOutput) -> Wait:
-    for mark in (FENCE, "json"):
-        if (yield from out.text.starts_with(mark)):
-            out.text.take_next(len(mark))
-    yield from out.text.skip_space()
-
-
-def _end(out: ParsedOutput, end: str, *others: str) -> Wait:
-    """Takes the mark that ends a call, which may be missing at the end of the text and before
-    another mark."""
-    text = out.text
-    yield from text.skip_space()
-    mark = yield from text.starts_with(end, *others)
-    if mark == end:
-        text.take_next(len(end))
-    elif not mark and (yield from text.peek()):
-        raise text.broken("there is text behind its arguments")
-
-
-SECTIONS = (
-    "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
-    "<|tool_call_section_begin|>", "<|tool_call_section_end|>",
-)  # fmt: skip
-KIMI_BEGIN = "<|tool_call_begin|>"
-KIMI_END = "<|tool_call_end|>"
-KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
-_KIMI_ID = re.compile(r"(?:functions\.)?(.*?)(?::\d+)?", re.DOTALL)
-
-
-def read_kimi(out: ParsedOutput) -> Wait:
-    """Reads the text to its end."""
-    text = out.text
-    recover = skip(through=(KIMI_END,), before=(KIMI_BEGIN, *SECTIONS))
-    wanted = marks(KIMI_BEGIN, *SECTIONS)
-    while mark := (yield from text.until(wanted, out.content)):
-        text.take_next(len(mark))
-        out.cut()
-        if mark == KIMI_BEGIN:
-            yield from read_call(out, partial(_kimi_call, out), recover, lead=mark)
-
-
-def _kimi_call(out: ParsedOutput, call: OpenCall) -> Wait:
-    text = out.text
-    identity, mark = yield from text.collect(
-        "a call", KIMI_ARGUMENTS, KIMI_END, KIMI_BEGIN, *SECTIONS
-    )
-    match = _KIMI_ID.fullmatch(identity.strip())
-    assert match is not None
-
-    call.set_name(checked_name(text, match.group(1)))
-    if mark == KIMI_ARGUMENTS:
-        text.take_next(len(mark))
-
-    yield from read_arguments(text, call)
-    yield from _end(out, KIMI_END, KIMI_BEGIN, *SECTIONS)
+MISTRAL = NamedCalls(
+    begin="[TOOL_CALLS]",
+    head=r"(.*?)(?:\[CALL_ID\].*)?",
+    before_arguments=("[ARGS]",),
+    has_objects=True,
+)
+DEEPSEEK = NamedCalls(
+    begin="<｜tool▁call▁begin｜>",
+    end="<｜tool▁call▁end｜>",
+    sections=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    head=r"(?:function\s*<｜tool▁sep｜>)?([^｜]+)(?:<｜tool▁sep｜>)?",
+    before_arguments=(FENCE, "json"),
+    behind_arguments=(FENCE,),
+)
+KIMI = NamedCalls(
+    begin="<|tool_call_begin|>",
+    end="<|tool_call_end|>",
+    sections=(
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        "<|tool_call_section_begin|>",
+        "<|tool_call_section_end|>",
+    ),
+    head=r"(?:functions\.)?(.*?)(?::\d+)?",
+    before_arguments=("<|tool_call_argument_begin|>",),
+)

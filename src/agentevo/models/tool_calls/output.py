@@ -8,9 +8,9 @@ space that may stand beside a cut is held back. Reasoning has no white space at 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import Literal
+from typing import NamedTuple
 
-from agentevo.models.tool_calls.parameters import ParameterTypes
+from agentevo.models.tool_calls.parameters import ParameterTypes, json_text
 from agentevo.models.tool_calls.parsed import (
     ArgumentsDelta,
     CallFailed,
@@ -20,6 +20,7 @@ from agentevo.models.tool_calls.parsed import (
     Delta,
     MalformedCall,
     ReasoningDelta,
+    join_texts,
 )
 from agentevo.models.tool_calls.text import CallText, MalformedError, Wait, ignore, marks
 from agentevo.types import ToolCall
@@ -44,8 +45,7 @@ class Prose:
 
         body = text.rstrip()
         if not body:
-            if text:
-                self._space.append(text)
+            self._space.append(text)
             return ""
 
         shown = "".join([*self._space, body])
@@ -65,7 +65,7 @@ class Prose:
         if self._begun:
             self._space = [PARAGRAPH]
 
-    def rest(self) -> str:
+    def finish(self) -> str:
         """The white space at the end, where it belongs to the text."""
         return "" if self._cut else "".join(self._space)
 
@@ -80,14 +80,12 @@ class ParsedOutput:
         self._content = Prose(strip_end=False)
         self._reasoning = Prose(strip_end=True)
         self._deltas: list[Delta] = []
-        self._growing: tuple[Literal["content", "reasoning"] | int, list[str]] | None = None
-        """The delta that is being put together: of what, and its pieces. A number is a call's."""
 
     def content(self, text: str) -> None:
-        self._grow("content", self._content.add(text))
+        self.add(ContentDelta(self._content.add(text)))
 
     def reasoning(self, text: str) -> None:
-        self._grow("reasoning", self._reasoning.add(text))
+        self.add(ReasoningDelta(self._reasoning.add(text)))
 
     def cut(self) -> None:
         """A mark stands here, which belongs to no text."""
@@ -100,144 +98,186 @@ class ParsedOutput:
     def new_message(self) -> None:
         self._content.new_paragraph()
 
-    def arguments(self, index: int, text: str) -> None:
-        self._grow(index, text)
-
     def add(self, delta: Delta) -> None:
-        self._flush()
         self._deltas.append(delta)
 
     def finish(self) -> None:
         """The text has ended."""
-        self._grow("content", self._content.rest())
+        self.add(ContentDelta(self._content.finish()))
 
     def take(self) -> list[Delta]:
         """The deltas since the last call of this method."""
-        self._flush()
-        deltas = self._deltas
+        deltas = list(join_texts(self._deltas))
         self._deltas = []
         return deltas
-
-    def _grow(self, kind: Literal["content", "reasoning"] | int, text: str) -> None:
-        if not text:
-            return
-        if self._growing is None or self._growing[0] != kind:
-            self._flush()
-            self._growing = (kind, [])
-        self._growing[1].append(text)
-
-    def _flush(self) -> None:
-        if self._growing is None:
-            return
-
-        kind, pieces = self._growing
-        text = "".join(pieces)
-        self._growing = None
-
-        if kind == "content":
-            self._deltas.append(ContentDelta(text))
-        elif kind == "reasoning":
-            self._deltas.append(ReasoningDelta(text))
-        else:
-            self._deltas.append(ArgumentsDelta(int(kind), text))
 
 
 class OpenCall:
     """A call that is being read.
 
-    `bare`: no mark says that it is a call, so it is one from where its tool and its arguments have
-    shown themselves; before that, what breaks is content.
+    `is_bare`: no mark says that it is a call, so it is one from where its tool and its arguments
+    have shown themselves; before that, what breaks is content. The brace that may end the arguments
+    is shown when the call is whole: what was shown of a call that breaks is no JSON.
     """
 
-    def __init__(self, out: ParsedOutput, bare: bool) -> None:
-        self._out = out
-        self._bare = bare
+    def __init__(self, out: ParsedOutput, *, is_bare: bool) -> None:
+        self.is_bare = is_bare
         self.name = ""
+        self._out = out
         self._index: int | None = None
-        self._pieces: list[str] = []
-        self._shown = 0
-        self.finished = False
+        self._arguments: list[str] = []
+        self._num_shown = 0
+        self._keys: set[str] = set()
 
     @property
     def is_call(self) -> bool:
-        return not self._bare or self._index is not None
+        return not self.is_bare or self._index is not None
 
     def set_name(self, name: str) -> None:
         self.name = name
-        if self._pieces or not self._bare:
-            self._start()
+        if self._arguments or not self.is_bare:
+            self._show()
 
-    def arguments(self, text: str) -> None:
+    def add_arguments(self, text: str) -> None:
         """More of the arguments' JSON."""
-        self._pieces.append(text)
+        self._arguments.append(text)
         if self.name:
-            self._start()
+            self._show()
 
-    def _start(self) -> None:
+    def begin_argument(self, key: str) -> None:
+        """The key of an argument that is not written in JSON; its value follows."""
+        if key in self._keys:
+            raise self._out.text.broken(f"it has the parameter {key!r} twice")
+        self.add_arguments(f"{', ' if self._keys else '{'}{json_text(key)}: ")
+        self._keys.add(key)
+
+    def _show(self, *, is_whole: bool = False) -> int:
         if self._index is None:
             self._index = self._out.num_calls
             self._out.num_calls += 1
             self._out.add(CallStarted(self._index, self.name))
-        for piece in self._pieces[self._shown :]:
-            self._out.arguments(self._index, piece)
-        self._shown = len(self._pieces)
+
+        num_shown = len(self._arguments)
+        if self._arguments and self._arguments[-1].endswith("}") and not is_whole:
+            num_shown -= 1
+        for text in self._arguments[self._num_shown : num_shown]:
+            self._out.add(ArgumentsDelta(self._index, text))
+        self._num_shown = num_shown
+        return self._index
 
     def finish(self) -> None:
-        if not self._pieces:
-            self.arguments("{}")
-        self._start()
-        assert self._index is not None
-        call = ToolCall(self.name, "".join(self._pieces))
-        self._out.add(CallFinished(self._index, call))
-        self.finished = True
+        if self._keys or not self._arguments:
+            self.add_arguments("}" if self._keys else "{}")
+        call = ToolCall(self.name, "".join(self._arguments))
+        self._out.add(CallFinished(self._show(is_whole=True), call))
 
     def fail(self, text: str, problem: str) -> None:
         self._out.add(CallFailed(self._index, MalformedCall(text, problem, self.name)))
 
 
-Recover = Callable[[CallText], Wait]
-"""Reads what is left of a call that broke."""
+class Recovery(NamedTuple):
+    """Where a broken call ends: with the first mark of `through`, before the first one of `before`,
+    or with the text."""
 
-
-def skip(through: tuple[str, ...] = (), before: tuple[str, ...] = ()) -> Recover:
-    """A broken call goes on to the end of the first mark of `through` or the beginning of the first
-    mark of `before`; where none comes, to the end of the text."""
-
-    def recover(text: CallText) -> Wait:
-        mark = yield from text.until(marks(*through, *before), ignore)
-        if mark in through:
-            text.take_next(len(mark))
-
-    return recover
+    through: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
 
 
 def read_call(
     out: ParsedOutput,
     body: Callable[[OpenCall], Wait],
-    recover: Recover,
+    recovery: Recovery,
     *,
     lead: str = "",
-    bare: bool = False,
+    is_bare: bool = False,
 ) -> Generator[None, None, bool]:
     """Reads one call with `body`, which raises MalformedError, after `lead`, which was taken
     already. False where it is none."""
     text = out.text
-    call = OpenCall(out, bare)
-    text.record = [lead]
+    call = OpenCall(out, is_bare=is_bare)
+    record = text.record = [lead]
+    problem = ""
     try:
         yield from body(call)
+        call.finish()
     except MalformedError as error:
         problem = str(error)
-        if not call.is_call:
-            out.content("".join(text.record))
-            text.record = None
-            return False
-        yield from recover(text)
-        call.fail("".join(text.record), problem)
-    else:
-        call.finish()
 
-    whole = call.finished
+    if problem and call.is_call:
+        mark = yield from text.until(marks(*recovery.through, *recovery.before), ignore)
+        if mark in recovery.through:
+            text.take_next(len(mark))
+        call.fail("".join(record), problem)
+
     text.record = None
-    out.cut()
-    return whole
+    if call.is_call:
+        out.cut()
+    else:
+        out.content("".join(record))
+    return not problem
+
+
+def read_calls(
+    out: ParsedOutput,
+    read_item: Callable[[CallText, OpenCall], Wait],
+    recovery: Recovery,
+    *,
+    lead: str = "",
+    is_bare: bool = False,
+    may_end_in_comma: bool = False,
+    goes_on: Callable[[CallText], Generator[None, None, bool]] | None = None,
+) -> Generator[None, None, bool]:
+    """Reads calls: an item, or a list of them with commas between, and again where `goes_on`, which
+    takes what stands behind the item or list, says so. False where the first is none. What breaks
+    behind a call breaks that call."""
+    text = out.text
+    in_list = False
+    is_first = True
+    has_next = True
+
+    def read_one(call: OpenCall) -> Wait:
+        nonlocal in_list, has_next, lead
+        has_next = False
+        if is_first:
+            in_list = bool((yield from text.take_any("[")))
+            yield from text.skip_space()
+
+        yield from read_item(text, call)
+
+        if in_list and (yield from text.expect(",", "]")) == ",":
+            lead = "," + (yield from text.skip_space())
+            has_next = not (may_end_in_comma and (yield from text.take_any("]")))
+        elif goes_on is not None:
+            in_list = False
+            lead = ""
+            has_next = yield from goes_on(text)
+
+    while has_next:
+        is_bare = is_bare and is_first
+        if not (yield from read_call(out, read_one, recovery, lead=lead, is_bare=is_bare)):
+            return not is_first
+        is_first = False
+
+    return True
+
+
+def read_end(
+    text: CallText, ends: tuple[str, ...], others: tuple[str, ...]
+) -> Generator[None, None, str]:
+    """Takes the mark that ends a call. It may be missing at the end of the text, and before one of
+    the other marks, which is returned then."""
+    mark = yield from text.take_any(*ends)
+    if not mark:
+        mark = yield from text.starts_with(*others)
+        if not mark and (yield from text.peek()):
+            raise text.broken("there is text behind its JSON")
+    return mark
+
+
+def skip_mark(out: ParsedOutput, *strings: str) -> Wait:
+    """Takes a mark behind calls, with the white space before it, where one follows."""
+    space = yield from out.text.skip_space()
+    if (yield from out.text.take_any(*strings)):
+        out.cut()
+    else:
+        out.content(space)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
@@ -54,24 +53,12 @@ class ParameterTypes:
         if word != plain and check.allows(_NOTHING):
             word = plain
 
-        read = _read(word)
-        return word if read is not None and check.allows(read) else json_text(value)
+        content = _read(word)
+        is_json = content is not _NOTHING and check.allows(content)
+        return word if is_json else json_text(value)
 
 
-@dataclass(frozen=True)
-class _Value:
-    """A value of JSON with its type; of an integer of thousands of digits the type alone."""
-
-    kind: str
-    content: Any = None
-
-    def equals(self, other: Any) -> bool:
-        kind = _KINDS.get(type(other))
-        are_numbers = {kind, self.kind} <= {"integer", "number"}
-        return (kind == self.kind or are_numbers) and bool(other == self.content)
-
-
-_NOTHING = _Value("nothing")
+_NOTHING = object()
 """What no schema allows that says anything."""
 
 
@@ -83,11 +70,11 @@ class _ValueCheck:
         self._parameter = parameter
         self._num_seen = 0
 
-    def allows(self, value: _Value) -> bool:
+    def allows(self, value: Any) -> bool:
         self._num_seen = 0
         return self._allows(self._whole, value, is_whole=True, depth=0)
 
-    def _allows(self, schema: Any, value: _Value, *, is_whole: bool, depth: int) -> bool:
+    def _allows(self, schema: Any, value: Any, *, is_whole: bool, depth: int) -> bool:
         """`is_whole`: the schema is that of all arguments, and the value the parameter's."""
         self._num_seen += 1
         if not isinstance(schema, Mapping) or depth > MAX_DEPTH or self._num_seen > MAX_SCHEMAS:
@@ -113,21 +100,28 @@ class _ValueCheck:
         return all(map(allows, parts)) and all(any(map(allows, one)) for one in choices)
 
 
-def _fits(schema: Mapping[str, Any], value: _Value) -> bool:
+def _fits(schema: Mapping[str, Any], value: Any) -> bool:
     """What a schema says itself."""
+    kind = _KINDS.get(type(value), "")
     kinds = schema.get("type")
     if isinstance(kinds, str):
         kinds = [kinds]
     if isinstance(kinds, list):
         may_be_null = schema.get("nullable") is True
-        is_one = value.kind in kinds or (value.kind == "integer" and "number" in kinds)
-        if not is_one and not (may_be_null and value.kind == "null"):
+        is_number = kind == "integer" and "number" in kinds
+        if kind not in kinds and not is_number and not (may_be_null and kind == "null"):
             return False
 
     stated = schema.get("enum")
-    if isinstance(stated, list) and not any(map(value.equals, stated)):
+    if isinstance(stated, list) and not any(_are_equal(value, choice) for choice in stated):
         return False
-    return "const" not in schema or value.equals(schema["const"])
+    return "const" not in schema or _are_equal(value, schema["const"])
+
+
+def _are_equal(first: Any, second: Any) -> bool:
+    """As JSON has it: true is not 1."""
+    kinds = {_KINDS.get(type(first)), _KINDS.get(type(second))}
+    return (len(kinds) == 1 or kinds == {"integer", "number"}) and bool(first == second)
 
 
 def _parts_of(schema: Mapping[str, Any], key: str) -> list[Any]:
@@ -153,17 +147,18 @@ def referred_schema(whole: Any, reference: str) -> Any:
     return whole
 
 
-def _read(text: str) -> _Value | None:
-    """A text as JSON, None where it is none, or a string."""
+def _read(text: str) -> Any:
+    """A text as JSON, _NOTHING where it is none, or a string. Of an integer of thousands of digits
+    the type counts alone."""
     if _INTEGER.fullmatch(text):
-        return _Value("integer", int(text) if len(text) < 4_000 else None)
+        return int(text[:4_000])
 
     try:
         content = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        return None
+        return _NOTHING
 
-    return None if isinstance(content, str) else _Value(_KINDS[type(content)], content)
+    return _NOTHING if isinstance(content, str) else content
 
 
 def _refuse(constant: str) -> None:

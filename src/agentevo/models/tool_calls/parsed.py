@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TypeVar, cast
 
 from agentevo.types import ToolCall
 
@@ -72,6 +74,8 @@ class CallStarted:
 
     index: int
     name: str
+    call_id: str = ""
+    """What the gateway calls it; parsers give no ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +103,20 @@ class CallFailed:
 
 
 Delta = ContentDelta | ReasoningDelta | CallStarted | ArgumentsDelta | CallFinished | CallFailed
+_TEXTS = (ContentDelta, ReasoningDelta, ArgumentsDelta)
+T = TypeVar("T")
+
+
+def join_texts(pieces: Iterable[T]) -> Iterator[T]:
+    """The pieces, without empty texts, and with texts of one kind that follow one another as one.
+    Arguments of two calls never follow one another at once."""
+    for kind, same in groupby(pieces, type):
+        if kind not in _TEXTS:
+            yield from same
+            continue
+
+        texts = [text for piece in same if (text := cast("ContentDelta", piece)).text]
+        if len(texts) > 1:
+            yield cast("T", replace(texts[0], text="".join(piece.text for piece in texts)))
+        elif texts:
+            yield cast("T", texts[0])

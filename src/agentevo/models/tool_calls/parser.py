@@ -11,7 +11,7 @@ neither content nor reasoning nor a call is in a MalformedCall; the cost is line
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,11 +41,13 @@ class ToolCallParser:
     name: str
     read: Read
     """Reads a text without its thoughts."""
-    thoughts: tuple[str, ...] = ("<think>",)
-    """The marks that begin a thought; keys of THOUGHTS."""
+    shown_by: str
+    """A regular expression of what chat templates have that ask for it."""
     begins: str = ""
     """A regular expression of all that `read` may take for the beginning of a call. It may match
     more than that; empty where it is not known."""
+    thoughts: tuple[str, ...] = ("<think>",)
+    """The marks that begin a thought; keys of THOUGHTS."""
 
     def parse(
         self, text: str, *, opening: str = "", tools: Tools | None = None, calls: bool = True
@@ -75,40 +77,28 @@ class StreamingParse:
         self._text = CallText()
         self._out = ParsedOutput(self._text, ParameterTypes(tools))
         self._reading = _read(parser, self._out, calls)
-        self._done = False
         if opening.rstrip().endswith((*parser.thoughts, "<|message|>")):
             self._text.add(opening)
-        self._resume()
 
     def feed(self, piece: str) -> list[Delta]:
         """What the next piece of the text makes certain."""
-        if piece:
-            self._text.add(piece)
-            self._resume()
+        self._text.add(piece)
+        next(self._reading, None)
         return self._out.take()
 
     def finish(self) -> list[Delta]:
         """What was held back until the text ended. Nothing may be fed afterwards."""
         self._text.ended = True
-        self._resume()
-        return self._out.take()
-
-    def _resume(self) -> None:
-        if not self._done:
-            self._done = next(self._reading, True) is True
+        return self.feed("")
 
 
-def _read(parser: ToolCallParser, out: ParsedOutput, calls: bool) -> Generator[None, None, None]:
+def _read(parser: ToolCallParser, out: ParsedOutput, calls: bool) -> Wait:
     if parser.name == HARMONY:
         yield from read_harmony(out, calls=calls)
     else:
         yield from _read_thoughts(out, parser.thoughts)
-        yield from parser.read(out) if calls else _read_content(out)
+        yield from parser.read(out) if calls else out.text.until(Marks(()), out.content)
     out.finish()
-
-
-def _read_content(out: ParsedOutput) -> Wait:
-    yield from out.text.until(Marks(()), out.content)
 
 
 def _read_thoughts(out: ParsedOutput, begins: tuple[str, ...]) -> Wait:
@@ -116,18 +106,14 @@ def _read_thoughts(out: ParsedOutput, begins: tuple[str, ...]) -> Wait:
     text = out.text
     while True:
         space = yield from text.skip_space()
-        begin = yield from text.starts_with(*begins)
+        begin = yield from text.take_any(*begins)
         if not begin:
             out.content(space)
             return
 
-        text.take_next(len(begin))
         out.cut()
         out.new_thought()
-        yield from text.skip_space()
-
-        if (yield from text.starts_with(begin)):  # the prompt opened the thought, and the model too
-            text.take_next(len(begin))
+        yield from text.take_any(begin)  # the prompt opened the thought, and the model too
 
         end = THOUGHTS[begin]
         if not (yield from text.until(marks(end), out.reasoning)):

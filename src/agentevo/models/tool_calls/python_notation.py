@@ -7,13 +7,13 @@ true, false, null), lists, tuples and dictionaries with texts as keys. They beco
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from functools import partial
 
-from agentevo.models.tool_calls.json_notation import checked_name, read_word
-from agentevo.models.tool_calls.output import OpenCall, ParsedOutput
+from agentevo.models.tool_calls.json_notation import NUMBER, checked_name
+from agentevo.models.tool_calls.output import OpenCall
 from agentevo.models.tool_calls.parameters import json_text
-from agentevo.models.tool_calls.text import CallText, Emit, MalformedError, Wait
+from agentevo.models.tool_calls.text import CallText, Wait, marks
 
 MAX_DEPTH = 64
 """Lists and dictionaries within one another."""
@@ -21,165 +21,112 @@ _WORDS = {
     "True": "true", "False": "false", "None": "null", "true": "true", "false": "false",
     "null": "null",
 }  # fmt: skip
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _NAME = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
 _KEYWORD = re.compile(r"[^\W\d]\w*")
-_PLAIN = {"'": re.compile(r"[^'\\]*"), '"': re.compile(r'[^"\\]*')}
-_ESCAPES = {
-    "n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "\\": "\\",
-    "'": "'", '"': '"', "\n": "",
-}  # fmt: skip
-_HEXADECIMAL = {"x": 2, "u": 4, "U": 8}
+_ESCAPE = re.compile(
+    r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-3]?[0-7]{1,2}|[xuU]|[\n\\'\"abfnrtv])"
+)
 
 
-def read_expression(out: ParsedOutput, call: OpenCall, *, method: str = "") -> Wait:
+def read_expression(text: CallText, call: OpenCall, *, method: str = "") -> Wait:
     """Takes a call. With `method` its name ends in that, which does not belong to it."""
-    text = out.text
-    name = yield from read_word(text)
+    name = yield from text.take_word()
     if not _NAME.fullmatch(name):
-        raise text.broken("it needs the name of a tool")
+        raise text.unexpected_error("the name of a tool", name)
 
-    text.take_next(len(name))
-    yield from _take(text, "(")
+    yield from text.expect("(")
     call.set_name(checked_name(text, name.removesuffix(method)))
-    seen: set[str] = set()
-    yield from text.skip_space()
 
-    while (yield from text.peek()) != ")":
-        keyword = yield from read_word(text)
+    def read_argument() -> Wait:
+        keyword = yield from text.take_word()
         if not _KEYWORD.fullmatch(keyword):
             raise text.broken("it needs arguments with names, as in name(first=1)")
-        if keyword in seen:
-            raise text.broken(f"it has {keyword!r} twice")
 
-        text.take_next(len(keyword))
-        yield from _take(text, "=")
+        yield from text.expect("=")
         yield from text.skip_space()
-
         if (yield from text.peek()) == "=":
             raise text.broken("it needs a value, not a comparison")
 
-        call.arguments(f"{', ' if seen else '{'}{json_text(keyword)}: ")
-        seen.add(keyword)
-        yield from read_literal(text, call.arguments)
-        yield from text.skip_space()
+        call.begin_argument(keyword)
+        call.add_arguments((yield from read_literal(text)))
 
-        if (yield from text.peek()) != ")":
-            yield from _take(text, ",")
-            yield from text.skip_space()
-
-    text.take_next()
-    call.arguments("}" if seen else "{}")
+    if (yield from text.take_any(")")):
+        call.add_arguments("{}")
+    else:
+        yield from _read_items(text, ")", read_argument)
 
 
-def _take(text: CallText, wanted: str) -> Wait:
-    yield from text.skip_space()
-    char = yield from text.peek()
-    if char != wanted:
-        raise _unexpected_error(text, char, wanted)
-    text.take_next()
+def _read_items(
+    text: CallText, closing: str, read_item: Callable[[], Wait]
+) -> Generator[None, None, int]:
+    """Takes items with commas between them, and perhaps behind the last one, to the bracket that
+    closes them, and returns the number of commas."""
+    num_commas = 0
+    while not (yield from text.take_any(closing)):
+        yield from read_item()
+        if (yield from text.expect(",", closing)) == closing:
+            break
+        num_commas += 1
+
+    return num_commas
 
 
-def _unexpected_error(text: CallText, char: str, wanted: str) -> MalformedError:
-    if not char:
-        return text.broken("the text ends inside the call")
-    return text.broken(f"it needs {wanted}, not {char!r}")
-
-
-def read_literal(text: CallText, emit: Emit, depth: int = 0) -> Wait:
-    """Takes a value; `emit` gets it as JSON."""
+def read_literal(text: CallText, depth: int = 0) -> Generator[None, None, str]:
+    """Takes a value, which becomes JSON."""
     if depth == MAX_DEPTH:
         raise text.broken(f"its arguments are nested deeper than {MAX_DEPTH} levels")
 
-    char = yield from text.peek()
-    if char in ("'", '"'):
-        emit(json_text((yield from _read_text(text, char))))
-    elif char == "[":
-        yield from _read_list(text, emit, depth)
-    elif char == "(":
-        items: list[str] = []
-        is_tuple = yield from _read_items(text, ")", items.append, depth)
-        emit(f"[{''.join(items)}]" if is_tuple else "".join(items))
-    elif char == "{":
-        yield from _read_dictionary(text, emit, depth)
-    else:
-        word = yield from read_word(text)
-        value = _WORDS.get(word) or _number(word)
-        if value is None:
-            raise _unexpected_error(text, char, "a value")
-        text.take_next(len(word))
-        emit(value)
+    items: list[str] = []
 
+    def read_item() -> Wait:
+        items.append((yield from read_literal(text, depth + 1)))
 
-def _read_list(text: CallText, emit: Emit, depth: int) -> Wait:
-    emit("[")
-    yield from _read_items(text, "]", emit, depth)
-    emit("]")
-
-
-def _read_items(text: CallText, end: str, emit: Emit, depth: int) -> Generator[None, None, bool]:
-    """Takes a list with its brackets. True where it is empty or has a comma."""
-    text.take_next()
-    yield from text.skip_space()
-
-    size = 0
-    commas = 0
-    while (yield from text.peek()) != end:
-        if size:
-            emit(", ")
-
-        yield from read_literal(text, emit, depth + 1)
-        size += 1
-        yield from text.skip_space()
-
-        if (yield from text.peek()) != end:
-            yield from _take(text, ",")
-            commas += 1
-            yield from text.skip_space()
-
-    text.take_next()
-    return not size or commas > 0
-
-
-def _read_dictionary(text: CallText, emit: Emit, depth: int) -> Wait:
-    text.take_next()
-    emit("{")
-    yield from text.skip_space()
-
-    size = 0
-    while (char := (yield from text.peek())) != "}":
+    def read_pair() -> Wait:
+        char = yield from text.peek()
         if char not in ("'", '"'):
-            raise _unexpected_error(text, char, "a text as the key")
+            raise text.unexpected_error("a text as the key")
 
-        emit((", " if size else "") + json_text((yield from _read_text(text, char))) + ": ")
-        size += 1
-        yield from _take(text, ":")
+        key = json_text((yield from _read_text(text, char)))
+        yield from text.expect(":")
         yield from text.skip_space()
-        yield from read_literal(text, emit, depth + 1)
-        yield from text.skip_space()
+        value = yield from read_literal(text, depth + 1)
+        items.append(f"{key}: {value}")
 
-        if (yield from text.peek()) != "}":
-            yield from _take(text, ",")
-            yield from text.skip_space()
-
-    text.take_next()
-    emit("}")
+    match (yield from text.peek()):
+        case "'" | '"' as quote:
+            return json_text((yield from _read_text(text, quote)))
+        case "{":
+            text.take_next()
+            yield from _read_items(text, "}", read_pair)
+            return f"{{{', '.join(items)}}}"
+        case "[":
+            text.take_next()
+            yield from _read_items(text, "]", read_item)
+            return f"[{', '.join(items)}]"
+        case "(":
+            text.take_next()
+            num_commas = yield from _read_items(text, ")", read_item)
+            is_tuple = num_commas or not items
+            return f"[{', '.join(items)}]" if is_tuple else items[0]
+        case _:
+            word = yield from text.take_word()
+            value = _WORDS.get(word) or _number(word)
+            if value is None:
+                raise text.unexpected_error("a value", word)
+            return value
 
 
 def _number(word: str) -> str | None:
     """A number of Python as JSON."""
-    if _NUMBER.fullmatch(word):
+    if NUMBER.fullmatch(word):
         return word
 
-    try:
-        return json_text(int(word, 0))
-    except ValueError:
-        pass
-
-    try:
-        return json_text(float(word))
-    except ValueError:
-        return None
+    for convert in (partial(int, base=0), float):
+        try:
+            return json_text(convert(word))
+        except ValueError:
+            continue
+    return None
 
 
 def _read_text(text: CallText, quote: str) -> Generator[None, None, str]:
@@ -191,54 +138,20 @@ def _read_text(text: CallText, quote: str) -> Generator[None, None, str]:
         end = quote * 3
 
     pieces: list[str] = []
-    while True:
-        match = _PLAIN[quote].match(text.buffer, text.at)
-        assert match is not None
-        if match.end() > text.at:
-            pieces.append(text.take(match.end()))
-
-        char = yield from text.peek()
-        if not char:
-            raise text.broken("the text ends inside a text of the call")
-
-        if char == "\\":
-            pieces.append((yield from _read_escape(text)))
-        elif (yield from text.starts_with(end)):
-            text.take_next(len(end))
-            return "".join(pieces)
-        else:
+    while (mark := (yield from text.until(marks("\\", end), pieces.append))) == "\\":
+        pieces.append(text.take_next())
+        if (yield from text.peek()):
             pieces.append(text.take_next())
 
-
-def _read_escape(text: CallText) -> Generator[None, None, str]:
-    text.take_next()
-    char = yield from text.peek()
-    if not char:
+    if not mark:
         raise text.broken("the text ends inside a text of the call")
 
-    if char in _ESCAPES:
-        text.take_next()
-        return _ESCAPES[char]
-
-    if char in "01234567":
-        return chr(int((yield from _read_digits(text, 3, "01234567")), 8))
-    if char not in _HEXADECIMAL:
-        return "\\" + text.take_next()
-
-    text.take_next()
-    size = _HEXADECIMAL[char]
-    digits = yield from _read_digits(text, size, "0123456789abcdefABCDEF")
-    if len(digits) < size or int(digits, 16) > sys.maxunicode:
-        raise text.broken(f"it has \\{char} without {size} hexadecimal digits of a character")
-
-    return chr(int(digits, 16))
+    text.take_next(len(end))
+    try:
+        return _ESCAPE.sub(_unescape, "".join(pieces))
+    except UnicodeDecodeError as error:
+        raise text.broken(f"it has an escape of no character: {error.reason}") from None
 
 
-def _read_digits(text: CallText, size: int, known: str) -> Generator[None, None, str]:
-    digits = ""
-    while len(digits) < size:
-        char = yield from text.peek()
-        if not char or char not in known:
-            break
-        digits += text.take_next()
-    return digits
+def _unescape(escape: re.Match[str]) -> str:
+    return escape.group().encode().decode("unicode_escape")

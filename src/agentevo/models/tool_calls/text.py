@@ -1,6 +1,6 @@
 """Text that arrives in pieces, and how a parser reads it.
 
-A parser is a generator that reads from a `Text` and yields where it must wait for more; whoever
+A parser is a generator that reads from a `CallText` and yields where it must wait for more; whoever
 feeds the text resumes it. What has been decided never depends on where the pieces were cut: a
 reader decides on a character only when no further text could change the decision, or when the text
 has ended. Every character is taken once, and only the beginning of a possible mark is looked at
@@ -13,11 +13,16 @@ import re
 from collections.abc import Callable, Generator
 from functools import lru_cache
 
+import regex
+
 Wait = Generator[None, None, None]
 """A reader without a result."""
 Emit = Callable[[str], object]
 """Where a reader puts what it has taken."""
-_SPACE = re.compile(r"\s*")
+SPACE = r"[ \t\n\r]*"
+"""The white space of JSON, which is that between the parts of every notation."""
+MAX_WORD = 1000
+"""Characters of a number or word."""
 
 
 class MalformedError(Exception):
@@ -31,33 +36,28 @@ def ignore(_: str) -> None:
 class Marks:
     """Strings to look for. None of them begins with another one.
 
-    `patterns` are marks of one character whose context decides: they match that character, look
-    ahead no further than is certain, and match where the text known so far ends (`\\Z`).
+    `patterns` are regular expressions of other marks. Where a character is a mark by its context,
+    its pattern looks ahead no further than is certain, and matches where the text known so far ends
+    (`\\Z`).
     """
 
     def __init__(self, strings: tuple[str, ...], patterns: tuple[str, ...] = ()) -> None:
-        self._strings = strings
-        self._firsts = frozenset(string[0] for string in strings)
-        self._longest = max(map(len, strings), default=1)
-        alternatives = [*map(re.escape, strings), *patterns]
-        self._pattern = re.compile("|".join(alternatives) if alternatives else r"(?!)")
+        self._pattern = regex.compile("|".join([*map(re.escape, strings), *patterns]) or r"(?!)")
 
-    def find(self, buffer: str, start: int) -> re.Match[str] | None:
-        return self._pattern.search(buffer, start)
-
-    def held_from(self, buffer: str, start: int) -> int:
-        """Where a mark may have begun that the buffer does not show to its end."""
-        for place in range(max(start, len(buffer) - self._longest + 1), len(buffer)):
-            if buffer[place] in self._firsts:
-                rest = buffer[place:]
-                if any(string.startswith(rest) for string in self._strings):
-                    return place
-        return len(buffer)
+    def find(self, text: CallText, *, here: bool = False) -> regex.Match[str] | None:
+        """The first mark in what was not taken, or the beginning of one at the end of what has
+        come, which is a partial match. `here`: a mark that stands where the text goes on."""
+        look = self._pattern.match if here else self._pattern.search
+        return look(text.buffer, text.at, partial=not text.ended)
 
 
 @lru_cache(256)
 def marks(*strings: str) -> Marks:
     return Marks(strings)
+
+
+_NO_SPACE = Marks((), (r"[^ \t\n\r]",))
+_NO_WORD = Marks((), (r"[^-+.\w]",))
 
 
 class CallText:
@@ -94,62 +94,79 @@ class CallText:
         place = sum(map(len, self.record or ())) + 1
         return MalformedError(f"{problem} (at character {place} of the call)")
 
+    def unexpected_error(self, wanted: str, word: str = "") -> MalformedError:
+        """An error about a word that was taken, or about the next character."""
+        shown = word or self.buffer[self.at : self.at + 1]
+        if not shown:
+            return self.broken("the text ends inside the call")
+        return self.broken(f"it needs {wanted}, not {shown!r}")
+
     def peek(self) -> Generator[None, None, str]:
         """The next character, or "" at the end."""
-        while self.at >= len(self.buffer):
-            if self.ended:
-                return ""
+        while self.at >= len(self.buffer) and not self.ended:
             yield
-        return self.buffer[self.at]
+        return self.buffer[self.at : self.at + 1]
 
     def skip_space(self) -> Generator[None, None, str]:
         """Takes white space, which may be none, and returns it."""
-        pieces = []
-        while True:
-            match = _SPACE.match(self.buffer, self.at)
-            assert match is not None
-            if match.end() > self.at:
-                pieces.append(self.take(match.end()))
-            if self.at < len(self.buffer) or self.ended:
-                return "".join(pieces)
-            yield
+        space, _ = yield from self._take_before(_NO_SPACE)
+        return space
+
+    def take_word(self) -> Generator[None, None, str]:
+        """Takes the letters, digits, signs and dots that come next, which may be none."""
+        word, _ = yield from self._take_before(_NO_WORD)
+        if len(word) > MAX_WORD:
+            raise self.broken(f"it has a number or word of more than {MAX_WORD} characters")
+        return word
+
+    def _take_before(self, wanted: Marks) -> Generator[None, None, tuple[str, str]]:
+        """`until`, with what it takes."""
+        pieces: list[str] = []
+        mark = yield from self.until(wanted, pieces.append)
+        return "".join(pieces), mark
 
     def starts_with(self, *strings: str) -> Generator[None, None, str]:
-        """The one of the strings that the text goes on with, or "". None is taken, and none may
-        begin with another one."""
-        longest = max(map(len, strings))
+        """The one of the strings that the text goes on with, or "". None is taken."""
+        return (yield from self.look_for(marks(*strings)))
+
+    def look_for(self, wanted: Marks) -> Generator[None, None, str]:
+        """`starts_with`, of marks."""
         while True:
-            rest = self.buffer[self.at : self.at + longest]
-            for string in strings:
-                if rest.startswith(string):
-                    return string
-            if self.ended or not any(string.startswith(rest) for string in strings):
-                return ""
+            match = wanted.find(self, here=True)
+            if match is None or not match.partial:
+                return match.group() if match else ""
             yield
+
+    def take_any(self, *strings: str) -> Generator[None, None, str]:
+        """Takes and returns what `starts_with` returns, behind white space, which is taken in any
+        case."""
+        yield from self.skip_space()
+        string = yield from self.starts_with(*strings)
+        return self.take_next(len(string))
+
+    def expect(self, *strings: str, wanted: str = "") -> Generator[None, None, str]:
+        """`take_any`, which raises MalformedError where none of the strings comes."""
+        string = yield from self.take_any(*strings)
+        if not string:
+            raise self.unexpected_error(wanted or " or ".join(strings))
+        return string
 
     def until(self, wanted: Marks, emit: Emit) -> Generator[None, None, str]:
         """Takes the text up to the first of the marks, which it returns and does not take; up to
         the end of the text, and "", where none comes."""
         while True:
-            match = wanted.find(self.buffer, self.at)
-            if match is not None:
-                if match.start() > self.at:
-                    emit(self.take(match.start()))
-                return match.group()
-
-            safe = len(self.buffer) if self.ended else wanted.held_from(self.buffer, self.at)
-            if safe > self.at:
-                emit(self.take(safe))
-            if self.ended:
-                return ""
-
+            match = wanted.find(self)
+            end = match.start() if match else len(self.buffer)
+            if end > self.at:
+                emit(self.take(end))
+            if self.ended or (match and not match.partial):
+                return match.group() if match else ""
             yield
 
-    def collect(self, what: str, *ends: str) -> Generator[None, None, tuple[str, str]]:
+    def collect(self, *ends: str) -> Generator[None, None, tuple[str, str]]:
         """(what comes before the first of the marks, that mark), of which the mark is not taken.
         Raises MalformedError where none comes."""
-        pieces: list[str] = []
-        mark = yield from self.until(marks(*ends), pieces.append)
+        before, mark = yield from self._take_before(marks(*ends))
         if not mark:
-            raise self.broken(f"the text ends inside {what}")
-        return "".join(pieces), mark
+            raise self.broken("the text ends inside the call")
+        return before, mark
