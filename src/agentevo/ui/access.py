@@ -31,12 +31,10 @@ from agentevo.console import to_stderr
 from agentevo.inference.http_server import is_own_host
 from agentevo.ui.forms import (
     FORM_TOKEN,
-    Form,
     FormRefusedError,
     Visitor,
     check_from_here,
     read_form,
-    received,
 )
 
 TOKEN = "token"
@@ -47,7 +45,7 @@ METHODS = ("GET", "HEAD")
 VISITOR = "agentevo.visitor"
 """The key of a request's scope for who asks."""
 FORM = "agentevo.form"
-"""The key of a request's scope for what a POST has brought."""
+"""The key of a request's scope for the fields of a POST, whose body is read then."""
 ENDLESS = re.compile("/live|/runs/[^/]+/try/(chat|play)")
 """The paths whose answers go on (live.py, try_page.py); they have deadlines of their own."""
 LONGEST_S = 60.0
@@ -175,11 +173,9 @@ class Guard:
 
         try:
             visitor = self._access.visitor(headers.get("cookie", ""), _address_of(scope))
-            scope = {**scope, VISITOR: visitor, FORM: Form()}
+            scope = {**scope, VISITOR: visitor}
             if scope["method"] == "POST":
-                form, body = await self._form(receive, headers, visitor)
-                scope[FORM] = form
-                receive = received(body, receive)
+                scope[FORM] = await self._form(receive, headers, visitor)
 
             async with asyncio.timeout(None if ENDLESS.fullmatch(scope["path"]) else LONGEST_S):
                 await self._app(scope, receive, sending)
@@ -196,15 +192,15 @@ class Guard:
 
     async def _form(
         self, receive: Receive, headers: dict[str, str], visitor: Visitor
-    ) -> tuple[Form, bytes]:
+    ) -> dict[str, str]:
         """Of a request that may change something. Raises FormRefusedError for any other."""
         if not visitor.may_change:
             raise FormRefusedError(403, "that takes the other URL that `agentevo ui` has printed")
         check_from_here(headers, secure=self._access.secure)
-        form, body = await read_form(receive, headers)
-        if not self._access.is_form_token(form.by_name.get(FORM_TOKEN, "")):
+        form = await read_form(receive, headers)
+        if not self._access.is_form_token(form.get(FORM_TOKEN, "")):
             raise FormRefusedError(403, "the form is an old one: load its page again")
-        return form, body
+        return form
 
     def _refusal(
         self, scope: Scope, headers: dict[str, str]
