@@ -10,6 +10,7 @@ import asyncio
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
+from starlette.datastructures import Headers
 from starlette.types import Receive
 
 FORM_TOKEN = "form"
@@ -43,7 +44,7 @@ class FormRefusedError(Exception):
         self.status = status
 
 
-def check_from_here(headers: dict[str, str], *, secure: bool) -> None:
+def check_from_here(headers: Headers, *, secure: bool) -> None:
     """Raises FormRefusedError unless a browser says that one of our own pages has sent this. One
     that says nothing at all is refused, too: every browser of today says where a POST is from."""
     site = headers.get("sec-fetch-site")
@@ -54,7 +55,7 @@ def check_from_here(headers: dict[str, str], *, secure: bool) -> None:
         raise FormRefusedError(403, "this was not sent by a page of this dashboard")
 
 
-async def read_form(receive: Receive, headers: dict[str, str]) -> dict[str, str]:
+async def read_form(receive: Receive, headers: Headers) -> dict[str, str]:
     """The fields of a request's form, the first of each name. Raises FormRefusedError."""
     if headers.get("content-type", "").partition(";")[0].strip().lower() != KIND:
         raise FormRefusedError(415, f"a form is {KIND}")
