@@ -105,28 +105,27 @@ class Access:
         return is_own_host(host, self._hosts)
 
     def is_token(self, given: str) -> bool:
-        """Takes as long for any wrong one."""
-        return hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode())
+        """Whether this is the token of a visitor who only looks."""
+        return _is_same(given, self.token)
 
     def is_control_token(self, given: str) -> bool:
         """Never, where nothing may be changed."""
-        known = self.control.encode()
-        return bool(known) and hmac.compare_digest(given.encode("utf-8", "replace"), known)
+        return bool(self.control) and _is_same(given, self.control)
 
     def has_pass(self, cookies: str) -> bool:
         """Whether the `Cookie` header holds our cookie."""
-        return _holds(cookies, self.cookie, self._pass)
+        return _is_same(cookie_parser(cookies).get(self.cookie, ""), self._pass)
 
     def visitor(self, cookies: str, address: str) -> Visitor:
         """Who has these cookies."""
-        if not self.control or not _holds(cookies, self.control_cookie, self._control_pass):
+        held = cookie_parser(cookies).get(self.control_cookie, "")
+        if not self.control or not _is_same(held, self._control_pass):
             return Visitor(address)
         return Visitor(address, f"control token {self._control_pass[:8]}", self._form_token)
 
     def is_form_token(self, given: str) -> bool:
         """Whether a form was made by a page of this dashboard for somebody who may change."""
-        known = self._form_token.encode()
-        return bool(self.control) and hmac.compare_digest(given.encode("utf-8", "replace"), known)
+        return bool(self.control) and _is_same(given, self._form_token)
 
     def set_cookies(self, *, control: bool) -> list[str]:
         """The values of the headers that give the cookie, or both."""
@@ -255,10 +254,9 @@ def _sealed(purpose: str, token: str) -> str:
     return hashlib.sha256(f"agentevo {purpose} {token}".encode()).hexdigest()
 
 
-def _holds(cookies: str, name: str, text: str) -> bool:
-    """Whether a `Cookie` header has this one."""
-    given = cookie_parser(cookies).get(name, "")
-    return hmac.compare_digest(given.encode("utf-8", "replace"), text.encode())
+def _is_same(given: str, secret: str) -> bool:
+    """Takes as long for any wrong one."""
+    return hmac.compare_digest(given.encode("utf-8", "replace"), secret.encode())
 
 
 def _address_of(scope: Scope) -> str:

@@ -70,9 +70,7 @@ def make_app(sources: Sources, access: Access) -> tuple[Guard, Dashboard]:
     stores = Stores(sources)
     watcher = Watcher(sources, stores)
     works = Works(stores)
-    shared = Dashboard(
-        sources, watcher, stores, access, Indexes(), works, Players(), Confirmations()
-    )
+    shared = Dashboard(sources, watcher, stores, Indexes(), works, Players(), Confirmations())
     app.state.dashboard = shared
     for router in ROUTERS:
         app.include_router(router)

@@ -10,7 +10,7 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse
 
 from agentevo.pages import render
-from agentevo.ui.access import FORM, VISITOR, Access
+from agentevo.ui.access import FORM, VISITOR
 from agentevo.ui.confirmations import Confirmations
 from agentevo.ui.forms import Visitor
 from agentevo.ui.indexes import Indexes
@@ -30,7 +30,6 @@ class Dashboard:
     sources: Sources
     watcher: Watcher
     stores: Stores
-    access: Access
     indexes: Indexes
     works: Works
     players: Players
