@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from fastapi import APIRouter
 
 from agentevo.event_loop import in_thread
 from agentevo.ui.access import Access
@@ -21,14 +20,9 @@ ORIGIN = {"origin": "http://127.0.0.1:1", "sec-fetch-site": "same-origin"}
 
 
 @asynccontextmanager
-async def changing(
-    folder: Path, *, control: str | bool = CONTROL, router: APIRouter | None = None
-) -> AsyncIterator[Any]:
+async def changing(folder: Path, *, control: str | bool = CONTROL) -> AsyncIterator[Any]:
     """A client of the dashboard over that folder, which may be changed; without a cookie yet."""
     guard, shared = make_app(Sources([str(folder)]), Access(token=TOKEN, control=control))
-    if router is not None:
-        guard._app.app.include_router(router)
-
     transport = httpx.ASGITransport(app=guard)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:1") as client:
         try:

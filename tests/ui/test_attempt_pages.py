@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from urllib.parse import quote
 import httpx
 import pytest
 
+from agentevo.runs.annotations import Annotation, Preference, annotate
+from agentevo.runs.folder import read_store
 from agentevo.store import open_store
 from agentevo.types import Call, ImagePart, Message, Task, TextPart, ToolCall, Trajectory, Turn
 
@@ -364,3 +367,28 @@ def test_a_page_says_what_the_task_was(pages, title):
 
 def test_a_list_of_all_tasks_shows_no_task(pages):
     assert "task-facts" not in pages["list"].text
+
+
+def test_what_people_have_said_is_shown_and_nothing_asks_for_more(
+    runs_folder: Path, get: Callable[..., httpx.Response], tmp_path: Path
+) -> None:
+    folder = tmp_path / "lake"
+    shutil.copytree(runs_folder / "lake", folder)
+    summaries = read_store(folder, lambda store: store.summaries(split="train"))
+    left, right = (one.id for one in summaries[:2])
+    annotate(
+        folder,
+        Annotation(attempt=left, verdict="wrong", note=HOSTILE, reply="Go left.", who="Ada"),
+    )
+    annotate(folder, Preference(better=right, worse=left, who="Ada"))
+
+    said = get("/runs/lake/attempt", tmp_path, params={"id": left}).text
+    assert ">wrong</b>" in said and "Ada" in said and "Go left." in said
+    assert "&lt;script&gt;alert" in said and "<script>alert" not in said
+    assert "<form" not in said
+
+    nobody = get("/runs/lake/attempt", tmp_path, params={"id": right}).text
+    assert 'id="annotation"' not in nobody
+
+    both = get("/runs/lake/attempts/compare", tmp_path, params={"a": left, "b": right}).text
+    assert "the right one</b> better" in both and "<form" not in both

@@ -4,8 +4,6 @@ after confirming what was shown; and everything that somebody else may try inste
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,32 +11,13 @@ from typing import Any
 import httpx
 import pytest
 from dashboard_control import CONTROL, ORIGIN, TOKEN, changing, form_token
-from fastapi import APIRouter, Request
-from starlette.responses import Response
 
 from agentevo.errors import ConfigError
 from agentevo.runs.records import CHANGES, add_record, read_records
 from agentevo.ui import forms
 from agentevo.ui.access import Access
-from agentevo.ui.changes import ask_again, changes, see
-from agentevo.ui.context import run_of
 
-WHERE = "/runs/lake/try"
-router = APIRouter()
-
-
-@router.post("/runs/{run}/try")
-async def change_it(request: Request, run: str) -> Response:
-    view = await run_of(request, run)
-    change = changes(request)
-    if not change.is_sure:
-        return ask_again(request, change, "Really?", "It stops.", back="/runs/lake")
-
-    async def tried() -> str:
-        await change.record(view, "tried", word=change.get("word"))
-        return "/runs/lake/control"
-
-    return see(await change.once(tried))
+WHERE = "/runs/lake/control"
 
 
 @pytest.fixture
@@ -48,56 +27,20 @@ def lake(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def form_of(text: str) -> dict[str, str]:
-    return dict(re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)">', text))
-
-
 def post(folder: Path, data: dict[str, str], headers: dict[str, str] = ORIGIN) -> httpx.Response:
     """By somebody with both cookies, and with the form's token unless `data` has another."""
 
     async def asked() -> httpx.Response:
-        async with changing(folder, router=router) as client:
+        async with changing(folder) as client:
             given = {"form": await form_token(client)} | data
             return await client.post(WHERE, data=given, headers=headers)
 
     return asyncio.run(asked())
 
 
-def test_a_change_is_asked_twice_and_recorded_with_who_made_it(lake: Path) -> None:
-    async def changed() -> list[httpx.Response]:
-        async with changing(lake, router=router) as client:
-            token = await form_token(client)
-            first = await client.post(WHERE, data={"form": token, "word": "<b>"}, headers=ORIGIN)
-            sent = form_of(first.text.replace("&lt;", "<").replace("&gt;", ">"))
-            assert sent.keys() == {"form", "word", "id", "sure"}
-            assert read_records(lake / "lake" / CHANGES) == []
-
-            other = await client.post(WHERE, data=sent | {"word": "x"}, headers=ORIGIN)
-            assert other.status_code == 200  # something else than was shown: asked again
-            assert read_records(lake / "lake" / CHANGES) == []
-
-            twice = [client.post(WHERE, data=sent, headers=ORIGIN) for _ in range(2)]
-            done, double = await asyncio.gather(*twice)  # a double click
-            again = await client.post(WHERE, data=sent, headers=ORIGIN)
-            assert double.headers["location"] == again.headers["location"]
-            return [done, await client.get("/runs/lake/control")]
-
-    done, shown = asyncio.run(changed())
-    assert (done.status_code, done.headers["location"]) == (303, "/runs/lake/control")
-
-    (record,) = read_records(lake / "lake" / CHANGES)
-    assert record["what"] == "tried"
-    assert record["word"] == "<b>"
-    assert re.fullmatch("control token [0-9a-f]{8}", record["who"])
-    assert record["address"] == "127.0.0.1"
-    assert CONTROL not in json.dumps(record)
-    assert "tried" in shown.text
-    assert "<b>" not in shown.text.partition("What was changed")[2]
-
-
 def test_without_control_nothing_but_get_is_answered(lake: Path) -> None:
     async def asked() -> tuple[httpx.Response, httpx.Response]:
-        async with changing(lake, control=False, router=router) as client:
+        async with changing(lake, control=False) as client:
             for given in ("", CONTROL, "x"):
                 assert (await client.get("/", params={"control": given})).status_code == 401
 
@@ -115,7 +58,7 @@ def test_without_control_nothing_but_get_is_answered(lake: Path) -> None:
 
 def test_the_token_for_looking_changes_nothing_and_shows_no_buttons(lake: Path) -> None:
     async def asked() -> tuple[httpx.Response, httpx.Response]:
-        async with changing(lake, router=router) as client:
+        async with changing(lake) as client:
             form = await form_token(client)
             client.cookies.clear()
             assert (await client.get("/", params={"token": TOKEN})).status_code == 303
@@ -135,7 +78,7 @@ def test_a_visitor_without_cookies_or_with_those_of_an_older_dashboard_is_refuse
     lake: Path,
 ) -> None:
     async def asked() -> list[int]:
-        async with changing(lake, router=router) as client:
+        async with changing(lake) as client:
             form = await form_token(client)
             given = dict(client.cookies)
             client.cookies.clear()
@@ -154,7 +97,7 @@ def test_a_visitor_without_cookies_or_with_those_of_an_older_dashboard_is_refuse
 
 def test_the_cookie_of_control_is_out_of_scripts_and_other_sites(lake: Path) -> None:
     async def asked() -> httpx.Response:
-        async with changing(lake, router=router) as client:
+        async with changing(lake) as client:
             return await client.get("/runs/lake", params={"control": CONTROL, "q": "x"})
 
     answer = asyncio.run(asked())
@@ -222,7 +165,7 @@ def test_a_body_that_is_too_large_broken_or_never_ends_is_refused(
             yield b"a" * 100_000
 
     async def asked() -> list[int]:
-        async with changing(lake, router=router) as client:
+        async with changing(lake) as client:
             form = await form_token(client)
             bodies: list[Any] = [
                 b"a" * (forms.MAX_BODY + 1),

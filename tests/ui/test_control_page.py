@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from dashboard_control import ORIGIN, changing, form_token
+from dashboard_control import CONTROL, ORIGIN, changing, form_token
 
 from agentevo.runs.control import RunControl, read_session
 from agentevo.runs.lock import only_trainer
@@ -54,8 +55,14 @@ def test_a_button_asks_twice_and_reaches_the_trainer_once(
             assert stops == []
 
             sure = form_of(first.text)
-            done = await client.post(URL, data=sure, headers=ORIGIN)
-            again = await client.post(URL, data=sure, headers=ORIGIN)  # a double click
+            other = await client.post(URL, data=sure | {"do": "pause"}, headers=ORIGIN)
+            assert "Pause, really" in other.text  # not what was shown: asked again
+            assert "stop" not in form_of(other.text).values()
+
+            twice = [client.post(URL, data=sure, headers=ORIGIN) for _ in range(2)]
+            done, double = await asyncio.gather(*twice)  # a double click
+            assert double.headers["location"] == done.headers["location"] == URL
+            again = await client.post(URL, data=sure, headers=ORIGIN)
 
             async with asyncio.timeout(300.0):
                 while "it stops after this step" not in (await client.get(URL)).text:
@@ -71,10 +78,36 @@ def test_a_button_asks_twice_and_reaches_the_trainer_once(
     assert "Save now" in page.text
     assert "Resume" not in page.text
 
-    names = [one["what"] for one in read_records(folder / "lake" / CHANGES)]
+    records = read_records(folder / "lake" / CHANGES)
+    names = [one["what"] for one in records]
     assert names[0] == "stop: asked"
     assert names.count("stop: asked") == 1
+    assert re.fullmatch("control token [0-9a-f]{8}", records[0]["who"])
+    assert records[0]["address"] == "127.0.0.1"
+    assert CONTROL not in json.dumps(records)
     assert "stop: it stops after this step, or within this evaluation" in names
+
+
+def test_a_request_that_could_not_be_written_is_asked_about_again(
+    trained: tuple[Path, RunControl, list[str]],
+) -> None:
+    folder, _, stops = trained
+    records = folder / "lake" / CHANGES
+    records.mkdir()  # so that nothing can be added
+
+    async def pressed() -> list[httpx.Response]:
+        async with changing(folder) as client:
+            form = await form_token(client)
+            first = await client.post(URL, data={"form": form, "do": "stop"}, headers=ORIGIN)
+            sure = form_of(first.text)
+            failed = await client.post(URL, data=sure, headers=ORIGIN)
+            records.rmdir()
+            return [failed, await client.post(URL, data=sure, headers=ORIGIN)]
+
+    failed, again = asyncio.run(pressed())
+    assert failed.status_code == 503 and "nothing was changed" in failed.text
+    assert again.status_code == 200 and "Stop, really" in again.text
+    assert stops == []
 
 
 def test_a_paused_run_says_so_and_offers_to_resume(

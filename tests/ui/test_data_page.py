@@ -5,19 +5,15 @@ from __future__ import annotations
 import asyncio
 import html
 import re
-import shutil
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import httpx
 import numpy as np
 import pytest
-from dashboard_control import ORIGIN, changing, form_token
 
-from agentevo.runs.records import CHANGES, read_records
 from agentevo.store import open_store
 from agentevo.store.records import RetryPolicy
 from agentevo.types import QUERY_MESSAGES, Task, Trajectory
@@ -261,41 +257,6 @@ def test_every_order_is_that_of_its_column_at_many_attempts() -> None:
         if order == "easiest":
             first = np.sort(share[counts > 0])[::-1][50:100]
             assert [row.success for row in found.rows] == pytest.approx(first.tolist())
-
-
-def test_who_may_gives_what_was_set_aside_another_try_and_it_is_recorded_once(
-    runs_folder: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "lake"
-    shutil.copytree(runs_folder / "lake", folder)
-    (folder / CHANGES).unlink(missing_ok=True)
-    store_url = f"sqlite:///{folder / 'store.sqlite'}"
-
-    async def work() -> tuple[httpx.Response, int]:
-        with mock.patch.object(RetryPolicy, "delay_s", return_value=0.0):
-            await fill(store_url)
-
-        async with await open_store(store_url, create=False) as store:
-            before = (await store.counts()).get("tasks/queued", 0)
-
-        async with changing(tmp_path) as client:
-            sent = {"form": await form_token(client), "do": "retry"}
-            first = await client.post("/runs/lake/data", data=sent, headers=ORIGIN)
-            found = re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)">', first.text)
-            for _ in range(2):  # a double click
-                done = await client.post("/runs/lake/data", data=dict(found), headers=ORIGIN)
-
-        async with await open_store(store_url, create=False) as store:
-            counts = await store.counts()
-        assert "queued again, with" in first.text
-        return done, counts["tasks/queued"] - before
-
-    done, num_again = asyncio.run(work())
-    assert (done.status_code, done.headers["location"]) == (303, "/runs/lake/data")
-    assert num_again == 2
-
-    told = [str(one["what"]) for one in read_records(folder / CHANGES)]
-    assert told == ["retry: asked", "retry: 2 tasks queued again"]
 
 
 def test_each_task_shows_its_query_and_the_expected_answer(pages):

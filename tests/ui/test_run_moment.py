@@ -21,7 +21,6 @@ from agentevo.observability.moment import read_moment
 from agentevo.runs.lock import LOCK
 from agentevo.ui.run_state import RunReader, RunView
 from agentevo.ui.sources import RunSource
-from agentevo.ui.work import _engines, _KnownWork
 
 HERE = socket.gethostname()
 
@@ -200,30 +199,18 @@ def test_a_store_that_is_gone_is_a_sentence_and_engines_are_shown_all_the_same(
     assert "no store at" in text
 
 
-def test_engines_that_live_are_counted(folder: Path) -> None:
-    directory = EngineDirectory(folder / "engines")
-    for name, pid in (("engine-0", 1), ("engine-1", 2)):
-        one = Announcement(url="http://127.0.0.1:1", name=name, pid=pid, started_at=5, version=3)
-        directory.announce(one)
-
-    os.utime(folder / "engines" / "engine-1.json", (1.0, 1.0))
-    (folder / "engines" / "broken.json").write_text("[")
-    known = _KnownWork()
-    assert _engines(seen(folder), known) == (("engine-0", 5.0, 3),)
-
-    shutil.rmtree(folder / "engines")
-    assert _engines(seen(folder), known) == ()
-
-
 def test_work_tells_how_far_an_engine_is_behind(
     runs_folder: Path, get: Any, tmp_path: Path
 ) -> None:
     shutil.copytree(runs_folder, tmp_path / "copy")
     run = tmp_path / "copy" / "lake"
-    one = Announcement(url="http://127.0.0.1:1", name="engine-0", pid=1, started_at=5, version=3)
-    EngineDirectory(run / "engines").announce(one)
+    for name in ("engine-0", "engine-1"):
+        one = Announcement(url="http://127.0.0.1:1", name=name, pid=1, started_at=5, version=3)
+        EngineDirectory(run / "engines").announce(one)
+    os.utime(run / "engines" / "engine-1.json", (1.0, 1.0))
     (run / "weights").mkdir()
     (run / "weights" / "latest.json").write_text(json.dumps({"version": 7, "sha256": "0" * 64}))
 
     text = get("/runs/lake/work", tmp_path / "copy", headers={"hx-request": "true"}).text
     assert "serves version 3" in text and "4 behind" in text and "version 7" in text
+    assert "Engines that live</dt><dd>1<" in text and "engine-1" not in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,10 +18,9 @@ import pytest
 from dashboard_control import CONTROL, TOKEN
 
 from agentevo.event_loop import in_thread
-from agentevo.ui import shared_answers
+from agentevo.ui import server, shared_answers
 from agentevo.ui.access import Access
 from agentevo.ui.app import make_app
-from agentevo.ui.priority import Priority
 from agentevo.ui.sources import Sources
 
 PART = {"hx-request": "true"}
@@ -59,7 +59,6 @@ async def visitors(folder: Path, number: int) -> AsyncIterator[tuple[Any, list[A
         await shared.watcher.close()
         await shared.stores.close()
         await in_thread(shared.indexes.close)
-        shared.priority.close()
 
 
 @pytest.fixture
@@ -113,10 +112,12 @@ def test_a_committed_step_is_in_the_next_answer_after_its_news(lake: Path, long:
 def test_no_role_gets_the_page_of_another_in_any_order(
     lake: Path, long: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if pages with forms were shared."""
+    """Even if pages with forms were shared: that of *Try it* has one, as there is a checkpoint."""
+    (lake / "lake" / "checkpoints" / "step-000001").mkdir(parents=True)
+    (lake / "lake" / "checkpoints" / "step-000001" / "checkpoint.json").write_text("{}")
     monkeypatch.setattr(shared_answers, "PATHS", re.compile(r"(?!/live)/.*?(?P<run>lake)?.*"))
     token = Access(token=TOKEN, control=CONTROL)._form_token
-    paths = ("/", "/runs/lake", "/runs/lake/metrics", "/start", "/runs/lake/control")
+    paths = ("/", "/runs/lake", "/runs/lake/metrics", "/runs/lake/try", "/runs/lake/control")
 
     async def scenario() -> None:
         async with visitors(lake, 4) as (memory, viewers, controller):
@@ -128,7 +129,7 @@ def test_no_role_gets_the_page_of_another_in_any_order(
                 assert memory.num_made - made <= 2
                 assert shown[1] == shown[-1]
                 assert not any(token in shown[place] for place in (0, 2, 3, 4))
-                assert (token in shown[1]) == (path == "/start")
+                assert (token in shown[1]) == (path == "/runs/lake/try")
 
             transport = httpx.ASGITransport(app=viewers[0]._transport.app)
             async with httpx.AsyncClient(
@@ -221,28 +222,16 @@ def test_what_is_kept_is_bounded(lake: Path, long: None) -> None:
     asyncio.run(scenario())
 
 
-def test_the_dashboard_yields_and_what_it_starts_does_not() -> None:
-    program = (
-        "import asyncio, os, subprocess, threading\n"
-        "from agentevo.ui.priority import Priority\n"
-        "ask = lambda: subprocess.check_output(['nice'], text=True).strip()\n"
-        "before = os.nice(0)\n"
-        "one = Priority(7)\n"
-        "print(before, os.nice(0), asyncio.run(one.ordinarily(ask)), ask())\n"
-        "one.close()\n"
-    )
-    said = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=300
-    )
-    before, own, started, child = map(int, said.stdout.split())
-    lowered = min(before + 7, 19)
-    assert (own, started, child) == (lowered, before, lowered)
+def test_the_dashboard_lowers_its_own_priority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lowered = list[int]()
+    monkeypatch.setattr(os, "nice", lowered.append)
+    monkeypatch.setattr(server, "run_coroutine", lambda serving: serving.close())
+    for nice in (7, 0):
+        server.serve_dashboard([str(tmp_path)], nice=nice)
 
-
-def test_a_priority_of_its_own_is_none_where_none_is_asked_for() -> None:
-    one = Priority()
-    assert asyncio.run(one.ordinarily(lambda: 5)) == 5
-    one.close()
+    assert lowered == [7]
 
 
 def test_the_dashboards_modules_import_no_torch() -> None:

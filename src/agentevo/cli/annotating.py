@@ -1,4 +1,4 @@
-"""The commands for what people have said of a run's attempts, in the dashboard."""
+"""The commands for what people have said of a run's attempts."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def calibrate(
 
     rows = calibration(read_annotations(check_run_folder(run_dir)), passed_from)
     if not rows:
-        print("nobody has said yet which attempts are right (agentevo ui --control)")
+        print("nobody has said yet which attempts are right (agentevo annotate)")
 
     for row in rows:
         rate = row.rate or 0.0

@@ -32,8 +32,8 @@ def ui(
         bool,
         typer.Option(
             "--control",
-            help="Print a second URL: whoever opens it may change something. Default: it only "
-            "reads.",
+            help="Print a second URL: whoever opens it may try checkpoints, and ask runs to stop, "
+            "save, pause or resume. Default: it only reads.",
         ),
     ] = False,
     nice: Annotated[
@@ -42,7 +42,7 @@ def ui(
             min=0,
             max=19,
             help="Lower its own priority by this much, so that it yields to training on this "
-            "machine; 0 leaves it. Runs that it starts have the ordinary one.",
+            "machine; 0 leaves it.",
         ),
     ] = 10,
 ) -> None:

@@ -12,7 +12,6 @@ from importlib.resources import files
 KINDS = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 PREFIX = "/static"
 UPLOT = "vendor/uplot-1.6.32.min.js"
-HTMX = "vendor/htmx-4.0.1.min.js"
 
 
 @cache

@@ -21,7 +21,6 @@ TABS: tuple[Tab, ...] = (
     Tab("evaluation", "Evaluation", "/evaluation"),
     Tab("data", "Data", "/data"),
     Tab("processes", "Processes", "/processes"),
-    Tab("annotations", "Annotations", "/annotations"),
     Tab("try", "Try it", "/try"),
     Tab("config", "Configuration", "/config"),
     Tab("control", "Control", "/control"),

@@ -90,7 +90,7 @@ async def export_annotations(
             said = "; ".join(f"{number} left out: {why}" for why, number in left_out.items())
             raise ConfigError(
                 f"no annotation gives a row of the format {form}: "
-                f"{said or 'annotate attempts on their pages (agentevo ui --control)'}"
+                f"{said or 'nobody has annotated an attempt (agentevo annotate)'}"
             )
 
     return count, left_out

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -33,7 +33,6 @@ class Annotation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     attempt: str
     at: float = 0.0
     who: str = ""
-    address: str = ""
     id: str = ""
     verdict: Literal["right", "wrong", ""] = ""
     note: str = ""
@@ -59,7 +58,6 @@ class Preference(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     """Whether neither is; also what takes a preference back."""
     at: float = 0.0
     who: str = ""
-    address: str = ""
     id: str = ""
     note: str = ""
     rewards: tuple[float, float] = (0.0, 0.0)
@@ -183,17 +181,3 @@ def calibration(found: Annotations, passed_from: float = 0.5) -> list[Agreement]
     pairs = [one.rewards for one in found.pairs.values()]
     rows.append(agreement("reward, of two", ((True, better > worse) for better, worse in pairs)))
     return [row for row in rows if row.num]
-
-
-def as_row(row: Agreement) -> dict[str, Any]:
-    """The numbers of a line of the table."""
-    low, high = row.interval or (None, None)
-    return {
-        "judge": row.judge,
-        "n": row.num,
-        "agree": row.rate,
-        "low": low,
-        "high": high,
-        "kappa": row.kappa,
-        "counts": row.counts,
-    }

@@ -98,7 +98,6 @@ def annotation_of(
     note: str = "",
     reply: str | None = None,
     who: str = "",
-    address: str = "",
     id: str = "",
 ) -> Annotation:
     """What somebody says of an attempt, with what its scorers have said. Raises ConfigError for
@@ -117,7 +116,6 @@ def annotation_of(
     return Annotation(
         attempt=trajectory.id,
         who=who,
-        address=address,
         id=id,
         verdict=cast("Verdict", verdict),
         note=note.strip(),
@@ -135,7 +133,6 @@ def preference_of(
     right: Trajectory,
     *,
     who: str = "",
-    address: str = "",
     id: str = "",
 ) -> Preference:
     """Which of two attempts somebody finds better, by its id; empty for neither. Raises ConfigError
@@ -149,7 +146,6 @@ def preference_of(
         worse=second.id,
         equal=not better,
         who=who,
-        address=address,
         id=id,
         rewards=(first.reward, second.reward),
     )

@@ -1,10 +1,9 @@
-"""The dashboard in the browser: `agentevo ui`. It reads runs and stores, and changes
-something only with --control.
+"""The dashboard in the browser: `agentevo ui`. It reads runs and stores; with --control it loads
+checkpoints for visitors who try them, and asks runs to stop, save, pause or resume.
 
 server.py    listens, prints the URL, ends on a signal
-access.py    who may see anything, and who may change something: tokens, cookies, host
-forms.py     the one kind of request that changes something
-changes.py   what a handler of such a request needs: who, what, asked twice, recorded
+access.py    who may see anything, and who may do more than look: tokens, cookies, host
+forms.py     the one kind of request by which a visitor does more than look
 app.py       puts the pages together
 sources.py   which runs and stores there are, and their stores, opened once
 watching.py  what is known of each run, kept up to date while somebody looks

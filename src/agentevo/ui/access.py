@@ -21,10 +21,12 @@ import re
 import secrets
 import socket
 from collections.abc import Iterable
-from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode
 
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import cookie_parser
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentevo.console import to_stderr
@@ -32,11 +34,9 @@ from agentevo.inference.http_server import is_own_host
 from agentevo.ui.forms import (
     FORM_TOKEN,
     FormRefusedError,
-    PostedForm,
     Visitor,
     check_from_here,
     read_form,
-    replay_body,
 )
 
 TOKEN = "token"
@@ -47,7 +47,7 @@ METHODS = ("GET", "HEAD")
 VISITOR = "agentevo.visitor"
 """The key of a request's scope for who asks."""
 FORM = "agentevo.form"
-"""The key of a request's scope for what a POST has brought."""
+"""The key of a request's scope for the fields of a POST, whose body is read then."""
 ENDLESS = re.compile("/live|/runs/[^/]+/try/(chat|play)")
 """The paths whose answers go on (live.py, try_page.py); they have deadlines of their own."""
 LONGEST_S = 60.0
@@ -69,9 +69,9 @@ HEADERS = {
 }
 """Of every answer; a page may set `cache-control` otherwise."""
 CLOSED_PAGE = (
-    b'<!doctype html><html lang="en"><meta charset="utf-8"><title>AgentEvo</title><h1>AgentEvo</h1>'
-    b"<p>This dashboard needs its token: open the URL that <code>agentevo ui</code> printed.</p>"
-    b'<p>If you have just done that, <a href="">go on</a>.</p></html>'
+    '<!doctype html><html lang="en"><meta charset="utf-8"><title>AgentEvo</title><h1>AgentEvo</h1>'
+    "<p>This dashboard needs its token: open the URL that <code>agentevo ui</code> printed.</p>"
+    '<p>If you have just done that, <a href="">go on</a>.</p></html>'
 )
 
 
@@ -105,31 +105,30 @@ class Access:
         return is_own_host(host, self._hosts)
 
     def is_token(self, given: str) -> bool:
-        """Takes as long for any wrong one."""
-        return hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode())
+        """Whether this is the token of a visitor who only looks."""
+        return _is_same(given, self.token)
 
     def is_control_token(self, given: str) -> bool:
         """Never, where nothing may be changed."""
-        known = self.control.encode()
-        return bool(known) and hmac.compare_digest(given.encode("utf-8", "replace"), known)
+        return bool(self.control) and _is_same(given, self.control)
 
     def has_pass(self, cookies: str) -> bool:
         """Whether the `Cookie` header holds our cookie."""
-        return _holds(cookies, self.cookie, self._pass)
+        return _is_same(cookie_parser(cookies).get(self.cookie, ""), self._pass)
 
     def visitor(self, cookies: str, address: str) -> Visitor:
         """Who has these cookies."""
-        if not self.control or not _holds(cookies, self.control_cookie, self._control_pass):
+        held = cookie_parser(cookies).get(self.control_cookie, "")
+        if not self.control or not _is_same(held, self._control_pass):
             return Visitor(address)
         return Visitor(address, f"control token {self._control_pass[:8]}", self._form_token)
 
     def is_form_token(self, given: str) -> bool:
         """Whether a form was made by a page of this dashboard for somebody who may change."""
-        known = self._form_token.encode()
-        return bool(self.control) and hmac.compare_digest(given.encode("utf-8", "replace"), known)
+        return bool(self.control) and _is_same(given, self._form_token)
 
     def set_cookies(self, *, control: bool) -> list[str]:
-        """The headers that give the cookie, or both."""
+        """The values of the headers that give the cookie, or both."""
         held = [(self.cookie, self._pass)]
         held += [(self.control_cookie, self._control_pass)] if control else []
         secure = "; Secure" if self.secure else ""
@@ -158,34 +157,41 @@ class AccessGuard:
         if scope["type"] != "http":
             return
 
-        headers = _headers_of(scope)
+        headers = Headers(scope=scope)
+        cookies = "; ".join(headers.getlist("cookie"))
         connection: Any = (scope.get("state") or {}).get("connection")
 
-        sending = _with_headers(send, self._headers)
-        answer = self._refusal(scope, headers)
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                given = MutableHeaders(scope=message)
+                for name, value in self._headers.items():
+                    given.setdefault(name, value)
+
+            async with asyncio.timeout(SEND_S):
+                await send(message)
+
+        answer = self._refusal(scope, headers, cookies)
         if answer is not None:
-            await _send(sending, *answer, is_head=scope["method"] == "HEAD")
+            await answer(scope, receive, sending)
             return
 
         if connection is not None and not connection.admit():
-            await _send(
-                sending, 503, [], b"too many connections: close some pages, and try again\n"
-            )
+            text = "too many connections: close some pages, and try again\n"
+            await PlainTextResponse(text, 503)(scope, receive, sending)
             return
 
         try:
-            visitor = self._access.visitor(headers.get("cookie", ""), _address_of(scope))
-            scope = {**scope, VISITOR: visitor, FORM: PostedForm()}
+            visitor = self._access.visitor(cookies, _address_of(scope))
+            scope = {**scope, VISITOR: visitor}
             if scope["method"] == "POST":
-                form, body = await self._form(receive, headers, visitor)
-                scope[FORM] = form
-                receive = replay_body(body, receive)
+                scope[FORM] = await self._form(receive, headers, visitor)
 
             async with asyncio.timeout(None if ENDLESS.fullmatch(scope["path"]) else LONGEST_S):
                 await self._app(scope, receive, sending)
         except FormRefusedError as refused:
-            text = f"nothing was changed: {refused}\n".encode()
-            await _send(sending, refused.status, [("connection", "close")], text)
+            text = f"nothing was changed: {refused}\n"
+            answer = PlainTextResponse(text, refused.status, {"connection": "close"})
+            await answer(scope, receive, sending)
         except TimeoutError:  # the deadline above: the application answers its own
             to_stderr(f"ui: {scope['path']}: no whole answer within {LONGEST_S:g} s")
         except Exception:  # noqa: BLE001 (app.py has told of it, and answered)
@@ -194,32 +200,30 @@ class AccessGuard:
             if connection is not None:
                 connection.leave()
 
-    async def _form(
-        self, receive: Receive, headers: dict[str, str], visitor: Visitor
-    ) -> tuple[PostedForm, bytes]:
+    async def _form(self, receive: Receive, headers: Headers, visitor: Visitor) -> dict[str, str]:
         """Of a request that may change something. Raises FormRefusedError for any other."""
         if not visitor.may_change:
             raise FormRefusedError(403, "that takes the other URL that `agentevo ui` has printed")
         check_from_here(headers, secure=self._access.secure)
-        form, body = await read_form(receive, headers)
-        if not self._access.is_form_token(form.by_name.get(FORM_TOKEN, "")):
+        form = await read_form(receive, headers)
+        if not self._access.is_form_token(form.get(FORM_TOKEN, "")):
             raise FormRefusedError(403, "the form is an old one: load its page again")
-        return form, body
+        return form
 
-    def _refusal(
-        self, scope: Scope, headers: dict[str, str]
-    ) -> tuple[int, list[tuple[str, str]], bytes] | None:
+    def _refusal(self, scope: Scope, headers: Headers, cookies: str) -> Response | None:
         """The answer to a request that gets no further."""
         access = self._access
         method = scope["method"]
         if not access.is_our_host(headers.get("host", "")):
-            return 421, [], b"this server does not go by that name: open the URL that was printed\n"
+            text = "this server does not go by that name: open the URL that was printed\n"
+            return PlainTextResponse(text, 421)
 
         methods = (*METHODS, "POST") if access.control else METHODS
         if method not in methods:
-            allowed = [("allow", ", ".join(methods))]
-            return 405, allowed, b"only GET: this dashboard changes nothing\n"
+            text = "only GET: this dashboard changes nothing\n"
+            return PlainTextResponse(text, 405, {"allow": ", ".join(methods)})
 
+        closed = HTMLResponse(CLOSED_PAGE, 401, {"cache-control": "no-store"})
         query = scope["query_string"].decode("latin-1")
         pairs = parse_qsl(query, keep_blank_values=True)
         tokens = [value for name, value in pairs if name == TOKEN]
@@ -227,19 +231,18 @@ class AccessGuard:
         if (tokens or controls) and method in METHODS:
             is_control = bool(controls) and access.is_control_token(controls[0])
             if not is_control and (controls or not access.is_token(tokens[0])):
-                return 401, _HTML, CLOSED_PAGE
+                return closed
 
-            rest = urlencode([pair for pair in pairs if pair[0] not in (TOKEN, CONTROL)])
+            query = urlencode([pair for pair in pairs if pair[0] not in (TOKEN, CONTROL)])
             # One slash at the beginning: two would be another host.
             path = "/" + quote(scope["path"].lstrip("/"), safe="/~:@!$&'()*+,;=-._")
-            place = f"{path}?{rest}" if rest else path
-            cookies = [("set-cookie", one) for one in access.set_cookies(control=is_control)]
-            return 303, [("location", place), ("cache-control", "no-store"), *cookies], b""
+            place = f"{path}?{query}" if query else path
+            answer = Response(None, 303, {"location": place, "cache-control": "no-store"})
+            for cookie in access.set_cookies(control=is_control):
+                answer.headers.append("set-cookie", cookie)
+            return answer
 
-        if not access.has_pass(headers.get("cookie", "")):
-            return 401, _HTML, CLOSED_PAGE
-
-        return None
+        return None if access.has_pass(cookies) else closed
 
 
 def new_token() -> str:
@@ -251,14 +254,9 @@ def _seal(purpose: str, token: str) -> str:
     return hashlib.sha256(f"agentevo {purpose} {token}".encode()).hexdigest()
 
 
-def _holds(cookies: str, name: str, text: str) -> bool:
-    """Whether a `Cookie` header has this one."""
-    try:
-        held = SimpleCookie(cookies).get(name)
-    except CookieError:
-        return False
-    given = "" if held is None else held.value
-    return hmac.compare_digest(given.encode("utf-8", "replace"), text.encode())
+def _is_same(given: str, secret: str) -> bool:
+    """Takes as long for any wrong one."""
+    return hmac.compare_digest(given.encode("utf-8", "replace"), secret.encode())
 
 
 def _address_of(scope: Scope) -> str:
@@ -266,66 +264,6 @@ def _address_of(scope: Scope) -> str:
     return str(client[0]) if client else ""
 
 
-_HTML = [("content-type", "text/html; charset=utf-8"), ("cache-control", "no-store")]
-
-
 def names_of_this_machine() -> set[str]:
     """Names by which other machines may call it."""
     return {socket.gethostname(), socket.getfqdn()}
-
-
-def _headers_of(scope: Scope) -> dict[str, str]:
-    """The first of each name, but all of `Cookie`."""
-    headers: dict[str, str] = {}
-    for name, value in scope["headers"]:
-        key = name.decode("latin-1").lower()
-        text = value.decode("latin-1")
-        if key == "cookie" and key in headers:
-            headers[key] += f"; {text}"
-        else:
-            headers.setdefault(key, text)
-
-    return headers
-
-
-def _with_headers(send: Send, more: dict[str, str]) -> Send:
-    async def sending(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            has = {name.lower() for name, _ in message["headers"]}
-            message["headers"] = [
-                *message["headers"],
-                *(
-                    (name.encode(), value.encode())
-                    for name, value in more.items()
-                    if name.encode() not in has
-                ),
-            ]
-
-        async with asyncio.timeout(SEND_S):
-            await send(message)
-
-    return sending
-
-
-async def _send(
-    send: Send,
-    status: int,
-    headers: list[tuple[str, str]],
-    body: bytes,
-    *,
-    is_head: bool = False,
-) -> None:
-    length = ("content-length", str(len(body)))
-    kind = ("content-type", "text/plain; charset=utf-8")
-    named = {name for name, _ in headers}
-    await send(
-        {
-            "type": "http.response.start",
-            "status": status,
-            "headers": [
-                (name.encode(), value.encode("latin-1"))
-                for name, value in (*headers, length, *([] if kind[0] in named else [kind]))
-            ],
-        }
-    )
-    await send({"type": "http.response.body", "body": b"" if is_head else body})

@@ -16,7 +16,6 @@ from agentevo.console import to_stderr
 from agentevo.errors import AgentEvoError, describe_error
 from agentevo.pages import assets
 from agentevo.ui import (
-    annotate_page,
     attempt_page,
     attempts_page,
     compare_page,
@@ -30,15 +29,13 @@ from agentevo.ui import (
     results_page,
     run_page,
     runs_page,
-    start_page,
     try_page,
 )
 from agentevo.ui.access import VISITOR, Access, AccessGuard
 from agentevo.ui.confirmations import Confirmations
-from agentevo.ui.context import Dashboard, NotFoundError, WrongFormError, page
+from agentevo.ui.context import Dashboard, NotFoundError, page
 from agentevo.ui.indexes import Indexes
 from agentevo.ui.players import Players
-from agentevo.ui.priority import Priority
 from agentevo.ui.shared_answers import SharedAnswers
 from agentevo.ui.sources import Sources
 from agentevo.ui.stores import Stores
@@ -53,9 +50,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     live.router,
     attempts_page.router,
     attempt_page.router,
-    annotate_page.router,
     control_page.router,
-    start_page.router,
     evaluation_page.router,
     data_page.router,
     processes_page.router,
@@ -66,9 +61,7 @@ ROUTERS: tuple[APIRouter, ...] = (
 FOR_GOOD = "private, max-age=31536000, immutable"
 
 
-def make_app(
-    sources: Sources, access: Access, priority: Priority | None = None
-) -> tuple[AccessGuard, Dashboard]:
+def make_app(sources: Sources, access: Access) -> tuple[AccessGuard, Dashboard]:
     """The application behind its guard, and what is to be closed at the end. Made on the event loop
     on which it runs."""
     app = FastAPI(
@@ -77,11 +70,7 @@ def make_app(
     stores = Stores(sources)
     watcher = Watcher(sources, stores)
     works = Works(stores)
-    confirmations = Confirmations()
-    priority = priority or Priority()
-    shared = Dashboard(
-        sources, watcher, stores, access, Indexes(), works, Players(), confirmations, priority
-    )
+    shared = Dashboard(sources, watcher, stores, Indexes(), works, Players(), Confirmations())
     app.state.dashboard = shared
     for router in ROUTERS:
         app.include_router(router)
@@ -89,7 +78,6 @@ def make_app(
     app.get("/static/{digest}/{name:path}", include_in_schema=False)(_static)
     app.exception_handler(UnknownRunError)(_unknown_run)
     app.exception_handler(NotFoundError)(_not_found)
-    app.exception_handler(WrongFormError)(_wrong_form)
     app.exception_handler(AgentEvoError)(_refuse)
     app.exception_handler(TimeoutError)(_late)
     app.exception_handler(RequestValidationError)(_wrong_words)
@@ -119,10 +107,6 @@ async def _unknown_run(request: Request, error: Exception) -> Response:
 
 async def _not_found(request: Request, error: Exception) -> Response:
     return _problem(request, 404, "Not found", str(error))
-
-
-async def _wrong_form(request: Request, error: Exception) -> Response:
-    return _problem(request, 422, "Nothing was changed", str(error))
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

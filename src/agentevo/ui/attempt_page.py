@@ -11,14 +11,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
-from agentevo.errors import ConfigError
+from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.event_loop import in_thread
 from agentevo.observability import attempt_diff, attempt_tokens, attempt_view
 from agentevo.observability.attempt_tokens import Training
+from agentevo.runs.annotations import Annotations, read_annotations
 from agentevo.store.calls import StoredCall
 from agentevo.store.records import StoredTrajectory
-from agentevo.ui.annotate_page import annotation_facts, annotations_of
-from agentevo.ui.attempt_loading import load_attempt
 from agentevo.ui.attempt_training import Tools, tools_of, training_of
 from agentevo.ui.attempts_page import reader_of
 from agentevo.ui.context import NotFoundError, dashboard, part, run_of
@@ -32,6 +31,44 @@ router = APIRouter()
 MAX_SIBLINGS = 64
 WITHIN_S = 20.0
 """How long a page may take, all in all."""
+
+
+async def _attempt_of(
+    request: Request, view: RunView, name: str
+) -> tuple[StoredTrajectory, IndexRow | None]:
+    """The attempt that a URL names, from the store, and its row in the index. Raises
+    NotFoundError."""
+    reader, _ = await reader_of(request, view)
+    try:
+        row = await in_thread(reader.find, name)
+    except IndexAway:
+        row = None
+
+    async with dashboard(request).stores.reading(view.source) as store:
+        if row is not None:
+            for _, stored in await store.written(range(row.seq, row.seq + 1), limit=1):
+                if stored.trajectory.id == name:
+                    return stored, row
+
+        try:
+            trajectory = await store.trajectory(name)
+        except AgentEvoError as error:
+            raise NotFoundError(f"There is no attempt {name[:200]} in this run's store.") from error
+
+        async for stored in store.trajectories(group_id=trajectory.group_id):
+            if stored.trajectory.id == name:
+                return stored, row
+
+    raise NotFoundError(f"The attempt {name[:200]} was deleted just now.")
+
+
+async def _annotations(view: RunView) -> Annotations:
+    """What people have said of the run's attempts; nothing where it has no folder here."""
+    folder = view.source.folder
+    if folder is None:
+        return Annotations({}, {}, ())
+    async with asyncio.timeout(WITHIN_S):
+        return await in_thread(read_annotations, folder)
 
 
 async def _siblings(request: Request, view: RunView, row: IndexRow | None) -> list[IndexRow]:
@@ -58,7 +95,7 @@ async def attempt(
     """The attempt, as messages or as tokens."""
     view = await run_of(request, run)
     async with asyncio.timeout(WITHIN_S):
-        stored, row = await load_attempt(request, view, id)
+        stored, row = await _attempt_of(request, view, id)
         calls = await _calls(request, view, id)
 
         trajectory = stored.trajectory
@@ -104,7 +141,7 @@ async def attempt(
         turn_rewards=[(t.index, t.reward) for t in trajectory.turns if t.reward][:60],
         files=[(path, len(data)) for path, data in list(trajectory.files.items())[:50]],
         can_decode=tools is None or tools.decode is not None,
-        **await annotation_facts(view, trajectory),
+        annotation=(await _annotations(view)).attempts.get(trajectory.id),
     )
 
 
@@ -165,7 +202,7 @@ async def turns(
     """Further turns as messages."""
     view = await run_of(request, run)
     async with asyncio.timeout(WITHIN_S):
-        stored, _ = await load_attempt(request, view, id)
+        stored, _ = await _attempt_of(request, view, id)
         calls = await _calls(request, view, id)
         found = await in_thread(
             lambda: attempt_view.part_of(stored.trajectory, calls, start=max(start, 0), leaf=leaf)
@@ -184,7 +221,7 @@ async def tokens(
     """Further tokens."""
     view = await run_of(request, run)
     async with asyncio.timeout(WITHIN_S):
-        stored, row = await load_attempt(request, view, id)
+        stored, row = await _attempt_of(request, view, id)
         tools = await tools_of(view)
         if tools is None:
             raise TimeoutError
@@ -207,7 +244,7 @@ async def text(
     """More of a long message; `remote`: of a remote model's conversation."""
     view = await run_of(request, run)
     async with asyncio.timeout(WITHIN_S):
-        stored, _ = await load_attempt(request, view, id)
+        stored, _ = await _attempt_of(request, view, id)
 
     try:
         more, rest = attempt_view.text_part(
@@ -242,8 +279,8 @@ async def compare(request: Request, run: str, a: str, b: str) -> HTMLResponse:
     """Two attempts beside each other."""
     view = await run_of(request, run)
     async with asyncio.timeout(WITHIN_S):
-        left, _ = await load_attempt(request, view, a)
-        right, _ = await load_attempt(request, view, b)
+        left, _ = await _attempt_of(request, view, a)
+        right, _ = await _attempt_of(request, view, b)
         both = ((left, a), (right, b))
         sides = [(one.trajectory, await _calls(request, view, name)) for one, name in both]
         rows = await in_thread(attempt_diff.diff, *sides)
@@ -258,5 +295,5 @@ async def compare(request: Request, run: str, a: str, b: str) -> HTMLResponse:
         rows=rows,
         slips=attempt_view.slips,
         limit=attempt_view.limit,
-        preferred=(await annotations_of(view)).pairs.get(frozenset((a, b))),
+        preferred=(await _annotations(view)).pairs.get(frozenset((a, b))),
     )

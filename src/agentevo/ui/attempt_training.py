@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,27 +21,8 @@ from agentevo.ui.index.advantages import Rule, config_of, rule_of, step_samples,
 from agentevo.ui.index.reader import IndexAway, IndexReader, IndexRow
 from agentevo.ui.run_state import RunView
 
-T = TypeVar("T")
-
 MAX_ATTEMPTS = 2_048
 """Attempts of a step that are read for the advantages of one of them."""
-
-
-class TrainingCache(Generic[T]):
-    """The few last results of something slow. Belongs to one event loop."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._held = OrderedDict[object, T]()
-
-    async def get(self, key: object, make: Callable[[], Awaitable[T]]) -> T:
-        """What is held, or what `make` gives; what raises is not held."""
-        if key not in self._held:
-            self._held[key] = await make()
-            while len(self._held) > self._size:
-                self._held.popitem(last=False)
-        self._held.move_to_end(key)
-        return self._held[key]
 
 
 class Tools(NamedTuple):
@@ -100,7 +81,9 @@ def _make_tools(folder: Path | None) -> Tools:
     )
 
 
-steps: TrainingCache[dict[str, list[Sample]]] = TrainingCache(2)
+MAX_STEPS = 2
+_steps = OrderedDict[tuple[str, int], dict[str, list[Sample]]]()
+"""(run, step) -> the samples of each attempt, of the steps that were asked for last."""
 
 
 async def training_of(
@@ -160,8 +143,8 @@ def _bound(reader: IndexReader, step: int) -> int | None:
 
 async def _samples(view: RunView, store: Store, step: int, rule: Rule) -> dict[str, list[Sample]]:
     """Id -> its samples, of a whole step. Raises AgentEvoError."""
-
-    async def make() -> dict[str, list[Sample]]:
+    key = view.key, step
+    if key not in _steps:
         found = await store.steps(after=step - 1, limit=1)
         if not found or found[0].step != step or found[0].num_trajectories > MAX_ATTEMPTS:
             raise AgentEvoError("its step is too large to make its advantages again for a page")
@@ -170,9 +153,13 @@ async def _samples(view: RunView, store: Store, step: int, rule: Rule) -> dict[s
         samples: dict[str, list[Sample]] = {}
         for sample in await in_thread(step_samples, step, found[0].record, read, rule):
             samples.setdefault(sample.trajectory_id, []).append(sample)
-        return samples
 
-    return await steps.get((view.key, step), make)
+        _steps[key] = samples
+        while len(_steps) > MAX_STEPS:
+            _steps.popitem(last=False)
+
+    _steps.move_to_end(key)
+    return _steps[key]
 
 
 ByTurn = dict[int, np.ndarray]

@@ -1,40 +1,46 @@
-"""Confirmations, each of which is good for one time, however often its form is sent.
+"""Confirmations of requests: what a page has shown, each good for one request.
 
-A page asks (`asked`), its form confirms (`once`). What comes a second time, by a double click or by
-a browser that sends it again, meanwhile or later, gets what the first one has come to. Of more than
-MOST the oldest are forgotten, whether they were used or not: such a one is asked again.
+A page that asks for a confirmation adds it, and its form sends the id back. Of more than
+MAX_CONFIRMATIONS the oldest are forgotten, used or not: their forms are asked about again.
 """
 
 from __future__ import annotations
 
-import asyncio
+import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
-from typing import Any
 
-MOST = 2_000
+MAX_CONFIRMATIONS = 2_000
 
 
 class Confirmations:
-    """See the module. Belongs to the dashboard's event loop."""
+    """See the module. Belongs to the dashboard's event loop, on which no call here waits."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, asyncio.Task[str] | None] = OrderedDict()
+        self._shown: OrderedDict[str, tuple[str, ...]] = OrderedDict()
+        self._used: set[str] = set()
 
-    def remember_seal(self, seal: str) -> None:
-        """A page asks for this confirmation."""
-        self._known.setdefault(seal, None)
-        while len(self._known) > MOST:
-            self._known.popitem(last=False)
+    def add(self, *request: str) -> str:
+        """The id of a confirmation for exactly this request, which a page is about to show."""
+        id = uuid.uuid4().hex
+        self._shown[id] = request
+        while len(self._shown) > MAX_CONFIRMATIONS:
+            oldest, _ = self._shown.popitem(last=False)
+            self._used.discard(oldest)
 
-    def is_asked(self, seal: str) -> bool:
-        """Whether a page has asked for it."""
-        return seal in self._known
+        return id
 
-    async def once(self, seal: str, work: Callable[[], Coroutine[Any, Any, str]]) -> str:
-        """What `work` returns, or raises; it is called for the first only, and goes on if that
-        visitor is gone. It has deadlines of its own."""
-        task = self._known.get(seal)
-        if task is None:
-            task = self._known[seal] = asyncio.ensure_future(work())
-        return await asyncio.shield(task)
+    def covers(self, id: str, *request: str) -> bool:
+        """Whether a page has shown exactly this request under that id."""
+        return self._shown.get(id) == request
+
+    def use(self, id: str) -> bool:
+        """Whether this is the first use of the confirmation; any later one is a form that was sent
+        again."""
+        is_first = id not in self._used
+        self._used.add(id)
+        return is_first
+
+    def withdraw(self, id: str) -> None:
+        """Forgets a confirmation whose request has failed: its form is asked about again."""
+        self._shown.pop(id, None)
+        self._used.discard(id)

@@ -10,12 +10,11 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse
 
 from agentevo.pages import render
-from agentevo.ui.access import VISITOR, Access
+from agentevo.ui.access import FORM, VISITOR
 from agentevo.ui.confirmations import Confirmations
 from agentevo.ui.forms import Visitor
 from agentevo.ui.indexes import Indexes
 from agentevo.ui.players import Players
-from agentevo.ui.priority import Priority
 from agentevo.ui.run_state import RunView
 from agentevo.ui.shared_answers import THEME, THEMES
 from agentevo.ui.sources import Sources
@@ -31,16 +30,10 @@ class Dashboard:
     sources: Sources
     watcher: Watcher
     stores: Stores
-    access: Access
     indexes: Indexes
     works: Works
     players: Players
     confirmations: Confirmations
-    priority: Priority
-
-
-class WrongFormError(Exception):
-    """What a form says can't be taken, so nothing was changed; the message says why."""
 
 
 class NotFoundError(Exception):
@@ -62,6 +55,12 @@ def visitor(request: Request) -> Visitor:
     """Who asks, and whether they may change something."""
     found: Visitor = request.scope[VISITOR]
     return found
+
+
+def form_of(request: Request) -> dict[str, str]:
+    """The fields of a POST, the first of each name."""
+    fields: dict[str, str] = request.scope[FORM]
+    return fields
 
 
 def is_part(request: Request) -> bool:

@@ -1,27 +1,40 @@
 """`/runs/{run}/control`: what was changed in a run and by whom, and buttons that ask it to stop,
-save, pause or go on, for who may."""
+save, pause or resume, for visitors who may.
+
+A button leads to a page that says what will happen; only its form asks the run, once, however often
+it is sent (confirmations.py). access.py and forms.py check a request before it gets here.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, RedirectResponse
 from starlette.responses import Response
 
 from agentevo.event_loop import in_thread
 from agentevo.pages.navigation import run_url
-from agentevo.runs.control import ACTIONS, ControlSession, ask
+from agentevo.runs.control import ACTIONS, Action, ControlSession, ask
+from agentevo.runs.records import CHANGES, add_record, read_records
 from agentevo.ui.asking import session_of
-from agentevo.ui.changes import WRITE_S, ask_again, changes, records_of, see
-from agentevo.ui.context import NotFoundError, run_of
+from agentevo.ui.context import NotFoundError, dashboard, form_of, page, run_of, visitor
+from agentevo.ui.forms import Visitor
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
 
 router = APIRouter()
+WRITE_S = 10.0
+"""The deadline of a disk."""
+MAX_RECORDS = 200
+"""Changes that the page shows."""
 ABOUT = ("at", "who", "address", "id", "what")
 """The keys of every record; a record's others say more about it."""
-ASKED = {
+BUTTONS: dict[Action, tuple[str, str]] = {
     "stop": (
         "Stop",
         "It ends after the step that it is in, or within its evaluation, as SIGTERM ends it: "
@@ -50,6 +63,14 @@ async def _session(view: RunView) -> tuple[ControlSession | None, str]:
         return await in_thread(session_of, folder, view.state)
 
 
+async def _records(folder: Path | None) -> Sequence[dict[str, Any]]:
+    """The newest changes of a run, the newest first."""
+    if folder is None:
+        return []
+    async with asyncio.timeout(WRITE_S):
+        return (await in_thread(read_records, folder / CHANGES))[: -MAX_RECORDS - 1 : -1]
+
+
 @router.get("/runs/{run}/control", response_class=HTMLResponse)
 async def control(request: Request, run: str) -> HTMLResponse:
     """What was changed in this run, and what it may be asked for."""
@@ -61,7 +82,7 @@ async def control(request: Request, run: str) -> HTMLResponse:
             "at": at if isinstance(at := record.get("at"), int | float) else None,
             "more": ", ".join(f"{key} {text}" for key, text in record.items() if key not in ABOUT),
         }
-        for record in await records_of(view.source.folder)
+        for record in await _records(view.source.folder)
     ]
     is_paused = session is not None and session.is_paused
     offered = [do for do in ACTIONS if do != ("pause" if is_paused else "resume")]
@@ -74,19 +95,18 @@ async def control(request: Request, run: str) -> HTMLResponse:
         records=rows,
         session=session,
         why=why,
-        buttons=[(do, ASKED[do][0]) for do in offered],
+        buttons=[(do, BUTTONS[do][0]) for do in offered],
     )
 
 
 @router.post("/runs/{run}/control")
-async def change_run(request: Request, run: str) -> Response:
+async def ask_run(request: Request, run: str) -> Response:
     """Asks the run for something, once that is confirmed."""
     view = await run_of(request, run)
-    change = changes(request)
-    do = change.get("do")
-    back = run_url(view.key, "control")
+    form = form_of(request)
+    url = run_url(view.key, "control")
 
-    action = next((one for one in ACTIONS if one == do), None)
+    action = next((name for name in ACTIONS if name == form.get("do")), None)
     if action is None:
         raise NotFoundError(f"A run can {', '.join(ACTIONS)}.")
 
@@ -96,23 +116,41 @@ async def change_run(request: Request, run: str) -> Response:
         raise NotFoundError(f"Nothing was asked: {why}.")
 
     # What was confirmed is meant for the process that ran when it was asked.
-    if change.get("session", session.id) != session.id:
+    if form.get("session", session.id) != session.id:
         raise NotFoundError("Nothing was asked: another process trains this run by now.")
 
-    title, text = ASKED[action]
-    if action == "stop" and view.resume_command:
-        text += f" `{view.resume_command}` goes on with it."
+    id = form.get("id", "")
+    confirmations = dashboard(request).confirmations
+    if not confirmations.covers(id, view.key, action, session.id):
+        title, text = BUTTONS[action]
+        if action == "stop" and view.resume_command:
+            text += f" `{view.resume_command}` goes on with it."
 
-    if not change.is_sure:
-        return ask_again(
-            request, change, f"{title}: {view.label}?", text, back=back, do=f"{title}, really"
+        return page(
+            request,
+            "confirm.html",
+            title=title,
+            label=view.label,
+            text=text,
+            url=url,
+            do=action,
+            session=session.id,
+            id=confirmations.add(view.key, action, session.id),
         )
 
-    async def ask_run() -> str:
-        await change.record(view, f"{action}: asked")
-        who = change.visitor.who
-        async with asyncio.timeout(WRITE_S):
-            await in_thread(lambda: ask(folder, action, id=change.id, session=session.id, who=who))
-        return back
+    if confirmations.use(id):
+        try:
+            async with asyncio.timeout(WRITE_S):
+                await in_thread(_record_and_ask, folder, action, id, session.id, visitor(request))
+        except BaseException:
+            confirmations.withdraw(id)
+            raise
 
-    return see(await change.once(ask_run))
+    return RedirectResponse(url, status_code=303)
+
+
+def _record_and_ask(folder: Path, action: Action, id: str, session: str, by: Visitor) -> None:
+    """Raises ConfigError, with nothing asked, where the folder can't be written."""
+    record = {"at": time.time(), "who": by.who, "address": by.address, "id": id}
+    add_record(folder / CHANGES, {**record, "what": f"{action}: asked"})
+    ask(folder, action, id=id, session=session, who=by.who)

@@ -12,17 +12,14 @@ from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import HTMLResponse
-from starlette.responses import Response
 
 from agentevo.credentials import without_password
 from agentevo.errors import AgentEvoError
 from agentevo.event_loop import in_thread
 from agentevo.pages.navigation import run_url
 from agentevo.store.records import Split, StoredTask
-from agentevo.store.store import open_store
 from agentevo.ui import task_tallies
-from agentevo.ui.changes import WRITE_S, ask_again, changes, see
-from agentevo.ui.context import NotFoundError, dashboard, run_of
+from agentevo.ui.context import dashboard, run_of
 from agentevo.ui.evaluation_page import ready_index
 from agentevo.ui.index.derived import task_words
 from agentevo.ui.index.reader import IndexAway, IndexReader
@@ -125,45 +122,6 @@ async def data(
         if found is not None and found.tasks.total > (page + 1) * PAGE
         else "",
     )
-
-
-@router.post("/runs/{run}/data")
-async def retry(request: Request, run: str) -> Response:
-    """Gives the tasks that were set aside another try, once that is confirmed."""
-    view = await run_of(request, run)
-    change = changes(request)
-    back = run_url(view.key, "data")
-
-    if view.source.folder is None:
-        raise NotFoundError(f"This run has no folder here: use {_command(view)}")
-
-    if not change.is_sure:
-        text = (
-            "All tasks that the ledger has set aside (poison, failed) are queued again, with "
-            f"their counts from the start: what `{_command(view)}` does. Mend what was wrong first."
-        )
-        return ask_again(
-            request,
-            change,
-            f"Another try: {view.label}?",
-            text,
-            back=back,
-            do="Queue them again",
-        )
-
-    async def queue() -> str:
-        await change.record(view, "retry: asked")
-        url = await in_thread(dashboard(request).sources.store_url, view.source)
-        async with (
-            asyncio.timeout(WRITE_S),
-            await open_store(url, timeout_s=WRITE_S, create=False) as store,
-        ):
-            count = await store.queue_again()
-
-        await change.record(view, f"retry: {count} task{'s' * (count != 1)} queued again")
-        return back
-
-    return see(await change.once(queue))
 
 
 def _read(reader: IndexReader, split: str, text: str, order: str, page: int) -> TaskSearch:

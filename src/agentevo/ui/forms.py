@@ -7,10 +7,11 @@ which are there within BODY_S, and the token of our forms, which no other site c
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
-from starlette.types import Message, Receive
+from starlette.datastructures import Headers
+from starlette.types import Receive
 
 FORM_TOKEN = "form"
 """The field, in every form, that has `Visitor.form_token`."""
@@ -35,14 +36,6 @@ class Visitor:
         return bool(self.form_token)
 
 
-@dataclass(frozen=True)
-class PostedForm:
-    """What was sent: texts by the names of their fields, a name several times where it came so."""
-
-    fields: tuple[tuple[str, str], ...] = ()
-    by_name: dict[str, str] = field(default_factory=dict)
-
-
 class FormRefusedError(Exception):
     """A request that changes nothing: its status, and why."""
 
@@ -51,7 +44,7 @@ class FormRefusedError(Exception):
         self.status = status
 
 
-def check_from_here(headers: dict[str, str], *, secure: bool) -> None:
+def check_from_here(headers: Headers, *, secure: bool) -> None:
     """Raises FormRefusedError unless a browser says that one of our own pages has sent this. One
     that says nothing at all is refused, too: every browser of today says where a POST is from."""
     site = headers.get("sec-fetch-site")
@@ -62,8 +55,8 @@ def check_from_here(headers: dict[str, str], *, secure: bool) -> None:
         raise FormRefusedError(403, "this was not sent by a page of this dashboard")
 
 
-async def read_form(receive: Receive, headers: dict[str, str]) -> tuple[PostedForm, bytes]:
-    """The form of a request, and its bytes. Raises FormRefusedError."""
+async def read_form(receive: Receive, headers: Headers) -> dict[str, str]:
+    """The fields of a request's form, the first of each name. Raises FormRefusedError."""
     if headers.get("content-type", "").partition(";")[0].strip().lower() != KIND:
         raise FormRefusedError(415, f"a form is {KIND}")
 
@@ -98,20 +91,4 @@ async def read_form(receive: Receive, headers: dict[str, str]) -> tuple[PostedFo
     except ValueError:
         raise FormRefusedError(400, "this is no form in UTF-8") from None
 
-    fields = tuple((name, text.replace("\r\n", "\n")) for name, text in pairs)
-    return PostedForm(fields, dict(reversed(fields))), bytes(body)
-
-
-def replay_body(body: bytes, receive: Receive) -> Receive:
-    """Gives a body that was read already to whoever asks for it, then what else comes: that nobody
-    listens any more."""
-    told = False
-
-    async def again() -> Message:
-        nonlocal told
-        if told:
-            return await receive()
-        told = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return again
+    return {name: text.replace("\r\n", "\n") for name, text in reversed(pairs)}

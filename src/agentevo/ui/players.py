@@ -32,6 +32,8 @@ MAX_REQUESTS = 4
 """At once, of one player."""
 IDLE_S = 600.0
 LOOK_S = 5.0
+START_S = 60.0
+"""How long a busy machine may take to start a process."""
 LOAD_S = 600.0
 """How long a model may take until it is ready."""
 SILENT_S = 60.0
@@ -240,7 +242,7 @@ class Players:
         words_ = [str(key.folder), key.which]
         words_ += [f"model.device={key.device}"] if key.device else []
         try:
-            async with asyncio.timeout(WRITE_S):
+            async with asyncio.timeout(START_S):
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
                     "-m",

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from agentevo.files import open_regular
 from agentevo.inference.directory import DEAD_S, Announcement
 from agentevo.inference.weight_transport import Latest
 from agentevo.pages.text import shown
@@ -183,10 +184,7 @@ def _files(folder: Path | None, ending: str) -> Iterator[tuple[Path, os.stat_res
 
 def _end(path: Path, most: int) -> tuple[bytes, int]:
     """The last bytes of a regular file, and its size."""
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(handle, "rb") as file:
-        what = os.fstat(handle)
-        if not stat.S_ISREG(what.st_mode):
-            raise OSError(f"{path} is no file")
-        file.seek(max(what.st_size - most, 0))
-        return file.read(most), what.st_size
+    with open_regular(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - most, 0))
+        return file.read(most), size

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import Counter
-from contextlib import aclosing
 from typing import NamedTuple
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
-from agentevo.errors import AgentEvoError
 from agentevo.event_loop import in_thread
 from agentevo.pages.navigation import run_url
 from agentevo.ui import process_files
@@ -21,28 +17,7 @@ from agentevo.ui.run_state import RunView
 
 router = APIRouter()
 
-MOST_CALLS = 2_000
-MOST_LEASED = 200
-WITHIN_S = 10.0
 STALENESS = "staleness/age_"
-
-
-class PlayerRow(NamedTuple):
-    """A process that plays attempts at this moment."""
-
-    recorder: str
-    num_attempts: int
-    oldest_at: float
-
-
-class HeldProcess(NamedTuple):
-    """What the store says."""
-
-    players: list[PlayerRow]
-    is_cut: bool
-    leased: list[tuple[str, int, int]]
-    """(task, how often it was leased, how often its worker was lost)."""
-    problem: str = ""
 
 
 class KeptProcesses(NamedTuple):
@@ -65,7 +40,7 @@ async def processes(request: Request, run: str) -> HTMLResponse:
         view,
         "processes",
         kept=kept,
-        held=await _held(request, view),
+        work=await dashboard(request).works.of(view),
         ages=ages_of(view),
         staleness=[view.table.latest(f"staleness/{name}") for name in ("mean", "max")],
         is_apart=_is_apart(view, kept),
@@ -123,35 +98,3 @@ def ages_of(view: RunView) -> list[tuple[int, float]]:
         if value and age.isdecimal():
             found.append((int(age), value))
     return sorted(found)
-
-
-async def _held(request: Request, view: RunView) -> HeldProcess:
-    try:
-        async with (
-            asyncio.timeout(WITHIN_S),
-            dashboard(request).stores.reading(view.source) as store,
-        ):
-            running = [
-                one.call
-                async for one in store.calls(state="running", limit=MOST_CALLS, newest_first=True)
-            ]
-            leased = []
-            async with aclosing(store.tasks(state="leased")) as listed:  # type: ignore[type-var]
-                async for one in listed:
-                    leased.append((one.task.id, one.num_leases, one.num_expiries))
-                    if len(leased) >= MOST_LEASED:
-                        break
-    except (AgentEvoError, TimeoutError) as error:
-        why = str(error) or f"the store did not answer within {WITHIN_S:.0f} s"
-        return HeldProcess([], False, [], why)
-
-    attempts = [call for call in running if call.parent is None]
-    counts = Counter(call.id.rpartition("-")[0] for call in attempts)
-
-    oldest: dict[str, float] = {}
-    for call in attempts:
-        name = call.id.rpartition("-")[0]
-        oldest[name] = min(oldest.get(name, call.started_at), call.started_at)
-
-    players = [PlayerRow(name, many, oldest[name]) for name, many in counts.most_common()]
-    return HeldProcess(players, len(running) == MOST_CALLS, leased)

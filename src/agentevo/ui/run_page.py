@@ -63,9 +63,14 @@ async def work(request: Request, run: str) -> HTMLResponse:
     view = await run_of(request, run)
     if not is_part(request):
         raise NotFoundError("This is a part of the page Now.")
-    published = await in_thread(process_files.weights, view.source)
-    found = await dashboard(request).works.of(view)
-    return part("run_work.html", view=view, work=found, published=published)
+    engines = await in_thread(process_files.engines, view.source)
+    return part(
+        "run_work.html",
+        view=view,
+        work=await dashboard(request).works.of(view),
+        engines=[engine for engine in engines if engine.lives],
+        published=await in_thread(process_files.weights, view.source),
+    )
 
 
 @router.get("/runs/{run}/config", response_class=HTMLResponse)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,6 @@ from agentevo.processes.client_door import ClientDoor, client_door
 from agentevo.signals import LOOK_S, asked_to_stop
 from agentevo.ui.access import Access, names_of_this_machine
 from agentevo.ui.app import make_app
-from agentevo.ui.priority import Priority
 from agentevo.ui.sources import Sources
 
 MAX_CONNECTIONS = 512
@@ -38,19 +38,23 @@ def serve_dashboard(
 ) -> None:
     """Shows runs and stores until it is asked to stop; blocks. `words`: folders and URLs of stores.
     `tls`: whether it encrypts; None does so where it is reached from other machines. `control`:
-    whether something may be changed, by a URL of its own. `tell` gets the URLs with their tokens,
-    which are said nowhere else. Raises ConfigError before it listens."""
+    whether checkpoints may be tried and runs asked to stop, by a URL of its own. `nice`: by how
+    much the process lowers its priority. `tell` gets the URLs with their tokens, which are said
+    nowhere else. Raises ConfigError before it listens."""
     sources = Sources(words)
     sources.check(later=True)
     for folder_to_come in sources.missing:
         note(f"{folder_to_come}: there is no such folder yet: its runs show up when it is made")
+
+    if nice:
+        os.nice(nice)  # a thread that begins later inherits it, and so does a process
 
     with (
         asked_to_stop() as stop,
         tempfile.TemporaryDirectory(prefix="agentevo-ui-") as folder,
         client_door(Path(folder), host, port, tls) as door,
     ):
-        run_coroutine(_serve(sources, door, host, control, nice, stop, tell, note))
+        run_coroutine(_serve(sources, door, host, control, stop, tell, note))
 
 
 async def _serve(
@@ -58,7 +62,6 @@ async def _serve(
     door: ClientDoor,
     host: str,
     control: bool,
-    nice: int,
     stop: Callable[[], bool],
     tell: Callable[[str], None],
     note: Callable[[str], None],
@@ -67,14 +70,13 @@ async def _serve(
     base = url_of(door.listener, encrypted=context is not None)
     hosts = {host, *names_of_this_machine()}
     access = Access(hosts=hosts, secure=context is not None, control=control)
-    app, shared = make_app(sources, access, Priority(nice))
+    app, shared = make_app(sources, access)
 
     async def close() -> None:
         await shared.players.close()
         await shared.watcher.close()
         await shared.stores.close()
         await in_thread(shared.indexes.close)
-        shared.priority.close()
 
     settings: dict[str, Any] = {
         "ws": "none",
@@ -85,7 +87,8 @@ async def _serve(
     async with serving(app, door.listener, close=close, tls=context, limits=limits, **settings):
         tell(f"AgentEvo shows {sources.shown} at\n  {access.url(base)}")
         if control:
-            tell(f"and whoever opens this may change something:\n  {access.control_url(base)}")
+            tell("and whoever opens this may try checkpoints and ask runs to stop:")
+            tell(f"  {access.control_url(base)}")
         if context is not None:
             note("the certificate is this process's own: a browser asks once whether to trust it")
         while not stop():

@@ -18,9 +18,9 @@ import gzip
 import re
 import time
 from dataclasses import dataclass
-from http.cookies import CookieError, SimpleCookie
 from typing import NamedTuple
 
+from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentevo.event_loop import in_thread
@@ -191,13 +191,8 @@ def _nothing_more() -> Receive:
 
 
 def _theme(cookies: bytes) -> str:
-    if THEME.encode() not in cookies:
-        return ""
-    try:
-        held = SimpleCookie(cookies.decode("latin-1")).get(THEME)
-    except CookieError:
-        return ""
-    return held.value if held is not None and held.value in THEMES else ""
+    theme = cookie_parser(cookies.decode("latin-1")).get(THEME, "")
+    return theme if theme in THEMES else ""
 
 
 def _takes_gzip(header: bytes) -> bool:

@@ -12,8 +12,9 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, count
 from pathlib import Path
 
 from agentevo.credentials import REFERENCE, is_same_place, refuse_password, without_password
@@ -134,17 +135,8 @@ class Sources:
             self._found_pipelines = {}
 
             for source in self._find():
-                key = source.key
-                number = 2
-                while key in found:
-                    key = f"{source.key}-{number}"
-                    number += 1
-
-                found[key] = (
-                    source
-                    if key == source.key
-                    else RunSource(key, source.name, source.folder, source.url, source.sweep)
-                )
+                key = _free_key(source.key, found)
+                found[key] = replace(source, key=key)
                 if len(found) >= MAX_RUNS:
                     self.is_cut = True
                     break
@@ -263,14 +255,14 @@ class Sources:
 
 
 def _add(found: dict[str, Path], key: str, folder: Path) -> None:
-    """Under that key, or one that no other has."""
-    free = key
-    number = 2
-    while free in found:
-        free = f"{key}-{number}"
-        number += 1
     if len(found) < MAX_RUNS:
-        found[free] = folder
+        found[_free_key(key, found)] = folder
+
+
+def _free_key(key: str, taken: Container[str]) -> str:
+    """That key, or the first of `KEY-2`, `KEY-3`, ... that no other has."""
+    numbered = (f"{key}-{number}" for number in count(2))
+    return next(free for free in chain([key], numbered) if free not in taken)
 
 
 def is_results_folder(path: Path) -> bool:

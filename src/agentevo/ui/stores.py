@@ -1,5 +1,5 @@
 """The stores of the runs that are shown: each opened once, for all pages, and closed when nobody
-has asked for a while. Only what reads is passed on."""
+has asked for a while. They are opened for reading only, which every backend enforces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import Any, cast
 
 from agentevo.errors import AgentEvoError
 from agentevo.event_loop import in_thread
@@ -19,39 +18,6 @@ CALL_S = 10.0
 """The deadline of each call: a page that takes longer says so."""
 OPENING_S = 5.0
 IDLE_S = 60.0
-READS = frozenset(
-    {
-        "task",
-        "stored_task",
-        "tasks",
-        "trajectory",
-        "trajectories",
-        "summaries",
-        "ready_groups",
-        "outstanding",
-        "steps",
-        "last_step",
-        "counts",
-        "calls",
-        "num_calls",
-        "size_bytes",
-        "written",
-        "written_summaries",
-    }
-)
-"""The operations of a store that change nothing."""
-
-
-class ReadOnlyStore:
-    """A store without what changes it; typed as one, for its readers."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in READS:
-            raise AttributeError(f"the dashboard only reads: {name} is not one of {sorted(READS)}")
-        return getattr(self._store, name)
 
 
 class _OpenedStore:
@@ -95,7 +61,7 @@ class Stores:
             self._sweeping = asyncio.ensure_future(self._sweep())
 
         try:
-            yield cast(Store, ReadOnlyStore(opened.store))
+            yield opened.store
         finally:
             opened.users -= 1
             opened.used_at = time.monotonic()

@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, RedirectResponse
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -35,10 +35,10 @@ from agentevo.event_loop import in_thread
 from agentevo.observability.attempt_tokens import TurnTokens
 from agentevo.observability.attempt_view import ShownPart
 from agentevo.pages import render
+from agentevo.pages.navigation import run_url
 from agentevo.runs.checkpoint_list import KeptCheckpoints, kept_checkpoints
 from agentevo.types import Message, Task
-from agentevo.ui.changes import changes, see
-from agentevo.ui.context import dashboard, part, run_of, visitor
+from agentevo.ui.context import dashboard, form_of, part, run_of, visitor
 from agentevo.ui.players import PlayerError, PlayerKey, PlayerProcess
 from agentevo.ui.run_page import run_page
 from agentevo.ui.run_state import RunView
@@ -85,19 +85,18 @@ async def players(request: Request, run: str) -> HTMLResponse:
 async def end(request: Request, run: str) -> Response:
     """Ends a player, which gives its memory back."""
     view = await run_of(request, run)
-    change = changes(request)
     held = dashboard(request).players
     for player in held.of(view.key):
-        if str(player.process.pid) == change.get("pid"):
+        if str(player.process.pid) == form_of(request).get("pid", ""):
             await held.end(player, "somebody has ended it")
-    return see(request.url_for("try_it", run=view.key).path)
+    return RedirectResponse(run_url(view.key, "try"), status_code=303)
 
 
 @router.post("/runs/{run}/try/chat")
 async def chat(request: Request, run: str) -> Response:
     """A reply, as it is drawn."""
     view = await run_of(request, run)
-    form = changes(request)
+    form = form_of(request)
     try:
         given = json.loads(form.get("messages", "[]"))
         messages = [
@@ -125,7 +124,7 @@ async def chat(request: Request, run: str) -> Response:
         request,
         view,
         words.Chat,
-        conversation=form.get("conversation"),
+        conversation=form.get("conversation", ""),
         messages=messages,
         temperature=form.get("temperature", "1"),
         max_new_tokens=form.get("max_new_tokens", "256"),
@@ -136,17 +135,18 @@ async def chat(request: Request, run: str) -> Response:
 async def play(request: Request, run: str) -> Response:
     """An attempt, as it is played."""
     view = await run_of(request, run)
-    form = changes(request)
-    kind = form.get("kind")
+    form = form_of(request)
+    kind = form.get("kind", "")
     fields = dict[str, Any]()
     if kind == "own":
-        if not form.get("query").strip():
+        if not form.get("query", "").strip():
             return _refusal("there is nothing to play: write a task")
-        fields = {"query": form.get("query"), "answer": form.get("answer") or None}
+        fields = {"query": form.get("query", ""), "answer": form.get("answer", "") or None}
     elif kind == "task":
-        task = await _task(request, view, form.get("task"))
+        name = form.get("task", "")
+        task = await _task(request, view, name)
         if task is None:
-            return _refusal(f"the run's store has no task {form.get('task')[:200]!r}")
+            return _refusal(f"the run's store has no task {name[:200]!r}")
         fields = {"task": task}
     else:
         fields = {"is_train": kind == "train", "number": form.get("number", "0")}
@@ -173,14 +173,10 @@ async def _stream(
     request: Request, view: RunView, kind: type[words.Chat | words.Play], **fields: Any
 ) -> Response:
     """The answer to a request of this kind with these fields, or why there is none."""
-    form = changes(request)
+    form = form_of(request)
     try:
-        wire = {name: _wire(value) for name, value in fields.items()}
-        asked = msgspec.convert(
-            {"type": kind.__struct_config__.tag, "id": secrets.token_hex(8)} | wire,
-            kind,
-            strict=False,
-        )
+        header = {"type": kind.__struct_config__.tag, "id": secrets.token_hex(8)}
+        asked = msgspec.convert(header | msgspec.to_builtins(fields), kind, strict=False)
     except msgspec.ValidationError as error:
         return _refusal(f"this can't be asked: {error}")
 
@@ -188,18 +184,14 @@ async def _stream(
     async with asyncio.timeout(WITHIN_S):
         choices = await _choices(view)
 
-    which = form.get("which")
-    device = form.get("device")
+    which = form.get("which", "")
+    device = form.get("device", "")
     if folder is None or device not in DEVICES or which not in choices.names:
         return _refusal(f"the run has no checkpoint {which[:60]!r} (any more): load the page again")
     if which == words.START and choices.missing:
         return _refusal(choices.missing)
 
     return TryEventStream(request, view, PlayerKey(folder, which, device), asked)
-
-
-def _wire(value: Any) -> Any:
-    return msgspec.to_builtins(value)
 
 
 def _refusal(text: str, status: int = 422) -> Response:

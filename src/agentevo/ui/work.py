@@ -1,40 +1,39 @@
-"""What a run has in its hands: tasks and attempts by their place in the ledger, attempts being
-played, by how many processes, and the engines that live.
+"""What a run has in its hands by its store: tasks and attempts by their place in the ledger, the
+attempts under way and the processes that play them, and the tasks that are leased.
 
-The store is asked once for all viewers, and then left alone for as long as REST times what the
-question took, so that it costs a run little however large its store is.
+The store is asked once for all viewers and pages, and then left alone for as long as REST times
+what the question took, so that it costs a run little however large its store is.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from agentevo.errors import AgentEvoError
-from agentevo.event_loop import in_thread
-from agentevo.inference.directory import EngineDirectory
 from agentevo.store import Store
 from agentevo.ui.run_state import RunView
 from agentevo.ui.stores import Stores
 
 FRESH_S = 2.0
 REST = 10.0
-MOST_CALLS = 2000
+WITHIN_S = 10.0
+MAX_CALLS = 2_000
 """Of those under way that are counted."""
-LIVING_S = 10.0
-"""An engine whose heart has not beaten for longer does not answer."""
-MOST_RUNS = 200
+MAX_LEASED = 200
+MAX_RUNS = 200
 
 
-class LivingEngine(NamedTuple):
-    """One whose heart beats."""
+class PlayingProcess(NamedTuple):
+    """A process that plays attempts at this moment."""
 
-    name: str
-    started_at: float
-    version: int | None
-    """Of the weights that it served at its last heartbeat; None where it does not say."""
+    recorder: str
+    num_attempts: int
+    oldest_at: float
 
 
 @dataclass(frozen=True)
@@ -49,12 +48,13 @@ class QueuedWork:
     trained: int = 0
     dropped: int = 0
     playing: int = 0
-    """Attempts under way, MOST_CALLS at most."""
+    """Attempts under way, MAX_CALLS at most."""
     is_cut: bool = False
-    players: int = 0
-    """Processes that play them."""
-    engines: tuple[LivingEngine, ...] = ()
-    """In processes of their own."""
+    """Whether there are more."""
+    players: tuple[PlayingProcess, ...] = ()
+    """Those with the most attempts first."""
+    leased: tuple[tuple[str, int, int], ...] = ()
+    """(task, how often it was leased, how often its worker was lost), MAX_LEASED at most."""
     problem: str = ""
 
 
@@ -64,7 +64,6 @@ class _KnownWork:
     asked_at: float = -1e9
     rests_s: float = 0.0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    directory: EngineDirectory | None = None
 
 
 class Works:
@@ -77,31 +76,48 @@ class Works:
     async def of(self, view: RunView) -> QueuedWork:
         """What is known of a run, asked again if it is old. A store that is away is a sentence."""
         known = self._known.setdefault(view.key, _KnownWork())
-        while len(self._known) > MOST_RUNS:
+        while len(self._known) > MAX_RUNS:
             del self._known[next(iter(self._known))]
 
         async with known.lock:
             if time.monotonic() - known.asked_at >= max(FRESH_S, known.rests_s):
                 began = time.monotonic()
-                known.work = await self._ask(view, known)
+                known.work = await self._ask(view)
                 known.asked_at = time.monotonic()
                 known.rests_s = REST * (known.asked_at - began)
 
         return known.work
 
-    async def _ask(self, view: RunView, known: _KnownWork) -> QueuedWork:
-        engines = await in_thread(_engines, view, known)
+    async def _ask(self, view: RunView) -> QueuedWork:
         try:
-            async with self._stores.reading(view.source) as store:
-                return await _count(store, engines)
-        except AgentEvoError as error:
-            return QueuedWork(engines=engines, problem=str(error))
+            async with asyncio.timeout(WITHIN_S), self._stores.reading(view.source) as store:
+                return await _count_work(store)
+        except (AgentEvoError, TimeoutError) as error:
+            why = str(error) or f"the store did not answer within {WITHIN_S:.0f} s"
+            return QueuedWork(problem=why)
 
 
-async def _count(store: Store, engines: tuple[LivingEngine, ...]) -> QueuedWork:
+async def _count_work(store: Store) -> QueuedWork:
     counts = await store.counts()
-    running = [one.call async for one in store.calls(state="running", limit=MOST_CALLS)]
+    running = [
+        stored.call
+        async for stored in store.calls(state="running", limit=MAX_CALLS, newest_first=True)
+    ]
     attempts = [call for call in running if call.parent is None]
+
+    oldest: dict[str, float] = {}
+    for call in attempts:
+        recorder = call.id.rpartition("-")[0]
+        oldest[recorder] = min(oldest.get(recorder, call.started_at), call.started_at)
+    players = Counter(call.id.rpartition("-")[0] for call in attempts).most_common()
+
+    leased = []
+    async with aclosing(store.tasks(state="leased")) as listed:  # type: ignore[type-var]
+        async for stored in listed:
+            leased.append((stored.task.id, stored.num_leases, stored.num_expiries))
+            if len(leased) >= MAX_LEASED:
+                break
+
     return QueuedWork(
         queued=counts["tasks/queued"],
         claimed=counts["tasks/leased"],
@@ -111,21 +127,7 @@ async def _count(store: Store, engines: tuple[LivingEngine, ...]) -> QueuedWork:
         trained=counts["trajectories/train/committed"],
         dropped=counts["trajectories/train/dropped"],
         playing=len(attempts),
-        is_cut=len(running) == MOST_CALLS,
-        players=len({call.id.rpartition("-")[0] for call in attempts}),
-        engines=engines,
+        is_cut=len(running) == MAX_CALLS,
+        players=tuple(PlayingProcess(name, many, oldest[name]) for name, many in players),
+        leased=tuple(leased),
     )
-
-
-def _engines(view: RunView, known: _KnownWork) -> tuple[LivingEngine, ...]:
-    folder = view.source.file("engines")
-    if folder is None or not folder.is_dir():
-        return ()
-    if known.directory is None:
-        known.directory = EngineDirectory(folder)
-
-    try:
-        living = known.directory.living(LIVING_S)
-        return tuple(LivingEngine(one.name, one.started_at, one.version) for one in living)
-    except OSError:  # the folder has gone
-        return ()
