@@ -9,7 +9,6 @@ to one process; node 0 has the first rank of the trainer.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
 import pydantic
@@ -20,18 +19,6 @@ from agentevo.errors import ConfigError
 
 MAX_NODES = 1024
 Count = Annotated[int, Field(ge=0, le=4096)]
-
-
-def written_as(pattern: str, how: str) -> pydantic.AfterValidator:
-    """For a text that a cluster reads; what it can't read it would refuse when the job is sent, or
-    make a job that never starts. `how`: what it takes."""
-
-    def check(text: str) -> str:
-        if text and re.fullmatch(pattern, text) is None:
-            raise ValueError(f"it takes {how}")
-        return text
-
-    return pydantic.AfterValidator(check)
 
 
 class Node(pydantic.BaseModel, extra="forbid", frozen=True):
@@ -47,7 +34,7 @@ class Node(pydantic.BaseModel, extra="forbid", frozen=True):
 
 
 class Fleet(Section):
-    """How many of what. Each kind of cluster adds what it asks for besides."""
+    """How many of what. Each kind of cluster adds what it asks for besides (targets.py)."""
 
     trainer_nodes: int = Field(default=1, ge=1, le=MAX_NODES)
     """Nodes that the trainer's ranks are on."""
@@ -64,11 +51,6 @@ class Fleet(Section):
     """Nodes for engines alone where gpus is 0; elsewhere they follow from the devices."""
     samplers: Count = 0
     """Sampler processes. Default with engines: at least 1 is needed."""
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether the trainer samples through other processes."""
-        return self.engines > 0 or self.samplers > 0
 
     def place(self) -> tuple[Node, ...]:
         """The nodes, those of the trainer first. Raises ConfigError for what does not fit."""
