@@ -8,10 +8,11 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from agentevo.config.section import Section
+from agentevo.config.section import ONE_OR_MANY, Section
 
 ALL_LINEAR = "all-linear"
 Rank = Annotated[int, Field(ge=1)]
+Names = Annotated[tuple[str, ...], ONE_OR_MANY]
 
 
 class LoraSection(Section):
@@ -26,10 +27,10 @@ class LoraSection(Section):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of an adapter's inputs that is zeroed in supervised training (cold_start). RL and
     evaluation never drop out: their log-probs are those that tokens were drawn with."""
-    targets: tuple[str, ...] = Field(default=(ALL_LINEAR,), min_length=1)
+    targets: Names = Field(default=(ALL_LINEAR,), min_length=1)
     """Names of the layers that get an adapter, such as [q_proj, v_proj] (PEFT's target_modules);
     `all-linear`: every linear layer but the output layer."""
-    exclude: tuple[str, ...] = ()
+    exclude: Names = ()
     """Names of layers that get none all the same (PEFT's exclude_modules)."""
     layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Decoder layers that get adapters, from 0 (PEFT's layers_to_transform). Empty: all. Needs
@@ -49,7 +50,7 @@ class LoraSection(Section):
     bias: Literal["none", "all", "lora_only"] = "none"
     """Which bias vectors of the base are trained as well: none, all, or those of layers with
     adapters."""
-    modules_to_save: tuple[str, ...] = ()
+    modules_to_save: Names = ()
     """Names of modules that are trained whole and saved with the adapter."""
     adapter: Path | None = None
     """Folder of a saved adapter (adapter_config.json) to start from, in place of a fresh one; it
@@ -59,11 +60,6 @@ class LoraSection(Section):
     time. Also on a CPU. 8 bits round a token's activations by what it is computed beside, so drawn
     and recomputed log-probs differ (by tenths of a nat), and `algorithm.importance` is token_tis
     by default; in 4 bits they agree to the dtype's rounding."""
-
-    @field_validator("targets", "exclude", "modules_to_save", mode="before")
-    @classmethod
-    def _one_is_a_list(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
 
     @field_validator("adapter", mode="before")
     @classmethod

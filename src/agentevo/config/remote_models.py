@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from agentevo.config.field_words import suggest_nearest
 from agentevo.config.section import Section
 from agentevo.credentials import REFERENCE
 from agentevo.device_names import DeviceName
-from agentevo.registry import nearest
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/-]{0,99}")
 DEFAULT_URLS = {
@@ -203,8 +203,7 @@ def unknown_helpers(names: Collection[str], agent: Section) -> list[str]:
     problems = []
     for key, name in asked:
         if name is not None and name not in names:
-            guess = nearest(name, list(names))
-            hint = f"did you mean {guess}? " if guess else ""
+            hint = suggest_nearest(name, list(names))
             known = ", ".join(names) or "none"
             problems.append(
                 f"{key}: there is no remote model {name!r}: {hint}add it to remote_models, which "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -305,6 +305,19 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         )
 
     return values
+
+
+def refuse(
+    problems: Iterable[str],
+    overrides: Sequence[str],
+    where: str,
+    tree: Mapping[str, Any] | None = None,
+) -> None:
+    """Raises ConfigError with a line for each problem, if there are any. `tree`: the recipe as it
+    is written."""
+    lines = [f"{written_in(line, overrides, where, tree)}: {line}" for line in problems]
+    if lines:
+        raise ConfigError("\n".join(dict.fromkeys(lines)))
 
 
 def written_in(

@@ -30,14 +30,15 @@ from agentevo.config import (
     key_variants,
     sources,
 )
+from agentevo.config.field_words import suggest_nearest
 from agentevo.config.idle_keys import drop_idle_keys
 from agentevo.config.imports import check_recipe_of_run
 from agentevo.config.keys import ConfigKeys
 from agentevo.config.profile import spell_out
+from agentevo.config.section import ONE_OR_MANY
 from agentevo.config.values import refused_values
 from agentevo.cpu_threads import allowed_cpus
 from agentevo.errors import ConfigError
-from agentevo.registry import nearest
 
 S = TypeVar("S", bound=Section)
 OWN_KEYS = ("run.seed", "run.name", "run.dir", "run.overwrite", "sweep")
@@ -54,7 +55,7 @@ class SweepSection(Section):
     by the run's name."""
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0, 1, 2), min_length=1)
     """Each variant is run once with each of these as run.seed."""
-    only: tuple[str, ...] | None = None
+    only: Annotated[tuple[str, ...] | None, ONE_OR_MANY] = None
     """Run these variants only. Default: all."""
     parallel: int | None = Field(default=None, ge=1)
     """Runs at once, each a process of its own with run.threads threads (1 unless given). Default:
@@ -62,11 +63,6 @@ class SweepSection(Section):
     table: Path | None = None
     """A Markdown file that gets the table between its lines `<!-- table -->` and `<!-- /table -->`
     when every run has ended well. The table is always in the sweep's folder, too."""
-
-    @field_validator("only", mode="before")
-    @classmethod
-    def _one_name_is_a_list(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
 
     @field_validator("seeds")
     @classmethod
@@ -109,10 +105,8 @@ class SweepSection(Section):
         known = list(info.data.get("variants", {}))
         for name in value or ():
             if name not in known:
-                guess = nearest(name, known)
-                hint = f"did you mean {guess}? " if guess else ""
                 raise ValueError(
-                    f"no variant is called {name!r}: {hint}there are "
+                    f"no variant is called {name!r}: {suggest_nearest(name, known)}there are "
                     f"{', '.join(known) or 'no variants'}"
                 )
 
@@ -229,14 +223,7 @@ def _read(
         ]
         lines += [line for line in problems if line.partition(":")[0] not in refused]
 
-    if lines:
-        raise ConfigError(
-            "\n".join(
-                f"{sources.written_in(line, overrides, where)}: {line}"
-                for line in dict.fromkeys(lines)
-            )
-        )
-
+    sources.refuse(lines, overrides, where)
     return section
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pydantic
 from pydantic import Field, field_validator
 
 from agentevo.config.entry_problems import entry_problem
-from agentevo.config.section import Section
+from agentevo.config.section import ONE_OR_MANY, Section
 
 if TYPE_CHECKING:
     from agentevo.config.recipe import RunConfig
@@ -26,7 +26,7 @@ class TaskStage(Section):
     """What a task must have in its metadata: key -> a value, a list of values, or {min: 1, max: 3}
     with either left out. `extra_info.level` is a key within another, `scorer` the task's own.
     Empty: every task."""
-    sources: tuple[str, ...] = ()
+    sources: Annotated[tuple[str, ...], ONE_OR_MANY] = ()
     """Sources of `tasks.train`, written as there, and of `tasks.eval`, whose tasks are reported for
     the stage. Empty: all of them."""
     until_step: int | None = Field(default=None, ge=1)
@@ -36,11 +36,6 @@ class TaskStage(Section):
     of it, is so high."""
     success_window: int = Field(default=5, ge=1)
     """So many steps are looked at for until_success."""
-
-    @field_validator("sources", mode="before")
-    @classmethod
-    def _one_source_is_a_list(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
 
     @field_validator("where")
     @classmethod
