@@ -71,7 +71,8 @@ def wrong_value(info: FieldInfo, rest: tuple[int | str, ...], value: object) -> 
     elif not inside and not info.is_required():
         advice = f" (default {as_yaml(info.get_default(call_default_factory=True))})"
 
-    return f"{inside}: {describe_wrong_value(value, type_in_words(wanted), choices_of(wanted), advice)}"
+    words = type_in_words(wanted)
+    return f"{inside}: {describe_wrong_value(value, words, choices_of(wanted), advice)}"
 
 
 def _found(

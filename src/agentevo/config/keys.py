@@ -248,7 +248,8 @@ class ConfigKeys:
             )
 
         default = f" (default {explanation.default})" if explanation.default else ""
-        return f"{place}: {describe_wrong_value(value, explanation.type, explanation.choices, default)}"
+        words = describe_wrong_value(value, explanation.type, explanation.choices, default)
+        return f"{place}: {words}"
 
     def kinds(self, key: str) -> list[Any]:
         """The types that a value of the key may have, those in a list or tuple for it; empty for an

@@ -4,7 +4,7 @@ clients call them. They answer and are never trained."""
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
@@ -193,21 +193,18 @@ def name_problems(names: list[str], policy: str) -> list[str]:
     ]
 
 
-def unknown_helpers(names: Collection[str], agent: Section) -> list[str]:
+def unknown_helpers(names: Collection[str], agent: Section) -> Iterator[str]:
     """Helpers of the section `agent` that `remote_models` has not, as 'what: remedy'."""
     context = getattr(agent, "context", None)
     browse = getattr(agent, "browse", None)
 
     asked = [("agent.context.summary_model", getattr(context, "summary_model", None))]
     asked += [("agent.browse.models", name) for name in getattr(browse, "models", ())]
-    problems = []
     for key, name in asked:
         if name is not None and name not in names:
             hint = suggest_nearest(name, list(names))
             known = ", ".join(names) or "none"
-            problems.append(
+            yield (
                 f"{key}: there is no remote model {name!r}: {hint}add it to remote_models, which "
                 f"has {known}"
             )
-
-    return problems

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import pydantic
 from pydantic import Field, field_validator
 
 from agentevo.config.entry_problems import entry_problem
-from agentevo.config.section import ONE_OR_MANY, Section
+from agentevo.config.section import Section, Texts
 
 if TYPE_CHECKING:
     from agentevo.config.recipe import RunConfig
@@ -26,7 +26,7 @@ class TaskStage(Section):
     """What a task must have in its metadata: key -> a value, a list of values, or {min: 1, max: 3}
     with either left out. `extra_info.level` is a key within another, `scorer` the task's own.
     Empty: every task."""
-    sources: Annotated[tuple[str, ...], ONE_OR_MANY] = ()
+    sources: Texts = ()
     """Sources of `tasks.train`, written as there, and of `tasks.eval`, whose tasks are reported for
     the stage. Empty: all of them."""
     until_step: int | None = Field(default=None, ge=1)

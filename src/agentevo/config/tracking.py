@@ -96,8 +96,8 @@ def _entry(index: int, entry: Any) -> TrackerConfig:
     if not isinstance(name, str) or name not in known:
         what = "an entry without a name" if "name" not in options else f"got {name!r}"
         raise ValueError(
-            f"{what}; {suggest_nearest(name, known)}choose of {', '.join(known)}, or install a package that brings it "
-            "(entry point agentevo.trackers)"
+            f"{what}; {suggest_nearest(name, known)}choose of {', '.join(known)}, or install a "
+            "package that brings it (entry point agentevo.trackers)"
         )
 
     model = trackers.get(name).Config

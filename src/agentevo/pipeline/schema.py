@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from agentevo.config import Section
-from agentevo.config.section import ONE_OR_MANY
+from agentevo.config.section import Texts
 from agentevo.config.sections import RunSection
 from agentevo.types import LARGEST_TEMPERATURE, LOWEST_TEMPERATURE
 
@@ -79,9 +79,9 @@ class StageConfig(Section):
     recipe."""
     options: dict[str, Any] = Field(default_factory=dict)
     """The kind's own keys (docs/pipelines.md)."""
-    needs: Annotated[tuple[str, ...], ONE_OR_MANY] = ()
+    needs: Texts = ()
     """Stages that must be done before, besides those that it refers to."""
-    when: Annotated[tuple[str, ...], ONE_OR_MANY] = ()
+    when: Texts = ()
     """Conditions, such as `${stages.rl.success} > 0.5`; where one does not hold, the stage is left
     out."""
     measure: bool | None = None
