@@ -45,7 +45,7 @@ from agentevo.config.keys import ConfigKeys, Variants
 from agentevo.config.memory import MemorySection
 from agentevo.config.named_agents import NamedAgentSection
 from agentevo.config.optimize import OptimizeSection
-from agentevo.config.profile import ProfileSection, spell_out
+from agentevo.config.profile import ProfileSection
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.config.rewards import read_rewards
 from agentevo.config.rm import RMSection
@@ -220,7 +220,6 @@ def build_config(
 ) -> RunConfig:
     """Like `load_config`, from a mapping. `where` begins each line about a problem, `folder` is
     where relative imports start (default: the current one), `name` is the default of `run.name`."""
-    tree, overrides = spell_out(tree, overrides)
     imports = import_all(tree, overrides, where=where, folder=folder or Path.cwd())
     keys = config_keys()
     plain = sources.merge(tree, overrides, where=where, is_text=keys.is_text)
@@ -275,9 +274,6 @@ def _fill_in(plain: dict[str, Any], name: str, folder: Path) -> list[str]:
         run.setdefault("name", name)
 
     plain["rewards"], lines = read_rewards(plain.get("rewards") or [])
-    if isinstance(plain.get("tasks"), (str, list)):
-        plain["tasks"] = {"train": plain["tasks"]}
-
     plain["tasks"] = with_absolute_paths(plain.get("tasks", {}), ("train", "eval"), folder)
     for key in ("data", "rm"):
         plain[key] = with_absolute_paths(plain.get(key, {}), ("train", "eval", "pairs"), folder)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
@@ -425,11 +425,6 @@ class StoreSection(Section):
     """sqlite:///PATH, postgresql://USER@HOST/DATABASE?schema=NAME or mongodb://HOST/DATABASE.
     A password is written as USER:${env:NAME}@HOST: the environment variable NAME has it. Default:
     store.sqlite in the run's folder."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_url(cls, given: Any) -> Any:
-        return {"url": given} if isinstance(given, str) else given
 
     @field_validator("url")
     @classmethod

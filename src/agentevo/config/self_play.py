@@ -101,13 +101,6 @@ def question_family(name: str) -> Callable[[F], F]:
     return add
 
 
-def with_self_play_read(given: Any) -> Any:
-    """A section `tasks` as written, in which `self_play: NAME` is that family's."""
-    if not isinstance(given, dict) or not isinstance(given.get("self_play"), str):
-        return given
-    return {**given, "self_play": {"family": given["self_play"]}}
-
-
 def with_roles(given: Any) -> Any:
     """A recipe as written, with the two agents where it has self-play and names none."""
     tasks = given.get("tasks") if isinstance(given, Mapping) else None

@@ -24,18 +24,21 @@ from agentevo.parsing import MAX_DEPTH, MAX_KEY, ParseError, parse_yaml, read_te
 from agentevo.paths import name_problem
 from agentevo.registry import nearest
 
+SWITCH = "enabled"
 SHORT_FORMS: dict[tuple[str, ...], str | None] = {
     ("model",): "name",
     ("environment",): "type",
     ("agent",): "type",
     ("algorithm",): "name",
     ("engine",): "type",
+    ("store",): "url",
     ("tasks",): "train",
     ("tasks", "self_play"): "family",
     ("tasks", "curriculum"): None,
+    ("profile",): SWITCH,
 }
-"""Sections of a recipe that may be written as one value, or list -> the key that it is of. None:
-`true` is the section as it is, and `false` none."""
+"""Sections of a recipe that may be written as a text or list -> the key that it is of. SWITCH:
+`true` and `false` are of that key. None: `true` is the section as it is, and `false` none."""
 
 OVERRIDE = re.compile(r"(?P<key>[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*)=(?P<value>.*)", re.DOTALL)
 
@@ -227,7 +230,8 @@ def _written_out(place: tuple[str, ...], section: Any, meaning: Any) -> Any:
     key = SHORT_FORMS[place]
     if key is None:
         return {True: {}, False: None}[meaning] if isinstance(meaning, bool) else section
-    return {key: section} if isinstance(meaning, (str, list)) else section
+    kinds = bool if key == SWITCH else (str, list)
+    return {key: section} if isinstance(meaning, kinds) else section
 
 
 def _written_out_within(place: tuple[str, ...], value: Any) -> Any:

@@ -34,7 +34,6 @@ from agentevo.config.field_words import suggest_nearest
 from agentevo.config.idle_keys import drop_idle_keys
 from agentevo.config.imports import check_recipe_of_run
 from agentevo.config.keys import ConfigKeys
-from agentevo.config.profile import spell_out
 from agentevo.config.section import ONE_OR_MANY
 from agentevo.config.values import refused_values
 from agentevo.cpu_threads import allowed_cpus
@@ -176,7 +175,7 @@ def load_sweep(recipe: str | Path, overrides: Sequence[str] = ()) -> Sweep | Non
     Raises `ConfigError` with a line for each problem of any member.
     """
     path = sources.find_recipe(str(recipe))
-    tree, overrides = spell_out(sources.read_yaml(path), overrides)
+    tree = sources.read_yaml(path)
     check_recipe_of_run(path, tree, overrides)
     for_sweep = [
         text for text in overrides if sources.split_override(text)[0].partition(".")[0] == "sweep"
@@ -249,10 +248,8 @@ def _read_run(
             )
 
     store = plain.get("store")
-    if isinstance(store, str) or (isinstance(store, dict) and store.get("url") is not None):
-        where = sources.written_in(
-            "store:" if isinstance(store, str) else "store.url:", overrides, str(path)
-        )
+    if isinstance(store, dict) and store.get("url") is not None:
+        where = sources.written_in("store.url:", overrides, str(path))
         raise ConfigError(
             f"{where}: store.url: the runs of a sweep can't share a store: leave it out, and "
             "each has one in its folder"

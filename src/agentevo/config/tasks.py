@@ -11,9 +11,9 @@ from typing import Any
 from pydantic import PositiveFloat, model_validator
 
 from agentevo.config.agents import brings_tasks
-from agentevo.config.curriculum import Curriculum, with_curriculum_read
+from agentevo.config.curriculum import Curriculum
 from agentevo.config.section import Section, Texts
-from agentevo.config.self_play import SelfPlay, with_self_play_read
+from agentevo.config.self_play import SelfPlay
 from agentevo.config.task_stages import TaskStage, stage_problem, with_stages_read
 
 
@@ -76,9 +76,8 @@ class TasksSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_sources(cls, given: Any) -> Any:
-        section = {"train": given} if isinstance(given, (str, list, tuple)) else given
-        return with_stages_read(with_curriculum_read(with_self_play_read(section)))
+    def _with_stages(cls, given: Any) -> Any:
+        return with_stages_read(given)
 
     @model_validator(mode="after")
     def _held_out_of_something(self) -> TasksSection:
