@@ -171,12 +171,7 @@ def _of_the_model(config: RunConfig) -> Iterator[str]:
             "reference=frozen"
         )
 
-    supervised = (
-        config.cold_start.episodes
-        or config.data.train
-        or config.data.demonstrations
-        or config.data.best_of
-    )
+    supervised = config.cold_start.episodes or config.data.taught
     if config.model.lora.dropout > 0 and not supervised:
         yield (
             f"model.lora.dropout={config.model.lora.dropout:g} is for supervised training (RL "
