@@ -17,8 +17,13 @@ from typing import Any
 
 import pydantic
 
-from agentevo.config.interpolation import InterpolationError, Resolver, is_interpolation, resolved
-from agentevo.credentials import without_passwords
+from agentevo.config.interpolation import (
+    InterpolationError,
+    Resolver,
+    is_interpolation,
+    resolved,
+    shortened,
+)
 from agentevo.errors import ConfigError, UnknownNameError, shown
 from agentevo.parsing import MAX_DEPTH, MAX_KEY, ParseError, parse_yaml, read_text
 from agentevo.paths import name_problem
@@ -137,14 +142,8 @@ def split_override(override: str) -> tuple[str, str]:
     return match["key"], match["value"]
 
 
-def shortened(text: str) -> str:
-    """What a message shows of a text that somebody gave."""
-    shown = without_passwords(text)
-    return shown if len(shown) <= 100 else f"{shown[:97]}..."
-
-
 def merge(
-    tree: dict[str, Any], overrides: Sequence[str], *, where: str, is_text: Callable[[str], bool]
+    tree: Mapping[str, Any], overrides: Sequence[str], *, where: str, is_text: Callable[[str], bool]
 ) -> dict[str, Any]:
     """`tree` with the overrides on top (later ones win) and `${...}` resolved. A value for a key
     that `is_text` is taken as it stands; any other is read as YAML."""

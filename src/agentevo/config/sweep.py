@@ -236,7 +236,7 @@ def _read_run(
 ) -> RunSection:
     """The sweep's own name and folder. Refuses keys that its members can't share; a recipe not
     `written` as a sweep may have a seed."""
-    plain = sources.merge(dict(base), overrides, where=str(path), is_text=keys.is_text)
+    plain = sources.merge(base, overrides, where=str(path), is_text=keys.is_text)
     given = plain.get("run", {})
     if isinstance(given, dict):
         given = {"name": path.stem, **given}
