@@ -158,9 +158,8 @@ def _name_of_type(kind: Any) -> str:
         item = _alternatives(arguments[0])
         limits = _range_in_words(_annotated_limits(arguments[0]))
         number = "" if origin is not tuple or Ellipsis in arguments else f"{len(arguments)} "
-        return f"list of {number}{PLURALS.get(item, item)}" + (
-            f", each {', '.join(limits)}" if limits else ""
-        )
+        plural = PLURALS.get(item, item.replace("mapping ", "mappings ", 1))
+        return f"list of {number}{plural}" + (f", each {', '.join(limits)}" if limits else "")
 
     if origin in (dict, Mapping) or kind in (dict, Mapping):
         return "mapping of names to texts" if arguments == (str, str) else "mapping"

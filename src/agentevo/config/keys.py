@@ -23,6 +23,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from agentevo.config import sources
+from agentevo.config.entry_problems import entry_problem
 from agentevo.config.field_words import (
     alternative_types,
     as_yaml,
@@ -198,13 +199,19 @@ class ConfigKeys:
 
         kind = error["type"]
         value = error["input"]
-        if kind in ("extra_forbidden", "invalid_key"):
-            return self._unknown_key(".".join(parts), value, chosen)
-
         known = next(
             (n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in self._explanations), 0
         )
         key = ".".join(parts[:known])
+        models = {model for item in self.kinds(key) if (model := section_model(item))}
+        inside = error["loc"][known + 1 :]
+        if inside and parts[known].isdigit() and len(models) == 1:
+            located = cast(ErrorDetails, {**error, "loc": inside})
+            return entry_problem(f"{key}[{parts[known]}]", models.pop(), located)
+
+        if kind in ("extra_forbidden", "invalid_key"):
+            return self._unknown_key(".".join(parts), value, chosen)
+
         if kind in ("value_error", "assertion_error"):
             text = str(error["ctx"]["error"])
             return f"{key}: {text}" if key else text

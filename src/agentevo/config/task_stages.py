@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import pydantic
 from pydantic import Field, field_validator
 
-from agentevo.config.entry_problems import entry_problem
 from agentevo.config.section import Section, Texts
 
 if TYPE_CHECKING:
@@ -79,25 +77,6 @@ def _in_words(wanted: Any) -> str:
             return f"at least {least}" if most is None else f"at most {most}"
         return f"from {least} to {most}"
     return f"one of {', '.join(map(repr, wanted))}" if isinstance(wanted, list) else repr(wanted)
-
-
-def with_stages_read(given: Any) -> Any:
-    """A section `tasks` as written, its stages read. Raises ValueError with the words about an
-    entry that is no stage."""
-    stages = given.get("stages") if isinstance(given, Mapping) else None
-    if not isinstance(stages, (list, tuple)):
-        return given
-
-    read = []
-    for index, stage in enumerate(stages):
-        try:
-            read.append(TaskStage.model_validate(stage))
-        except pydantic.ValidationError as error:
-            place = f"stages[{index}]"
-            lines = [entry_problem(place, TaskStage, wrong) for wrong in error.errors()]
-            raise ValueError("; ".join(lines)) from error
-
-    return {**given, "stages": tuple(read)}
 
 
 def stage_problem(

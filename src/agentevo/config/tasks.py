@@ -14,7 +14,7 @@ from agentevo.config.agents import brings_tasks
 from agentevo.config.curriculum import Curriculum
 from agentevo.config.section import Section, Texts
 from agentevo.config.self_play import SelfPlay
-from agentevo.config.task_stages import TaskStage, stage_problem, with_stages_read
+from agentevo.config.task_stages import TaskStage, stage_problem
 
 
 class TaskFields(Section):
@@ -73,11 +73,6 @@ class TasksSection(Section):
     @property
     def given(self) -> bool:
         return bool(self.train) or self.self_play is not None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_stages(cls, given: Any) -> Any:
-        return with_stages_read(given)
 
     @model_validator(mode="after")
     def _held_out_of_something(self) -> TasksSection:
