@@ -87,7 +87,7 @@ def stopped_at_work(monkeypatch) -> None:
         "agentevo.processes.serve_model._serve",
         "agentevo.processes.gateway._serve",
         "agentevo.launch.node.asked_to_stop",
-        "agentevo.launch.targets.submit_launch",
+        "agentevo.launch.writer.submit",
         "agentevo.loop.server.run_coroutine",
         "agentevo.processes.sample._sample",
         "agentevo.processes.sandbox_server.run_coroutine",

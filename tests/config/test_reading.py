@@ -212,11 +212,23 @@ def test_another_preset_brings_its_own_keys():
         (True, ["profile=false"], False, 1),
         ({"enabled": True, "steps": 2}, ["profile=false"], False, 2),
         ({"steps": 2}, ["profile=true"], True, 2),
+        ("${run.overwrite}", ["run.overwrite=false"], False, 1),
     ],
 )
 def test_profile_may_be_written_short(profile, overrides, enabled, steps):
     config = build_config(DOORS if profile is None else {**DOORS, "profile": profile}, overrides)
     assert (config.profile.enabled, config.profile.steps) == (enabled, steps)
+
+
+def test_the_store_may_be_written_as_its_url():
+    short = {**DOORS, "store": "sqlite:///a"}
+    assert build_config(short).store.url == "sqlite:///a"
+    assert build_config(short, ["store.url=sqlite:///b"]).store.url == "sqlite:///b"
+    assert build_config(
+        {**DOORS, "store": {"url": "sqlite:///a"}}, ["store=sqlite:///b"]
+    ).store.url == ("sqlite:///b")
+    with pytest.raises(ConfigError, match=r"store\.url: the password would be written"):
+        build_config({**DOORS, "store": "postgresql://me:hush@host/d"})
 
 
 def test_profile_is_yes_or_no_or_a_section():

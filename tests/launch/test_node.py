@@ -14,9 +14,9 @@ import pytest
 from agentevo.device_names import visible
 from agentevo.errors import ConfigError
 from agentevo.launch import node as node_module
-from agentevo.launch.fleet import FleetNode
-from agentevo.launch.node import HeadWatch, Heart, LostNodeError, run_node
-from agentevo.launch.targets import fleet_of, make
+from agentevo.launch.node import HeartbeatReader, HeartbeatWriter, LostNodeError, run_node
+from agentevo.launch.targets import read_cluster
+from agentevo.launch.writer import write_launch
 from agentevo.runs.identity import ensure_run_folder
 
 SMALL = [
@@ -29,7 +29,7 @@ SMALL = [
 
 def written(tmp_path, *overrides, **values):
     recipe = [*SMALL, f"run.dir={tmp_path / 'run'}", *overrides]
-    return make("slurm", "coins", recipe, fleet_of("slurm", values), tmp_path / "launch").folder
+    return write_launch("coins", recipe, read_cluster("slurm", values), tmp_path / "launch").folder
 
 
 def start(folder, rank, id="1"):
@@ -39,35 +39,35 @@ def start(folder, rank, id="1"):
     )
 
 
-def test_a_watch_follows_the_heart_to_its_end(tmp_path):
+def test_a_reader_follows_the_writer_to_its_end(tmp_path):
     path = tmp_path / "run.launch" / "1.json"
-    watch = HeadWatch(path)
-    assert watch.poll() is None
+    reader = HeartbeatReader(path)
+    assert reader.poll() is None
 
-    with Heart(path) as heart:
+    with HeartbeatWriter(path) as writer:
         deadline = time.monotonic() + 300
         while not path.is_file():
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert watch.poll() is None
-        heart.code = 7
+        assert reader.poll() is None
+        writer.code = 7
 
-    assert watch.poll() == 7
+    assert reader.poll() == 7
 
 
-def test_a_heart_that_stands_still_is_lost(tmp_path):
+def test_a_heartbeat_that_stands_still_is_lost(tmp_path):
     path = tmp_path / "1.json"
     path.write_text(json.dumps({"count": 3}))
-    watch = HeadWatch(path, lost_s=0.05)
-    assert watch.poll() is None
+    reader = HeartbeatReader(path, lost_s=0.05)
+    assert reader.poll() is None
     time.sleep(0.1)
     with pytest.raises(LostNodeError, match="same folder"):
-        watch.poll()
+        reader.poll()
 
 
-def test_a_heart_says_that_its_node_was_stopped_where_it_fails(tmp_path):
+def test_the_last_heartbeat_says_that_its_node_was_stopped_where_it_fails(tmp_path):
     path = tmp_path / "run.launch" / "1.json"
-    with pytest.raises(RuntimeError), Heart(path):
+    with pytest.raises(RuntimeError), HeartbeatWriter(path):
         raise RuntimeError
     assert json.loads(path.read_text())["code"] == 143
 
@@ -75,25 +75,25 @@ def test_a_heart_says_that_its_node_was_stopped_where_it_fails(tmp_path):
 def test_a_replaced_node_does_not_end_by_the_former_end(tmp_path):
     path = tmp_path / "1.json"
     path.write_text(json.dumps({"count": 3, "code": 143}))
-    watch = HeadWatch(path)
-    assert watch.poll() is None
-    assert watch.poll() is None
+    reader = HeartbeatReader(path)
+    assert reader.poll() is None
+    assert reader.poll() is None
 
     path.write_text(json.dumps({"count": 0}))
-    assert watch.poll() is None
+    assert reader.poll() is None
 
     path.write_text(json.dumps({"count": 3, "code": 143}))
     path.write_text(json.dumps({"count": 4, "code": 0}))
-    assert watch.poll() == 0
+    assert reader.poll() == 0
 
 
 def test_an_end_that_stays_is_believed(tmp_path):
     path = tmp_path / "1.json"
     path.write_text(json.dumps({"count": 3, "code": 0}))
-    watch = HeadWatch(path, old_s=0.05)
-    assert watch.poll() is None
+    reader = HeartbeatReader(path, old_s=0.05)
+    assert reader.poll() is None
     time.sleep(0.1)
-    assert watch.poll() == 0
+    assert reader.poll() == 0
 
 
 def test_devices_are_named_to_their_process_alone():
@@ -123,15 +123,15 @@ def test_a_node_waits_for_its_recipe_and_says_so(small_config, tmp_path, monkeyp
     monkeypatch.setattr(node_module, "Children", lambda *given: begun.append(given) or Began())
 
     config = small_config(tmp_path / "run", "trainer.steps=7")
-    given = (FleetNode(), [], config, False, lambda: next(looks), lambda: False, notes.append)
-    node_module._look_after(*given)
+    arguments = ([], config, lambda: next(looks), lambda: False, notes.append)
+    node_module._run_children(*arguments)
 
     assert notes == ["waiting for the trainer to go on with trainer.steps as given here"]
     assert not begun
 
     monkeypatch.setattr(node_module, "RECIPE_S", 0.0)
     looks = iter([0])
-    node_module._look_after(*given)
+    node_module._run_children(*arguments)
     assert begun
 
 

@@ -13,7 +13,8 @@ import pytest
 from agentevo.device_names import visible
 from agentevo.errors import ConfigError
 from agentevo.launch.ray_owner import own
-from agentevo.launch.targets import fleet_of, make
+from agentevo.launch.targets import read_cluster
+from agentevo.launch.writer import write_launch
 
 STEPS = 40
 SMALL = [
@@ -24,7 +25,7 @@ SMALL = [
 
 def written(tmp_path, **values):
     recipe = [*SMALL, f"run.dir={tmp_path / 'run'}"]
-    return make("ray", "coins", recipe, fleet_of("ray", values), tmp_path / "launch")
+    return write_launch("coins", recipe, read_cluster("ray", values), tmp_path / "launch")
 
 
 def test_a_folder_for_ray(tmp_path):

@@ -10,7 +10,8 @@ from agentevo.cli.main import main
 from agentevo.config import load_config
 from agentevo.errors import ConfigError
 from agentevo.launch.plan import read_plan
-from agentevo.launch.targets import fleet_of, make
+from agentevo.launch.targets import read_cluster
+from agentevo.launch.writer import write_launch
 
 STORE = "store.url=postgresql://me:${env:PW}@db/x"
 APART = [
@@ -23,10 +24,9 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def made(target, tmp_path, *overrides, **values):
-    return make(
-        target, "frozen_lake", [*APART, *overrides], fleet_of(target, values), tmp_path / "out"
-    )
+def write(target, tmp_path, *overrides, **values):
+    cluster = read_cluster(target, values)
+    return write_launch("frozen_lake", [*APART, *overrides], cluster, tmp_path / "out")
 
 
 def documents(path):
@@ -35,7 +35,7 @@ def documents(path):
 
 def test_every_target_writes_the_same_recipe_and_nodes(tmp_path):
     for target in ("slurm", "kubernetes", "skypilot"):
-        folder = made(
+        folder = write(
             target, tmp_path, gpus=4, engines=4, samplers=2,
             **({"accelerator": "H100", "volume": "v"} if target == "skypilot" else {}),
         ).folder  # fmt: skip
@@ -47,7 +47,7 @@ def test_every_target_writes_the_same_recipe_and_nodes(tmp_path):
 
 
 def test_the_batch_script_is_bash_and_asks_for_what_was_said(tmp_path):
-    folder = made(
+    folder = write(
         "slurm", tmp_path, gpus=8, engines=8, samplers=1, partition="gpu", time="02:00:00",
         cpus_per_node=32, sbatch=["--exclusive"], setup="module load cuda",
     ).folder  # fmt: skip
@@ -64,7 +64,7 @@ def test_the_batch_script_is_bash_and_asks_for_what_was_said(tmp_path):
 
 def test_the_manifest_gives_secrets_by_reference_and_the_code_beside_the_recipe(tmp_path):
     (tmp_path / "mine.py").write_text("A = 1\n")
-    folder = made(
+    folder = write(
         "kubernetes", tmp_path, "import=[./mine.py]", gpus=2, engines=2, gpus_per_engine=2,
         samplers=1, node_selector={"pool": "gpu"},
     ).folder  # fmt: skip
@@ -90,15 +90,29 @@ def test_the_manifest_gives_secrets_by_reference_and_the_code_beside_the_recipe(
 
 
 def test_kubernetes_itself_would_take_it(tmp_path):
-    folder = made(
+    folder = write(
         "kubernetes", tmp_path, gpus=1, engines=1, samplers=1, storage_class="fast"
     ).folder
     for document in yaml.safe_load_all((folder / "manifest.yaml").read_text()):
         kubernetes_validate.validate(document, "1.33", strict=True)
 
 
+def test_texts_of_people_arrive_as_they_were_written(tmp_path):
+    setup = "echo '\N{ROCKET}' \"a: b\" # c\nsource x"
+    folder = write("skypilot", tmp_path, "run.name='true'", setup=setup, infra="{{ no }}").folder
+    task = yaml.safe_load((folder / "task.sky.yaml").read_text())
+    assert task["setup"] == setup
+    assert task["resources"]["infra"] == "{{ no }}"
+    assert task["name"] == "true"
+
+    folder = write("kubernetes", tmp_path, node_selector={"a": "no"}, namespace="on").folder
+    job = documents(folder / "manifest.yaml")["Job"]
+    assert job["metadata"]["namespace"] == "on"
+    assert job["spec"]["template"]["spec"]["nodeSelector"] == {"a": "no"}
+
+
 def test_compose_has_the_run_and_a_dashboard_that_only_reads(tmp_path):
-    folder = made("compose", tmp_path, gpus=2, engines=1, samplers=1).folder
+    folder = write("compose", tmp_path, gpus=2, engines=1, samplers=1).folder
     project = yaml.safe_load((folder / "compose.yaml").read_text())
     services = project["services"]
     assert project["name"] == "agentevo-frozen-lake"
@@ -154,9 +168,9 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path, capsys):
 
 
 def test_what_else_lies_in_the_folder_stays(tmp_path):
-    folder = made("slurm", tmp_path).folder
+    folder = write("slurm", tmp_path).folder
     (folder / "17.log").write_text("a job's")
-    made("slurm", tmp_path, partition="b")
+    write("slurm", tmp_path, partition="b")
     assert (folder / "17.log").read_text() == "a job's"
 
 
@@ -197,7 +211,7 @@ def test_places_of_this_machine_go_along_with_containers_or_are_refused(tmp_path
     recipe = tmp_path / "asks.yaml"
     recipe.write_text("tasks: {train: rows.jsonl, eval: rows.jsonl}\nrewards: [contains]\n")
 
-    out = make("kubernetes", str(recipe), [STORE], fleet_of("kubernetes", {}), tmp_path / "out")
+    out = write_launch(str(recipe), [STORE], read_cluster("kubernetes", {}), tmp_path / "out")
     data = documents(out.folder / "manifest.yaml")["ConfigMap"]["data"]
     assert data["rows.jsonl"] == rows.read_text()
     assert yaml.safe_load(data["recipe.yaml"])["tasks"]["train"] == ["./rows.jsonl"]
@@ -205,12 +219,21 @@ def test_places_of_this_machine_go_along_with_containers_or_are_refused(tmp_path
     (tmp_path / "ckpt").mkdir()
     for words in (["model.name=./ckpt"], ["model.name=ckpt/"], [f"model.name={tmp_path}/ckpt"]):
         with pytest.raises(ConfigError, match=r"^model\.name: .*on this machine.*/runs$"):
-            make("compose", str(recipe), words, fleet_of("compose", {}), tmp_path / "other")
+            write_launch(str(recipe), words, read_cluster("compose", {}), tmp_path / "other")
 
     rows.write_bytes(b"\xff\xfe" * 10)
     with pytest.raises(ConfigError, match=r"tasks\.train\.0: it can't go along.*not UTF-8"):
-        make("skypilot", str(recipe), [], fleet_of("skypilot", {}), tmp_path / "other")
+        write_launch(str(recipe), [], read_cluster("skypilot", {}), tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_rows_do_not_replace_the_files_of_the_launch(tmp_path):
+    rows = tmp_path / "recipe.yaml"
+    rows.write_text('[{"query": "2 + 2?", "answer": "4"}]\n')
+    recipe = tmp_path / "asks.yaml"
+    recipe.write_text("tasks: {train: recipe.yaml, eval: recipe.yaml}\nrewards: [contains]\n")
+    with pytest.raises(ConfigError, match=r"tasks\.train\.0: two files are called recipe\.yaml"):
+        write_launch(str(recipe), [], read_cluster("compose", {}), tmp_path / "out")
 
 
 def test_nodes_that_share_folders_read_places_of_this_machine_by_their_absolute_path(

@@ -191,7 +191,7 @@ def test_a_step_whose_stage_is_not_decided_yet_has_no_tasks(tmp_path):
         ([{"name": "a", "where": {"d": {"min": 2, "max": 1}}}], "min 2 is above max 1"),
         ([{"name": "a", "where": {"d": {"min": "x"}}}], "min and max are numbers"),
         ([{"name": "a", "where": {"d": []}}], "needs a value, a list of values"),
-        (["easy"], "stages[0]"),
+        (["easy"], "tasks.stages[0]: got 'easy'; needs a list of mappings with keys such as name"),
         ("easy", "tasks.stages"),
     ],
     ids=str,

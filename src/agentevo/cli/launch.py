@@ -111,17 +111,19 @@ def _launch(
     submit: bool,
 ) -> None:
     from agentevo.console import to_stderr
-    from agentevo.launch.targets import fleet_of, make, submit_launch
+    from agentevo.launch.targets import read_cluster
+    from agentevo.launch.writer import submit as submit_launch
+    from agentevo.launch.writer import write_launch
 
-    given = _read_values(values) if values is not None else {}
-    given |= plain_options(settings or [], "gpus=8")
-    made = make(target, recipe, overrides or [], fleet_of(target, given), out)
-    for line in made.notes:
+    keys = _read_values(values) if values is not None else {}
+    keys |= plain_options(settings or [], "gpus=8")
+    written = write_launch(recipe, overrides or [], read_cluster(target, keys), out)
+    for line in written.notes:
         to_stderr(line)
     if submit:
-        print(submit_launch(made))
+        print(submit_launch(written))
     else:
-        print(f"{made.folder}/ is ready; submit it with: {' '.join(made.command)}")
+        print(f"{written.folder}/ is ready; submit it with: {' '.join(written.command)}")
 
 
 def _read_values(path: Path) -> dict[str, Any]:

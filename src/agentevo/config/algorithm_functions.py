@@ -19,7 +19,7 @@ What they get and return: docs/credit.md, docs/algorithms.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
 from agentevo.errors import ConfigError, UnknownNameError
 from agentevo.registry import Registry
@@ -38,6 +38,7 @@ C = TypeVar("C", bound=CreditFunction)
 L = TypeVar("L", bound=LossFunction)
 A = TypeVar("A", bound=AdvantageFunction)
 T = TypeVar("T", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class AlgorithmFunctions(Generic[T]):
@@ -60,13 +61,18 @@ class AlgorithmFunctions(Generic[T]):
                 "import), or in the program, before it trains"
             ) from error
 
-    def add(self, name: str, function: T) -> None:
-        """Raises ConfigError for what is no function."""
-        if not callable(function):
-            raise ConfigError(
-                f"the {self._decorator} {name!r} is no function: make it `{self._signature}`"
-            )
-        self.registry.register(name)(function)
+    def register(self, name: str) -> Callable[[F], F]:
+        """Decorator: registers a function under `name`. Raises ConfigError for what is none."""
+
+        def add(function: F) -> F:
+            if not callable(function):
+                raise ConfigError(
+                    f"the {self._decorator} {name!r} is no function: make it `{self._signature}`"
+                )
+            self.registry.register(name)(cast(T, function))
+            return function
+
+        return add
 
 
 CREDITS: AlgorithmFunctions[CreditFunction] = AlgorithmFunctions(
@@ -83,32 +89,17 @@ ADVANTAGES: AlgorithmFunctions[AdvantageFunction] = AlgorithmFunctions(
 def credit(name: str) -> Callable[[C], C]:
     """Decorator: registers a function as the credit `name`, for recipes that import its module (key
     `import`). Raises ConfigError for what is no function."""
-
-    def add(function: C) -> C:
-        CREDITS.add(name, function)
-        return function
-
-    return add
+    return CREDITS.register(name)
 
 
 def policy_loss(name: str) -> Callable[[L], L]:
     """Decorator: registers a function as the loss `name`, see `credit`."""
-
-    def add(function: L) -> L:
-        POLICY_LOSSES.add(name, function)
-        return function
-
-    return add
+    return POLICY_LOSSES.register(name)
 
 
 def advantage(name: str) -> Callable[[A], A]:
     """Decorator: registers a function as the advantage `name`, see `credit`."""
-
-    def add(function: A) -> A:
-        ADVANTAGES.add(name, function)
-        return function
-
-    return add
+    return ADVANTAGES.register(name)
 
 
 def check_names(section: AlgorithmSection) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from agentevo.config.section import Section
+from agentevo.config.section import ONE_OR_MANY, Section
 
 PROMPT = """An agent called a tool and got what stands between <content> and </content>. The agent \
 wants to know: {purpose}
@@ -26,7 +26,7 @@ class BrowseSection(Section):
     """Long results of some tools are summarised by a helper model, for the purpose that the call
     states, before the policy reads them. The names are those of AgentRL's browse_agent."""
 
-    models: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    models: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], ONE_OR_MANY] = ()
     """Names of remote_models, asked in this order until one answers. Empty: no summaries."""
     status: bool = True
     """Whether results are summarised; false switches it off and keeps the settings."""
@@ -51,11 +51,6 @@ class BrowseSection(Section):
     """What the helper is asked, with {purpose} and {content}."""
     timeout_s: float = Field(default=180.0, gt=0)
     """Longest time for the summary of one result, all models and pages together."""
-
-    @field_validator("models", mode="before")
-    @classmethod
-    def _one_is_a_list(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
 
     @field_validator("prompt")
     @classmethod

@@ -3,6 +3,7 @@ how their length counts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 import pydantic
@@ -61,12 +62,13 @@ class CollectKeys(pydantic.BaseModel):
     one just below length_max, and anything longer. Default: 2, 1, -10, 0, -10."""
 
 
-def collect_contradictions(config: RunConfig) -> list[str]:
+def collect_contradictions(config: RunConfig) -> Iterator[str]:
     """Contradictions of these keys with others, as 'what: remedy'."""
     algorithm = config.algorithm
-    problems = _rlpr_problems(algorithm) + _length_problems(config)
+    yield from _rlpr_problems(algorithm)
+    yield from _length_problems(config)
     if algorithm.dynamic_sampling > 1 and algorithm.keep_groups < 1:
-        problems.append(
+        yield (
             f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} fills the step with groups "
             "and "
             f"algorithm.keep_groups={algorithm.keep_groups:g} takes most of them away: set "
@@ -74,7 +76,7 @@ def collect_contradictions(config: RunConfig) -> list[str]:
         )
 
     if algorithm.dynamic_sampling > 1 and not algorithm.drop_zero_variance:
-        problems.append(
+        yield (
             f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} leaves out groups of equal "
             "rewards and "
             "algorithm.drop_zero_variance=false keeps them: set dynamic_sampling=0 or "
@@ -88,20 +90,17 @@ def collect_contradictions(config: RunConfig) -> list[str]:
             ("length_shaping", algorithm.length_shaping == "relative"),
         ):
             if needs:
-                problems.append(
+                yield (
                     f"algorithm.{key}={getattr(algorithm, key)} compares the members of a group, "
                     "but trainer.group_size is 1: "
                     "set it to 2 or more"
                 )
 
-    return problems
 
-
-def _rlpr_problems(algorithm: AlgorithmSection) -> list[str]:
+def _rlpr_problems(algorithm: AlgorithmSection) -> Iterator[str]:
     keys = ("rlpr_decay", "rlpr_record_from", "rlpr_start")
-    problems = []
     if algorithm.rlpr_beta is None:
-        problems += [
+        yield from [
             f"algorithm.{key} belongs to a filter that is off while algorithm.rlpr_beta is null: "
             f"set rlpr_beta (0.5, say) or remove {key}"
             for key in keys
@@ -111,31 +110,28 @@ def _rlpr_problems(algorithm: AlgorithmSection) -> list[str]:
     record_from = algorithm.rlpr_record_from or 6
     start = algorithm.rlpr_start or 11
     if record_from >= start:
-        problems.append(
+        yield (
             f"algorithm.rlpr_start={start} leaves no step to record from "
             f"algorithm.rlpr_record_from={record_from} on: "
             "set rlpr_record_from below rlpr_start"
         )
 
-    return problems
 
-
-def _length_problems(config: RunConfig) -> list[str]:
+def _length_problems(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
     shaping = algorithm.length_shaping
-    problems = []
     for key in sorted(
         {key for keys in LENGTH_KEYS.values() for key in keys} - set(LENGTH_KEYS[shaping])
     ):
         if getattr(algorithm, key) is not None:
             users = [name for name, keys in LENGTH_KEYS.items() if key in keys]
-            problems.append(
+            yield (
                 f"algorithm.{key} means nothing to algorithm.length_shaping={shaping}: remove it, "
                 f"or set length_shaping={' or '.join(users)}"
             )
 
     if shaping == "linear" and algorithm.length_weight is None:
-        problems.append(
+        yield (
             "algorithm.length_shaping=linear needs algorithm.length_weight: give the reward that "
             "a token costs (0.001, say)"
         )
@@ -145,7 +141,7 @@ def _length_problems(config: RunConfig) -> list[str]:
         and algorithm.length_buffer is not None
         and algorithm.length_buffer > config.length_max
     ):
-        problems.append(
+        yield (
             f"algorithm.length_buffer={algorithm.length_buffer} is more than the "
             f"{config.length_max} tokens of algorithm.length_max "
             "(default: sampling.max_new_tokens times agent.max_turns): lower length_buffer or "
@@ -153,11 +149,9 @@ def _length_problems(config: RunConfig) -> list[str]:
         )
 
     if shaping == "relative" and "baseline_rewards" in algorithm.needs:
-        problems.append(
+        yield (
             "algorithm.length_shaping=relative compares lengths within a group, to which the "
             "greedy attempt of "
             f"algorithm.advantage={algorithm.resolve().advantage} does not belong: choose "
             "soft_overlong, linear or cosine"
         )
-
-    return problems

@@ -3,7 +3,7 @@ sections, and what the modules of single ones say."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
     from agentevo.config.recipe import RunConfig
 
 
-def recipe_contradictions(config: RunConfig) -> list[str]:
+def recipe_contradictions(config: RunConfig) -> Iterator[str]:
     """Values that are each right but can't hold together, as 'what: remedy'."""
-    problems = preference_contradictions(config)
+    yield from preference_contradictions(config)
     if config.algorithm.preference() is None:
-        problems += algorithm_contradictions(config.algorithm)
+        yield from algorithm_contradictions(config.algorithm)
 
-    problems += _of_the_training(config)
-    problems += collect_contradictions(config)
-    problems += penalty_contradictions(config)
-    problems += memory_contradictions(config)
-    problems += rollout_contradictions(config)
-    problems += _of_the_advantage(config)
-    problems += routing_contradictions(config)
-    problems += parallel_contradictions(config)
-    problems += named_agent_contradictions(config)
+    yield from _of_the_training(config)
+    yield from collect_contradictions(config)
+    yield from penalty_contradictions(config)
+    yield from memory_contradictions(config)
+    yield from rollout_contradictions(config)
+    yield from _of_the_advantage(config)
+    yield from routing_contradictions(config)
+    yield from parallel_contradictions(config)
+    yield from named_agent_contradictions(config)
     if config.run.overwrite and Path.cwd().is_relative_to(config.run_dir.resolve()):
-        problems.append(
+        yield (
             f"run.overwrite would delete {config.run_dir.resolve()}, where you are: give the run "
             "a folder of its own with run.dir"
         )
 
     if config.trainer.minibatches > config.trainer.groups_per_step:
-        problems.append(
+        yield (
             f"trainer.minibatches={config.trainer.minibatches} is more than "
             f"trainer.groups_per_step={config.trainer.groups_per_step}: "
             "a group is never split, so set trainer.minibatches no higher than "
@@ -56,73 +56,69 @@ def recipe_contradictions(config: RunConfig) -> list[str]:
         )
 
     if config.cold_start.episodes and config.environment is None:
-        problems.append(
+        yield (
             f"cold_start.episodes={config.cold_start.episodes} are played by an environment's own "
             "solver, and the recipe names no environment: set cold_start.episodes=0, and teach "
             "from conversations with `agentevo sft` (data.train)"
         )
 
-    problems += _of_the_model(config)
-    problems += name_problems(list(config.remote_models), config.model.name)
-    return problems + unknown_helpers(config.remote_models, config.agent)
+    yield from _of_the_model(config)
+    yield from name_problems(list(config.remote_models), config.model.name)
+    yield from unknown_helpers(config.remote_models, config.agent)
 
 
-def _of_the_training(config: RunConfig) -> list[str]:
+def _of_the_training(config: RunConfig) -> Iterator[str]:
     """Contradictions of the sampling, the groups and the algorithm that trains on them."""
     sampling = config.sampling
     trainer = config.trainer
-    problems = list[str]()
     if trainer.steps > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0):
-        problems.append(
+        yield (
             "sampling.top_p, top_k and min_p cut the distribution that the trainer's importance "
             "ratio assumes whole: "
             "set top_p=1 top_k=0 min_p=0 (or trainer.steps=0 to evaluate only)"
         )
 
     if trainer.optimizer_from is not None and (config.agents or config.cold_start.episodes):
-        problems.append(
+        yield (
             "trainer.optimizer_from goes on with one policy's optimizer: leave agents and "
             "cold_start out"
         )
 
     if trainer.epochs == 0 and config.data.given:
-        problems.append(
+        yield (
             "trainer.epochs=0 only samples, and data.pairs or data.pairs_from is given to train "
             "on: set trainer.epochs=1, or remove it"
         )
 
     if trainer.steps > 0 and trainer.group_size == 1 and not config.data.given:
         if config.algorithm.within_group:
-            problems.append(
+            yield (
                 f"algorithm.name={config.algorithm.name} compares the members of a group, but "
                 "trainer.group_size is 1: set it to 2 or more"
             )
         elif config.algorithm.keep_groups < 1:
-            problems.append(
+            yield (
                 "algorithm.keep_groups ranks groups by their spread of rewards, but "
                 "trainer.group_size is 1: set it to 2 or more"
             )
 
-    return problems
 
-
-def _of_the_advantage(config: RunConfig) -> list[str]:
+def _of_the_advantage(config: RunConfig) -> Iterator[str]:
     """Contradictions of the chosen advantage with sections that it does not use and with rewards
     that it can't take."""
     needs = config.algorithm.needs
-    problems = []
     for key, section, need in (
         ("critic", config.critic, "values"),
         ("process_reward", config.process_reward, "process_rewards"),
     ):
         if need not in needs and section != type(section)():
-            problems.append(
+            yield (
                 f"{key} is set, but algorithm.name={config.algorithm.name} has none: remove it, "
                 f"or choose {_users(need)}"
             )
 
     if "values" in needs and 0 < config.trainer.steps <= config.critic.pretrain_steps:
-        problems.append(
+        yield (
             f"critic.pretrain_steps={config.critic.pretrain_steps} leaves none of "
             f"trainer.steps={config.trainer.steps} to the policy: "
             "raise trainer.steps or lower critic.pretrain_steps"
@@ -130,12 +126,10 @@ def _of_the_advantage(config: RunConfig) -> list[str]:
 
     penalty = getattr(config.agent, "format_penalty", 0.0) if config.environment else 0.0
     if penalty > 0 and divides_by_mean_reward(vars(config.algorithm)):
-        problems.append(
+        yield (
             "algorithm.advantage=maxrl divides by the mean reward, so no reward may be below 0, "
             f"but agent.format_penalty is {penalty:g}: set it to 0"
         )
-
-    return problems
 
 
 def divides_by_mean_reward(algorithm: object) -> bool:
@@ -154,38 +148,32 @@ def _users(need: str) -> str:
     )
 
 
-def _of_the_model(config: RunConfig) -> list[str]:
+def _of_the_model(config: RunConfig) -> Iterator[str]:
     """Contradictions of the model, its adapters and the lengths that it has room for."""
     sampling = config.sampling
-    problems = list[str]()
     tiny = config.model.tiny
     if config.model.name != "tiny" and tiny != TinyModel():
-        problems.append(
+        yield (
             f"model.tiny is set but model.name is {config.model.name!r}: set model.name=tiny or "
             "remove model.tiny"
         )
 
     if config.model.name == "tiny" and sampling.max_new_tokens >= tiny.context_length:
-        problems.append(
+        yield (
             f"sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in "
             f"model.tiny.context_length={tiny.context_length}: lower the former or raise the latter"
         )
 
     if config.algorithm.reference == "base" and not config.model.lora.enabled:
-        problems.append(
+        yield (
             "algorithm.reference=base is the policy with its adapters off, but model.lora has "
             "none: set model.lora.rank=16, or "
             "reference=frozen"
         )
 
-    supervised = (
-        config.cold_start.episodes
-        or config.data.train
-        or config.data.demonstrations
-        or config.data.best_of
-    )
+    supervised = config.cold_start.episodes or config.data.taught
     if config.model.lora.dropout > 0 and not supervised:
-        problems.append(
+        yield (
             f"model.lora.dropout={config.model.lora.dropout:g} is for supervised training (RL "
             "trains on the log-probs that tokens were "
             "drawn with), and this run has none: set it to 0, or set cold_start.episodes, or "
@@ -196,10 +184,8 @@ def _of_the_model(config: RunConfig) -> list[str]:
         config.engine.kv_cache_tokens is not None
         and sampling.max_new_tokens > config.engine.kv_cache_tokens
     ):
-        problems.append(
+        yield (
             f"sampling.max_new_tokens={sampling.max_new_tokens} does not fit "
             f"engine.kv_cache_tokens={config.engine.kv_cache_tokens}: "
             "lower the former or raise the latter"
         )
-
-    return problems

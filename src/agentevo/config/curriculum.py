@@ -3,7 +3,7 @@ attempts succeeded so far."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -27,13 +27,6 @@ class Curriculum(Section):
     floor: float = Field(default=0.05, gt=0, le=1)
     """The least weight of a task that is not retired: how often tasks come back that were always or
     never solved."""
-
-
-def with_curriculum_read(given: Any) -> Any:
-    """A section `tasks` as written, in which `curriculum: true` is the default one."""
-    if not isinstance(given, dict) or not isinstance(given.get("curriculum"), bool):
-        return given
-    return {**given, "curriculum": {} if given["curriculum"] else None}
 
 
 def curriculum_contradictions(config: RunConfig) -> list[str]:

@@ -12,15 +12,15 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from agentevo.config.field_words import (
+    LISTS,
     alternative_types,
     as_yaml,
     choices_of,
+    describe_wrong_value,
+    section_model,
     type_in_words,
-    with_article,
 )
 from agentevo.registry import nearest
-
-LISTS = (tuple, list, set, frozenset)
 
 
 def entry_problem(place: str, model: type[pydantic.BaseModel], error: ErrorDetails) -> str:
@@ -60,11 +60,7 @@ def wrong_value(info: FieldInfo, rest: tuple[int | str, ...], value: object) -> 
         inside += f"[{part}]" if isinstance(part, int) else f".{part}"
         wanted = FieldInfo.from_annotation(item)
 
-    words = with_article(type_in_words(wanted))
     kinds = alternative_types(wanted.annotation)
-    guess = nearest(value, list(choices_of(wanted))) if isinstance(value, str) else None
-    hint = f" did you mean {guess}?" if guess else ""
-
     advice = ""
     if isinstance(value, str) and value.strip() and all(get_origin(one) in LISTS for one in kinds):
         listed = f"[{', '.join(value.replace(',', ' ').split())}]"
@@ -75,7 +71,8 @@ def wrong_value(info: FieldInfo, rest: tuple[int | str, ...], value: object) -> 
     elif not inside and not info.is_required():
         advice = f" (default {as_yaml(info.get_default(call_default_factory=True))})"
 
-    return f"{inside}: got {as_yaml(value)};{hint} needs {words}{advice}"
+    words = type_in_words(wanted)
+    return f"{inside}: {describe_wrong_value(value, words, choices_of(wanted), advice)}"
 
 
 def _found(
@@ -85,16 +82,11 @@ def _found(
     field's value."""
     for depth, part in enumerate(loc):
         info = model.model_fields.get(str(part))
-        inner = None if info is None else _section_of(info.annotation)
+        inner = None if info is None else section_model(info.annotation)
         if info is None or inner is None or depth == len(loc) - 1:
             return model, info, loc[depth + 1 :]
         model = inner
     return model, None, ()
-
-
-def _section_of(annotation: Any) -> type[pydantic.BaseModel] | None:
-    kinds = [kind for kind in alternative_types(annotation) if isinstance(kind, type)]
-    return next((kind for kind in kinds if issubclass(kind, pydantic.BaseModel)), None)
 
 
 def _item_type(annotation: Any, part: int | str) -> Any:

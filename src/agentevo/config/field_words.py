@@ -6,13 +6,15 @@ from __future__ import annotations
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pydantic
 from pydantic.fields import FieldInfo
+
+from agentevo.registry import nearest
 
 COUNTED = {
     "tokens",
@@ -30,6 +32,7 @@ COUNTED = {
 }
 """Nouns that are their own unit when they end a key's name, or stand in its docstring as `in
 tokens`."""
+LISTS = (tuple, list, set, frozenset)
 SUFFIXES = {"s": "seconds", "gb": "GiB"}
 
 
@@ -67,9 +70,15 @@ def alternative_types(annotation: Any) -> list[Any]:
     return [annotation]
 
 
+def section_model(annotation: Any) -> type[pydantic.BaseModel] | None:
+    """The model of a section, which may be null; None for any other type."""
+    kinds = [kind for kind in alternative_types(annotation) if isinstance(kind, type)]
+    return next((kind for kind in kinds if issubclass(kind, pydantic.BaseModel)), None)
+
+
 def item_types(kind: Any) -> list[Any]:
     """The types of what a list or tuple holds, else the type itself."""
-    if get_origin(kind) not in (tuple, list, set, frozenset):
+    if get_origin(kind) not in LISTS:
         return [kind]
 
     alternatives = [
@@ -142,16 +151,15 @@ def _name_of_type(kind: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(str(choice) for choice in arguments)}"
 
-    if origin in (tuple, list, set, frozenset) and arguments:
+    if origin in LISTS and arguments:
         if (words := _said(arguments[0])) is not None:
             return f"list of {words.many}"
 
         item = _alternatives(arguments[0])
         limits = _range_in_words(_annotated_limits(arguments[0]))
         number = "" if origin is not tuple or Ellipsis in arguments else f"{len(arguments)} "
-        return f"list of {number}{PLURALS.get(item, item)}" + (
-            f", each {', '.join(limits)}" if limits else ""
-        )
+        plural = PLURALS.get(item, item.replace("mapping ", "mappings ", 1))
+        return f"list of {number}{plural}" + (f", each {', '.join(limits)}" if limits else "")
 
     if origin in (dict, Mapping) or kind in (dict, Mapping):
         return "mapping of names to texts" if arguments == (str, str) else "mapping"
@@ -217,6 +225,42 @@ def choices_of(info: FieldInfo) -> tuple[str, ...]:
 def with_article(words: str) -> str:
     """`a whole number, at least 1`; lists of choices and `true or false` take no article."""
     return words if words.startswith(("one of", "true or false", "any value")) else f"a {words}"
+
+
+def as_number(value: object) -> float | None:
+    """A number, also of a text, as pydantic reads one; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None
+
+
+def describe_wrong_value(
+    value: object, wanted: str, choices: Sequence[str] = (), advice: str = ""
+) -> str:
+    """`got 5; needs a text`, with the nearest of the `choices`."""
+    hint = suggest_nearest(value, choices)
+    return f"got {as_yaml(value)}; {hint}needs {with_article(wanted)}{advice}"
+
+
+def describe_wrong_choice(
+    place: str, entry: Mapping[str, Any], key: str, known: Sequence[str], remedy: str = ""
+) -> str:
+    """The line about an entry whose `key` names nothing that is known. `remedy`: what else helps
+    against a wrong name."""
+    name = entry.get(key)
+    choice = f"choose one of {', '.join(known)}"
+    if key not in entry:
+        return f"{place}.{key}: missing; {choice}"
+    return f"{place}.{key}: got {name!r}; {suggest_nearest(name, known)}{choice}{remedy}"
+
+
+def suggest_nearest(value: object, known: Sequence[str]) -> str:
+    """`did you mean x? `, or nothing."""
+    guess = nearest(value, list(known)) if isinstance(value, str) else None
+    return f"did you mean {guess}? " if guess else ""
 
 
 def on_one_line(text: str) -> str:

@@ -174,8 +174,8 @@ class Resolver:
 
         raise InterpolationError(
             key,
-            f"`${{{_short(name)}:...}}` is not known: write ${{section.key}}, ${{oc.env:NAME}} or "
-            r"${oc.decode:TEXT}; a text has \${",
+            f"`${{{shorten(name)}:...}}` is not known: write ${{section.key}}, ${{oc.env:NAME}} "
+            r"or ${oc.decode:TEXT}; a text has \${",
         )
 
     def _value_of_name(self, key: Key, name: str) -> Any:
@@ -184,7 +184,7 @@ class Resolver:
         num_dots = len(name) - len(path)
         parts = [part.strip() for part in re.split(r"[.\[\]]", path) if part.strip()]
         if num_dots > len(key) or not (parts or num_dots):
-            raise InterpolationError(key, f"`${{{_short(name)}}}` names no key; {_HINT}")
+            raise InterpolationError(key, f"`${{{shorten(name)}}}` names no key; {_HINT}")
 
         place: Key = ()
         value: Any = self._tree
@@ -197,7 +197,7 @@ class Resolver:
             step = int(part) if isinstance(value, list) and _is_index(part) else part
             if not _has(value, step):
                 raise InterpolationError(
-                    key, f"Interpolation key {_short(name)!r} not found; {_HINT}"
+                    key, f"Interpolation key {shorten(name)!r} not found; {_HINT}"
                 )
 
             value = value[step]
@@ -248,7 +248,7 @@ def _variable(key: Key, argument: str) -> str | None:
     if not comma:
         raise InterpolationError(
             key,
-            f"Environment variable {_short(name)!r} not found: set it, or write "
+            f"Environment variable {shorten(name)!r} not found: set it, or write "
             "${oc.env:NAME,default}",
         )
 
@@ -264,9 +264,10 @@ def _unquote(text: str) -> str:
 def _written(key: Key) -> str:
     """`a.b[0]`."""
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key)
-    return _short(name.removeprefix(".") or "value")
+    return shorten(name.removeprefix(".") or "value")
 
 
-def _short(text: str) -> str:
+def shorten(text: str) -> str:
+    """What a message shows of a text that somebody gave."""
     text = without_passwords(text)
     return text if len(text) <= 100 else f"{text[:97]}..."

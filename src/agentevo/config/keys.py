@@ -23,19 +23,21 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from agentevo.config import sources
+from agentevo.config.entry_problems import entry_problem
 from agentevo.config.field_words import (
     alternative_types,
     as_yaml,
     choices_of,
+    describe_wrong_value,
     item_types,
     on_one_line,
+    section_model,
     type_in_words,
     unit_of,
     with_article,
 )
-from agentevo.config.peer_keys import in_our_words, is_whole_key, translations
+from agentevo.config.peer_keys import in_our_words, is_whole_key, normal_key, translations
 from agentevo.errors import UnknownNameError
-from agentevo.registry import nearest
 
 Variants = Mapping[str, Mapping[str, type[pydantic.BaseModel]]]
 """Polymorphic section -> its `type` -> the model with that type's keys; likewise for the entries of
@@ -74,13 +76,21 @@ class ConfigKeys:
     before each, such as `agent.tools.mcp.`."""
 
     def __init__(
-        self, root: type[pydantic.BaseModel], variants: Variants, prefix: str = ""
+        self,
+        root: type[pydantic.BaseModel] | Mapping[str, type[pydantic.BaseModel]],
+        variants: Variants,
+        prefix: str = "",
     ) -> None:
-        self._variants = variants
+        """`root`: a section, or the kinds of one by name, each of which has keys of its own."""
+        walked = (
+            _walk(root, variants, prefix)
+            if isinstance(root, type)
+            else _walk_options(prefix.removesuffix("."), root)
+        )
         self._explanations: dict[str, list[Explanation]] = {}
         self._annotations: dict[str, list[Any]] = {}
         self._bounded: set[str] = set()
-        for explanation, annotation in _walk(root, variants, prefix):
+        for explanation, annotation in walked:
             if "at most" in explanation.type or "below" in explanation.type:
                 self._bounded.add(explanation.key)
 
@@ -145,7 +155,7 @@ class ConfigKeys:
         best = self._nearest(key, chosen or {}, section)
         peers = translations(key)
         is_our_name = best is not None and (
-            _leaf(best) == _as_written_here(_leaf(key)) or best == f"{key}s"
+            _leaf(best) == normal_key(_leaf(key)) or best == f"{key}s"
         )
         leads_there = any(best in peer.our_keys for peer in peers)
         if peers and not (is_our_name and (leads_there or not is_whole_key(key, peers))):
@@ -189,13 +199,19 @@ class ConfigKeys:
 
         kind = error["type"]
         value = error["input"]
-        if kind in ("extra_forbidden", "invalid_key"):
-            return self._unknown_key(".".join(parts), value, chosen)
-
         known = next(
             (n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in self._explanations), 0
         )
         key = ".".join(parts[:known])
+        models = {model for item in self.kinds(key) if (model := section_model(item))}
+        inside = error["loc"][known + 1 :]
+        if inside and parts[known].isdigit() and len(models) == 1:
+            located = cast(ErrorDetails, {**error, "loc": inside})
+            return entry_problem(f"{key}[{parts[known]}]", models.pop(), located)
+
+        if kind in ("extra_forbidden", "invalid_key"):
+            return self._unknown_key(".".join(parts), value, chosen)
+
         if kind in ("value_error", "assertion_error"):
             text = str(error["ctx"]["error"])
             return f"{key}: {text}" if key else text
@@ -238,12 +254,9 @@ class ConfigKeys:
                 f"({explanation.type})"
             )
 
-        guess = nearest(value, list(explanation.choices)) if isinstance(value, str) else None
-        hint = f" did you mean {guess}?" if guess else ""
         default = f" (default {explanation.default})" if explanation.default else ""
-        return (
-            f"{place}: got {as_yaml(value)};{hint} needs {with_article(explanation.type)}{default}"
-        )
+        words = describe_wrong_value(value, explanation.type, explanation.choices, default)
+        return f"{place}: {words}"
 
     def kinds(self, key: str) -> list[Any]:
         """The types that a value of the key may have, those in a list or tuple for it; empty for an
@@ -290,7 +303,7 @@ def _walk(
     """Every key below `model` with its annotation, sections before their contents."""
     for name, info in model.model_fields.items():
         key = f"{prefix}{info.alias or name}"
-        section = _section_model(info.annotation)
+        section = section_model(info.annotation)
         if (named := _named_section(info.annotation)) is not None:
             meaning = on_one_line(info.description or "")
             yield Explanation(key, meaning, "section", "", ""), info.annotation
@@ -351,22 +364,11 @@ def _explain_field(key: str, info: FieldInfo) -> Explanation:
     return Explanation(key, meaning, type_in_words(info), default, unit, choices_of(info))
 
 
-def _section_model(annotation: Any) -> type[pydantic.BaseModel] | None:
-    return next(
-        (
-            kind
-            for kind in alternative_types(annotation)
-            if isinstance(kind, type) and issubclass(kind, pydantic.BaseModel)
-        ),
-        None,
-    )
-
-
 def _named_section(annotation: Any) -> type[pydantic.BaseModel] | None:
     """Of a mapping from names to sections, their model."""
     if get_origin(annotation) is not dict:
         return None
-    return _section_model(get_args(annotation)[1])
+    return section_model(get_args(annotation)[1])
 
 
 def _closeness(key: str, name: str) -> float:
@@ -374,7 +376,7 @@ def _closeness(key: str, name: str) -> float:
     partly what stands before it. A last name that is no slip of the keyboard, and does not begin
     as the known one in its own section, is unlike: a far guess is worse than none."""
     wanted_parent = _parent(key)
-    wanted_leaf = _as_written_here(_leaf(key))
+    wanted_leaf = normal_key(_leaf(key))
     known_parent = _parent(name)
     known_leaf = _leaf(name)
     leaves = _ratio(wanted_leaf, known_leaf)
@@ -395,10 +397,6 @@ def _closeness(key: str, name: str) -> float:
 
 def _ratio(first: str, second: str) -> float:
     return difflib.SequenceMatcher(None, first.lower(), second.lower(), autojunk=False).ratio()
-
-
-def _as_written_here(key: str) -> str:
-    return key.replace("-", "_").lower()
 
 
 def _leaf(key: str) -> str:

@@ -6,9 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from agentevo.config.section import Section
+from agentevo.config.section import Section, Texts, expand_home
 
 ALL_LINEAR = "all-linear"
 Rank = Annotated[int, Field(ge=1)]
@@ -26,10 +26,10 @@ class LoraSection(Section):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of an adapter's inputs that is zeroed in supervised training (cold_start). RL and
     evaluation never drop out: their log-probs are those that tokens were drawn with."""
-    targets: tuple[str, ...] = Field(default=(ALL_LINEAR,), min_length=1)
+    targets: Texts = Field(default=(ALL_LINEAR,), min_length=1)
     """Names of the layers that get an adapter, such as [q_proj, v_proj] (PEFT's target_modules);
     `all-linear`: every linear layer but the output layer."""
-    exclude: tuple[str, ...] = ()
+    exclude: Texts = ()
     """Names of layers that get none all the same (PEFT's exclude_modules)."""
     layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Decoder layers that get adapters, from 0 (PEFT's layers_to_transform). Empty: all. Needs
@@ -49,9 +49,11 @@ class LoraSection(Section):
     bias: Literal["none", "all", "lora_only"] = "none"
     """Which bias vectors of the base are trained as well: none, all, or those of layers with
     adapters."""
-    modules_to_save: tuple[str, ...] = ()
+    modules_to_save: Texts = ()
     """Names of modules that are trained whole and saved with the adapter."""
-    adapter: Path | None = None
+    adapter: Annotated[Path | None, expand_home("give the folder of a saved adapter, or null")] = (
+        None
+    )
     """Folder of a saved adapter (adapter_config.json) to start from, in place of a fresh one; it
     brings its own rank and the rest."""
     quantize: Literal["none", "8bit", "4bit"] = "none"
@@ -59,18 +61,6 @@ class LoraSection(Section):
     time. Also on a CPU. 8 bits round a token's activations by what it is computed beside, so drawn
     and recomputed log-probs differ (by tenths of a nat), and `algorithm.importance` is token_tis
     by default; in 4 bits they agree to the dtype's rounding."""
-
-    @field_validator("targets", "exclude", "modules_to_save", mode="before")
-    @classmethod
-    def _one_is_a_list(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
-
-    @field_validator("adapter", mode="before")
-    @classmethod
-    def _expand_home(cls, value: object) -> object:
-        if value == "":
-            raise ValueError("got an empty path; give the folder of a saved adapter, or null")
-        return Path(value).expanduser() if isinstance(value, (str, Path)) else value
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:

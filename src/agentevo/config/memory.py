@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from agentevo.config.section import Section
@@ -36,20 +37,17 @@ class MemorySection(Section):
         )
 
 
-def memory_contradictions(config: RunConfig) -> list[str]:
+def memory_contradictions(config: RunConfig) -> Iterator[str]:
     """Contradictions within the section, and with the model's device, as 'what: remedy'."""
     memory = config.memory
-    problems = []
     if memory.offload_activations and memory.checkpointing == "selective":
-        problems.append(
+        yield (
             "memory.offload_activations moves nothing of what memory.checkpointing=selective "
             "keeps: set the latter to full or none"
         )
 
     if config.model.device == "cpu":
-        problems += [offload_refusal(key) for key in memory.offloads]
-
-    return problems
+        yield from [offload_refusal(key) for key in memory.offloads]
 
 
 def offload_refusal(key: str) -> str:

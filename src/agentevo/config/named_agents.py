@@ -16,7 +16,7 @@ a remote one plays with one.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
@@ -187,45 +187,41 @@ def named_agent_contradictions(config: RunConfig) -> list[str]:
             "model in its place"
         )
 
-    return problems + _of_the_run(config)
+    return [*problems, *_of_the_run(config)]
 
 
-def _of_one(config: RunConfig, section: NamedAgentSection) -> list[str]:
+def _of_one(config: RunConfig, section: NamedAgentSection) -> Iterator[str]:
     """Each begins with the key below the agent's name."""
-    problems = []
     other = section.weights_of
     target = None if other is None else config.agents.get(other)
 
     if section.is_earlier and other is None:
-        problems.append(": version and lag are of another agent's weights: add weights_of=NAME")
+        yield ": version and lag are of another agent's weights: add weights_of=NAME"
     if section.version is not None and section.lag is not None:
-        problems.append(": version and lag are two ways to choose weights: leave one out")
+        yield ": version and lag are two ways to choose weights: leave one out"
     if section.is_earlier and section.train:
-        problems.append(".train: earlier weights are not trained: leave train, or version and lag")
+        yield ".train: earlier weights are not trained: leave train, or version and lag"
 
     if section.remote is not None and section.remote not in config.remote_models:
         known = ", ".join(config.remote_models) or "none"
-        problems.append(f".remote: {section.remote!r} is not in remote_models ({known})")
+        yield f".remote: {section.remote!r} is not in remote_models ({known})"
 
     others = (section.train, section.model, section.weights_of, section.version, section.lag)
     if section.remote is not None and any(others):
-        problems.append(".remote: nothing else can be said of a remote model's agent")
+        yield ".remote: nothing else can be said of a remote model's agent"
     if other is not None and section.model is not None:
-        problems.append(f".model: it has the weights of {other}: leave one of the two out")
+        yield f".model: it has the weights of {other}: leave one of the two out"
 
     if other is not None and (target is None or target.weights_of is not None):
         own = [name for name, one in config.agents.items() if one.weights_of is None]
-        problems.append(f".weights_of: {other!r} has no weights of its own: name one of {own}")
+        yield f".weights_of: {other!r} has no weights of its own: name one of {own}"
     elif target is not None and not target.is_trained and (section.is_earlier or section.train):
-        problems.append(f".weights_of: {other} is not trained, so there is nothing to follow")
-
-    return problems
+        yield f".weights_of: {other} is not trained, so there is nothing to follow"
 
 
-def _of_the_run(config: RunConfig) -> list[str]:
+def _of_the_run(config: RunConfig) -> Iterator[str]:
     """What is made for one policy."""
     algorithm = config.algorithm
-    problems = []
     refused = {
         f"agent.type={config.agent.type}": config.agent.type in _ONE_POLICY
         and config.tasks.self_play is None,
@@ -241,6 +237,4 @@ def _of_the_run(config: RunConfig) -> list[str]:
     }
     for key, is_set in refused.items():
         if is_set:
-            problems.append(f"{key}: not in a run with named agents: leave it, or agents, out")
-
-    return problems
+            yield f"{key}: not in a run with named agents: leave it, or agents, out"

@@ -31,7 +31,7 @@ def kept_keys(
     no other preset than the recipe (`tree`), or all it has set is that preset's own. The remedy is
     one for the command line, or with `options` for Python."""
     is_text = config_keys().is_text
-    before = sources.merge(dict(tree), [], where=where, is_text=is_text).get("algorithm")
+    before = sources.merge(tree, [], where=where, is_text=is_text).get("algorithm")
     now = sources.merge(
         sources.overlay(tree, options or {}), overrides, where=where, is_text=is_text
     ).get("algorithm")

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from agentevo.config.field_words import as_number
+
 PAGE = Path(__file__).with_suffix(".md")
 ELSEWHERE = "Elsewhere"
 """Heading of the words that no one system is known for."""
@@ -86,7 +88,7 @@ class PeerValue:
             word = str(value).lower() if isinstance(value, bool) else str(value)
             return word in self.values.split(", ")
 
-        number = _number(value)
+        number = as_number(value)
         if number is None:
             return False
 
@@ -129,7 +131,7 @@ def peer_values() -> tuple[PeerValue, ...]:
 def translations(key: str) -> list[PeerKey]:
     """What other systems call `key`, under whatever section it was written, and most likely: one
     key of each system, and of those that are the same here the first."""
-    written = key.replace("-", "_").lower()
+    written = normal_key(key)
     ranked = [(peer.likeness(written), peer) for peer in peer_keys()]
     best = max((likeness for likeness, _ in ranked), default=(-1, 0))
     if best[0] < 0:
@@ -144,6 +146,11 @@ def translations(key: str) -> list[PeerKey]:
     return [peer for peer in likely.values() if distinct[peer.our_keys] is peer][:SHOWN]
 
 
+def normal_key(key: str) -> str:
+    """A key as it would be written here: `Train-Steps` as `train_steps`."""
+    return key.replace("-", "_").lower()
+
+
 def in_our_words(key: str) -> str | None:
     """`TRL's num_generations is trainer.group_size here`, for a key that another system has; else
     None."""
@@ -152,7 +159,7 @@ def in_our_words(key: str) -> str | None:
 
 def is_whole_key(key: str, peers: Sequence[PeerKey]) -> bool:
     """Whether `key` is, or ends with, the full name that one of the systems has for it."""
-    written = key.replace("-", "_").lower()
+    written = normal_key(key)
     return any(
         written == peer.key or ("." in peer.key and f".{written}".endswith(f".{peer.key}"))
         for peer in peers
@@ -180,13 +187,3 @@ def _rows() -> Iterator[tuple[str, str, str, str]]:
         elif line.startswith("| "):
             left, right, remark = (cell.strip() for cell in line.strip("|").split("|"))
             yield section, left, right, remark.replace("`", "")
-
-
-def _number(value: object) -> float | None:
-    """YAML reads 1e-6 as a text, which pydantic takes for a number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        return None
-    try:
-        return float(value)
-    except ValueError:
-        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from agentevo.catalogue.preference_presets import PREFERENCE_PRESETS, PreferenceAlgorithm
@@ -80,35 +81,34 @@ def check_preference_keys(section: AlgorithmKeys, preference: PreferenceAlgorith
         raise ValueError(f"{what}, which takes every attempt: remove pairs_per_group")
 
 
-def preference_contradictions(config: RunConfig) -> list[str]:
+def preference_contradictions(config: RunConfig) -> Iterator[str]:
     """Contradictions of the algorithm section with other sections, as 'what: remedy'."""
     section = config.algorithm
     data = config.data
     preference = section.preference()
 
-    problems = []
     if data.pairs is not None and data.pairs_from is not None:
-        problems.append(
+        yield (
             "data.pairs and data.pairs_from both say what is trained on: give only one of the two"
         )
 
     if preference is None:
         if data.given:
-            problems.append(
+            yield (
                 "data.pairs and data.pairs_from are for a preference loss, and "
                 f"algorithm.name={section.name} has none: "
                 f"choose one of {', '.join(PREFERENCE_PRESETS)}, or remove them"
             )
-        return problems
+        return
 
     if config.reward_model.name is not None:
-        problems.append(
+        yield (
             f"reward_model.name pays single tokens, which algorithm.name={section.name} does not "
             "look at: remove it"
         )
 
     if preference.pairs == "demonstrations" and data.pairs_from is not None:
-        problems.append(
+        yield (
             "algorithm.pairs=demonstrations asks the environment's solver about sampled tasks, "
             "not about stored groups: "
             "set algorithm.pairs=best_worst, or remove data.pairs_from"
@@ -120,18 +120,16 @@ def preference_contradictions(config: RunConfig) -> list[str]:
         else _changed_keys(section, ("pairs", "pairs_per_group", "pair_margin"))
     )
     if idle:
-        problems.append(
+        yield (
             f"data.pairs says what the pairs are, so algorithm.{', algorithm.'.join(idle)} does "
             "nothing: remove it"
         )
 
     if preference.pairs == "demonstrations" and not data.given and config.environment is None:
-        problems.append(
+        yield (
             "algorithm.pairs=demonstrations needs an environment with a solver: set "
             "algorithm.pairs=best_worst for an agent function"
         )
-
-    return problems
 
 
 def _changed_keys(section: AlgorithmKeys, keys: tuple[str, ...]) -> list[str]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from pydantic import Field
 
 from agentevo.config.section import Section
@@ -26,17 +23,3 @@ class ProfileSection(Section):
     """Mark these steps for NVIDIA's Nsight Systems instead, phases and operators as NVTX ranges:
     `nsys profile --capture-range=cudaProfilerApi agentevo train ...`. It needs a CUDA GPU, and
     writes nothing into the run's folder."""
-
-
-def spell_out(
-    tree: Mapping[str, Any], overrides: Sequence[str]
-) -> tuple[dict[str, Any], list[str]]:
-    """A recipe and its overrides with `profile: true` and `profile=true` written as
-    profile.enabled."""
-    spelt = dict(tree)
-    if isinstance(spelt.get("profile"), bool):
-        spelt["profile"] = {"enabled": spelt["profile"]}
-    short = {
-        f"profile={word}": f"profile.enabled={word}" for word in ("true", "false", "True", "False")
-    }
-    return spelt, [short.get(override, override) for override in overrides]

@@ -35,6 +35,7 @@ from agentevo.config.agents import (
 )
 from agentevo.config.algorithm import AlgorithmSection
 from agentevo.config.contradictions import divides_by_mean_reward, recipe_contradictions
+from agentevo.config.field_words import describe_wrong_choice
 from agentevo.config.gateway import GatewaySection
 from agentevo.config.idle_keys import changed_keys, drop_idle_keys
 from agentevo.config.importance_defaults import with_importance
@@ -44,7 +45,7 @@ from agentevo.config.keys import ConfigKeys, Variants
 from agentevo.config.memory import MemorySection
 from agentevo.config.named_agents import NamedAgentSection
 from agentevo.config.optimize import OptimizeSection
-from agentevo.config.profile import ProfileSection, spell_out
+from agentevo.config.profile import ProfileSection
 from agentevo.config.remote_models import RemoteModelSection
 from agentevo.config.rewards import read_rewards
 from agentevo.config.rm import RMSection
@@ -78,7 +79,6 @@ from agentevo.credentials import credential_problems
 from agentevo.environments import EnvironmentConfig, environments
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.parsing import dump_yaml
-from agentevo.registry import nearest
 from agentevo.rewards import RewardConfig, rewards
 from agentevo.rewards.reward import reward_config
 
@@ -221,11 +221,10 @@ def build_config(
 ) -> RunConfig:
     """Like `load_config`, from a mapping. `where` begins each line about a problem, `folder` is
     where relative imports start (default: the current one), `name` is the default of `run.name`."""
-    tree, overrides = spell_out(tree, overrides)
     imports = import_all(tree, overrides, where=where, folder=folder or Path.cwd())
     keys = config_keys()
     plain = sources.merge(tree, overrides, where=where, is_text=keys.is_text)
-    _refuse(credential_problems(plain), overrides, where, tree)
+    sources.refuse(credential_problems(plain), overrides, where, tree)
 
     if plain.pop("sweep", None) is not None:
         raise ConfigError(
@@ -264,22 +263,8 @@ def build_config(
 
     problems = [keys.problem(error, chosen=chosen) for error in errors]
     lines.extend(line for line in problems if line.partition(":")[0] not in refused)
-    _refuse(lines, overrides, where, tree)
+    sources.refuse(lines, overrides, where, tree)
     return config
-
-
-def _refuse(
-    problems: Sequence[str], overrides: Sequence[str], where: str, tree: Mapping[str, Any]
-) -> None:
-    """Raises ConfigError with a line for each problem, if there are any. `tree`: the recipe as it
-    is written."""
-    if problems:
-        raise ConfigError(
-            "\n".join(
-                f"{sources.written_in(line, overrides, where, tree)}: {line}"
-                for line in dict.fromkeys(problems)
-            )
-        )
 
 
 def _fill_in(plain: dict[str, Any], name: str, folder: Path) -> list[str]:
@@ -290,9 +275,6 @@ def _fill_in(plain: dict[str, Any], name: str, folder: Path) -> list[str]:
         run.setdefault("name", name)
 
     plain["rewards"], lines = read_rewards(plain.get("rewards") or [])
-    if isinstance(plain.get("tasks"), (str, list)):
-        plain["tasks"] = {"train": plain["tasks"]}
-
     plain["tasks"] = with_absolute_paths(plain.get("tasks", {}), ("train", "eval"), folder)
     for key in ("data", "rm"):
         plain[key] = with_absolute_paths(plain.get(key, {}), ("train", "eval", "pairs"), folder)
@@ -356,11 +338,7 @@ def _read_variant(
     kind = given.get("type")
     known = list(models)
     if not isinstance(kind, str) or kind not in known:
-        guess = nearest(kind, known) if isinstance(kind, str) else None
-        what = "missing" if "type" not in given else f"got {kind!r}"
-        hint = f" did you mean {guess}?" if guess else ""
-        choice = f"choose one of {', '.join(known)}{OF_YOUR_OWN if 'type' in given else ''}"
-        return None, [], f"{section}.type: {what};{hint} {choice}"
+        return None, [], describe_wrong_choice(section, given, "type", known, OF_YOUR_OWN)
 
     try:
         return models[kind].model_validate(given), [], None

@@ -4,17 +4,17 @@ clients call them. They answer and are never trained."""
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from agentevo.config.field_words import suggest_nearest
 from agentevo.config.section import Section
 from agentevo.credentials import REFERENCE
 from agentevo.device_names import DeviceName
-from agentevo.registry import nearest
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/-]{0,99}")
 DEFAULT_URLS = {
@@ -193,22 +193,18 @@ def name_problems(names: list[str], policy: str) -> list[str]:
     ]
 
 
-def unknown_helpers(names: Collection[str], agent: Section) -> list[str]:
+def unknown_helpers(names: Collection[str], agent: Section) -> Iterator[str]:
     """Helpers of the section `agent` that `remote_models` has not, as 'what: remedy'."""
     context = getattr(agent, "context", None)
     browse = getattr(agent, "browse", None)
 
     asked = [("agent.context.summary_model", getattr(context, "summary_model", None))]
     asked += [("agent.browse.models", name) for name in getattr(browse, "models", ())]
-    problems = []
     for key, name in asked:
         if name is not None and name not in names:
-            guess = nearest(name, list(names))
-            hint = f"did you mean {guess}? " if guess else ""
+            hint = suggest_nearest(name, list(names))
             known = ", ".join(names) or "none"
-            problems.append(
+            yield (
                 f"{key}: there is no remote model {name!r}: {hint}add it to remote_models, which "
                 f"has {known}"
             )
-
-    return problems

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pydantic
 
 from agentevo.config.entry_problems import entry_problem
+from agentevo.config.field_words import describe_wrong_choice
 from agentevo.config.imports import OF_YOUR_OWN
 from agentevo.config.sources import plain_option
 from agentevo.errors import ConfigError
-from agentevo.registry import nearest
 from agentevo.rewards import RewardConfig, reward, rewards
 from agentevo.rewards.reward import reward_config
 
@@ -62,11 +62,7 @@ def read_rewards(given: Any) -> tuple[tuple[RewardConfig, ...], list[str]]:
         name = options.get("name")
         known = rewards.names()
         if not isinstance(name, str) or name not in known:
-            guess = nearest(name, known) if isinstance(name, str) else None
-            hint = f" did you mean {guess}?" if guess else ""
-            what = "missing" if "name" not in options else f"got {name!r}"
-            choice = f"choose one of {', '.join(known)}{OF_YOUR_OWN if 'name' in options else ''}"
-            lines.append(f"{place}.name: {what};{hint} {choice}")
+            lines.append(describe_wrong_choice(place, options, "name", known, OF_YOUR_OWN))
             continue
 
         model = reward_config(name)

@@ -4,11 +4,11 @@ on."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from agentevo.config.section import Section
+from agentevo.config.section import Section, expand_home
 from agentevo.config.sft import Share
 from agentevo.errors import ConfigError
 
@@ -16,14 +16,17 @@ if TYPE_CHECKING:
     from agentevo.config.recipe import RunConfig
 
 
+PairsFile = Annotated[Path | None, expand_home("give a file, or null")]
+
+
 class RMSection(Section):
     """How `agentevo rm` trains a reward model on pairs of answers; other commands don't read it."""
 
-    pairs: Path | None = None
+    pairs: PairsFile = None
     """A JSONL file, each line {"prompt": [messages], "chosen": ..., "rejected": ...}, an answer
     being a text or a list of messages; a line may have a `margin` of its own. It is looked for
     beside the recipe, then in the current folder."""
-    eval: Path | None = None
+    eval: PairsFile = None
     """Held-out pairs, likewise. Default: eval_share of `pairs`."""
     eval_share: Share = 0.1
     """Share of the pairs, drawn by run.seed, that is held out where `eval` is null."""
@@ -52,13 +55,6 @@ class RMSection(Section):
     """AdamW weight decay, applied to matrices only."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global L2 norm."""
-
-    @field_validator("pairs", "eval", mode="before")
-    @classmethod
-    def _expand_home(cls, value: object) -> object:
-        if value == "":
-            raise ValueError("got an empty path; give a file, or null")
-        return Path(value).expanduser() if isinstance(value, (str, Path)) else value
 
 
 def check_rm(config: RunConfig) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator
@@ -105,11 +106,12 @@ class RolloutSection(Section):
     on."""
 
 
-def rollout_contradictions(config: RunConfig) -> list[str]:
+def rollout_contradictions(config: RunConfig) -> Iterator[str]:
     """Values that can't hold together with those of other sections, as 'what: remedy'."""
     section = config.rollout
-    problems = [*stage_contradictions(config), *curriculum_contradictions(config)]
-    problems += self_play_contradictions(config)
+    yield from stage_contradictions(config)
+    yield from curriculum_contradictions(config)
+    yield from self_play_contradictions(config)
     apart = section.staleness > 0 or section.samplers > 0
     weighs = (
         config.algorithm.importance != "none"
@@ -118,13 +120,13 @@ def rollout_contradictions(config: RunConfig) -> list[str]:
     )
 
     if section.engine_urls and section.engine_secret is None:
-        problems.append(
+        yield (
             "rollout.engine_urls are engines that do not see the run's folder, nor its secret: set "
             "rollout.engine_secret='${env:NAME}' for them and for this run"
         )
 
     if section.policy == "correct" and not weighs:
-        problems.append(
+        yield (
             "rollout.policy=correct weighs stale tokens by importance, but algorithm.importance "
             "is none: set "
             "algorithm.importance=token_tis algorithm.old_logprobs=recomputed, or "
@@ -132,41 +134,39 @@ def rollout_contradictions(config: RunConfig) -> list[str]:
         )
 
     if section.weights.url is not None and section.transport not in (None, "object_store"):
-        problems.append(
+        yield (
             f"rollout.weights.url is for rollout.transport=object_store, not {section.transport}: "
             "leave one of them out"
         )
 
     if section.weights.delta and section.transport == "broadcast":
-        problems.append(
+        yield (
             "rollout.weights.delta is for weights in files, and rollout.transport=broadcast sends "
             "all of them to whoever asks: leave one of them out"
         )
 
     if section.weights.delta and config.model.dtype != "bfloat16":
-        problems.append(
+        yield (
             f"rollout.weights.delta publishes what changed, and in {config.model.dtype} every "
             "weight changes in every step: set model.dtype=bfloat16, or "
             "rollout.weights.delta=false"
         )
 
     if apart and config.profile.enabled:
-        problems.append(
+        yield (
             "profile follows one process that samples and trains in turn: set "
             "rollout.staleness=0 rollout.samplers=0, or profile=false"
         )
 
     if apart and config.data.given:
-        problems.append(
+        yield (
             "rollout.staleness and rollout.samplers are for sampled attempts, and data gives "
             "what is trained on: set both to 0"
         )
 
     if apart and section.policy == "wait" and config.algorithm.dynamic_sampling > 1:
-        problems.append(
+        yield (
             "rollout.policy=wait trains on the tasks of each step in order, "
             "algorithm.dynamic_sampling needs further ones: set "
             "rollout.policy=mask, or algorithm.dynamic_sampling=1"
         )
-
-    return problems

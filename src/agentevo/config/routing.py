@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from agentevo.catalogue.policy_losses import POLICY_LOSSES
@@ -41,47 +41,44 @@ def without_routing(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"trainer": trainer, "engine": engine})
 
 
-def routing_contradictions(config: RunConfig) -> list[str]:
+def routing_contradictions(config: RunConfig) -> Iterator[str]:
     """Values that can't hold together, as 'what: remedy'."""
     mode = config.trainer.routing_replay
     algorithm = config.algorithm
 
-    problems = list[str]()
     if config.engine.routed_experts and config.engine.type != OWN:
-        problems.append(
+        yield (
             f"engine.routed_experts: engine.type={config.engine.type} is not asked which experts "
             f"it chose, only the embedded engine tells: set engine.type={OWN}, or {KEY}=update, "
             "which records in the trainer's own pass, and engine.routed_experts=false"
         )
 
     if mode == "none":
-        return problems
+        return
 
     if mode == "rollout" and not config.engine.routed_experts:
-        problems.append(
+        yield (
             f"{KEY}=rollout replays what the engine records, but engine.routed_experts is false: "
             "leave that out"
         )
 
     if algorithm.preference() is not None:
-        problems.append(
+        yield (
             f"{KEY}={mode}: algorithm.name={algorithm.name} compares answers by passes of its own, "
             f"which replay nothing: set {KEY}=none"
         )
     elif mode == "update" and not recomputes(algorithm):
-        problems.append(
+        yield (
             f"{KEY}=update records in the pass that computes the old log-probs again, but "
             "algorithm.old_logprobs is rollout: set algorithm.old_logprobs=recomputed, or "
             f"{KEY}=rollout"
         )
 
     if mode == "update" and config.trainer.parallel.context > 1:
-        problems.append(
+        yield (
             f"{KEY}=update: with trainer.parallel.context each process computes a stretch of a "
             f"sequence, and none hears of all choices: set it to 1, or {KEY}=rollout"
         )
-
-    return problems
 
 
 def recomputes(algorithm: AlgorithmSection) -> bool:

@@ -2,7 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
 import pydantic
+
+
+def _as_many(value: object) -> object:
+    return (str(value),) if isinstance(value, (str, Path)) and str(value) else value
+
+
+ONE_OR_MANY = pydantic.BeforeValidator(_as_many)
+"""For a list of texts: one of them may be written without its list."""
+Texts = Annotated[tuple[str, ...], ONE_OR_MANY]
+
+
+def expand_home(remedy: str) -> pydantic.BeforeValidator:
+    """For a path: `~` is the user's folder, and an empty text is refused, with the remedy."""
+
+    def expand(value: object) -> object:
+        if value == "":
+            raise ValueError(f"got an empty path; {remedy}")
+        return Path(value).expanduser() if isinstance(value, (str, Path)) else value
+
+    return pydantic.BeforeValidator(expand)
 
 
 class Section(pydantic.BaseModel):

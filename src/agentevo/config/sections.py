@@ -6,14 +6,14 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from agentevo.config.lora import LoraSection
 from agentevo.config.parallel import ParallelSection
-from agentevo.config.section import Section
-from agentevo.config.sft import ConversationKeys
+from agentevo.config.section import Section, expand_home
+from agentevo.config.sft import ConversationKeys, FileOrFolder
 from agentevo.credentials import without_password
 from agentevo.device_names import DeviceName
 from agentevo.errors import shown
@@ -33,7 +33,7 @@ class RunSection(Section):
     name: str = "run"
     """Name of the run, used in reports and for its folder. In a recipe file the default is the
     file's name."""
-    dir: Path | None = None
+    dir: Annotated[Path | None, expand_home("give a folder, for example runs/my-run")] = None
     """Folder of the run (config, metrics, report, checkpoints, store). Default: runs/NAME."""
     seed: int = Field(default=0, ge=-(2**63), le=2**63 - 1)
     """Changes every random choice of the run: weights of a tiny policy, tasks, sampling, order."""
@@ -58,13 +58,6 @@ class RunSection(Section):
             )
 
         return value
-
-    @field_validator("dir", mode="before")
-    @classmethod
-    def _expand_home(cls, value: object) -> object:
-        if value == "":
-            raise ValueError("got an empty path; give a folder, for example runs/my-run")
-        return Path(value).expanduser() if isinstance(value, (str, Path)) else value
 
 
 MAX_TINY_PARAMETERS = 1_000_000_000
@@ -316,19 +309,12 @@ class DataSection(ConversationKeys, Section):
     lines or groups, in an order shuffled anew each time round. The other keys are the conversations
     of `agentevo sft`."""
 
-    pairs: Path | None = None
+    pairs: FileOrFolder = None
     """A JSONL file, each line {"prompt": [messages], "chosen": ..., "rejected": ...} or {"prompt":
     [messages], "completion": ..., "label": true}, an answer being a text or a list of messages. It
     is looked for beside the recipe, then in the current folder."""
-    pairs_from: Path | None = None
+    pairs_from: FileOrFolder = None
     """Folder of a run whose stored training groups are made into pairs."""
-
-    @field_validator("pairs", "pairs_from", "best_of", mode="before")
-    @classmethod
-    def _expand_home(cls, value: object) -> object:
-        if value == "":
-            raise ValueError("got an empty path; give a file or folder, or null")
-        return Path(value).expanduser() if isinstance(value, (str, Path)) else value
 
     @property
     def given(self) -> bool:
@@ -439,11 +425,6 @@ class StoreSection(Section):
     """sqlite:///PATH, postgresql://USER@HOST/DATABASE?schema=NAME or mongodb://HOST/DATABASE.
     A password is written as USER:${env:NAME}@HOST: the environment variable NAME has it. Default:
     store.sqlite in the run's folder."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_url(cls, given: Any) -> Any:
-        return {"url": given} if isinstance(given, str) else given
 
     @field_validator("url")
     @classmethod

@@ -12,7 +12,7 @@ with the recipe's model and train it, as in Absolute Zero (arXiv 2505.03335);
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import Field
@@ -101,13 +101,6 @@ def question_family(name: str) -> Callable[[F], F]:
     return add
 
 
-def with_self_play_read(given: Any) -> Any:
-    """A section `tasks` as written, in which `self_play: NAME` is that family's."""
-    if not isinstance(given, dict) or not isinstance(given.get("self_play"), str):
-        return given
-    return {**given, "self_play": {"family": given["self_play"]}}
-
-
 def with_roles(given: Any) -> Any:
     """A recipe as written, with the two agents where it has self-play and names none."""
     tasks = given.get("tasks") if isinstance(given, Mapping) else None
@@ -117,35 +110,34 @@ def with_roles(given: Any) -> Any:
     return {**given, "agents": ROLES}
 
 
-def self_play_contradictions(config: RunConfig) -> list[str]:
+def self_play_contradictions(config: RunConfig) -> Iterator[str]:
     """Contradictions with other sections, as 'what: remedy'."""
     section = config.tasks.self_play
     groups = config.trainer.groups_per_step
     if section is None:
-        return []
+        return
 
-    problems = []
     names = set(config.agents)
     solver = config.agents.get(SOLVER)
     if names != {SOLVER, PROPOSER} or next(iter(config.agents)) != SOLVER:
-        problems.append(
+        yield (
             f"agents: tasks.self_play has the agents {SOLVER} and {PROPOSER}, in this order, and "
             f"not {', '.join(config.agents)}: name them so, or leave agents out"
         )
     elif solver is None or not solver.is_trained or solver.weights_of is not None:
-        problems.append(
+        yield (
             f"agents.{SOLVER}: tasks.self_play trains it, with weights of its own: write "
             f"{SOLVER}: {{}}"
         )
     elif config.agents[PROPOSER].remote is not None:
-        problems.append(
+        yield (
             f"agents.{PROPOSER}.remote: a remote model's words are not kept as proposals: leave it "
             "out, or train: false for a proposer that stays as it is"
         )
 
     size = groups if section.group_size is None else section.group_size
     if size < 2 or groups % size:
-        problems.append(
+        yield (
             f"tasks.self_play.group_size={size} does not divide trainer.groups_per_step={groups} "
             "into prompts of 2 proposals or more: change one of them"
         )
@@ -155,9 +147,7 @@ def self_play_contradictions(config: RunConfig) -> list[str]:
         ("samplers", config.rollout.samplers),
     ):
         if value:
-            problems.append(
+            yield (
                 f"rollout.{key}={value}: what tasks.self_play proposes in a step is solved in it, "
                 f"in one process: set rollout.{key}=0"
             )
-
-    return problems

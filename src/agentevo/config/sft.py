@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import pydantic
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from agentevo.config.section import Section
+from agentevo.config.section import Section, Texts, expand_home
 from agentevo.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentevo.config.recipe import RunConfig
 
 Share = Annotated[float, Field(ge=0, lt=1)]
+FileOrFolder = Annotated[Path | None, expand_home("give a file or folder, or null")]
 SOURCES = ("train", "demonstrations", "best_of")
 
 
@@ -24,12 +25,12 @@ class ConversationKeys(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(use_attribute_docstrings=True)
 
-    train: tuple[str, ...] = ()
+    train: Texts = ()
     """Conversations for `agentevo sft`: files (.jsonl, .json, .csv, also .gz; .parquet), folders of
     them, saved datasets, or datasets of the Hugging Face hub written ORG/NAME or ORG/NAME:SPLIT.
     Rows have messages, ShareGPT's or Alpaca's form. Paths are looked for beside the recipe, then in
     the current folder."""
-    eval: tuple[str, ...] = ()
+    eval: Texts = ()
     """Held-out conversations, likewise. Default: eval_share of those that are trained on."""
     eval_share: Share = 0.05
     """Share of the conversations, drawn by run.seed, that is held out where `eval` is empty; 0
@@ -47,7 +48,7 @@ class ConversationKeys(pydantic.BaseModel):
     """Episodes of the environment's own solver to learn from."""
     random_action_rate: float = Field(default=0.0, ge=0, le=1)
     """Share of the demonstrated actions that is drawn at random (taught all the same)."""
-    best_of: Path | None = None
+    best_of: FileOrFolder = None
     """Folder of a run whose best stored training attempts are learnt (rejection sampling), token by
     token as they were sampled."""
     min_reward: float | None = None
@@ -59,11 +60,6 @@ class ConversationKeys(pydantic.BaseModel):
     def taught(self) -> bool:
         """Whether there are conversations to learn from."""
         return bool(self.train or self.demonstrations or self.best_of)
-
-    @field_validator("train", "eval", mode="before")
-    @classmethod
-    def _one_source_is_a_list(cls, value: object) -> object:
-        return (str(value),) if isinstance(value, (str, Path)) and str(value) else value
 
 
 class SFTSection(Section):

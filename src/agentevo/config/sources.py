@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -22,25 +22,28 @@ from agentevo.config.interpolation import (
     Resolver,
     is_interpolation,
     resolve_tree,
+    shorten,
 )
-from agentevo.credentials import without_passwords
 from agentevo.errors import ConfigError, UnknownNameError, shown
 from agentevo.parsing import MAX_DEPTH, MAX_KEY, ParseError, parse_yaml, read_text
 from agentevo.paths import name_problem, spelling_hint
 from agentevo.registry import nearest
 
+SWITCH = "enabled"
 SHORT_FORMS: dict[tuple[str, ...], str | None] = {
     ("model",): "name",
     ("environment",): "type",
     ("agent",): "type",
     ("algorithm",): "name",
     ("engine",): "type",
+    ("store",): "url",
     ("tasks",): "train",
     ("tasks", "self_play"): "family",
     ("tasks", "curriculum"): None,
+    ("profile",): SWITCH,
 }
-"""Sections of a recipe that may be written as one value, or list -> the key that it is of. None:
-`true` is the section as it is, and `false` none."""
+"""Sections of a recipe that may be written as a text or list -> the key that it is of. SWITCH:
+`true` and `false` are of that key. None: `true` is the section as it is, and `false` none."""
 
 OVERRIDE = re.compile(r"(?P<key>[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*)=(?P<value>.*)", re.DOTALL)
 
@@ -149,14 +152,8 @@ def split_override(override: str) -> tuple[str, str]:
     return match["key"], match["value"]
 
 
-def shorten(text: str) -> str:
-    """What a message shows of a text that somebody gave."""
-    shown = without_passwords(text)
-    return shown if len(shown) <= 100 else f"{shown[:97]}..."
-
-
 def merge(
-    tree: dict[str, Any], overrides: Sequence[str], *, where: str, is_text: Callable[[str], bool]
+    tree: Mapping[str, Any], overrides: Sequence[str], *, where: str, is_text: Callable[[str], bool]
 ) -> dict[str, Any]:
     """`tree` with the overrides on top (later ones win) and `${...}` resolved. A value for a key
     that `is_text` is taken as it stands; any other is read as YAML."""
@@ -242,7 +239,8 @@ def _written_out(place: tuple[str, ...], section: Any, meaning: Any) -> Any:
     key = SHORT_FORMS[place]
     if key is None:
         return {True: {}, False: None}[meaning] if isinstance(meaning, bool) else section
-    return {key: section} if isinstance(meaning, (str, list)) else section
+    kinds = bool if key == SWITCH else (str, list)
+    return {key: section} if isinstance(meaning, kinds) else section
 
 
 def _written_out_within(place: tuple[str, ...], value: Any) -> Any:
@@ -320,6 +318,19 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         )
 
     return values
+
+
+def refuse(
+    problems: Iterable[str],
+    overrides: Sequence[str],
+    where: str,
+    tree: Mapping[str, Any] | None = None,
+) -> None:
+    """Raises ConfigError with a line for each problem, if there are any. `tree`: the recipe as it
+    is written."""
+    lines = [f"{written_in(line, overrides, where, tree)}: {line}" for line in problems]
+    if lines:
+        raise ConfigError("\n".join(dict.fromkeys(lines)))
 
 
 def written_in(

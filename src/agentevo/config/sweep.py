@@ -30,14 +30,14 @@ from agentevo.config import (
     key_variants,
     sources,
 )
+from agentevo.config.field_words import suggest_nearest
 from agentevo.config.idle_keys import drop_idle_keys
 from agentevo.config.imports import check_recipe_of_run
 from agentevo.config.keys import ConfigKeys
-from agentevo.config.profile import spell_out
+from agentevo.config.section import ONE_OR_MANY
 from agentevo.config.values import refused_values
 from agentevo.cpu_threads import allowed_cpus
 from agentevo.errors import ConfigError
-from agentevo.registry import nearest
 
 S = TypeVar("S", bound=Section)
 OWN_KEYS = ("run.seed", "run.name", "run.dir", "run.overwrite", "sweep")
@@ -54,7 +54,7 @@ class SweepSection(Section):
     by the run's name."""
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(0, 1, 2), min_length=1)
     """Each variant is run once with each of these as run.seed."""
-    only: tuple[str, ...] | None = None
+    only: Annotated[tuple[str, ...] | None, ONE_OR_MANY] = None
     """Run these variants only. Default: all."""
     parallel: int | None = Field(default=None, ge=1)
     """Runs at once, each a process of its own with run.threads threads (1 unless given). Default:
@@ -62,11 +62,6 @@ class SweepSection(Section):
     table: Path | None = None
     """A Markdown file that gets the table between its lines `<!-- table -->` and `<!-- /table -->`
     when every run has ended well. The table is always in the sweep's folder, too."""
-
-    @field_validator("only", mode="before")
-    @classmethod
-    def _one_name_is_a_list(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
 
     @field_validator("seeds")
     @classmethod
@@ -109,10 +104,8 @@ class SweepSection(Section):
         known = list(info.data.get("variants", {}))
         for name in value or ():
             if name not in known:
-                guess = nearest(name, known)
-                hint = f"did you mean {guess}? " if guess else ""
                 raise ValueError(
-                    f"no variant is called {name!r}: {hint}there are "
+                    f"no variant is called {name!r}: {suggest_nearest(name, known)}there are "
                     f"{', '.join(known) or 'no variants'}"
                 )
 
@@ -182,7 +175,7 @@ def load_sweep(recipe: str | Path, overrides: Sequence[str] = ()) -> Sweep | Non
     Raises `ConfigError` with a line for each problem of any member.
     """
     path = sources.find_recipe(str(recipe))
-    tree, overrides = spell_out(sources.read_yaml(path), overrides)
+    tree = sources.read_yaml(path)
     check_recipe_of_run(path, tree, overrides)
     for_sweep = [
         text for text in overrides if sources.split_override(text)[0].partition(".")[0] == "sweep"
@@ -229,14 +222,7 @@ def _read(
         ]
         lines += [line for line in problems if line.partition(":")[0] not in refused]
 
-    if lines:
-        raise ConfigError(
-            "\n".join(
-                f"{sources.written_in(line, overrides, where)}: {line}"
-                for line in dict.fromkeys(lines)
-            )
-        )
-
+    sources.refuse(lines, overrides, where)
     return section
 
 
@@ -250,7 +236,7 @@ def _read_run(
 ) -> RunSection:
     """The sweep's own name and folder. Refuses keys that its members can't share; a recipe not
     `written` as a sweep may have a seed."""
-    plain = sources.merge(dict(base), overrides, where=str(path), is_text=keys.is_text)
+    plain = sources.merge(base, overrides, where=str(path), is_text=keys.is_text)
     given = plain.get("run", {})
     if isinstance(given, dict):
         given = {"name": path.stem, **given}
@@ -262,10 +248,8 @@ def _read_run(
             )
 
     store = plain.get("store")
-    if isinstance(store, str) or (isinstance(store, dict) and store.get("url") is not None):
-        where = sources.written_in(
-            "store:" if isinstance(store, str) else "store.url:", overrides, str(path)
-        )
+    if isinstance(store, dict) and store.get("url") is not None:
+        where = sources.written_in("store.url:", overrides, str(path))
         raise ConfigError(
             f"{where}: store.url: the runs of a sweep can't share a store: leave it out, and "
             "each has one in its folder"

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import pydantic
 from pydantic import Field, field_validator
 
-from agentevo.config.entry_problems import entry_problem
-from agentevo.config.section import Section
+from agentevo.config.section import Section, Texts
 
 if TYPE_CHECKING:
     from agentevo.config.recipe import RunConfig
@@ -26,7 +24,7 @@ class TaskStage(Section):
     """What a task must have in its metadata: key -> a value, a list of values, or {min: 1, max: 3}
     with either left out. `extra_info.level` is a key within another, `scorer` the task's own.
     Empty: every task."""
-    sources: tuple[str, ...] = ()
+    sources: Texts = ()
     """Sources of `tasks.train`, written as there, and of `tasks.eval`, whose tasks are reported for
     the stage. Empty: all of them."""
     until_step: int | None = Field(default=None, ge=1)
@@ -36,11 +34,6 @@ class TaskStage(Section):
     of it, is so high."""
     success_window: int = Field(default=5, ge=1)
     """So many steps are looked at for until_success."""
-
-    @field_validator("sources", mode="before")
-    @classmethod
-    def _one_source_is_a_list(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
 
     @field_validator("where")
     @classmethod
@@ -84,25 +77,6 @@ def _in_words(wanted: Any) -> str:
             return f"at least {least}" if most is None else f"at most {most}"
         return f"from {least} to {most}"
     return f"one of {', '.join(map(repr, wanted))}" if isinstance(wanted, list) else repr(wanted)
-
-
-def with_stages_read(given: Any) -> Any:
-    """A section `tasks` as written, its stages read. Raises ValueError with the words about an
-    entry that is no stage."""
-    stages = given.get("stages") if isinstance(given, Mapping) else None
-    if not isinstance(stages, (list, tuple)):
-        return given
-
-    read = []
-    for index, stage in enumerate(stages):
-        try:
-            read.append(TaskStage.model_validate(stage))
-        except pydantic.ValidationError as error:
-            place = f"stages[{index}]"
-            lines = [entry_problem(place, TaskStage, wrong) for wrong in error.errors()]
-            raise ValueError("; ".join(lines)) from error
-
-    return {**given, "stages": tuple(read)}
 
 
 def stage_problem(

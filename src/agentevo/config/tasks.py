@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import PositiveFloat, field_validator, model_validator
+from pydantic import PositiveFloat, model_validator
 
 from agentevo.config.agents import brings_tasks
-from agentevo.config.curriculum import Curriculum, with_curriculum_read
-from agentevo.config.section import Section
-from agentevo.config.self_play import SelfPlay, with_self_play_read
-from agentevo.config.task_stages import TaskStage, stage_problem, with_stages_read
+from agentevo.config.curriculum import Curriculum
+from agentevo.config.section import Section, Texts
+from agentevo.config.self_play import SelfPlay
+from agentevo.config.task_stages import TaskStage, stage_problem
 
 
 class TaskFields(Section):
@@ -40,9 +40,9 @@ class TasksSection(Section):
     for tasks.train. What else a row holds is the task's metadata. Paths are looked for beside the
     recipe, then in the current folder."""
 
-    train: tuple[str, ...] = ()
+    train: Texts = ()
     """Tasks to train on."""
-    eval: tuple[str, ...] = ()
+    eval: Texts = ()
     """Held-out tasks, of which the first evaluation.tasks are used. Default: the last ones of
     `train`, as many as evaluation.tasks, at most a fifth."""
     weights: tuple[PositiveFloat, ...] = ()
@@ -73,17 +73,6 @@ class TasksSection(Section):
     @property
     def given(self) -> bool:
         return bool(self.train) or self.self_play is not None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_sources(cls, given: Any) -> Any:
-        section = {"train": given} if isinstance(given, (str, list, tuple)) else given
-        return with_stages_read(with_curriculum_read(with_self_play_read(section)))
-
-    @field_validator("train", "eval", mode="before")
-    @classmethod
-    def _one_source_is_a_list(cls, value: object) -> object:
-        return (str(value),) if isinstance(value, (str, Path)) and str(value) else value
 
     @model_validator(mode="after")
     def _held_out_of_something(self) -> TasksSection:

@@ -16,9 +16,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from agentevo.config.field_words import suggest_nearest
 from agentevo.errors import ConfigError, shown
 from agentevo.parsing import ParseError, parse_yaml, read_text
-from agentevo.registry import nearest
 
 MAX_CHARS = 100_000
 """Of one text."""
@@ -69,8 +69,7 @@ def check_texts(texts: Mapping[Any, Any], known: Sequence[str] | None = None) ->
             raise ValueError(problem)
 
         if known is not None and not any(fnmatchcase(name, pattern) for pattern in known):
-            guess = nearest(name, list(known))
-            hint = f"did you mean {guess}? " if guess else ""
+            hint = suggest_nearest(name, known)
             raise ValueError(
                 f"{name}: this agent asks for no such text: {hint}it has {', '.join(known) or 'no'}"
                 f"{'' if known else ' texts'}"

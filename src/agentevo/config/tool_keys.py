@@ -3,8 +3,6 @@ kind, `agent.tools.timeout_s` that of all which have it."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from agentevo.config.field_words import on_one_line
 from agentevo.config.keys import ConfigKeys, Explanation
 from agentevo.config.tool_entries import KINDS
@@ -18,47 +16,31 @@ PLACE = "agent.tools"
 def explain_tools(key: str) -> list[Explanation]:
     """`agent.tools` itself, with its kinds and the keys that all of them have; a kind, with its
     keys; or a key of one or of several. Raises UnknownNameError."""
-    of_kinds = {kind: ConfigKeys(model, {}, f"{PLACE}.{kind}.") for kind, model in KINDS.items()}
     path = key.removeprefix(PLACE).strip(".")
     if not path:
-        return [_kinds()]
+        return [_explain_kinds()]
 
     if path.rpartition(".")[2] == "type":
         words = f"one of {', '.join(KINDS)}"
         meaning = "Which kind of tools it is, and with that which other keys the entry has."
         return [Explanation(key, meaning, words, "'function'", "", tuple(KINDS))]
 
-    kind, _, rest = path.partition(".")
+    kind, _, inner = path.partition(".")
     if kind in KINDS:
-        return of_kinds[kind].explain(key) if rest else [_kind(kind, of_kinds[kind])]
+        keys = ConfigKeys(KINDS[kind], {}, f"{PLACE}.{kind}.")
+        return keys.explain(key) if inner else [_explain_kind(kind, keys)]
 
-    found: list[Explanation] = []
-    for kind, keys in of_kinds.items():
-        if f"{PLACE}.{kind}.{path}" not in keys.names():
-            continue
+    keys = ConfigKeys(KINDS, {}, f"{PLACE}.")
+    if key in keys.names():
+        return keys.explain(key)
 
-        (one,) = keys.explain(f"{PLACE}.{kind}.{path}")
-        one = replace(one, key=key, option_of=(kind,))
-        same = next((i for i, other in enumerate(found) if _equal(other, one)), None)
-        if same is None:
-            found.append(one)
-        else:
-            found[same] = replace(found[same], option_of=(*found[same].option_of, kind))
-
-    if not found:
-        known = [name.split(".", 3)[3] for keys in of_kinds.values() for name in keys.names()]
-        guess = nearest(path, [*KINDS, *dict.fromkeys(known)])
-        hint = f"did you mean {PLACE}.{guess}?" if guess else f"`config explain {PLACE}` lists them"
-        raise UnknownNameError(f"{key}: unknown key; {hint}")
-
-    return found
+    known = [name.removeprefix(f"{PLACE}.") for name in keys.names()]
+    guess = nearest(path, [*KINDS, *known])
+    hint = f"did you mean {PLACE}.{guess}?" if guess else f"`config explain {PLACE}` lists them"
+    raise UnknownNameError(f"{key}: unknown key; {hint}")
 
 
-def _equal(first: Explanation, second: Explanation) -> bool:
-    return replace(first, option_of=()) == replace(second, option_of=())
-
-
-def _kinds() -> Explanation:
+def _explain_kinds() -> Explanation:
     meaning = (
         "What the agent may call, as a list: a name is a registered tool (`agentevo list tools`); "
         "a mapping has a `type` and the keys of that kind, and those at the end that all have."
@@ -67,7 +49,7 @@ def _kinds() -> Explanation:
         Explanation(
             f"{PLACE}.{kind}",
             f"type: {kind}. {on_one_line(model.__doc__ or '')} "
-            f"Keys: {', '.join(_own_names(model))}.",
+            f"Keys: {', '.join(_specific_names(model))}.",
             "section",
             "",
             "",
@@ -75,16 +57,16 @@ def _kinds() -> Explanation:
         for kind, model in KINDS.items()
     ]
     shared = ConfigKeys(ToolSection, {}, f"{PLACE}.")
-    keys += [one for name in shared.names() for one in shared.explain(name)]
+    keys += [explanation for name in shared.names() for explanation in shared.explain(name)]
     return Explanation(PLACE, meaning, "section", "", "", keys=tuple(keys))
 
 
-def _own_names(model: type[ToolSection]) -> list[str]:
+def _specific_names(model: type[ToolSection]) -> list[str]:
     return [name for name in model.model_fields if name not in {"type", *ToolSection.model_fields}]
 
 
-def _kind(kind: str, keys: ConfigKeys) -> Explanation:
+def _explain_kind(kind: str, keys: ConfigKeys) -> Explanation:
     names = [name for name in keys.names() if name.count(".") == 3 and not name.endswith(".type")]
-    held = tuple(one for name in names for one in keys.explain(name))
+    held = tuple(explanation for name in names for explanation in keys.explain(name))
     meaning = f"type: {kind}. {on_one_line(KINDS[kind].__doc__ or '')}"
     return Explanation(f"{PLACE}.{kind}", meaning, "section", "", "", keys=held)

@@ -11,11 +11,11 @@ import pydantic
 
 from agentevo.config.agents import SECTIONS
 from agentevo.config.entry_problems import entry_problem
+from agentevo.config.field_words import describe_wrong_choice
 from agentevo.config.mcp import MCPServerSection
 from agentevo.config.section import Section
 from agentevo.config.tasks import with_absolute_paths
 from agentevo.config.tool_entries import KINDS, meant_type, with_type
-from agentevo.registry import nearest
 
 SHOWN = ("read_only", "read_write")
 """Keys of a sandbox with files and folders of the host."""
@@ -58,10 +58,7 @@ def _read(place: str, entry: Any, folder: Path) -> tuple[Any, list[str]]:
     kind = options["type"]
     model = KINDS.get(kind) if isinstance(kind, str) else None
     if model is None:
-        guess = nearest(kind, list(KINDS)) if isinstance(kind, str) else None
-        hint = f" did you mean {guess}?" if guess else ""
-        choices = ", ".join(KINDS)
-        return None, [f"{place}.type: got {kind!r};{hint} choose one of {choices}"]
+        return None, [describe_wrong_choice(place, options, "type", list(KINDS))]
 
     options = with_absolute_paths(dict(options), ("cwd", "file"), folder)
     if model is MCPServerSection and options.get("command") and options.get("cwd") is None:

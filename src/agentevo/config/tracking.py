@@ -10,9 +10,9 @@ import pydantic
 from pydantic import Field, SerializeAsAny, field_validator
 
 from agentevo.config.entry_problems import entry_problem
+from agentevo.config.field_words import suggest_nearest
 from agentevo.config.section import Section
 from agentevo.errors import AgentEvoError
-from agentevo.registry import nearest
 from agentevo.trackers.tracker import TrackerConfig, trackers
 
 KEY = "tracking.backends"
@@ -94,12 +94,10 @@ def _entry(index: int, entry: Any) -> TrackerConfig:
     name = options.get("name")
     known = trackers.names()
     if not isinstance(name, str) or name not in known:
-        guess = nearest(name, known) if isinstance(name, str) else None
-        hint = f" did you mean {guess}?" if guess else ""
         what = "an entry without a name" if "name" not in options else f"got {name!r}"
         raise ValueError(
-            f"{what};{hint} choose of {', '.join(known)}, or install a package that brings it "
-            "(entry point agentevo.trackers)"
+            f"{what}; {suggest_nearest(name, known)}choose of {', '.join(known)}, or install a "
+            "package that brings it (entry point agentevo.trackers)"
         )
 
     model = trackers.get(name).Config

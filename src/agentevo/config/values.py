@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
-from agentevo.config.field_words import as_yaml
+from agentevo.config.field_words import as_number, as_yaml
 from agentevo.config.keys import ConfigKeys
 from agentevo.config.peer_keys import value_in_our_words
 from agentevo.paths import name_problem
@@ -67,7 +67,7 @@ def _problem(key: str, value: object, keys: ConfigKeys) -> str:
         return "" if fits else _NOT_OF_THE_KIND
 
     if isinstance(value, (str, Path)):
-        return _text_problem(str(value), kinds) or _number_problem(_number(value), key, keys)
+        return _text_problem(str(value), kinds) or _number_problem(as_number(value), key, keys)
 
     return _number_problem(value, key, keys)
 
@@ -86,14 +86,6 @@ def _text_problem(text: str, kinds: list[Any]) -> str:
         return f"character {error.start} is half of a surrogate pair: remove it"
 
     return ""
-
-
-def _number(value: str | Path) -> float | None:
-    """pydantic reads numbers in texts, too."""
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return None
 
 
 def _number_problem(value: object, key: str, keys: ConfigKeys) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from agentevo.config.section import Section
+from agentevo.config.section import ONE_OR_MANY, Section
 
 OF_SERVERS = ("server", "api_key", "include", "exclude", "outcome")
 OF_SERVERS_TASKS = (
@@ -92,7 +92,7 @@ class EvolveSection(Section):
     """URL of an MCP server, or a command that starts one. Default: the recipe's agent.tools."""
     api_key: str | None = None
     """`${env:NAME}`, the environment variable that holds the key for a `server` at a URL."""
-    documents: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    documents: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], ONE_OR_MANY] = ()
     """Texts, corpora (.jsonl) or folders of them, in place of a server: the tasks are questions
     that they answer, and the agent gets the tool `search` over them."""
     include: tuple[str, ...] = ()
@@ -148,11 +148,6 @@ class EvolveSection(Section):
             raise ValueError("tasks.languages: questions about documents are asked in one language")
 
         return self
-
-    @field_validator("documents", mode="before")
-    @classmethod
-    def _one_is_a_list(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
 
     @field_validator("budget")
     @classmethod

@@ -9,7 +9,6 @@ to one process; node 0 has the first rank of the trainer.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
 import pydantic
@@ -20,18 +19,6 @@ from agentevo.errors import ConfigError
 
 MAX_NODES = 1024
 Count = Annotated[int, Field(ge=0, le=4096)]
-
-
-def written_as(pattern: str, how: str) -> pydantic.AfterValidator:
-    """For a text that a cluster reads; what it can't read it would refuse when the job is sent, or
-    make a job that never starts. `how`: what it takes."""
-
-    def check(text: str) -> str:
-        if text and re.fullmatch(pattern, text) is None:
-            raise ValueError(f"it takes {how}")
-        return text
-
-    return pydantic.AfterValidator(check)
 
 
 class FleetNode(pydantic.BaseModel, extra="forbid", frozen=True):
@@ -47,7 +34,7 @@ class FleetNode(pydantic.BaseModel, extra="forbid", frozen=True):
 
 
 class Fleet(Section):
-    """How many of what. Each kind of cluster adds what it asks for besides."""
+    """How many of what. Each kind of cluster adds what it asks for besides (targets.py)."""
 
     trainer_nodes: int = Field(default=1, ge=1, le=MAX_NODES)
     """Nodes that the trainer's ranks are on."""
@@ -65,53 +52,46 @@ class Fleet(Section):
     samplers: Count = 0
     """Sampler processes. Default with engines: at least 1 is needed."""
 
-    @property
-    def is_apart(self) -> bool:
-        """Whether the trainer samples through other processes."""
-        return self.engines > 0 or self.samplers > 0
-
     def place(self) -> tuple[FleetNode, ...]:
         """The nodes, those of the trainer first. Raises ConfigError for what does not fit."""
         self._check()
-        own = self._num_trainer_gpus()
-        room = [list(range(own, self.gpus)) for _ in range(self.trainer_nodes)]
-        engines: list[list[tuple[int, ...]]] = [[] for _ in room]
-        if not self.gpus:
-            self._spread_engines(engines)
-        else:
-            for _ in range(self.engines):
-                size = self.gpus_per_engine
-                node = next((n for n, free in enumerate(room) if len(free) >= size), None)
-                if node is None:
-                    node = len(room)
-                    room.append(list(range(self.gpus)))
-                    engines.append([])
-
-                engines[node].append(tuple(room[node][: self.gpus_per_engine]))
-                room[node] = room[node][self.gpus_per_engine :]
-
+        num_gpus = self._num_trainer_gpus()
+        engines = self._place_engines(num_gpus)
         if len(engines) > MAX_NODES:
             raise ConfigError(
                 f"engines={self.engines}: that is {len(engines):,} nodes, {MAX_NODES:,} at most"
             )
 
-        samplers = [len(range(n, self.samplers, len(engines))) for n in range(len(engines))]
-        trains = [n < self.trainer_nodes for n in range(len(engines))]
         return tuple(
             FleetNode(
-                trainer=max(own, 1) if is_trainer else 0,
-                trainer_devices=tuple(range(own)) if is_trainer else (),
+                trainer=max(num_gpus, 1) if number < self.trainer_nodes else 0,
+                trainer_devices=tuple(range(num_gpus)) if number < self.trainer_nodes else (),
                 engines=tuple(of_node),
-                samplers=count,
+                samplers=len(range(number, self.samplers, len(engines))),
             )
-            for is_trainer, of_node, count in zip(trains, engines, samplers, strict=True)
+            for number, of_node in enumerate(engines)
         )
 
-    def _spread_engines(self, engines: list[list[tuple[int, ...]]]) -> None:
-        engines.extend([] for _ in range(self.engine_nodes))
-        homes = engines[self.trainer_nodes :] or engines
-        for number in range(self.engines):
-            homes[number % len(homes)].append(())
+    def _place_engines(self, num_trainer_gpus: int) -> list[list[tuple[int, ...]]]:
+        """For each node its engines, for each of these its devices."""
+        if not self.gpus:
+            nodes: list[list[tuple[int, ...]]] = [
+                [] for _ in range(self.trainer_nodes + self.engine_nodes)
+            ]
+            homes = nodes[self.trainer_nodes :] or nodes
+            for number in range(self.engines):
+                homes[number % len(homes)].append(())
+            return nodes
+
+        nodes = []
+        left = self.engines
+        size = self.gpus_per_engine
+        while left or len(nodes) < self.trainer_nodes:
+            first = num_trainer_gpus if len(nodes) < self.trainer_nodes else 0
+            starts = range(first, self.gpus - size + 1, size)[:left]
+            nodes.append([tuple(range(start, start + size)) for start in starts])
+            left -= len(starts)
+        return nodes
 
     def _num_trainer_gpus(self) -> int:
         if self.trainer_gpus is not None:

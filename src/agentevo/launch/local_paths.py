@@ -1,8 +1,9 @@
 """Paths of this machine in a recipe that other machines run.
 
-Machines that see this one's folders (Slurm, Ray) read them under the same absolute path. Containers
-have a disk of their own: rows that fit beside the recipe are carried along, and any other path is
-refused. What an image has of its own (`/usr` and the like) is left as it is.
+Python files that the recipe imports go along with it. Machines that see this one's folders (Slurm,
+Ray) read any other path as an absolute one. Containers have a disk of their own: rows that fit
+beside the recipe are carried along, and any other path is refused. What an image has of its own
+(`/usr` and the like) is left as it is.
 """
 
 from __future__ import annotations
@@ -24,7 +25,25 @@ _PLACED = ("run.", "store.", "import.")
 _OF_AN_IMAGE = ("/bin/", "/dev/", "/etc/", "/lib", "/opt/", "/proc/", "/sys/", "/usr/")
 
 
-def with_absolute_paths(tree: dict[str, Any]) -> dict[str, str]:
+def carry_imports(tree: dict[str, Any], files: dict[str, str]) -> None:
+    """Adds the Python files that a resolved recipe imports to `files` (contents by name); in the
+    recipe, which is changed in place, they lie beside it. Raises ConfigError for a folder, two
+    files of one name, and what can't be read."""
+    for index, entry in enumerate(tree["import"]):
+        path = Path(entry)
+        if not path.is_absolute():
+            continue  # a module, which the machines have installed
+
+        if path.is_dir():
+            raise ConfigError(
+                f"import: {path.name} is a folder: install it as a package on the machines, and "
+                "import it by its name"
+            )
+
+        tree["import"][index] = _add_file("import", path, read_text(path), files)
+
+
+def make_paths_absolute(tree: dict[str, Any]) -> dict[str, str]:
     """The paths of this machine in a resolved recipe by their keys, in the recipe absolute from now
     on (it is changed in place)."""
     paths = {}
@@ -33,12 +52,10 @@ def with_absolute_paths(tree: dict[str, Any]) -> dict[str, str]:
     return paths
 
 
-def carry(tree: dict[str, Any], runs: str) -> dict[str, str]:
-    """Contents of the files that go along, by name; in the recipe they lie beside it from now on
-    (it is changed in place). `runs`: the folder that the machines have of this one. Raises
-    ConfigError for what can't go along."""
-    files: dict[str, str] = {}
-    sources: dict[str, str] = {}
+def carry_rows(tree: dict[str, Any], runs: str, files: dict[str, str]) -> None:
+    """Adds the files of rows that a resolved recipe names to `files` (contents by name); in the
+    recipe, which is changed in place, they lie beside it. `runs`: the folder that the machines have
+    of this one. Raises ConfigError for what can't go along."""
     problems = []
     for key, place, index in list(_local_paths(tree)):
         path = os.path.realpath(os.path.expanduser(place[index]))
@@ -53,24 +70,28 @@ def carry(tree: dict[str, Any], runs: str) -> dict[str, str]:
             )
             continue
 
-        name = os.path.basename(path)
-        if sources.setdefault(name, path) != path:
-            raise ConfigError(
-                f"{key}: two files are called {name}: rename one of them, they go into one folder"
-            )
-
         try:
-            files[name] = read_text(Path(path), at_most=LARGEST)
+            text = read_text(Path(path), at_most=LARGEST)
         except ConfigError as error:
             problems.append(
                 f"{key}: it can't go along with the recipe: {error}, or a path below {runs}, where "
                 "the machines find it"
             )
-        place[index] = f"./{name}"
+        else:
+            place[index] = _add_file(key, Path(path), text, files)
 
     if problems:
         raise ConfigError("\n".join(problems))
-    return files
+
+
+def _add_file(key: str, path: Path, text: str, files: dict[str, str]) -> str:
+    """The file's path from the recipe. Raises ConfigError where another file has its name."""
+    if files.setdefault(path.name, text) != text:
+        raise ConfigError(
+            f"{key}: two files are called {path.name}: rename one of them, they go into one folder"
+        )
+
+    return f"./{path.name}"
 
 
 def _local_paths(

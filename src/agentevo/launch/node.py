@@ -1,16 +1,17 @@
 """`agentevo launch node`: the processes of one machine of a launch, as nodes.yaml has them.
 
 The trainer's ranks run to their end; engines and samplers are started again when they die
-(processes/supervisor.py). Node 0 says in a file beside the run's folder that it lives, and how the
-trainer ended; nodes without a rank end with it, by the same exit code, and give up when nothing has
-been heard of it for LOST_S. The file's name holds the launch's id, so that a job that is started
-again does not take the end of the former one for its own. SIGTERM and Ctrl-C go to the trainer,
-which ends after its step; nothing of the run is lost, and the same command goes on with it.
+(processes/supervisor.py). Node 0 writes a heartbeat into a file beside the run's folder, and how
+the trainer ended; nodes without a rank end with it, by the same exit code, and give up after LOST_S
+without a heartbeat. The file's name holds the launch's id, so that a job that is started again does
+not take the end of the former one for its own. SIGTERM and Ctrl-C go to the trainer, which ends
+after its step; nothing of the run is lost, and the same command goes on with it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import re
 import signal
@@ -31,10 +32,8 @@ from agentevo.console import to_stderr
 from agentevo.device_names import visible
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.files import write_atomic
-from agentevo.inference.directory import EngineDirectory
-from agentevo.launch.fleet import FleetNode
 from agentevo.launch.plan import LaunchPlan, read_plan
-from agentevo.processes.supervisor import ChildProcess, Children
+from agentevo.processes.supervisor import ChildProcess, Children, make_children
 from agentevo.runs.resume_rules import changes
 from agentevo.signals import asked_to_stop
 
@@ -57,8 +56,8 @@ STOPPED = 143
 """Exit code of who was asked to end."""
 
 
-class HeartbeatThread(msgspec.Struct):
-    """What node 0 says of itself."""
+class Heartbeat(msgspec.Struct):
+    """What node 0 writes of itself."""
 
     count: int
     code: int | None = None
@@ -66,7 +65,7 @@ class HeartbeatThread(msgspec.Struct):
 
 
 class LostNodeError(AgentEvoError):
-    """Node 0 is not heard of any more."""
+    """FleetNode 0 has written no heartbeat for too long."""
 
 
 def run_node(
@@ -87,116 +86,92 @@ def run_node(
     if not re.fullmatch(r"[\w.-]{1,200}", id):
         raise ConfigError(f"--id {id[:40]!r} becomes the name of a file: use letters, digits and -")
 
-    words = [str(path.parent / plan.recipe), *plan.overrides]
-    config = load_config(words[0], words[1:])
+    recipe = [str(path.parent / plan.recipe), *plan.overrides]
+    config = load_config(recipe[0], recipe[1:])
     run_dir = config.run_dir
-    beat = run_dir.parent / f"{run_dir.name}.launch" / f"{id}.json"
+    heartbeats = run_dir.parent / f"{run_dir.name}.launch" / f"{id}.json"
     node = plan.nodes[rank]
-    watch = HeadWatch(beat)
+    children = make_children(
+        recipe,
+        run_dir,
+        engines=node.engines,
+        samplers=node.samplers,
+        machine=f"{socket.gethostname()}-",
+        is_shared=len(plan.nodes) > 1,
+    )
+    reader = HeartbeatReader(heartbeats)
     trainer = None
 
-    def exit_code() -> int | None:
-        of_head = watch.poll() if rank else None
-        return of_head if trainer is None else trainer.poll()
+    def poll() -> int | None:
+        head_code = reader.poll() if rank else None
+        return head_code if trainer is None else trainer.poll()
 
     with asked_to_stop(parent) as stop, ExitStack() as stack:
-        heart = stack.enter_context(Heart(beat)) if rank == 0 else None
+        writer = stack.enter_context(HeartbeatWriter(heartbeats)) if rank == 0 else None
         if node.trainer:
-            trainer = stack.enter_context(_TrainerProcess(plan, rank, head, words, run_dir))
+            trainer = stack.enter_context(_TrainerProcess(plan, rank, head, recipe, run_dir))
 
-        _look_after(node, words, config, len(plan.nodes) > 1, exit_code, stop, note)
+        _run_children(children, config, poll, stop, note)
         code = trainer.end() if trainer is not None else None
         if not code and rank != 0:
-            code = _end_of_head(watch.poll)
-        if heart is not None:
-            heart.code = code
+            code = _wait_for_head(reader)
+        if writer is not None:
+            writer.code = code
 
         return STOPPED if code is None else code
 
 
-def _look_after(
-    node: FleetNode,
-    words: list[str],
+def _run_children(
+    children: list[ChildProcess],
     config: RunConfig,
-    is_shared: bool,
-    ended: Callable[[], int | None],
+    poll: Callable[[], int | None],
     stop: Callable[[], bool],
     note: Callable[[str], None],
 ) -> None:
     """Keeps the node's engines and samplers alive from when the run's folder is there, with this
-    recipe, until the trainer has ended or somebody asks to stop. Raises ChildFailedError."""
+    recipe, until `poll` gives the trainer's exit code or a stop is requested. Raises
+    ChildFailedError."""
     run_dir = config.run_dir
 
     def goes_on() -> bool:
         time.sleep(LOOK_S)
-        return ended() is None and not stop()
+        return poll() is None and not stop()
 
     began = time.monotonic()
-    is_told = False
+    is_noted = False
     while not (is_there := (run_dir / "config.yaml").is_file()) or (changed := changes(config)):
         if is_there and time.monotonic() - began > RECIPE_S:
             break  # who is started now says what differs, and ends
-        if is_there and not is_told:
+        if is_there and not is_noted:
             note(f"waiting for the trainer to go on with {', '.join(changed)} as given here")
-            is_told = True
+            is_noted = True
         if not goes_on():
             return
 
-    with Children(_children(node, words, run_dir, is_shared), note, run_dir / "logs") as children:
+    with Children(children, note, run_dir / "logs") as supervised:
         while goes_on():
-            children.check()
+            supervised.check()
 
 
-def _end_of_head(ended: Callable[[], int | None]) -> int | None:
+def _wait_for_head(reader: HeartbeatReader) -> int | None:
     """The trainer's exit code, for which a node that was asked to end waits: one that ends first
     would take the trainer's node with it, where the cluster ends a job with its first node."""
     deadline = time.monotonic() + GRACE_S
-    while (code := ended()) is None and time.monotonic() < deadline:
+    while (code := reader.poll()) is None and time.monotonic() < deadline:
         time.sleep(LOOK_S)
     return code
 
 
-def _children(
-    node: FleetNode, words: list[str], run_dir: Path, is_shared: bool
-) -> list[ChildProcess]:
-    """`is_shared`: other machines ask these engines too."""
-    announced = EngineDirectory(run_dir / "engines")
-    agentevo = [sys.executable, "-m", "agentevo"]
-    parent = ["--parent", str(os.getpid())]
-    machine = socket.gethostname()
-    logs = run_dir / "logs"
-    host = ["--host", "0.0.0.0"] if is_shared else []
-
-    def child(
-        command: str, name: str, more: list[str], devices: tuple[int, ...], is_engine: bool
-    ) -> ChildProcess:
-        return ChildProcess(
-            name,
-            [*agentevo, command, *words, "--name", name, *more, *parent],
-            logs / f"{name}.log",
-            announced if is_engine else None,
-            environment=visible(devices),
-        )
-
-    engines = [
-        child("serve", f"engine-{machine}-{n}", host, devices, True)
-        for n, devices in enumerate(node.engines)
-    ]
-    samplers = [
-        child("sample", f"sampler-{machine}-{n}", [], (), False) for n in range(node.samplers)
-    ]
-    return engines + samplers
-
-
 class _TrainerProcess:
-    """The trainer's ranks on this node, which are ended with the context. One of them is asked to
-    end: the first of all, which others pass it on to, stops after its step and sends them home."""
+    """The trainer's ranks on this node, which end with the context. The first rank of the node is
+    asked to stop; it passes that on to the first of all, which stops after its step and ends the
+    others."""
 
     def __init__(
-        self, plan: LaunchPlan, rank: int, head: str, words: list[str], run_dir: Path
+        self, plan: LaunchPlan, rank: int, head: str, recipe: list[str], run_dir: Path
     ) -> None:
-        going_on = ["--resume"] if (run_dir / "config.yaml").is_file() else []
-        command = ["learn" if plan.is_apart else "train", *words, *going_on]
+        resume = ["--resume"] if (run_dir / "config.yaml").is_file() else []
+        command = ["learn" if plan.is_apart else "train", *recipe, *resume]
         self._command = [sys.executable, "-m", "agentevo", *command]
         node = plan.nodes[rank]
         before = sum(other.trainer for other in plan.nodes[:rank])
@@ -232,7 +207,7 @@ class _TrainerProcess:
 
     def poll(self) -> int | None:
         """None while they go on. One that failed ends it: the others wait for it in vain."""
-        codes = [_exit_code(process.poll()) for process in self._processes]
+        codes = [to_exit_code(process.poll()) for process in self._processes]
         failed = next((code for code in codes if code), None)
         return codes[0] if failed is None else failed
 
@@ -253,7 +228,7 @@ class _TrainerProcess:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
 
-        codes = [_exit_code(process.wait()) for process in self._processes]
+        codes = [to_exit_code(process.wait()) for process in self._processes]
         first = failed or (codes[0] if self._leads else next((c for c in codes if c), 0))
         assert first is not None
         return first
@@ -265,19 +240,19 @@ def _end_with_parent() -> None:
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _exit_code(code: int | None) -> int | None:
+def to_exit_code(code: int | None) -> int | None:
     """As a shell has it: 128 and the signal's number."""
     return code if code is None or code >= 0 else 128 - code
 
 
-class Heart:
-    """Node 0's: says that it lives, and at its end the trainer's exit code."""
+class HeartbeatWriter:
+    """FleetNode 0's: writes that it lives, and at its end the trainer's exit code."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._done = threading.Event()
+        self._ended = threading.Event()
         self.code: int | None = STOPPED
-        self._thread = threading.Thread(target=self._beat, name="heart", daemon=True)
+        self._thread = threading.Thread(target=self._write, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Self:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -285,47 +260,46 @@ class Heart:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._done.set()
+        self._ended.set()
         self._thread.join()
 
-    def _beat(self) -> None:
-        count = 0
-        is_last = False
-        while not is_last:
-            is_last = self._done.is_set()
-            beat = HeartbeatThread(count, self.code if is_last else None)
-            count += 1
-            with suppress(OSError):  # the folder is away for a moment; the next beat comes
-                write_atomic(self._path, msgspec.json.encode(beat))
-            self._done.wait(BEAT_S)
+    def _write(self) -> None:
+        for count in itertools.count():
+            is_last = self._ended.is_set()
+            heartbeat = Heartbeat(count, self.code if is_last else None)
+            with suppress(OSError):  # the folder is away for a moment; the next heartbeat comes
+                write_atomic(self._path, msgspec.json.encode(heartbeat))
+            if is_last:
+                return
+            self._ended.wait(BEAT_S)
 
 
-class HeadWatch:
+class HeartbeatReader:
     """What other nodes know of node 0."""
 
     def __init__(self, path: Path, *, lost_s: float = LOST_S, old_s: float = OLD_S) -> None:
         self._path = path
         self._lost_s = lost_s
         self._old_s = old_s
-        self._seen: HeartbeatThread | None = None
-        self._old: HeartbeatThread | None = None
+        self._last: Heartbeat | None = None
+        self._old: Heartbeat | None = None
         """How node 0 had ended when this node began: perhaps it is about to begin again."""
         self._changed = time.monotonic()
 
     def poll(self) -> int | None:
         """The trainer's exit code, once it has ended. Raises LostNodeError."""
         with suppress(OSError, msgspec.DecodeError):
-            beat = msgspec.json.decode(self._path.read_bytes(), type=HeartbeatThread)
-            if self._seen is None and beat.code is not None:
-                self._old = beat
+            heartbeat = msgspec.json.decode(self._path.read_bytes(), type=Heartbeat)
+            if self._last is None and heartbeat.code is not None:
+                self._old = heartbeat
 
-            if beat != self._seen:
-                self._seen = beat
+            if heartbeat != self._last:
+                self._last = heartbeat
                 self._changed = time.monotonic()
 
-            is_old = beat == self._old and time.monotonic() - self._changed < self._old_s
-            if beat.code is not None and not is_old:
-                return beat.code
+            is_old = heartbeat == self._old and time.monotonic() - self._changed < self._old_s
+            if heartbeat.code is not None and not is_old:
+                return heartbeat.code
 
         if time.monotonic() - self._changed > self._lost_s:
             raise LostNodeError(

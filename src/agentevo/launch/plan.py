@@ -18,7 +18,7 @@ from agentevo.config import RunConfig, load_config, to_yaml
 from agentevo.credentials import REFERENCE
 from agentevo.errors import ConfigError
 from agentevo.launch.fleet import Fleet, FleetNode
-from agentevo.launch.local_paths import carry, with_absolute_paths
+from agentevo.launch.local_paths import carry_imports, carry_rows, make_paths_absolute
 from agentevo.parsing import ParseError, dump_yaml, parse_yaml, read_text
 
 NODES_FILE = "nodes.yaml"
@@ -43,10 +43,6 @@ class LaunchPlan(pydantic.BaseModel, extra="forbid", frozen=True):
         return sum(node.trainer for node in self.nodes)
 
     @property
-    def trainer_nodes(self) -> int:
-        return sum(node.trainer > 0 for node in self.nodes)
-
-    @property
     def is_apart(self) -> bool:
         """Whether the trainer samples through other processes."""
         return any(node.engines or node.samplers for node in self.nodes)
@@ -56,25 +52,35 @@ class LaunchPlan(pydantic.BaseModel, extra="forbid", frozen=True):
 
 
 class PlannedLaunch:
-    """What a kind of cluster is told: the plan, and the files of its folder."""
+    """What is to be started: on which nodes which processes (`plan`), with which environment
+    variables, and the files of the launch's folder that every kind of cluster has."""
 
     def __init__(self, recipe: str, overrides: list[str], fleet: Fleet, runs: str = "") -> None:
         """`runs`: the folder of the machines in which the run's folder lies, if not as the recipe
         says.
-        Raises ConfigError for a recipe that can't run on these nodes."""
+        Raises ConfigError for a recipe that can't run on these nodes, for files that can't go along
+        with it, and for paths that the nodes do not have."""
         self.config = load_config(recipe, overrides)
         self.nodes = fleet.place()
         self.gpus = fleet.gpus
         self.name = _job_name(self.config.run.name)
-        _check(self.config, fleet, self.nodes)
-        own = self.config.run_dir
-        place = f"run.dir={f'{runs}/{own.name}' if runs else own}"
+        run_dir = f"{runs}/{self.config.run_dir.name}" if runs else self.config.run_dir
         self.plan = LaunchPlan(
-            name=self.name, recipe=RECIPE_FILE, overrides=(place,), nodes=self.nodes
+            name=self.name, recipe=RECIPE_FILE, overrides=(f"run.dir={run_dir}",), nodes=self.nodes
         )
-        self.runs = runs
+        _check(self.config, self.plan)
+
+        tree = parse_yaml(to_yaml(self.config))
+        self.files = {RECIPE_FILE: "", NODES_FILE: self.plan.to_yaml()}
+        """Contents by name."""
         self.shared_paths: dict[str, str] = {}
-        """Key -> the path of this machine that the nodes read, as `files` has found them."""
+        """Key -> the path of this machine that the nodes read."""
+        carry_imports(tree, self.files)
+        if runs:
+            carry_rows(tree, runs, self.files)
+        else:
+            self.shared_paths = make_paths_absolute(tree)
+        self.files[RECIPE_FILE] = dump_yaml(tree)
 
     @property
     def variables(self) -> list[str]:
@@ -106,43 +112,6 @@ class PlannedLaunch:
 
         return lines
 
-    def files(self) -> dict[str, str]:
-        """Contents of the folder by name: the recipe with the files that it imports beside it, and
-        nodes.yaml; see `local_paths` for other files. Raises ConfigError for two files of one name,
-        for what can't be read, and for paths that the nodes do not have."""
-        found = {}
-        tree = parse_yaml(to_yaml(self.config))
-
-        imports = []
-        for entry in self.config.imports:
-            path = Path(entry)
-            if not path.is_absolute():
-                imports.append(entry)  # a module, which the machines have installed
-                continue
-
-            if path.is_dir():
-                raise ConfigError(
-                    f"import: {path.name} is a folder: install it as a package on the machines, "
-                    "and import it by its name"
-                )
-
-            if path.name in found:
-                raise ConfigError(
-                    f"import: two files are called {path.name}: rename one of them, they go into "
-                    "one folder"
-                )
-
-            found[path.name] = read_text(path)
-            imports.append(f"./{path.name}")
-
-        tree["import"] = imports
-        carried = carry(tree, self.runs) if self.runs else {}
-        if not self.runs:
-            self.shared_paths = with_absolute_paths(tree)
-
-        recipe = dump_yaml(tree)
-        return {RECIPE_FILE: recipe, NODES_FILE: self.plan.to_yaml(), **found, **carried}
-
 
 def read_plan(path: Path) -> LaunchPlan:
     """Raises ConfigError for what is no plan."""
@@ -162,10 +131,10 @@ def _job_name(name: str) -> str:
     return plain if plain[:1].isalpha() else f"run-{plain}".strip("-")
 
 
-def _check(config: RunConfig, fleet: Fleet, nodes: tuple[FleetNode, ...]) -> None:
+def _check(config: RunConfig, plan: LaunchPlan) -> None:
     from agentevo.orchestration.checks import check_processes
 
-    check_processes(config, world=sum(node.trainer for node in nodes))
+    check_processes(config, world=plan.ranks)
     if config.run.overwrite:
         raise ConfigError(
             "run.overwrite deletes the run's folder whenever a job starts again: leave it out"
@@ -177,13 +146,13 @@ def _check(config: RunConfig, fleet: Fleet, nodes: tuple[FleetNode, ...]) -> Non
             "there are: leave it out, and use --set samplers=... engines=..."
         )
 
-    if fleet.is_apart and config.rollout.staleness == 0 and config.rollout.policy != "wait":
+    if plan.is_apart and config.rollout.staleness == 0 and config.rollout.policy != "wait":
         raise ConfigError(
             "rollout.staleness=0 with engines and samplers of their own: set rollout.staleness=1 "
             "or more, or rollout.policy=wait"
         )
 
-    users = sum(bool(node.samplers) or n == 0 for n, node in enumerate(nodes))
+    users = sum(bool(node.samplers) or n == 0 for n, node in enumerate(plan.nodes))
     url = config.store.url or "sqlite:"
     if users > 1 and url.startswith("sqlite:"):
         raise ConfigError(

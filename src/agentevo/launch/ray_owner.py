@@ -1,11 +1,11 @@
 """`agentevo launch own`: a launch's nodes as actors of a Ray cluster, one per bundle of a placement
 group, each of which keeps one process, `agentevo launch node`.
 
-What is lost is told and begun again: a node without the trainer by itself, while the others go on,
-wherever Ray places its bundle anew; the trainer's node with the whole launch, which goes on from
-where the run stands (`restarts` times). No call of Ray's is without a deadline: an actor whose node
-has died answers neither yes nor no for a while. Processes end with their actor, and actors with
-this owner. The launch's folder and the run's are seen by all nodes, as with other clusters.
+A lost node is reported and started again: a node without the trainer by itself, while the others
+go on, wherever Ray places its bundle anew; the trainer's node with the whole launch, which goes on
+from where the run stands (`restarts` times). Every call of Ray's has a deadline: an actor whose
+node has died answers neither yes nor no for a while. Processes end with their actor, and actors
+with this owner. All nodes see the launch's folder and the run's, as with other clusters.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from agentevo.config import load_config
 from agentevo.console import to_stderr
 from agentevo.errors import AgentEvoError, ConfigError
 from agentevo.extras import load_extra
-from agentevo.launch.node import GRACE_S, STOPPED
+from agentevo.launch.node import GRACE_S, STOPPED, to_exit_code
 from agentevo.launch.plan import LaunchPlan, read_plan
-from agentevo.launch.ray import SETTINGS, RayFleet
+from agentevo.launch.targets import RayCluster
 from agentevo.parsing import ParseError, parse_yaml
 from agentevo.signals import asked_to_stop
 
@@ -39,6 +39,8 @@ SILENT_S = 120.0
 """An actor that has answered nothing for so long is lost, whatever Ray says of it."""
 WRONG = 2
 """Exit code of a wrong configuration: the same again would be as wrong."""
+LOST = -1
+"""In place of an exit code: the node's actor is gone, and with it the process."""
 
 
 class RayError(AgentEvoError):
@@ -51,26 +53,27 @@ class Keeper:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    def address(self) -> str:
-        """Where other nodes reach this one."""
+    def start(self, words: list[str], head: str | None, log: str) -> tuple[str, int]:
+        """Starts it, with its output added to that file. `head`: where node 0 is, None for that
+        itself. Returns where other nodes reach this one, and the process's id."""
         ray: Any = load_extra("ray", "ray", "agentevo launch own")
-        return str(ray.util.get_node_ip_address())
-
-    def start(self, words: list[str], log: str) -> int:
-        """Starts it, with its output added to that file; returns its id."""
+        address = str(ray.util.get_node_ip_address())
+        node = [*words, "--head", head or address, "--parent", str(os.getpid())]
         Path(log).parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "agentevo", *words, "--parent", str(os.getpid())]
         with open(log, "ab") as file:
             self._process = subprocess.Popen(
-                command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True
+                [sys.executable, "-m", "agentevo", *node],
+                stdout=file,
+                stderr=file,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
-        return self._process.pid
+        return address, self._process.pid
 
     def poll(self) -> int | None:
         """Its exit code, 128 and the number for a signal; None while it goes on."""
         assert self._process is not None
-        code = self._process.poll()
-        return code if code is None or code >= 0 else 128 - code
+        return to_exit_code(self._process.poll())
 
     def stop(self) -> None:
         """Asks it to end."""
@@ -90,7 +93,7 @@ def own(
     one on this machine. Returns the trainer's exit code. Raises RayError, ConfigError."""
     ray: Any = load_extra("ray", "ray", "agentevo launch own")
     plan = read_plan(path)
-    fleet = _fleet(path.parent / SETTINGS)
+    cluster = _read_cluster(path.parent / RayCluster.file)
 
     try:
         ray.init(
@@ -107,17 +110,17 @@ def own(
 
     try:
         with asked_to_stop() as stop:
-            return _Owner(ray, plan, fleet, path, id or f"ray-{int(time.time())}", note).run(stop)
+            return _Owner(ray, plan, cluster, path, id or f"ray-{int(time.time())}", note).run(stop)
     finally:
         ray.shutdown()
 
 
-def _fleet(path: Path) -> RayFleet:
+def _read_cluster(path: Path) -> RayCluster:
     try:
-        return RayFleet.model_validate(parse_yaml(path.read_text(encoding="utf-8")))
+        return RayCluster.model_validate(parse_yaml(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, ParseError, pydantic.ValidationError) as error:
         raise ConfigError(
-            f"{path}: this is no {SETTINGS} of `agentevo launch ray` "
+            f"{path}: this is no {RayCluster.file} of `agentevo launch ray` "
             f"({str(error).splitlines()[0]}): write the folder again"
         ) from error
 
@@ -129,155 +132,128 @@ class _Owner:
         self,
         ray: Any,
         plan: LaunchPlan,
-        fleet: RayFleet,
+        cluster: RayCluster,
         path: Path,
         id: str,
         note: Callable[[str], None],
     ) -> None:
         self._ray = ray
         self._plan = plan
-        self._fleet = fleet
+        self._cluster = cluster
         self._path = path
         self._id = id
         self._note = note
         self._group: Any = None
         self._keepers: dict[int, Any] = {}
-        self._placing: dict[int, Any] = {}
-        """Of nodes that are not started yet: the answer that says where they are."""
+        self._starting: dict[int, Any] = {}
+        """Of nodes whose process is not started yet: the answer that says where it is."""
         self._heard: dict[int, float] = {}
         """When each answered last, or was begun."""
-        words = [str(path.parent / plan.recipe), *plan.overrides]
-        run_dir = load_config(words[0], words[1:]).run_dir
+        recipe = [str(path.parent / plan.recipe), *plan.overrides]
+        run_dir = load_config(recipe[0], recipe[1:]).run_dir
         self._logs = run_dir.parent / f"{run_dir.name}.launch"
 
     def run(self, stop: Callable[[], bool]) -> int:
         """Returns the trainer's exit code."""
         self._place()
         try:
-            for start in range(self._fleet.restarts + 1):
-                code = self._launch(f"{self._id}-{start}", stop)
-                if code is not None and (code in (0, WRONG) or stop()):
+            for left in range(self._cluster.restarts, -1, -1):
+                code = self._run_once(f"{self._id}-{self._cluster.restarts - left}", stop)
+                if code != LOST and (code in (0, WRONG) or stop()):
                     return code
                 if stop():
                     return STOPPED
 
-                left = self._fleet.restarts - start
-                how = "was lost" if code is None else f"ended with exit code {code}"
+                how = "was lost" if code == LOST else f"ended with exit code {code}"
                 self._note(f"the trainer {how}; {left} restarts are left")
 
             raise RayError(
-                f"the trainer was lost {self._fleet.restarts + 1} times: see {self._logs}"
+                f"the trainer was lost {self._cluster.restarts + 1} times: see {self._logs}"
             )
         finally:
-            self._remove()
+            self._drop_all()
+            with suppress(self._ray.exceptions.RayError):
+                self._ray.util.remove_placement_group(self._group)
 
-    def _launch(self, id: str, stop: Callable[[], bool]) -> int | None:
-        """One start of the launch: the trainer's exit code; None where its node was lost."""
-        self._make(0)
-        head = self._start(0, None, id, self._fleet.placed_s)
+    def _place(self) -> None:
+        """Raises RayError where the cluster has no room in time."""
+        bundle = {"CPU": float(self._cluster.cpus_per_node), **self._cluster.resources}
+        if self._cluster.gpus:
+            bundle["GPU"] = float(self._cluster.gpus)
+
+        bundles = [bundle] * len(self._plan.nodes)
+        strategy = "STRICT_SPREAD" if self._cluster.spread else "PACK"
+        self._group = self._ray.util.placement_group(bundles, strategy=strategy)
+        if not self._group.wait(self._cluster.placed_s):
+            resources = sorted(self._ray.cluster_resources().items())
+            has = ", ".join(f"{name} {n:g}" for name, n in resources if ":" not in name)
+            with suppress(self._ray.exceptions.RayError):
+                self._ray.util.remove_placement_group(self._group)
+            raise RayError(
+                f"Ray has no room for {len(bundles)} x {bundle} ({strategy}) within "
+                f"{self._cluster.placed_s:g} s; the cluster has {has}: start more nodes, ask for "
+                "less, or --set spread=false"
+            )
+
+    def _run_once(self, id: str, stop: Callable[[], bool]) -> int:
+        """One start of the launch: the trainer's exit code, or LOST."""
+        self._start(0, None, id)
+        head = self._wait_for_start(0, self._cluster.placed_s)
         for number in range(1, len(self._plan.nodes)):
-            self._make(number)
+            self._start(number, head, id)
 
-        asked = False
+        is_stopping = False
         deadline = float("inf")
         while time.monotonic() < deadline:
-            if stop() and not asked:
-                asked = True
+            if stop() and not is_stopping:
+                is_stopping = True
                 deadline = time.monotonic() + GRACE_S + SILENT_S
-                with suppress(self._ray.exceptions.RayError):  # the next look says what it is
+                with suppress(self._ray.exceptions.RayError):  # the next poll says what it is
                     self._call(0, "stop")
 
             for number in list(self._keepers):
-                code = self._look(number, head, id)
-                if number == 0 and code != "goes on":
-                    self._drop_all()
-                    return None if code == "lost" else int(code)
-
-                if code == "goes on":
+                code = self._poll(number)
+                if code is None:
                     continue
 
+                if number == 0:
+                    self._wait_for_others()
+                    self._drop_all()
+                    return code
+
                 self._drop(number)
-                if code != "0" and not asked:
-                    if code != "lost":
+                if code != 0 and not is_stopping:
+                    if code != LOST:
                         self._note(f"node {number}: ended with exit code {code}; it is begun again")
-                    self._make(number)
+                    self._start(number, head, id)
 
             time.sleep(LOOK_S)
 
         self._drop_all()
-        return None
+        return LOST
 
-    def _look(self, number: int, head: str, id: str) -> str:
-        """Starts a node whose place is known by now; then as `_poll`."""
-        placing = self._placing.get(number)
-        if placing is None:
-            return self._poll(number)
-
-        if self._ray.wait([placing], timeout=0)[0]:
-            try:
-                self._start(number, head, id, CALL_S)
-            except RayError as error:
-                self._note(str(error))
-                return "lost"
-        elif time.monotonic() - self._heard[number] > self._fleet.placed_s:
-            self._note(f"node {number}: no room for {self._fleet.placed_s:g} s; still waiting")
-            self._heard[number] = time.monotonic()
-
-        return "goes on"
-
-    def _poll(self, number: int) -> str:
-        """An exit code, "goes on" or "lost"."""
-        try:
-            code = self._call(number, "poll")
-        except self._ray.exceptions.ActorUnavailableError:
-            return self._silent(number, "its node does not answer")
-        except self._ray.exceptions.RayActorError as error:
-            reason = " ".join(str(error).split())[:300]
-            self._note(f"node {number}: lost ({reason})")
-            return "lost"
-        except self._ray.exceptions.GetTimeoutError:
-            return self._silent(number, f"no answer within {CALL_S:g} s")
-
-        self._heard[number] = time.monotonic()
-        return "goes on" if code is None else str(code)
-
-    def _silent(self, number: int, what: str) -> str:
-        since = time.monotonic() - self._heard[number]
-        if since > SILENT_S:
-            self._note(f"node {number}: lost ({what}, for {since:.0f} s)")
-            return "lost"
-        return "goes on"
-
-    def _make(self, number: int) -> None:
-        """Asks for a node in its bundle, which Ray may have to place anew."""
+    def _start(self, number: int, head: str | None, id: str) -> None:
+        """Asks for a node's process in its bundle, which Ray may have to place anew. `head`: where
+        node 0 is, None for that itself."""
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             placement_group=self._group, placement_group_bundle_index=number
         )
-        keeper = (
-            self._ray.remote(Keeper)
-            .options(
-                num_cpus=self._fleet.cpus_per_node,
-                num_gpus=self._fleet.gpus,
-                resources=self._fleet.resources,
-                max_restarts=0,
-                scheduling_strategy=strategy,
-            )
-            .remote()
+        options = self._ray.remote(Keeper).options(
+            num_cpus=self._cluster.cpus_per_node,
+            num_gpus=self._cluster.gpus,
+            resources=self._cluster.resources,
+            max_restarts=0,
+            scheduling_strategy=strategy,
         )
-        self._keepers[number] = keeper
-        self._placing[number] = keeper.address.remote()
+        words = ["launch", "node", str(self._path), "--rank", str(number), "--id", id]
+        keeper = self._keepers[number] = options.remote()
+        self._starting[number] = keeper.start.remote(words, head, self._log(number))
         self._heard[number] = time.monotonic()
 
-    def _start(self, number: int, head: str | None, id: str, within_s: float) -> str:
-        """Starts the process of a node, once Ray says within `within_s` where it is; `head` is
-        where node 0 is, and None for that itself. Returns its address. Raises RayError."""
-        keeper = self._keepers[number]
-        node = ["launch", "node", str(self._path), "--rank", str(number), "--id", id]
-        log = str(self._logs / f"node-{number}.log")
+    def _wait_for_start(self, number: int, within_s: float) -> str:
+        """Where a node is whose process starts within that time. Raises RayError."""
         try:
-            address = str(self._get(self._placing.pop(number), within_s))
-            where = address if head is None else head
-            process = self._get(keeper.start.remote([*node, "--head", where], log), CALL_S)
+            address, process = self._ray.get(self._starting.pop(number), timeout=within_s)
         except (self._ray.exceptions.RayError, OSError) as error:
             raise RayError(
                 f"node {number} could not be started within {within_s:g} s "
@@ -286,51 +262,64 @@ class _Owner:
             ) from error
 
         self._heard[number] = time.monotonic()
-        self._note(f"node {number}: on {address}, process {process}, {log}")
-        return address
+        self._note(f"node {number}: on {address}, process {process}, {self._log(number)}")
+        return str(address)
 
-    def _place(self) -> None:
-        """Raises RayError where the cluster has no room in time."""
-        one = {"CPU": float(self._fleet.cpus_per_node), **self._fleet.resources}
-        if self._fleet.gpus:
-            one["GPU"] = float(self._fleet.gpus)
+    def _poll(self, number: int) -> int | None:
+        """Its exit code, or LOST; None while it goes on or is being started."""
+        try:
+            if number in self._starting:
+                self._poll_start(number)
+                return None
+            code: int | None = self._call(number, "poll")
+        except RayError as error:
+            self._note(str(error))
+            return LOST
+        except self._ray.exceptions.ActorUnavailableError:
+            silence = "its node does not answer"
+        except self._ray.exceptions.RayActorError as error:
+            self._note(f"node {number}: lost ({' '.join(str(error).split())[:300]})")
+            return LOST
+        except self._ray.exceptions.GetTimeoutError:
+            silence = f"no answer within {CALL_S:g} s"
+        else:
+            self._heard[number] = time.monotonic()
+            return code
 
-        bundles = [one] * len(self._plan.nodes)
-        strategy = "STRICT_SPREAD" if self._fleet.spread else "PACK"
-        self._group = self._ray.util.placement_group(bundles, strategy=strategy)
-        if not self._group.wait(self._fleet.placed_s):
-            there = self._ray.cluster_resources()
-            has = ", ".join(f"{name} {n:g}" for name, n in sorted(there.items()) if ":" not in name)
-            self._remove()
-            raise RayError(
-                f"Ray has no room for {len(bundles)} x {one} ({strategy}) within "
-                f"{self._fleet.placed_s:g} s; the cluster has {has}: start more nodes, ask for "
-                "less, or --set spread=false"
-            )
+        since = time.monotonic() - self._heard[number]
+        if since <= SILENT_S:
+            return None
 
-    def _call(self, number: int, method: str) -> Any:
-        return self._get(getattr(self._keepers[number], method).remote(), CALL_S)
+        self._note(f"node {number}: lost ({silence}, for {since:.0f} s)")
+        return LOST
 
-    def _get(self, reference: Any, within_s: float) -> Any:
-        return self._ray.get(reference, timeout=within_s)
+    def _poll_start(self, number: int) -> None:
+        """Raises RayError where the process can't be started."""
+        if self._ray.wait([self._starting[number]], timeout=0)[0]:
+            self._wait_for_start(number, CALL_S)
+        elif time.monotonic() - self._heard[number] > self._cluster.placed_s:
+            self._note(f"node {number}: no room for {self._cluster.placed_s:g} s; still waiting")
+            self._heard[number] = time.monotonic()
+
+    def _wait_for_others(self) -> None:
+        """Nodes without the trainer end by its code within seconds."""
+        deadline = time.monotonic() + CALL_S
+        others = [number for number in self._keepers if number and number not in self._starting]
+        while others and time.monotonic() < deadline:
+            others = [number for number in others if self._poll(number) is None]
+            time.sleep(LOOK_S)
+
+    def _drop_all(self) -> None:
+        for number in list(self._keepers):
+            self._drop(number)
 
     def _drop(self, number: int) -> None:
-        self._placing.pop(number, None)
+        self._starting.pop(number, None)
         with suppress(self._ray.exceptions.RayError):
             self._ray.kill(self._keepers.pop(number))
 
-    def _drop_all(self) -> None:
-        """Nodes without the trainer end by its code within seconds; what is left is ended."""
-        deadline = time.monotonic() + CALL_S
-        others = [number for number in self._keepers if number and number not in self._placing]
-        while others and time.monotonic() < deadline:
-            others = [number for number in others if self._poll(number) == "goes on"]
-            time.sleep(LOOK_S)
-        for number in list(self._keepers):
-            self._drop(number)
+    def _call(self, number: int, method: str) -> Any:
+        return self._ray.get(getattr(self._keepers[number], method).remote(), timeout=CALL_S)
 
-    def _remove(self) -> None:
-        for number in list(self._keepers):
-            self._drop(number)
-        with suppress(self._ray.exceptions.RayError):
-            self._ray.util.remove_placement_group(self._group)
+    def _log(self, number: int) -> str:
+        return str(self._logs / f"node-{number}.log")

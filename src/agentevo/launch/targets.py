@@ -1,127 +1,277 @@
-"""The kinds of clusters by name, and how a launch's folder is made and submitted."""
+"""The kinds of clusters: what each is asked for, which file its tool reads, and what submits it.
+
+The file is `templates/FILE` of this package, which `writer.py` fills. Keys of Kubernetes have the
+names that Helm charts use.
+"""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 import pydantic
+from pydantic import Field
 
 from agentevo.config.entry_problems import entry_problem
-from agentevo.errors import AgentEvoError, ConfigError
-from agentevo.files import must_write, write_atomic
-from agentevo.launch import compose, kubernetes, ray, skypilot, slurm
+from agentevo.errors import ConfigError
 from agentevo.launch.fleet import Fleet
 from agentevo.launch.plan import NODES_FILE, PlannedLaunch
-from agentevo.paths import check_new_folder
 
-SUBMIT_S = 600.0
-
-
-class WrittenLaunch(NamedTuple):
-    """A launch's folder, and what submits it."""
-
-    folder: Path
-    command: list[str]
-    notes: list[str]
-    """Lines for whoever launches."""
+LARGEST_CONFIG = 1_000_000
+"""Bytes; Kubernetes takes a ConfigMap of 1 MiB."""
 
 
-class SubmitError(AgentEvoError):
-    """The cluster's tool refused."""
+def _written_as(pattern: str, how: str) -> pydantic.AfterValidator:
+    """For a text that a cluster reads; what it can't read it would refuse when the job is sent, or
+    make a job that never starts. `how`: what it takes."""
+
+    def check(text: str) -> str:
+        if text and re.fullmatch(pattern, text) is None:
+            raise ValueError(f"it takes {how}")
+        return text
+
+    return pydantic.AfterValidator(check)
 
 
-class Target(NamedTuple):
-    """A kind of cluster."""
+class Cluster(Fleet):
+    """What every kind of cluster is asked for, and what launches on it have in common."""
 
-    fleet: type[Fleet]
-    """What it is asked for."""
-    write: Callable[[PlannedLaunch, Any, str], dict[str, str]]
-    """(the launch, what is asked for, the folder) -> the files that its tool reads, by name."""
-    command: Callable[[PlannedLaunch, str], list[str]]
-    """(the launch, the folder) -> what submits it."""
-    runs: str = ""
-    """The folder of runs in its containers."""
+    file: ClassVar[str]
+    """What its tool reads, in the launch's folder."""
+    runs_mount: ClassVar[str] = ""
+    """The folder of runs in its containers; empty where nodes see this machine's folders."""
+
+    def check(self, launch: PlannedLaunch, folder: str) -> None:
+        """Raises ConfigError for a launch that this cluster can't run. `folder`: the launch's, as
+        the nodes see it."""
+
+    def submit_command(self, launch: PlannedLaunch, folder: str) -> list[str]:
+        """What submits the launch."""
+        raise NotImplementedError
 
 
-TARGETS: Mapping[str, Target] = {
-    "slurm": Target(slurm.SlurmFleet, slurm.script, slurm.command),
-    "kubernetes": Target(
-        kubernetes.KubernetesFleet, kubernetes.manifest, kubernetes.command, kubernetes.RUNS
+class SlurmCluster(Cluster):
+    """A batch script, whose step runs `agentevo launch node` on each node.
+
+    The script stops the trainer before the time limit, so that it ends after its step, and puts the
+    job into the queue again where the recipe is not done. `scancel` and a preemption go the same
+    way. A node that fails ends the job, and Slurm puts it into the queue again (`--requeue`).
+    """
+
+    file = "job.sbatch"
+
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    constraint: str = ""
+    time: Annotated[
+        str,
+        _written_as(
+            r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE",
+            "minutes, [hours:]minutes:seconds or days-hours[:minutes[:seconds]]",
+        ),
+    ] = "24:00:00"
+    """Time limit of one job, as `--time` takes it."""
+    cpus_per_node: int = Field(default=0, ge=0)
+    """0: what the partition gives."""
+    memory: Annotated[str, _written_as(r"\d+[KMGTkmgt]?", "a number of MB, or one with G or T")] = (
+        ""
+    )
+    """Memory of each node, as `--mem` takes it."""
+    gres: str = ""
+    """How the cluster names devices, such as gpu:h100:8. Default: `--gpus-per-node` of gpus."""
+    requeue: bool = True
+    """Go on in a further job where the time limit ended this one."""
+    setup: str = ""
+    """Shell lines before anything else: `module load cuda`, `source .venv/bin/activate`."""
+    sbatch: tuple[str, ...] = ()
+    """Further options of sbatch, such as --exclusive."""
+
+    def check(self, launch: PlannedLaunch, folder: str) -> None:
+        if re.search(r"[\s%]", folder):
+            raise ConfigError(f"--out {folder!r}: sbatch's own lines take no blank and no %")
+
+    def submit_command(self, launch: PlannedLaunch, folder: str) -> list[str]:
+        return ["sbatch", f"{folder}/{self.file}"]
+
+
+Quantity = Annotated[
+    str,
+    _written_as(
+        r"\d+(\.\d+)?(m|k|[KMGTPE]i|[MGTPE]|[eE]\d+)?",
+        "a quantity of Kubernetes, such as 4, 500m, 16Gi",
     ),
-    "skypilot": Target(skypilot.SkyPilotFleet, skypilot.task, skypilot.command, skypilot.RUNS),
-    "ray": Target(ray.RayFleet, ray.settings, ray.command),
-    "compose": Target(compose.ComposeFleet, compose.compose, compose.command, compose.RUNS),
+]
+
+
+class KubernetesCluster(Cluster):
+    """An Indexed Job whose pods run `agentevo launch node`, with a headless service by which they
+    find node 0, the launch's folder as a ConfigMap, and one volume for the run.
+
+    A pod that dies is replaced and goes on where the run stands. A wrong configuration (exit code
+    2) fails the Job at once.
+    """
+
+    file = "manifest.yaml"
+    runs_mount = "/runs"
+
+    image: str = "agentevo:latest"
+    """An image with agentevo (deploy/docker)."""
+    image_pull_policy: str = "IfNotPresent"
+    image_pull_secrets: tuple[str, ...] = ()
+    namespace: str = "default"
+    claim: str = ""
+    """A PersistentVolumeClaim that is there, for the run's folder. Default: one is made."""
+    storage: Quantity = "100Gi"
+    """Size of the claim that is made."""
+    storage_class: str = ""
+    secret: str = "agentevo"
+    """The Secret whose keys are the recipe's environment variables."""
+    cpu: Quantity = "4"
+    memory: Quantity = "16Gi"
+    shared_memory: Quantity = "8Gi"
+    """Size of /dev/shm, which ranks of one node exchange data through."""
+    gpu_resource: str = "nvidia.com/gpu"
+    """What the cluster calls a device: amd.com/gpu, huawei.com/Ascend910."""
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    tolerations: tuple[dict[str, str], ...] = ()
+    service_account: str = ""
+    restarts: int = Field(default=20, ge=0)
+    """How often pods may be replaced before the Job fails."""
+
+    def check(self, launch: PlannedLaunch, folder: str) -> None:
+        if sum(len(text.encode()) for text in launch.files.values()) > LARGEST_CONFIG:
+            raise ConfigError(
+                "import: the recipe and the files that it names are over 1 MB, which a ConfigMap "
+                "can't hold: put the code into the image and import it by its module's name, and "
+                f"rows below {self.runs_mount}"
+            )
+
+    def submit_command(self, launch: PlannedLaunch, folder: str) -> list[str]:
+        return ["kubectl", "apply", "-f", f"{folder}/{self.file}"]
+
+
+AtLeast = Annotated[
+    str, _written_as(r"\d+(\.\d+)?\+?", "a number, such as 16, or 16+ for at least as many")
+]
+
+
+class SkyPilotCluster(Cluster):
+    """One task whose nodes run `agentevo launch node`. The launch's folder is copied to every node;
+    with several nodes the run's folder is on a volume that all of them mount."""
+
+    file = "task.sky.yaml"
+    runs_mount = "/runs"
+
+    infra: str = ""
+    """Where, such as aws, gcp/us-central1, k8s. Default: wherever it is cheapest."""
+    accelerator: Annotated[str, _written_as(r"[\w.-]+", "a kind of device alone, such as H100")] = (
+        ""
+    )
+    """The kind of device, such as H100; needed where gpus is above 0."""
+    cpus: AtLeast = "4+"
+    memory: AtLeast = "16+"
+    """In GB."""
+    disk_size: int = Field(default=256, ge=1)
+    """In GB."""
+    use_spot: bool = False
+    image_id: str = ""
+    """An image, such as docker:agentevo:latest."""
+    volume: str = ""
+    """The SkyPilot volume that holds the run's folder; needed with several nodes."""
+    setup: str = "pip install 'agentevo[train,serve,postgresql]'"
+    """Shell lines on each new node."""
+
+    def check(self, launch: PlannedLaunch, folder: str) -> None:
+        if self.gpus and not self.accelerator:
+            raise ConfigError("accelerator: say which device, such as --set accelerator=H100")
+
+        if len(launch.nodes) > 1 and not self.volume:
+            raise ConfigError(
+                f"volume: {len(launch.nodes)} nodes share the run's folder: make a volume that "
+                "several nodes mount (`sky volumes apply`), and name it with --set volume=NAME"
+            )
+
+    def submit_command(self, launch: PlannedLaunch, folder: str) -> list[str]:
+        secrets = [word for name in launch.variables for word in ("--secret", name)]
+        return [
+            "sky",
+            "launch",
+            "--yes",
+            "--cluster",
+            launch.name,
+            *secrets,
+            f"{folder}/{self.file}",
+        ]
+
+
+class RayCluster(Cluster):
+    """A placement group with one bundle per node, in each of which `agentevo launch own` keeps
+    `agentevo launch node` (ray_owner.py). Ray owns processes; data and weights never go through
+    it."""
+
+    file = "ray.yaml"
+
+    cpus_per_node: int = Field(default=1, ge=1)
+    """Of each bundle."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """Further resources of each bundle, by their names in the cluster."""
+    spread: bool = True
+    """A node of Ray's for each bundle; false packs them, for a cluster of few large nodes."""
+    placed_s: float = Field(default=600.0, gt=0)
+    """How long the placement group is waited for, in seconds: the cluster may have to grow."""
+    restarts: int = Field(default=3, ge=0)
+    """How often the launch is begun again after its trainer was lost."""
+
+    def submit_command(self, launch: PlannedLaunch, folder: str) -> list[str]:
+        """As a job of the cluster that RAY_ADDRESS names."""
+        owner = ["agentevo", "launch", "own", f"{folder}/{NODES_FILE}"]
+        return ["ray", "job", "submit", "--no-wait", "--", *owner]
+
+
+class ComposeCluster(Cluster):
+    """Docker on one machine: the run, and the dashboard beside it."""
+
+    file = "compose.yaml"
+    runs_mount = "/runs"
+
+    image: str = "agentevo:latest"
+    """An image with agentevo (deploy/docker)."""
+    shared_memory: Annotated[
+        str, _written_as(r"(?i)\d+(\.\d+)?([kmg]b?|b)?", "a size that docker reads, such as 8gb")
+    ] = "8gb"
+    """Size of /dev/shm, which ranks exchange data through."""
+    runs: str = "../runs"
+    """The folder of this machine that holds the runs, from the launch's folder."""
+    ui_port: int = 8765
+    """The port of this machine, on loopback, on which the dashboard is."""
+
+    def check(self, launch: PlannedLaunch, folder: str) -> None:
+        if len(launch.nodes) > 1:
+            raise ConfigError(
+                f"that is {len(launch.nodes)} nodes, and compose runs on one machine: use slurm, "
+                "kubernetes or skypilot"
+            )
+
+    def submit_command(self, launch: PlannedLaunch, folder: str) -> list[str]:
+        return ["docker", "compose", "--file", f"{folder}/{self.file}", "up", "--detach"]
+
+
+TARGETS: Mapping[str, type[Cluster]] = {
+    "slurm": SlurmCluster,
+    "kubernetes": KubernetesCluster,
+    "skypilot": SkyPilotCluster,
+    "ray": RayCluster,
+    "compose": ComposeCluster,
 }
 
 
-def fleet_of(target: str, values: Mapping[str, Any]) -> Fleet:
+def read_cluster(target: str, values: Mapping[str, Any]) -> Cluster:
     """Raises ConfigError for unknown keys and values that don't fit."""
-    model = TARGETS[target].fleet
+    model = TARGETS[target]
     try:
         return model.model_validate(dict(values))
     except pydantic.ValidationError as error:
         lines = [entry_problem(target, model, problem) for problem in error.errors()]
         raise ConfigError("\n".join(lines)) from error
-
-
-def make(
-    target: str, recipe: str, overrides: list[str], fleet: Fleet, folder: Path
-) -> WrittenLaunch:
-    """Writes the folder; files of an earlier launch are replaced, others (logs) stay.
-
-    Raises ConfigError for a recipe that can't run there, and a folder that holds something else.
-    """
-    _check_folder(folder)
-    kind = TARGETS[target]
-    launch = PlannedLaunch(recipe, overrides, fleet, kind.runs)
-    files = launch.files() | kind.write(launch, fleet, str(folder))
-    with must_write(folder, "give another --out"):
-        folder.mkdir(parents=True, exist_ok=True)
-        for file, text in files.items():
-            write_atomic(folder / file, text)
-
-    notes = [f"every node reads {key} under {path}" for key, path in launch.shared_paths.items()]
-    notes += [f"warning: {line}" for line in launch.warnings]
-    if fleet.gpus and "type" not in launch.config.engine.model_fields_set:
-        notes.append(
-            "the recipe names no engine.type, so the nodes sample with torch, which is slow on a "
-            "GPU: set engine.type=vllm where they have vLLM"
-        )
-    return WrittenLaunch(folder, kind.command(launch, str(folder)), notes)
-
-
-def submit_launch(made: WrittenLaunch) -> str:
-    """What the cluster's tool says. Raises SubmitError if it refuses or is not there."""
-    program = shutil.which(made.command[0])
-    if program is None:
-        raise SubmitError(
-            f"{made.command[0]} is not installed here: copy {made.folder} to where it is, and run "
-            f"`{' '.join(made.command)}` there"
-        )
-
-    try:
-        done = subprocess.run(
-            [program, *made.command[1:]], capture_output=True, text=True, timeout=SUBMIT_S
-        )
-    except subprocess.TimeoutExpired as error:
-        raise SubmitError(f"{made.command[0]} has not answered for {SUBMIT_S:g} s") from error
-
-    if done.returncode:
-        raise SubmitError(
-            f"`{' '.join(made.command)}` failed (exit code {done.returncode}): "
-            f"{(done.stderr or done.stdout).strip()[-2000:]}"
-        )
-
-    return done.stdout.strip()
-
-
-def _check_folder(folder: Path) -> None:
-    check_new_folder(folder, "--out")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / NODES_FILE).is_file():
-        raise ConfigError(
-            f"{folder} holds something else than a launch: give another --out, nothing was written"
-        )

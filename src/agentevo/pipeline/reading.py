@@ -20,6 +20,7 @@ from pydantic_core import ErrorDetails
 
 from agentevo.config import RunConfig, sources
 from agentevo.config.entry_problems import entry_problem
+from agentevo.config.interpolation import shorten
 from agentevo.errors import AgentEvoError, ConfigError, UnknownNameError
 from agentevo.parsing import ParseError, parse_yaml
 from agentevo.paths import name_problem, spelling_hint
@@ -71,7 +72,7 @@ def packaged_pipelines() -> dict[str, Path]:
 def find_pipeline(word: str) -> Path:
     """A YAML path, or the file of a packaged pipeline. Raises ConfigError."""
     if problem := name_problem(word):
-        raise ConfigError(f"pipeline {sources.shorten(word)!r}: {problem}")
+        raise ConfigError(f"pipeline {shorten(word)!r}: {problem}")
 
     known = packaged_pipelines()
     if word.endswith((".yaml", ".yml")):
@@ -88,7 +89,7 @@ def find_pipeline(word: str) -> Path:
     guess = nearest(word, list(known))
     hint = f"did you mean {guess!r}? " if guess else ""
     raise UnknownNameError(
-        f"no pipeline is called {sources.shorten(word)!r}: {hint}packaged pipelines: "
+        f"no pipeline is called {shorten(word)!r}: {hint}packaged pipelines: "
         f"{', '.join(known)}; or give the path of a .yaml file"
     )
 
@@ -143,7 +144,7 @@ def _lines(error: pydantic.ValidationError, where: str) -> list[str]:
             hint = f": did you mean {guess}?" if guess else ""
             what = f"is no key of a {'stage' if model is StageConfig else 'pipeline'}{hint}"
 
-        lines.append(f"{where}: {sources.shorten(key or 'pipeline')}: {what}")
+        lines.append(f"{where}: {shorten(key or 'pipeline')}: {what}")
 
     return lines
 
@@ -168,7 +169,7 @@ def _overridden(tree: Mapping[str, Any], override: str) -> dict[str, Any]:
     try:
         value = parse_yaml(text)
     except ParseError as error:
-        raise ConfigError(f"override {sources.shorten(override)}: {error}") from error
+        raise ConfigError(f"override {shorten(override)}: {error}") from error
 
     parts = _full_key(tree, key.split("."), override)
     for part in reversed(parts):
@@ -189,7 +190,7 @@ def _full_key(tree: Mapping[str, Any], parts: list[str], override: str) -> list[
         guess = nearest(first, [*names, *PipelineConfig.model_fields])
         hint = f"did you mean {guess}? " if guess else ""
         raise ConfigError(
-            f"override {sources.shorten(override)}: {first!r} is no stage and no key of a "
+            f"override {shorten(override)}: {first!r} is no stage and no key of a "
             f"pipeline: {hint}the stages are {', '.join(names)}"
         )
 
@@ -203,7 +204,7 @@ def _below_stage(stage: Any, parts: list[str], override: str) -> list[str]:
 
     if not parts:
         raise ConfigError(
-            f"override {sources.shorten(override)}: names a stage and no key of it: write "
+            f"override {shorten(override)}: names a stage and no key of it: write "
             "STAGE.repeat=3 or STAGE.trainer.steps=10"
         )
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from agentevo.config import Section
+from agentevo.config.section import Texts
 from agentevo.config.sections import RunSection
 from agentevo.types import LARGEST_TEMPERATURE, LOWEST_TEMPERATURE
 
@@ -78,9 +79,9 @@ class StageConfig(Section):
     recipe."""
     options: dict[str, Any] = Field(default_factory=dict)
     """The kind's own keys (docs/pipelines.md)."""
-    needs: tuple[str, ...] = ()
+    needs: Texts = ()
     """Stages that must be done before, besides those that it refers to."""
-    when: tuple[str, ...] = ()
+    when: Texts = ()
     """Conditions, such as `${stages.rl.success} > 0.5`; where one does not hold, the stage is left
     out."""
     measure: bool | None = None
@@ -101,11 +102,6 @@ class StageConfig(Section):
     """When the rounds end early. Default: never."""
     stages: dict[str, StageConfig] = Field(default_factory=dict)
     """The stages of a round."""
-
-    @field_validator("needs", "when", mode="before")
-    @classmethod
-    def _one_is_a_list(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
 
     @field_validator("stages")
     @classmethod

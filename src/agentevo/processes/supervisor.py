@@ -207,36 +207,54 @@ class ChildSupervisor(Children):
     """The children of `agentevo train`."""
 
     def __init__(self, config: RunConfig, note: Callable[[str], None]) -> None:
-        logs = config.run_dir / "logs"
-        words = [sys.executable, "-m", "agentevo"]
-        recipe = [str(config.run_dir / "config.yaml"), f"run.dir={config.run_dir}"]
-        parent = ["--parent", str(os.getpid())]
-
-        def child(
-            command: str,
-            name: str,
-            engines: EngineDirectory | None = None,
-            devices: tuple[int, ...] = (),
-        ) -> ChildProcess:
-            return ChildProcess(
-                name,
-                [*words, command, *recipe, "--name", name, *parent],
-                logs / f"{name}.log",
-                engines,
-                environment=visible(devices),
-            )
-
         plan = plan_of(config)
         if plan is not None:
             note(str(plan))
 
-        engines = EngineDirectory(config.run_dir / "engines")
-        devices_of = [()] * config.rollout.engines if plan is None else plan.engines
-        children = [
-            child("serve", f"engine-{n}", engines, devices) for n, devices in enumerate(devices_of)
-        ]
-        children += [child("sample", f"sampler-{n}") for n in range(config.rollout.samplers)]
-        super().__init__(children, note, logs)
+        children = make_children(
+            [str(config.run_dir / "config.yaml"), f"run.dir={config.run_dir}"],
+            config.run_dir,
+            engines=[()] * config.rollout.engines if plan is None else plan.engines,
+            samplers=config.rollout.samplers,
+        )
+        super().__init__(children, note, config.run_dir / "logs")
+
+
+def make_children(
+    recipe: Sequence[str],
+    run_dir: Path,
+    *,
+    engines: Sequence[Sequence[int]],
+    samplers: int,
+    machine: str = "",
+    is_shared: bool = False,
+) -> list[ChildProcess]:
+    """The engines, for each its devices by number, and samplers of a run whose recipe and overrides
+    are `recipe`. `machine` begins their numbers in their names; `is_shared`: other machines ask
+    these engines too."""
+    announced = EngineDirectory(run_dir / "engines")
+    parent = ["--parent", str(os.getpid())]
+    host = ["--host", "0.0.0.0"] if is_shared else []
+
+    def child(
+        command: str,
+        name: str,
+        options: Sequence[str] = (),
+        directory: EngineDirectory | None = None,
+        devices: Sequence[int] = (),
+    ) -> ChildProcess:
+        words = [sys.executable, "-m", "agentevo", command, *recipe, "--name", name]
+        log = run_dir / "logs" / f"{name}.log"
+        environment = visible(devices)
+        return ChildProcess(
+            name, [*words, *options, *parent], log, directory, environment=environment
+        )
+
+    children = [
+        child("serve", f"engine-{machine}{n}", host, announced, devices)
+        for n, devices in enumerate(engines)
+    ]
+    return children + [child("sample", f"sampler-{machine}{n}") for n in range(samplers)]
 
 
 def _end_of(log: Path) -> list[str]:

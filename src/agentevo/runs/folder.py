@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentevo.config import sources
+from agentevo.config.interpolation import shorten
 from agentevo.errors import ConfigError
 from agentevo.observability.summary import is_complete, read_summary
 from agentevo.paths import name_problem
@@ -67,7 +68,7 @@ def finished_summary(path: Path) -> dict[str, Any] | None:
     if not isinstance(planned, int):
         raise ConfigError(
             f"{path}: the number of steps in summary.json or config.yaml is "
-            f"{sources.shorten(str(planned))}: restore these files"
+            f"{shorten(str(planned))}: restore these files"
         )
 
     missing = [key for key in ("seed", "steps", "wall_s") if key not in summary]
@@ -176,7 +177,7 @@ def run_store_url(path: Path) -> str:
     url = _section(path, "store").get("url")
     if url is not None and not isinstance(url, str):
         raise ConfigError(
-            f"{path / 'config.yaml'}: store.url: {sources.shorten(str(url))} is not a text: "
+            f"{path / 'config.yaml'}: store.url: {shorten(str(url))} is not a text: "
             "restore the file"
         )
     return url or f"sqlite:///{path / 'store.sqlite'}"
