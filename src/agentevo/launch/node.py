@@ -65,7 +65,7 @@ class Heartbeat(msgspec.Struct):
 
 
 class LostNodeError(AgentEvoError):
-    """FleetNode 0 has written no heartbeat for too long."""
+    """Node 0 has written no heartbeat for too long."""
 
 
 def run_node(
@@ -246,7 +246,7 @@ def to_exit_code(code: int | None) -> int | None:
 
 
 class HeartbeatWriter:
-    """FleetNode 0's: writes that it lives, and at its end the trainer's exit code."""
+    """Node 0's: writes that it lives, and at its end the trainer's exit code."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
