@@ -46,6 +46,9 @@ def test_without_the_extra_a_recipe_that_asks_for_tracing_is_refused_with_the_re
 
     check_tracing(config_of(tmp_path))
     config = config_of(tmp_path, backend=backend)
+    with monkeypatch.context() as disabled:
+        disabled.setenv("OTEL_SDK_DISABLED", "true")
+        check_tracing(config)
     with pytest.raises(MissingExtraError, match=rf"{backend} .*pip install 'agentevo\[tracing\]'"):
         check_tracing(config)
     with pytest.raises(MissingExtraError):
@@ -77,6 +80,7 @@ def test_a_variable_that_is_no_number_or_no_protocol_of_ours_is_named(
 
 def test_spans_go_to_a_file_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "team=a%20b")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "0")  # which the SDK does not take
     lines: list[str] = []
 
     async def scenario() -> None:

@@ -54,7 +54,7 @@ def open_tracing(
     The run's folder is there. Raises ConfigError, MissingExtraError and DiskError.
     """
     section = config.tracing
-    if section.backend is None or _is_true(os.environ.get(names.ENV_DISABLED, "")):
+    if _is_off(section):
         return nullcontext(None)
 
     check_tracing(config)
@@ -82,7 +82,7 @@ def check_tracing(config: RunConfig) -> None:
     be made."""
     section = config.tracing
     length_of(section)
-    if section.backend is None:
+    if _is_off(section):
         return
 
     load_sdk(f"tracing.backend={section.backend}")
@@ -95,6 +95,10 @@ def check_tracing(config: RunConfig) -> None:
         from agentevo.tracing.mlflow import check_mlflow
 
         check_mlflow(_mlflow_uri(config))
+
+
+def _is_off(section: TracingSection) -> bool:
+    return section.backend is None or _is_true(os.environ.get(names.ENV_DISABLED, ""))
 
 
 def load_sdk(needed_by: str) -> None:
@@ -171,9 +175,8 @@ def _limits(section: TracingSection) -> Limits:
 
     queue = section.max_queue or _number(names.ENV_QUEUE) or QUEUE
     batch = _number(names.ENV_BATCH) or BATCH
-    delay_ms = _number(names.ENV_DELAY_MS)
-    if delay_ms is None:
-        delay_ms = FILE_DELAY_MS if section.backend == "jsonl" else DELAY_MS
+    delay_ms = FILE_DELAY_MS if section.backend == "jsonl" else DELAY_MS
+    delay_ms = _number(names.ENV_DELAY_MS) or delay_ms
     return Limits(queue=queue, batch=batch, delay_s=delay_ms / 1000)
 
 
