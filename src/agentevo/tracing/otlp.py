@@ -121,7 +121,8 @@ def request_json(spans: Sequence[ReadableSpan]) -> bytes:
     scope_spans = {
         "scope": {"name": scope.name, "version": scope.version},
         "schemaUrl": scope.schema_url,
-        "spans": [_span_json(span) for span in spans],
+        # Each on its own, or Python looks for garbage in so many containers at once.
+        "spans": [msgspec.Raw(msgspec.json.encode(_span_json(span))) for span in spans],
     }
     resource_spans = {
         "resource": {"attributes": _attributes(resource.attributes)},
