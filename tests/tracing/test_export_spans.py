@@ -19,9 +19,8 @@ from agentevo.store.call_log import AttemptCalls, CallLog, record_call
 from agentevo.tracing import export as export_module
 from agentevo.tracing.export import Exported, export_spans
 from agentevo.tracing.opening import run_id_of
-from agentevo.tracing.otlp_json import JsonLines
-from agentevo.tracing.span import Source
-from agentevo.tracing.spans import RunFacts, Spans
+from agentevo.tracing.otlp import JsonLines
+from agentevo.tracing.spans import RunFacts, Spans, run_resource
 from agentevo.tracing.texts import SpanTexts
 from agentevo.tracing.tracer import Tracer
 from agentevo.types import Message, ToolCall, Trajectory, Turn
@@ -34,8 +33,8 @@ def played(folder: Path, name: str = "t/train@3#1") -> list[Any]:
     """A run of one attempt in the folder, whose spans its own tracer gives."""
     run = RUN._replace(id=run_id_of(folder))
     path = folder / "live.jsonl"
-    exporter = JsonLines(path, Source(attributes={}, version="1"))
-    tracer = Tracer(exporter, Spans(run, SpanTexts(200, {}), contents=False), run_id=run.id)
+    spans = Spans(run, SpanTexts(200, {}), run_resource(), contents=False)
+    tracer = Tracer(lambda: JsonLines(path), spans, run_id=run.id)
 
     async def scenario() -> None:
         async def opened() -> Any:

@@ -161,6 +161,9 @@ def _export_spans(
     run_dir: Path, out: Path, form: str, wait: float | None, *, contents: bool
 ) -> None:
     from agentevo.runs.folder import read_store, traced_run
+    from agentevo.tracing.opening import load_sdk
+
+    load_sdk(f"{_HERE} --format {form}")
     from agentevo.tracing.export import Exported, export_spans
 
     run = traced_run(run_dir)

@@ -18,7 +18,7 @@ class TracingSection(Section):
     backend: Backend | None = None
     """`otlp`: a collector, such as Jaeger, Langfuse or Phoenix, by OTLP over HTTP. `jsonl`: files
     in tracing/ of the run's folder. `mlflow`: MLflow's traces, on a server or in an SQLite file.
-    Off while it is not set."""
+    Each needs the extra `tracing`. Off while it is not set."""
     endpoint: str | None = None
     """Of `otlp` the collector's base URL; default: OTEL_EXPORTER_OTLP_ENDPOINT, else
     http://localhost:4318. Of `mlflow` the tracking URI, such as http://127.0.0.1:5000 or
@@ -40,7 +40,7 @@ class TracingSection(Section):
     """Longest text of an attribute, in characters; the middle of a longer one is left out. Default:
     OTEL_SPAN_ATTRIBUTE_VALUE_LENGTH_LIMIT or OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT, else 16384."""
     max_queue: int | None = Field(default=None, ge=1, le=10**6)
-    """Most spans that wait to be exported; what is beyond is dropped and counted. Default:
+    """Most spans that wait to be exported; of more the oldest are dropped. Default:
     OTEL_BSP_MAX_QUEUE_SIZE, else 4096."""
     flush_s: float = Field(default=30.0, ge=0, le=86400)
     """Longest wait at the end of a run for spans that are still to be exported, in seconds. An

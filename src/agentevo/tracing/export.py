@@ -18,16 +18,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.trace import format_span_id, format_trace_id
 
 from agentevo.errors import StoreError
 from agentevo.progress import bar
 from agentevo.store import Store
 from agentevo.store.export import whole_file
 from agentevo.store.trace_context import TracedMessage, trace_of
-from agentevo.tracing import otlp_json
-from agentevo.tracing.opening import BATCH, LENGTH, kept_run_id, source
-from agentevo.tracing.span import Span
-from agentevo.tracing.spans import RunFacts, Spans, attempt_of
+from agentevo.tracing.opening import BATCH, LENGTH, kept_run_id
+from agentevo.tracing.otlp import request_json
+from agentevo.tracing.spans import RunFacts, Spans, attempt_of, run_resource
 from agentevo.tracing.texts import SpanTexts
 from agentevo.types import Call, Message, Turn
 
@@ -61,14 +62,13 @@ async def export_spans(
     """
     made: Spans | None = None
     conversations = _Conversations(store)
-    batch: list[Span] = []
+    batch: list[ReadableSpan] = []
     num_spans = num_unended = 0
-    resource = source(of_this_process=False)
     with whole_file(out) as file, bar("trajectories export", await store.num_calls()) as read:
 
         def write() -> None:
             if batch and requests:
-                file.write(otlp_json.encoded(batch, resource) + b"\n")
+                file.write(request_json(batch) + b"\n")
             elif batch:
                 file.write(b"".join(_line(span) + b"\n" for span in batch))
             batch.clear()
@@ -78,7 +78,8 @@ async def export_spans(
             read.advance()
             if made is None:
                 run = run._replace(id=kept_run_id(folder) or call.id.rpartition("-")[0])
-                made = Spans(run, SpanTexts(LENGTH), contents=contents)
+                resource = run_resource(of_this_process=False)
+                made = Spans(run, SpanTexts(LENGTH), resource, contents=contents)
 
             if call.ended_at is None:
                 num_unended += 1
@@ -156,17 +157,21 @@ def _said_in_turn(turn: Turn, context: Sequence[Message], tools: str) -> TracedM
     )
 
 
-def _line(span: Span) -> bytes:
+def _line(span: ReadableSpan) -> bytes:
     """A span on its own, its ids in hexadecimal as everywhere, its attributes by name."""
-    told: dict[str, Any] = {
-        "trace_id": f"{span.trace_id:032x}",
-        "span_id": f"{span.span_id:016x}",
-        "parent_id": None if span.parent_id is None else f"{span.parent_id:016x}",
+    assert span.context is not None
+    line: dict[str, Any] = {
+        "trace_id": format_trace_id(span.context.trace_id),
+        "span_id": format_span_id(span.context.span_id),
+        "parent_id": None if span.parent is None else format_span_id(span.parent.span_id),
         "name": span.name,
-        "start_ns": span.start_ns,
-        "end_ns": span.end_ns,
-        "error": span.message if span.is_error else None,
-        "attributes": span.attributes,
-        "events": span.events,
+        "start_ns": span.start_time,
+        "end_ns": span.end_time,
+        "error": None if span.status.is_ok else span.status.description or "",
+        "attributes": dict(span.attributes or {}),
+        "events": [
+            {"name": e.name, "at_ns": e.timestamp, "attributes": dict(e.attributes or {})}
+            for e in span.events
+        ],
     }
-    return msgspec.json.encode(told)
+    return msgspec.json.encode(line)

@@ -1,6 +1,6 @@
-"""Spans as MLflow's traces: over OTLP to a server, or by MLflow's own package into a database.
+"""Spans as MLflow's traces: over OTLP to a server, or by MLflow's package into a database.
 
-    http://HOST:5000         a server (3.4 or newer) takes OTLP in; MLflow's package is not needed
+    http://HOST:5000         a server (3.4 or newer) takes OTLP; MLflow's package is not needed
     sqlite:////tmp/mlruns.db and other databases: what `mlflow ui --backend-store-uri` opens
 
 A server's credentials are MLflow's: MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and
@@ -12,154 +12,105 @@ from __future__ import annotations
 import os
 from base64 import b64encode
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
+from threading import Lock, Thread
 from typing import Any
 
+import httpx
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
 from agentevo.credentials import without_password
-from agentevo.errors import MissingExtraError
-from agentevo.tracing.otlp import OTLP, ExportError
-from agentevo.tracing.otlp_proto import encoded_span
-from agentevo.tracing.span import Source, Span
+from agentevo.errors import AgentEvoError, MissingExtraError
+from agentevo.tracing.otlp import collector_exporter
 
 EXPERIMENT_HEADER = "x-mlflow-experiment-id"
 TIMEOUT_S = 30.0
-NEEDED_BY = "tracing.backend=mlflow"
 
 
-def mlflow_exporter(uri: str, experiment: str, source: Source) -> MLflowServer | MLflowDatabase:
-    """What exports to a tracking URI. Raises MissingExtraError; a server or database is first asked
-    by the first export."""
-    if uri.startswith(("http://", "https://")):
-        return MLflowServer(uri, experiment, source)
-    return MLflowDatabase(uri, experiment)
+class MLflowError(AgentEvoError):
+    """A tracking server gives no experiment."""
 
 
-class MLflowServer:
-    """An exporter to a tracking server."""
-
-    def __init__(self, uri: str, experiment: str, source: Source) -> None:
-        self._uri = uri.rstrip("/")
-        self._experiment = experiment
-        self._source = source
-        self._otlp: OTLP | None = None
-
-    def open(self) -> None:
-        """See Exporter."""
-        if self._otlp is None:
-            headers = _authorization()
-            headers[EXPERIMENT_HEADER] = self._experiment_id(headers)
-            self._otlp = OTLP(self._source, self._uri, headers=headers)
-
-    def made(self, span: Span) -> bytes:
-        """See Exporter."""
-        return encoded_span(span)
-
-    def export(self, made: Sequence[bytes]) -> None:
-        """See Exporter."""
-        self.open()
-        assert self._otlp is not None
-        self._otlp.export(made)
-
-    def close(self) -> None:
-        """See Exporter."""
-        if self._otlp is not None:
-            self._otlp.close()
-
-    def _experiment_id(self, headers: dict[str, str]) -> str:
-        """That of the experiment, which another process may make at this moment."""
-        known = self._ask(
-            "GET", "get-by-name", headers, params={"experiment_name": self._experiment}
+def check_mlflow(uri: str) -> None:
+    """Raises MissingExtraError where a database needs MLflow's package and that is not there."""
+    if not uri.startswith(("http://", "https://")) and find_spec("mlflow") is None:
+        raise MissingExtraError(
+            "tracing.backend=mlflow without a server needs the package 'mlflow': pip install "
+            "mlflow, or give tracing.endpoint=http://HOST:PORT of a server"
         )
-        if known is None:
-            made = self._ask("POST", "create", headers, json={"name": self._experiment})
-            if made is not None:
-                return str(made["experiment_id"])
-            known = self._ask(
-                "GET", "get-by-name", headers, params={"experiment_name": self._experiment}
-            )
-
-        if known is None:
-            raise ExportError(f"{self._where} makes no experiment {self._experiment!r}")
-
-        return str(known["experiment"]["experiment_id"])
-
-    @property
-    def _where(self) -> str:
-        return f"MLflow at {without_password(self._uri)}"
-
-    def _ask(
-        self, method: str, what: str, headers: dict[str, str], **options: Any
-    ) -> dict[str, Any] | None:
-        """MLflow's answer; None where there is no such experiment, or it is there already."""
-        import httpx
-
-        url = f"{self._uri}/api/2.0/mlflow/experiments/{what}"
-        answer = httpx.request(method, url, headers=headers, timeout=TIMEOUT_S, **options)
-        if answer.status_code in (400, 404) and "RESOURCE_" in answer.text:
-            return None
-        if answer.status_code != 200:
-            raise ExportError(f"{self._where} answered {answer.status_code}: {answer.text[:200]}")
-
-        told: dict[str, Any] = answer.json()
-        return told
 
 
-class MLflowDatabase:
-    """An exporter into a database, which needs MLflow's package."""
+class MLflowExporter(SpanExporter):
+    """Exports to a tracking URI. It is opened in a thread that the constructor starts, as importing
+    MLflow and making its tables takes seconds, and opened again by an export if that failed."""
 
     def __init__(self, uri: str, experiment: str) -> None:
-        """Raises MissingExtraError."""
-        where = f"{NEEDED_BY} without a server"
-        if find_spec("mlflow") is None:
-            raise MissingExtraError(
-                f"{where} needs the package 'mlflow': pip install mlflow, or give "
-                "tracing.endpoint=http://HOST:PORT of a server"
-            )
-
+        is_server = uri.startswith(("http://", "https://"))
+        self._open = _server_exporter if is_server else _DatabaseExporter
         self._uri = uri
         self._experiment = experiment
-        self._client: Any = None
-        self._experiment_id = ""
+        self._exporter: SpanExporter | None = None
+        self._opening = Lock()
+        Thread(target=self._open_early, name="agentevo-mlflow", daemon=True).start()
 
-    def made(self, span: Span) -> bytes:
-        """See Exporter."""
-        return encoded_span(span)
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """See SpanExporter. Raises what MLflow raises."""
+        return self._opened().export(spans)
 
-    def export(self, made: Sequence[bytes]) -> None:
-        """See Exporter."""
-        self.open()
-        from mlflow.entities.span import Span as MLflowSpan
-        from opentelemetry.proto.trace.v1.trace_pb2 import Span as ProtoSpan
+    def shutdown(self) -> None:
+        """See SpanExporter."""
+        if self._exporter is not None:
+            self._exporter.shutdown()
 
-        told = [MLflowSpan.from_otel_proto(ProtoSpan.FromString(span)) for span in made]
-        self._client.log_spans(self._experiment_id, told)
+    def _open_early(self) -> None:
+        with suppress(Exception):  # an export tries again, and its failure is told
+            self._opened()
 
-    def close(self) -> None:
-        """See Exporter."""
+    def _opened(self) -> SpanExporter:
+        with self._opening:
+            if self._exporter is None:
+                self._exporter = self._open(self._uri, self._experiment)
+            return self._exporter
 
-    def open(self) -> None:
-        """See Exporter. Seconds: MLflow is imported, and a new database gets its tables."""
-        if self._client is not None:
-            return
 
-        from mlflow import MlflowClient
-        from mlflow.exceptions import MlflowException
-        from mlflow.tracing.client import TracingClient
+def _server_exporter(uri: str, experiment: str) -> SpanExporter:
+    """The exporter to a tracking server, which is asked for the experiment first."""
+    uri = uri.rstrip("/")
+    headers = _authorization()
+    headers[EXPERIMENT_HEADER] = _experiment_id(uri, experiment, headers)
+    return collector_exporter(uri, headers)
 
-        client = MlflowClient(self._uri)
-        known = client.get_experiment_by_name(self._experiment)
-        if known is None:
-            try:
-                self._experiment_id = client.create_experiment(self._experiment)
-            except MlflowException:  # another process has made it
-                known = client.get_experiment_by_name(self._experiment)
-                if known is None:
-                    raise
 
-        if known is not None:
-            self._experiment_id = known.experiment_id
+def _experiment_id(uri: str, experiment: str, headers: dict[str, str]) -> str:
+    """That of the experiment, which another process may make at this moment."""
+    where = f"MLflow at {without_password(uri)}"
 
-        self._client = TracingClient(self._uri)
+    def answer(method: str, what: str, **options: Any) -> dict[str, Any] | None:
+        """None where there is no such experiment, or it is there already."""
+        url = f"{uri}/api/2.0/mlflow/experiments/{what}"
+        reply = httpx.request(method, url, headers=headers, timeout=TIMEOUT_S, **options)
+        if reply.status_code in (400, 404) and "RESOURCE_" in reply.text:
+            return None
+        if reply.status_code != 200:
+            raise MLflowError(f"{where} answered {reply.status_code}: {reply.text[:200]}")
+
+        content: dict[str, Any] = reply.json()
+        return content
+
+    name = {"experiment_name": experiment}
+    known = answer("GET", "get-by-name", params=name)
+    if known is None:
+        created = answer("POST", "create", json={"name": experiment})
+        if created is not None:
+            return str(created["experiment_id"])
+        known = answer("GET", "get-by-name", params=name)
+
+    if known is None:
+        raise MLflowError(f"{where} makes no experiment {experiment!r}")
+    return str(known["experiment"]["experiment_id"])
 
 
 def _authorization() -> dict[str, str]:
@@ -169,3 +120,37 @@ def _authorization() -> dict[str, str]:
         return {"Authorization": f"Basic {b64encode(f'{user}:{password}'.encode()).decode()}"}
     token = os.environ.get("MLFLOW_TRACKING_TOKEN")
     return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+class _DatabaseExporter(SpanExporter):
+    """Writes into a database by MLflow's package. The constructor imports it, and makes the tables
+    of a new database."""
+
+    def __init__(self, uri: str, experiment: str) -> None:
+        from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracing.client import TracingClient
+
+        client = MlflowClient(uri)
+        known = client.get_experiment_by_name(experiment)
+        if known is None:
+            try:
+                self._experiment_id = client.create_experiment(experiment)
+            except MlflowException:  # another process has made it
+                known = client.get_experiment_by_name(experiment)
+                if known is None:
+                    raise
+
+        if known is not None:
+            self._experiment_id = known.experiment_id
+
+        self._client = TracingClient(uri)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """See SpanExporter."""
+        from mlflow.entities.span import Span
+
+        (resource,) = encode_spans(spans).resource_spans
+        (scope,) = resource.scope_spans
+        self._client.log_spans(self._experiment_id, [Span.from_otel_proto(s) for s in scope.spans])
+        return SpanExportResult.SUCCESS

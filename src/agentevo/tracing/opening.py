@@ -1,4 +1,6 @@
-"""What a recipe's section `tracing` and OpenTelemetry's variables come to: a tracer, or none."""
+"""What a recipe's section `tracing` and OpenTelemetry's variables come to: a tracer, or none.
+
+The OpenTelemetry SDK is an extra, so no module that imports it is imported before it is needed."""
 
 from __future__ import annotations
 
@@ -8,20 +10,21 @@ import secrets
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
-from urllib.parse import unquote
+from typing import TYPE_CHECKING
 
-import agentevo
 from agentevo.config import RunConfig
 from agentevo.config.tracing import TracingSection
 from agentevo.credentials import with_environment
-from agentevo.errors import ConfigError, DiskError, storable
+from agentevo.errors import ConfigError, DiskError
+from agentevo.extras import load_extra
 from agentevo.files import create_atomic
 from agentevo.tracing import conventions as names
-from agentevo.tracing.otlp_json import JsonLines
-from agentevo.tracing.span import Source
-from agentevo.tracing.spans import RunFacts, Spans
 from agentevo.tracing.texts import SpanTexts
-from agentevo.tracing.tracer import Exporter, TraceLimits, Tracer
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+    from agentevo.tracing.tracer import TraceLimits, Tracer
 
 FOLDER = "tracing"
 """In the run's folder: the run's id, and the files of `tracing.backend=jsonl`."""
@@ -51,15 +54,19 @@ def open_tracing(
     The run's folder is there. Raises ConfigError, MissingExtraError and DiskError.
     """
     section = config.tracing
-    if section.backend is None or _is_true(os.environ.get(names.ENV_DISABLED, "")):
+    if _is_off(section):
         return nullcontext(None)
+
+    check_tracing(config)
+    from agentevo.tracing.spans import RunFacts, Spans, run_resource
+    from agentevo.tracing.tracer import Tracer
 
     run_id = run_id_of(config.run_dir)
     contents = contents_of(section)
     run = RunFacts(config.run.name, run_id, config.model.name, is_remote)
     return Tracer(
-        _exporter(config, process),
-        Spans(run, SpanTexts(length_of(section)), contents=contents),
+        lambda: _exporter(config, process),
+        Spans(run, SpanTexts(length_of(section)), run_resource(), contents=contents),
         run_id=run_id,
         share=section.share,
         contents=contents,
@@ -71,13 +78,32 @@ def open_tracing(
 
 
 def check_tracing(config: RunConfig) -> None:
-    """Raises MissingExtraError and ConfigError, before anything is created, for a tracer that could
-    not be made."""
+    """Raises MissingExtraError and ConfigError, before anything is created, for a tracer that can't
+    be made."""
     section = config.tracing
     length_of(section)
+    if _is_off(section):
+        return
+
+    load_sdk(f"tracing.backend={section.backend}")
     _limits(section)
-    if section.backend not in (None, "jsonl"):
-        _exporter(config, "").close()
+    if section.backend == "otlp":
+        from agentevo.tracing.otlp import check_collector
+
+        check_collector(_endpoint(section))
+    elif section.backend == "mlflow":
+        from agentevo.tracing.mlflow import check_mlflow
+
+        check_mlflow(_mlflow_uri(config))
+
+
+def _is_off(section: TracingSection) -> bool:
+    return section.backend is None or _is_true(os.environ.get(names.ENV_DISABLED, ""))
+
+
+def load_sdk(needed_by: str) -> None:
+    """Imports the OpenTelemetry SDK and its exporter. Raises MissingExtraError."""
+    load_extra("opentelemetry.exporter.otlp.proto.http.trace_exporter", "tracing", needed_by)
 
 
 def run_id_of(run_dir: Path) -> str:
@@ -115,57 +141,42 @@ def kept_run_id(run_dir: Path) -> str | None:
         raise DiskError(f"tracing: {path} can't be read: {error}") from error
 
 
-def source(*, of_this_process: bool = True) -> Source:
-    """What OpenTelemetry calls the resource: OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME."""
-    attributes = {names.SERVICE_NAME: names.SCOPE}
-    for pair in os.environ.get(names.ENV_RESOURCE, "").split(","):
-        key, separator, value = pair.partition("=")
-        if separator and key.strip():
-            attributes[_attribute(key)] = _attribute(value)
+def _exporter(config: RunConfig, process: str) -> SpanExporter:
+    from agentevo.tracing.mlflow import MLflowExporter
+    from agentevo.tracing.otlp import JsonLines, collector_exporter
 
-    if service := os.environ.get(names.ENV_SERVICE):
-        attributes[names.SERVICE_NAME] = storable(service)
-    if of_this_process:
-        attributes["process.pid"] = str(os.getpid())
-
-    return Source(attributes=attributes, version=agentevo.__version__)
-
-
-def _attribute(text: str) -> str:
-    """Percent-decoded, as the specification has it, and in UTF-8 whatever the environment holds."""
-    return storable(unquote(text.strip()))
-
-
-def _exporter(config: RunConfig, process: str) -> Exporter:
     section = config.tracing
-    endpoint = None if section.endpoint is None else with_environment(section.endpoint)
-    if section.backend == "jsonl":
-        name = _UNSAFE.sub("_", process)[:80]
-        path = config.run_dir / FOLDER / f"{name}-{secrets.token_hex(4)}.jsonl"
-        try:
-            return JsonLines(path, source())
-        except OSError as error:
-            raise DiskError(f"tracing: {path} can't be written: {error}") from error
-
     if section.backend == "otlp":
-        from agentevo.tracing.otlp import OTLP
+        return collector_exporter(_endpoint(section))
 
-        return OTLP(source(), endpoint)
+    if section.backend == "mlflow":
+        experiment = section.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        return MLflowExporter(_mlflow_uri(config), experiment or config.run.name)
 
-    from agentevo.tracing.mlflow import mlflow_exporter
+    name = _UNSAFE.sub("_", process)[:80]
+    path = config.run_dir / FOLDER / f"{name}-{secrets.token_hex(4)}.jsonl"
+    try:
+        return JsonLines(path)
+    except OSError as error:
+        raise DiskError(f"tracing: {path} can't be written: {error}") from error
 
-    uri = endpoint or os.environ.get("MLFLOW_TRACKING_URI")
-    uri = uri or f"sqlite:///{config.run_dir / FOLDER / 'mlruns.db'}"
-    experiment = section.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or config.run.name
-    return mlflow_exporter(uri, experiment, source())
+
+def _endpoint(section: TracingSection) -> str | None:
+    return None if section.endpoint is None else with_environment(section.endpoint).strip()
+
+
+def _mlflow_uri(config: RunConfig) -> str:
+    uri = _endpoint(config.tracing) or os.environ.get("MLFLOW_TRACKING_URI")
+    return uri or f"sqlite:///{config.run_dir / FOLDER / 'mlruns.db'}"
 
 
 def _limits(section: TracingSection) -> TraceLimits:
+    from agentevo.tracing.tracer import TraceLimits
+
     queue = section.max_queue or _number(names.ENV_QUEUE) or QUEUE
     batch = _number(names.ENV_BATCH) or BATCH
-    delay_ms = _number(names.ENV_DELAY_MS)
-    if delay_ms is None:
-        delay_ms = FILE_DELAY_MS if section.backend == "jsonl" else DELAY_MS
+    delay_ms = FILE_DELAY_MS if section.backend == "jsonl" else DELAY_MS
+    delay_ms = _number(names.ENV_DELAY_MS) or delay_ms
     return TraceLimits(queue=queue, batch=batch, delay_s=delay_ms / 1000)
 
 

@@ -1,104 +1,186 @@
-"""Spans over OTLP/HTTP to a collector, as protobuf."""
+"""Spans for a collector, by the OpenTelemetry SDK's exporter over HTTP, and for files, where a line
+is one request in OTLP's JSON (https://opentelemetry.io/docs/specs/otel/protocol/file-exporter/).
+
+What the recipe does not say, the SDK reads from OTEL_EXPORTER_OTLP_*. A file is appended to and
+never changed; if the process is killed, its last line may be incomplete.
+"""
 
 from __future__ import annotations
 
-import gzip
-import time
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
 
 import httpx
+import msgspec
+import requests
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.trace import format_span_id, format_trace_id
+from opentelemetry.util.types import Attributes
 
-from agentevo.errors import AgentEvoError, describe_error
-from agentevo.tracing import otlp_settings as settings
-from agentevo.tracing.otlp_proto import encoded_span, request
-from agentevo.tracing.span import Source, Span
+from agentevo.errors import ConfigError
 
+PATH = "/v1/traces"
 LONGEST_ANSWER = 65536
 """Bytes of a collector's answer that are read."""
-LONGEST_SHOWN = 300
-"""Bytes of a refusal that are shown."""
-_PACKED: dict[str | None, Callable[[bytes], bytes]] = {
-    None: lambda body: body,
-    "gzip": gzip.compress,
-    "deflate": zlib.compress,
-}
 
 
-class ExportError(AgentEvoError):
-    """A collector has not taken spans in."""
+def collector_exporter(
+    endpoint: str | None, headers: Mapping[str, str] | None = None
+) -> OTLPSpanExporter:
+    """Sends spans to a collector. `endpoint` is its base URL or the whole URL; without one the
+    environment names it. Raises ConfigError, see `check_collector`."""
+    check_collector(endpoint)
+    if endpoint is not None and not endpoint.rstrip("/").endswith(PATH):
+        endpoint = endpoint.rstrip("/") + PATH
+    return OTLPSpanExporter(endpoint, headers=dict(headers or {}), session=_bounded_session())
 
 
-class OTLP:
-    """An exporter to a collector. `endpoint`: its base URL, else what the environment says
-    (otlp_settings.py); `headers` are sent beside those of the environment."""
+def check_collector(endpoint: str | None) -> None:
+    """Raises ConfigError for an endpoint that is not a URL over HTTP, and for variables that this
+    exporter can't follow. No value of a header is in an error."""
+    if endpoint is None and _variable("PROTOCOL").lower() == "grpc":
+        raise ConfigError(
+            "OTEL_EXPORTER_OTLP_PROTOCOL is grpc, and AgentEvo sends spans over HTTP: set "
+            "tracing.endpoint to the collector's HTTP address, such as http://HOST:4318, which "
+            "counts before the variable"
+        )
 
-    def __init__(
-        self,
-        source: Source,
-        endpoint: str | None,
-        *,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        """Raises ConfigError for what the environment's variables say wrong."""
-        self._source = source
-        self._url = settings.trace_url(endpoint)
-        self._where = settings.shown_url(self._url)
-        self._timeout_s = settings.timeout_s()
-        packing = settings.compression()
-        self._pack = _PACKED[packing]
-        self._client = settings.client(
+    headers = unquote(_variable("HEADERS"))
+    if not (headers.isprintable() and headers.isascii()):
+        raise ConfigError(
+            "OTEL_EXPORTER_OTLP_HEADERS has a character that no header can have, such as the end "
+            "of a line: give KEY=VALUE,KEY=VALUE in printable ASCII"
+        )
+
+    if endpoint is not None and not _is_http(endpoint):
+        raise ConfigError(
+            "tracing.endpoint is not the URL of a collector: give one such as http://HOST:4318 "
+            "(in a password, `/`, `?`, `#` and `@` are written as %2F, %3F, %23 and %40)"
+        )
+
+
+def _variable(name: str) -> str:
+    """What the environment says for traces, or for all signals."""
+    general = os.environ.get(f"OTEL_EXPORTER_OTLP_{name}")
+    return (os.environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or general or "").strip()
+
+
+def _is_http(endpoint: str) -> bool:
+    try:
+        url = httpx.URL(endpoint)
+    except (httpx.InvalidURL, ValueError):
+        return False
+    return url.scheme in ("http", "https") and bool(url.host)
+
+
+def _bounded_session() -> requests.Session:
+    """A session that reads LONGEST_ANSWER of an answer and no more, however long it is."""
+
+    def read_head(answer: requests.Response, *_: Any, **__: Any) -> None:
+        answer.raw.read(LONGEST_ANSWER)
+        answer.close()  # which keeps the connection where the answer was read to its end
+
+    session = requests.Session()
+    session.stream = True
+    session.hooks["response"].append(read_head)
+    return session
+
+
+class JsonLines(SpanExporter):
+    """Appends spans to a file."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError where no file can be written."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab", buffering=0)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """See SpanExporter. Raises OSError."""
+        self._file.write(request_json(spans) + b"\n")
+        return SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        """See SpanExporter."""
+        self._file.close()
+
+
+def request_json(spans: Sequence[ReadableSpan]) -> bytes:
+    """An ExportTraceServiceRequest of spans that have one resource and scope.
+
+    It is made without the SDK's encoder: protobuf's own JSON of its message takes nine times as
+    long, in a process that trains, and has ids in base64 where OTLP has them in hexadecimal.
+    """
+    resource = spans[0].resource
+    scope = spans[0].instrumentation_scope
+    assert scope is not None
+    scope_spans = {
+        "scope": {"name": scope.name, "version": scope.version},
+        "schemaUrl": scope.schema_url,
+        # Each on its own, or Python looks for garbage in so many containers at once.
+        "spans": [msgspec.Raw(msgspec.json.encode(_span_json(span))) for span in spans],
+    }
+    resource_spans = {
+        "resource": {"attributes": _attributes(resource.attributes)},
+        "scopeSpans": [scope_spans],
+    }
+    return msgspec.json.encode({"resourceSpans": [resource_spans]})
+
+
+def _span_json(span: ReadableSpan) -> dict[str, Any]:
+    assert span.context is not None
+    content: dict[str, Any] = {
+        "traceId": format_trace_id(span.context.trace_id),
+        "spanId": format_span_id(span.context.span_id),
+        "name": span.name,
+        "kind": span.kind.value + 1,
+        "startTimeUnixNano": str(span.start_time),
+        "endTimeUnixNano": str(span.end_time),
+        "attributes": _attributes(span.attributes),
+    }
+    if span.parent is not None:
+        content["parentSpanId"] = format_span_id(span.parent.span_id)
+    if span.events:
+        content["events"] = [
             {
-                **settings.headers(),
-                **(headers or {}),
-                "content-type": "application/x-protobuf",
-                "accept-encoding": "identity",
-                **({} if packing is None else {"content-encoding": packing}),
+                "timeUnixNano": str(event.timestamp),
+                "name": event.name,
+                "attributes": _attributes(event.attributes),
             }
-        )
+            for event in span.events
+        ]
+    if span.links:
+        content["links"] = [
+            {
+                "traceId": format_trace_id(link.context.trace_id),
+                "spanId": format_span_id(link.context.span_id),
+            }
+            for link in span.links
+        ]
+    if not span.status.is_unset:
+        code = span.status.status_code.value
+        content["status"] = {"code": code, "message": span.status.description or ""}
+    return content
 
-    def open(self) -> None:
-        """See Exporter."""
 
-    def made(self, span: Span) -> bytes:
-        """See Exporter."""
-        return encoded_span(span)
+def _attributes(attributes: Attributes) -> list[dict[str, Any]]:
+    return [{"key": key, "value": _value(value)} for key, value in (attributes or {}).items()]
 
-    def export(self, made: Sequence[bytes]) -> None:
-        """See Exporter."""
-        if not made:
-            return
 
-        body = self._pack(request(made, self._source))
-        try:
-            try:
-                problem = self._refusal(body)
-            except httpx.RemoteProtocolError:  # the server has closed a connection that was kept
-                problem = self._refusal(body)
-        except httpx.HTTPError as error:
-            problem = describe_error(error)
-
-        if problem:
-            raise ExportError(f"{self._where} did not take {len(made)} spans: {problem}")
-
-    def _refusal(self, body: bytes) -> str:
-        """Sends a request. Why it was refused; empty where it was not."""
-        until = time.monotonic() + self._timeout_s
-        said = b""
-        with self._client.stream("POST", self._url, content=body) as answer:
-            for piece in answer.iter_raw():
-                said += piece
-                if len(said) > LONGEST_ANSWER or time.monotonic() > until:
-                    break
-
-        if answer.is_success:
-            return ""
-
-        words = said[:LONGEST_SHOWN].decode("utf-8", "replace")
-        return (
-            f"it answered {answer.status_code} {answer.reason_phrase}{': ' if words else ''}{words}"
-        )
-
-    def close(self) -> None:
-        """See Exporter."""
-        self._client.close()
+def _value(value: Any) -> dict[str, Any]:
+    """OTLP's AnyValue, whose integers are text."""
+    match value:
+        case str():
+            return {"stringValue": value}
+        case bool():
+            return {"boolValue": value}
+        case int():
+            return {"intValue": str(value)}
+        case float():
+            return {"doubleValue": value}
+        case _:
+            return {"arrayValue": {"values": [_value(item) for item in value]}}

@@ -13,13 +13,19 @@ request named, if that is in the attempt's trace, and else the request's span is
 
 from __future__ import annotations
 
+import os
 import re
 from functools import lru_cache
 from typing import NamedTuple
 
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+import agentevo
 from agentevo.store.trace_context import AttemptTrace, TracedMessage, TracePlace, span_of
 from agentevo.tracing import conventions as names
-from agentevo.tracing.span import Event, Kind, Shared, Span, Value
 from agentevo.tracing.texts import SpanTexts
 from agentevo.types import Call
 
@@ -31,6 +37,8 @@ _ATTEMPT = re.compile(
 _OUTPUT = ("stdout", "stderr", "whole_result", "summary_problem", "ending")
 """Facts of a call that are what somebody wrote, besides those that have a name."""
 _NANO = 10**9
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+Value = str | bool | int | float | list[str]
 
 
 class RunFacts(NamedTuple):
@@ -44,12 +52,25 @@ class RunFacts(NamedTuple):
     """Whether the engine is another process."""
 
 
-class Spans:
-    """Makes spans of calls. `contents`: they hold what was said."""
+def run_resource(*, of_this_process: bool = True) -> Resource:
+    """Where spans come from: what OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME say, else us."""
+    attributes = {names.SERVICE_NAME: names.SCOPE}
+    if of_this_process:
+        attributes["process.pid"] = str(os.getpid())
+    return Resource(attributes).merge(OTELResourceDetector().detect())
 
-    def __init__(self, run: RunFacts, texts: SpanTexts, *, contents: bool) -> None:
+
+class Spans:
+    """Makes spans of calls, with the ids of trace_context.py. `contents`: they hold what was
+    said."""
+
+    def __init__(
+        self, run: RunFacts, texts: SpanTexts, resource: Resource, *, contents: bool
+    ) -> None:
         self._run = run
         self._texts = texts
+        self._resource = resource
+        self._scope = InstrumentationScope(names.SCOPE, agentevo.__version__, names.SCHEMA_URL)
         self._contents = contents
         self._attempt = lru_cache(4096)(self._attempt_facts)
         self._described = lru_cache(1024)(self._described_once)
@@ -63,54 +84,54 @@ class Spans:
         said: TracedMessage | None = None,
         asker: TracePlace | None = None,
         around: int | None = None,
-    ) -> Span:
+    ) -> ReadableSpan:
         """The span of a call that has ended. `around`: the id of the span around it, where its
         record names none."""
-        parent = around if call.parent is None else self._span_of(call.parent)
-        links: tuple[tuple[int, int], ...] = ()
+        parent_id = around if call.parent is None else self._span_of(call.parent)
+        links: tuple[Link, ...] = ()
         if asker is not None and asker.trace_id == trace.trace_id:
-            parent = asker.span_id
+            parent_id = asker.span_id
         elif asker is not None:
-            links = ((asker.trace_id, asker.span_id),)
+            links = (Link(SpanContext(asker.trace_id, asker.span_id, True, _SAMPLED)),)
 
         is_known = call.kind != "tool" or not call.name.startswith("open ")
         name, kind, described = self._described(call.kind if is_known else "", call.name)
+        attributes = {
+            **self._attempt(call.trajectory_id),
+            **described,
+            **self._call_attributes(call, said),
+        }
 
-        own = self._own(call, said)
-        attempt = self._attempt(call.trajectory_id)
-        keys = own.keys()
-        shared: tuple[Shared, ...] = (attempt, described)
-        if not (keys.isdisjoint(attempt.attributes) and keys.isdisjoint(described.attributes)):
-            # A fact has the name of one that is shared.
-            own = {k: v for one in shared for k, v in one.attributes.items()} | own
-            shared = ()
+        status = Status()
+        if call.status == "failed":
+            message = self._texts.shown(call.error or "")
+            attributes[names.ERROR_TYPE] = _kind_of(message)
+            if call.kind == "tool" and not self._contents:
+                message = ""  # it is the tool's result
+            status = Status(StatusCode.ERROR, message)
+
+        parent = None
+        if parent_id is not None:
+            parent = SpanContext(trace.trace_id, parent_id, False, _SAMPLED)
 
         ended_at = call.started_at if call.ended_at is None else call.ended_at
-        is_error = call.status == "failed"
-        message = self._texts.shown(call.error or "") if is_error else ""
-        if is_error:
-            own[names.ERROR_TYPE] = _kind_of(message)
-        if call.kind == "tool" and not self._contents:
-            message = ""  # it is the tool's result
-
         end_ns = round(ended_at * _NANO)
-        return Span(
-            name=name,
-            kind=kind,
-            trace_id=trace.trace_id,
-            span_id=self._span_of(call.id),
-            parent_id=parent,
-            start_ns=round(call.started_at * _NANO),
-            end_ns=end_ns,
-            shared=shared,
-            own=own,
+        return ReadableSpan(
+            name,
+            context=SpanContext(trace.trace_id, self._span_of(call.id), False, _SAMPLED),
+            parent=parent,
+            resource=self._resource,
+            attributes=attributes,
             events=self._events(call, end_ns) if call.kind == "scorer" else (),
             links=links,
-            is_error=is_error,
-            message=message,
+            kind=kind,
+            instrumentation_scope=self._scope,
+            status=status,
+            start_time=round(call.started_at * _NANO),
+            end_time=end_ns,
         )
 
-    def _described_once(self, kind: str, name: str) -> tuple[str, Kind, Shared]:
+    def _described_once(self, kind: str, name: str) -> tuple[str, SpanKind, dict[str, Value]]:
         """The span's name and kind, and what the conventions say of all calls of a kind and name.
         Without a kind it is the opening of a tool."""
         model = self._run.model
@@ -140,31 +161,31 @@ class Spans:
             attributes = {names.OPERATION: names.EXECUTE_TOOL, names.TOOL_NAME: name}
 
         spoken = self._texts.shown(spoken, 200)
-        return spoken, "client" if is_client else "internal", Shared(attributes)
+        return spoken, SpanKind.CLIENT if is_client else SpanKind.INTERNAL, attributes
 
-    def _own(self, call: Call, said: TracedMessage | None) -> dict[str, Value]:
+    def _call_attributes(self, call: Call, said: TracedMessage | None) -> dict[str, Value]:
         """What this span alone has."""
-        own: dict[str, Value] = {names.CALL_ID: call.id, names.STATUS: call.status or ""}
+        attributes: dict[str, Value] = {names.CALL_ID: call.id, names.STATUS: call.status or ""}
         facts = call.attributes
         if call.kind in ("policy", "remote"):
             for fact, name in _COUNTS.items():
                 if isinstance(count := facts.get(fact), int):
-                    own[name] = count
+                    attributes[name] = count
         elif self._contents and call.kind == "tool" and not call.name.startswith("open "):
             for fact, name in _TOOL_CONTENTS.items():
                 if isinstance(text := facts.get(fact), str):
-                    own[name] = self._texts.shown(text)
+                    attributes[name] = self._texts.shown(text)
 
         # What the call noted that the conventions have no name for.
         told = _TOLD_OF_SCORER if call.kind == "scorer" else _TOLD
         for fact, value in facts.items():
             if fact not in told and (self._contents or fact not in _OUTPUT):
                 shown = self._texts.shown(value) if isinstance(value, str) else value
-                own[names.OWN + fact] = shown
+                attributes[names.OWN + fact] = shown
 
-        return own if said is None else own | self._said(said)
+        return attributes if said is None else attributes | self._said(said)
 
-    def _attempt_facts(self, trajectory_id: str) -> Shared:
+    def _attempt_facts(self, trajectory_id: str) -> dict[str, Value]:
         """What all spans of a trajectory have."""
         shown = self._texts.shown(trajectory_id)
         attributes: dict[str, Value] = {
@@ -183,7 +204,7 @@ class Spans:
                 names.ATTEMPT: int(found["number"]),
             }
 
-        return Shared(attributes)
+        return attributes
 
     def _said(self, said: TracedMessage) -> dict[str, Value]:
         attributes: dict[str, Value] = {}
@@ -225,7 +246,7 @@ class Spans:
         if self._contents and isinstance(reason, str):
             attributes[names.EVALUATION_EXPLANATION] = self._texts.shown(reason)
 
-        return (Event(name=names.EVALUATION_EVENT, at_ns=at_ns, attributes=attributes),)
+        return (Event(names.EVALUATION_EVENT, attributes, at_ns),)
 
 
 _COUNTS = {

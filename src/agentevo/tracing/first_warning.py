@@ -1,0 +1,60 @@
+"""What OpenTelemetry's packages log of failures is told once, and not at each failure."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Self
+
+from agentevo.credentials import without_passwords
+from agentevo.errors import describe_error
+
+LONGEST_WORDS = 500
+"""Characters of a failure that are told: it may be a server's answer."""
+_PACKAGE = logging.getLogger("opentelemetry")
+_HEADERS_LOGGER = "opentelemetry.util.re"
+"""Logs a header that it can't read, with its value, which may be a key."""
+
+
+class FirstWarning(logging.Handler):
+    """Between `open` and `close` the first warning of OpenTelemetry's loggers is told, and none of
+    them reaches the handlers of the program."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self.problem = ""
+        """What was told."""
+        self._tell = tell
+
+    def open(self) -> Self:
+        """Listens from now on."""
+        _PACKAGE.addHandler(self)
+        _PACKAGE.propagate = False
+        return self
+
+    def close(self) -> None:
+        """See logging.Handler."""
+        _PACKAGE.removeHandler(self)
+        _PACKAGE.propagate = not any(isinstance(h, FirstWarning) for h in _PACKAGE.handlers)
+        super().close()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See logging.Handler."""
+        if record.name == _HEADERS_LOGGER:
+            self.warn("OTEL_EXPORTER_OTLP_HEADERS has a piece that is not KEY=VALUE")
+        else:
+            self.warn(record.getMessage())
+
+    def warn(self, problem: str | Exception) -> None:
+        """Tells a problem, if it is the first."""
+        if self.problem:
+            return
+
+        words = problem if isinstance(problem, str) else describe_error(problem)
+        words = without_passwords(words)[:LONGEST_WORDS]
+        self.problem = "".join(c if c.isprintable() else "?" for c in words)
+        self._tell(f"tracing: spans may be missing (told once): {self.problem}")
+
+    def mute(self) -> None:
+        """From now on nothing is told."""
+        self._tell = lambda line: None
