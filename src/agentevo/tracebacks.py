@@ -111,7 +111,7 @@ def _format_frames(frames: Sequence[traceback.FrameSummary]) -> str:
 def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Those of a user's own code."""
     frames = traceback.extract_tb(error.__traceback__)
-    return [one for one in frames if not one.filename.startswith((_OURS, *_INSTALLED))]
+    return [frame for frame in frames if not frame.filename.startswith((_OURS, *_INSTALLED))]
 
 
 def _one_traceback(error: BaseException, *, is_cause: bool) -> str:

@@ -129,7 +129,9 @@ def test_code_that_hangs_or_dies_costs_its_turn(played):
 
 def test_limits_end_an_attempt(played):
     def ended_by(outcome):
-        return [name for name, one in outcome.metrics.items() if name.startswith("ended") and one]
+        return [
+            name for name, metric in outcome.metrics.items() if name.startswith("ended") and metric
+        ]
 
     assert ended_by(played(*[block("1")] * 9, max_turns=2)[0]) == ["ended_by_turns"]
     assert ended_by(played(*[block("1")] * 9, max_tokens=60)[0]) == ["ended_by_tokens"]

@@ -328,7 +328,7 @@ def test_so_many_run_at_once_and_waiting_is_no_part_of_their_time(program, playe
     command = program("ask(); time.sleep(4); print('{\"reward\": 1}')")
     tasks = [Task(id=f"t{n}", query="?") for n in range(4)]
     trajectories = played(command, tasks=tasks, limit_s=14, max_processes=1)
-    assert [one.error for one in trajectories] == [None] * 4
+    assert [trajectory.error for trajectory in trajectories] == [None] * 4
     calls = sorted(played.recorded.of_kind("process"), key=lambda call: call.started_at)
     for before, after in itertools.pairwise(calls):
         assert before.ended_at <= after.started_at + 1.0

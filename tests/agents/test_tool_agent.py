@@ -76,7 +76,9 @@ def played(scripted_engine):
 
 
 def ended_by(outcome):
-    (end,) = [name for name, one in outcome.metrics.items() if name.startswith("ended_by") and one]
+    (end,) = [
+        name for name, metric in outcome.metrics.items() if name.startswith("ended_by") and metric
+    ]
     return end.removeprefix("ended_by_")
 
 

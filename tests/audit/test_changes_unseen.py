@@ -62,7 +62,11 @@ def test_no_column_is_changed_unseen(run: Path, row: tuple[str, str]) -> None:
 async def put_changed(folder: Path, name: str, **changes: Any) -> None:
     """Rewrites an attempt together with the digest of its row."""
     async with await open_store(f"sqlite:///{folder / 'store.sqlite'}", create=False) as store:
-        (stored,) = [one async for one in store.trajectories() if one.trajectory.id == name]
+        (stored,) = [
+            trajectory
+            async for trajectory in store.trajectories()
+            if trajectory.trajectory.id == name
+        ]
     altered = msgspec.structs.replace(stored.trajectory, **changes)
     encoded = encode_stored(msgspec.structs.replace(stored, trajectory=altered, digest=b""))
     columns = {key: encoded.row[key] for key in (*changes, "digest")}
@@ -77,7 +81,9 @@ def test_no_attempt_is_rewritten_or_deleted_with_its_digest_unseen(run: Path, na
     assert f"trajectory {name}: it is not what it was" in found
 
     change(run, "DELETE FROM trajectories WHERE id = ?", name)
-    assert any("is not in the store" in found and name in found for found in violations(run))
+    assert any(
+        "is not in the store" in violation and name in violation for violation in violations(run)
+    )
 
 
 def test_no_task_that_was_played_is_rewritten_or_deleted_with_its_digest_unseen(run: Path) -> None:

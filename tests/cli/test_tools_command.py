@@ -86,5 +86,5 @@ def test_a_dry_run_of_a_file_tells_of_what_a_recipe_would_hide(tmp_path, capsys)
     file.write_text(json.dumps({"mcpServers": {"hotel": {**served, "env": environment}}}))
     assert main(["tools", "test", str(file), "--dry-run"]) == 0
 
-    (line,) = [one for one in capsys.readouterr().out.splitlines() if one.startswith("outcome(")]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("outcome(")]
     assert "by `outcome: outcome`" in line

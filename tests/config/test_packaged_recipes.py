@@ -68,7 +68,7 @@ def test_a_recipe_of_search_plays_prepared_questions(name, tmp_path, monkeypatch
         evaluation={"tasks": 1, "samples": 0},
         run={"dir": str(tmp_path / "run")},
     )
-    assert {one.status for one in run.trajectories()} == {"completed"}
+    assert {trajectory.status for trajectory in run.trajectories()} == {"completed"}
 
 
 @pytest.mark.slow

@@ -166,7 +166,9 @@ def test_paths_of_a_tree_are_its_leaves(group):
 def test_worst_case_is_every_turn_at_its_limits(group):
     trajectories, _ = group
     first = len(trajectories[0].turns[0].prompt_ids)
-    added = max(len(turn.prompt_ids) for one in trajectories for turn in one.turns[1:])
+    added = max(
+        len(turn.prompt_ids) for trajectory in trajectories for turn in trajectory.turns[1:]
+    )
     assert checks.worst_case_tokens(trajectories, 5, 100) == first + 500 + 4 * added
 
 

@@ -171,7 +171,9 @@ def test_memory_grows_linearly_with_tokens(random_model):
 def test_a_gpus_peak_was_foreseen(name, gpu):
     """Peaks that `benchmarks/gpu.py` measured on an H200, layers compiled."""
     results = json.loads(GPU_RESULTS.read_text())["results"]
-    found = next(one for one in results if one["part"] == "train" and one["model"] == name)
+    found = next(
+        result for result in results if result["part"] == "train" and result["model"] == name
+    )
 
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("meta"):

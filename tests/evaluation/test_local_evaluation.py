@@ -144,8 +144,8 @@ def test_what_a_policy_has_solved_in_an_evaluation_becomes_rows_in_its_own_words
     drawn = {(one.task_id, *(turn.messages[-1].text for turn in one.turns)): one for one in chosen}
     for row in found:
         answers = [one for one in row["messages"] if one["role"] == "assistant"]
-        attempt = drawn[(row["task_id"], *(one["content"] for one in answers))]
-        learnt = [one.get("weight", 1) == 1 for one in answers]
+        attempt = drawn[(row["task_id"], *(answer["content"] for answer in answers))]
+        learnt = [answer.get("weight", 1) == 1 for answer in answers]
         ended = [turn.finish_reason == "stop" for turn in attempt.turns]
         assert any(learnt)
         assert not [place for place, one in enumerate(learnt) if one and not ended[place]]

@@ -40,7 +40,7 @@ def test_lines_come_back_and_the_later_one_counts(tmp_path):
     folder = made(tmp_path)
     folder.add(*attempts_of("a", 0.0))
     folder.add(*attempts_of("a", 1.0))
-    assert [one.reward for one in folder.attempts().values()] == [1.0, 1.0]
+    assert [attempt.reward for attempt in folder.attempts().values()] == [1.0, 1.0]
     assert list(folder.trajectories()) == [("m", "a", 0), ("m", "a", 1)]
     assert folder.tasks() == TASKS
 
@@ -64,12 +64,12 @@ def test_a_task_that_was_played_again_until_a_kill_counts_as_before(tmp_path, lo
     sizes = {name: (folder.path / name).stat().st_size for name in (log, "results.jsonl")}
     before = folder.attempts(), folder.trajectories()
     lines, trajectories = attempts_of("a", 1.0)
-    again = [msgspec.structs.replace(one, reward=1.0) for one in trajectories]
+    again = [msgspec.structs.replace(trajectory, reward=1.0) for trajectory in trajectories]
     folder.add(lines, again)
     whole = {name: (folder.path / name).read_bytes() for name in sizes}
 
-    assert [one.reward for one in folder.attempts().values()] == [1.0, 1.0]
-    assert [one.reward for one in folder.trajectories().values()] == [1.0, 1.0]
+    assert [attempt.reward for attempt in folder.attempts().values()] == [1.0, 1.0]
+    assert [trajectory.reward for trajectory in folder.trajectories().values()] == [1.0, 1.0]
     for left in (1, 40, len(whole[log]) - sizes[log] - 2):  # bytes of the write that are there
         for name, content in whole.items():  # results come after trajectories
             told = content[: sizes[name] + (left if name == log else 0)]
@@ -77,8 +77,8 @@ def test_a_task_that_was_played_again_until_a_kill_counts_as_before(tmp_path, lo
         assert (folder.attempts(), folder.trajectories()) == before
 
     folder.add(lines, again)
-    assert [one.reward for one in folder.trajectories().values()] == [1.0, 1.0]
-    assert [one.reward for one in folder.attempts().values()] == [1.0, 1.0]
+    assert [trajectory.reward for trajectory in folder.trajectories().values()] == [1.0, 1.0]
+    assert [attempt.reward for attempt in folder.attempts().values()] == [1.0, 1.0]
 
 
 def test_another_evaluation_is_not_gone_on_with(tmp_path):

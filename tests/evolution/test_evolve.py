@@ -188,7 +188,7 @@ def test_an_evolution_that_was_broken_off_goes_on_and_never_trains_on_what_is_he
     assert (out / "tasks" / "eval.jsonl").read_text() == made
 
     state = read_state(out / "run")
-    assert {one.status for one in state.stages.values()} <= {"finished", "skipped"}
+    assert {stage.status for stage in state.stages.values()} <= {"finished", "skipped"}
 
     told = state.stages["improve.1.prompts@held_out"]
     assert told.status == "finished" and "gain" in told.numbers
@@ -245,7 +245,7 @@ def test_a_teacher_shows_what_it_has_solved(tmp_path, recipe):
         evolve(evolution, resume=False, note=print)
 
     state = read_state(out / "run")
-    assert {name: one.status for name, one in state.stages.items()} == dict.fromkeys(
+    assert {name: stage.status for name, stage in state.stages.items()} == dict.fromkeys(
         ("start@held_out", "try", "choose", "show", "show@held_out"), "finished"
     )
     assert state.stages["try"].numbers["success"] == 0.9

@@ -140,7 +140,7 @@ def test_an_example_trains_with_its_real_package(example, tmp_path):
         tasks=make_tasks(1200, seed=0),
     )
     attempts = run.trajectories(split="train")
-    assert attempts and all(one.status == "completed" for one in attempts)
+    assert attempts and all(attempt.status == "completed" for attempt in attempts)
 
     longest = max(attempts, key=lambda one: len(one.turns))
     assert len(longest.turns) >= 2
@@ -152,10 +152,12 @@ def test_an_example_trains_with_its_real_package(example, tmp_path):
             assert extends or (example.drops_words and is_counted)
 
     if example.extends:
-        parents = [[turn.parent for turn in one.turns] for one in attempts]
-        assert any(one == [None, *range(len(one) - 1)] for one in parents if len(one) > 1)
+        parents = [[turn.parent for turn in attempt.turns] for attempt in attempts]
+        assert any(
+            parent == [None, *range(len(parent) - 1)] for parent in parents if len(parent) > 1
+        )
 
-    said = [turn.messages[-1].text for one in attempts for turn in one.turns]
+    said = [turn.messages[-1].text for attempt in attempts for turn in attempt.turns]
     assert any(parser_named("hermes").parse(text).tool_calls for text in said)
 
 

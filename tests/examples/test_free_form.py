@@ -22,17 +22,17 @@ sys.path.remove(str(FOLDER))
 
 def test_no_walk_is_both_trained_on_and_held_out():
     trained, held_out = (
-        {one.query for one in walks(held_out=part, seed=3)} for part in (False, True)
+        {walk.query for walk in walks(held_out=part, seed=3)} for part in (False, True)
     )
     assert len(trained) == 576 and len(held_out) == 192 and not trained & held_out
-    assert held_out == {one.query for one in walks(held_out=True, seed=4)}
+    assert held_out == {walk.query for walk in walks(held_out=True, seed=4)}
 
 
 def test_demonstrations_are_right_in_one_of_the_wordings():
     chosen = list(walks(held_out=False, seed=0))[:40]
     replies = [row["messages"][-1]["content"] for row in demonstrations(chosen, 0)]
     stated = [find_answer(reply, "answer") for reply in replies]
-    for walk, answer, every, one in zip(
+    for walk, answer, every, task in zip(
         chosen,
         stated,
         tasks(chosen, wordings=None, seed=0),
@@ -40,7 +40,7 @@ def test_demonstrations_are_right_in_one_of_the_wordings():
         strict=True,
     ):
         assert answer in every["answer"] == walk.answers()
-        assert one["answer"] in every["answer"]
+        assert task["answer"] in every["answer"]
 
     assert len({answer.split()[0] for answer in stated}) > 2, "wordings differ"
 

@@ -33,8 +33,8 @@ def test_an_example_trains_on_tokens_that_extend_each_other(example, tmp_path):
 
     run = agentevo.load_run(tmp_path / "out" / "run", agent=lambda task, policy: 0.0, tasks=TASKS)
     attempts = run.trajectories(split="train")
-    assert {one.status for one in attempts} == {"completed"}
-    assert max(one.metrics["num_tool_calls"] for one in attempts) >= 1
+    assert {attempt.status for attempt in attempts} == {"completed"}
+    assert max(attempt.metrics["num_tool_calls"] for attempt in attempts) >= 1
 
     for one in attempts:
         assert [turn.parent for turn in one.turns] == [None, *range(len(one.turns) - 1)]

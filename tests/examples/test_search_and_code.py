@@ -46,7 +46,7 @@ def some(world, count, **of_which):
 def test_no_question_that_is_trained_on_has_anything_of_the_held_out_part(world):
     """Neither whom it names, nor who leads to the answer, nor the answer."""
     trained = some(world, 1500, held_out=False, seed=0) + some(world, 800, held_out=False, seed=1)
-    held_out = {one.name for one in world.entities if one.held_out}
+    held_out = {entity.name for entity in world.entities if entity.held_out}
     assert len(world.entities) == 2000 and len(held_out) == 400
 
     names = re.compile("|".join(held_out))
@@ -60,10 +60,15 @@ def test_no_question_that_is_trained_on_has_anything_of_the_held_out_part(world)
 
 
 def test_a_held_out_name_is_new_and_its_syllables_are_not(world):
-    names = [one.name for one in world.entities]
+    names = [entity.name for entity in world.entities]
     assert len(set(names)) == len(names)
     known, new = (
-        {part for one in world.entities if one.held_out is which for part in syllables(one.name)}
+        {
+            part
+            for entity in world.entities
+            if entity.held_out is which
+            for part in syllables(entity.name)
+        }
         for which in (False, True)
     )
     assert new <= known
@@ -74,7 +79,7 @@ def syllables(name):
 
 
 def test_what_is_read_before_says_nothing_of_the_held_out_part(world):
-    held_out = {one.name for one in world.entities if one.held_out}
+    held_out = {entity.name for entity in world.entities if entity.held_out}
     for row in itertools.islice(reading(world, 0), 300):
         facts, again = (message["content"] for message in row["messages"])
         assert not held_out & set(re.findall(r"\w+", facts))
@@ -208,7 +213,9 @@ def test_no_word_of_a_demonstration_falls_apart(world, tmp_path):
         text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
         pieces = tokenizer.convert_ids_to_tokens(tokenizer.encode(text))
         words = set(re.findall("[A-Z]?[a-z]+", re.sub(r"<\|\w+\|>", " ", text)))
-        assert {word for word in words if len(word) > 1} <= {one.strip(" <|>/") for one in pieces}
+        assert {word for word in words if len(word) > 1} <= {
+            piece.strip(" <|>/") for piece in pieces
+        }
 
 
 @pytest.mark.examples

@@ -56,9 +56,11 @@ def test_a_world_trains(group, example, tmp_path):
     ran(python_of(group), FOLDER / f"{example}.py", *short)
     assert json.loads((tmp_path / "result.json").read_text()).keys() == {"before", "after"}
     attempts = agentevo_trajectories(tmp_path / "run")
-    assert attempts and all(one["status"] == "completed" for one in attempts)
-    assert {one["reward"] for one in attempts} <= {0.0, 1.0}
-    assert all(one["parents"][0] is None and None not in one["parents"][1:] for one in attempts)
+    assert attempts and all(attempt["status"] == "completed" for attempt in attempts)
+    assert {attempt["reward"] for attempt in attempts} <= {0.0, 1.0}
+    assert all(
+        attempt["parents"][0] is None and None not in attempt["parents"][1:] for attempt in attempts
+    )
 
 
 def agentevo_trajectories(folder: Path) -> list[dict]:

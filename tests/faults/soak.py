@@ -63,8 +63,8 @@ class Footprint:
     def of(cls, parts: Sequence[Component], config: RunConfig) -> Footprint:
         processes = [psutil.Process(part.process.pid) for part in parts]
         return cls(
-            memory_mb=fmean(one.memory_info().rss / 1e6 for one in processes),
-            open_files=sum(one.num_fds() for one in processes),
+            memory_mb=fmean(process.memory_info().rss / 1e6 for process in processes),
+            open_files=sum(process.num_fds() for process in processes),
             stored_files=sum(len(names) for _, _, names in os.walk(config.run_dir)),
             leases=asyncio.run(_num_leases(config)),
         )

@@ -142,10 +142,10 @@ def test_in_turn_the_tokens_are_the_same_too(
     ]
     assert broken.trajectories.keys() == whole.trajectories.keys()
 
-    for name, one in whole.trajectories.items():
+    for name, trajectory in whole.trajectories.items():
         other = broken.trajectories[name].trajectory
-        assert other.reward == one.trajectory.reward
-        for was, now in zip(one.trajectory.turns, other.turns, strict=True):
+        assert other.reward == trajectory.trajectory.reward
+        for was, now in zip(trajectory.trajectory.turns, other.turns, strict=True):
             assert (now.prompt_ids, now.completion_ids, now.versions) == (
                 was.prompt_ids,
                 was.completion_ids,

@@ -30,10 +30,14 @@ def test_an_engine_that_answers_late(small: Small, members: Members) -> None:
     finish(members(config, "serve", "sample", "learn", before="fault_hooks:late_answers"))
     found = check(config)
     assert found.trained == expected_ids(config)
-    assert {one.trajectory.status for one in found.trajectories.values()} == {"completed"}
+    assert {trajectory.trajectory.status for trajectory in found.trajectories.values()} == {
+        "completed"
+    }
 
     told = [event.error for task in found.tasks.values() for event in task.history]
-    completions = sum(len(one.trajectory.turns) for one in found.trajectories.values())
+    completions = sum(
+        len(trajectory.trajectory.turns) for trajectory in found.trajectories.values()
+    )
     assert len(told) >= completions // LATE_EVERY // 4
     assert any("no completion within" in one for one in told)
 
@@ -50,7 +54,11 @@ def test_an_environment_that_never_answers(staleness: int, small: Small, members
     )
     finish(members(config, "train"))
     found = check(config)
-    hung = {name for name, one in found.trajectories.items() if one.trajectory.status == "failed"}
+    hung = {
+        name
+        for name, trajectory in found.trajectories.items()
+        if trajectory.trajectory.status == "failed"
+    }
     assert hung and found.trained.keys() == expected_ids(config).keys() - hung
 
     for name in hung:
@@ -85,7 +93,7 @@ def test_an_agent_that_never_answers(staleness: int, small: Small) -> None:
     found = check(config)
     assert started
 
-    for one in found.trajectories.values():
-        hangs = int(one.trajectory.task_id.partition("~")[0]) % 5 == 0
-        assert (one.trajectory.status == "failed") == hangs
-        assert not hangs or "agent.timeout_s=5 s" in str(one.trajectory.error)
+    for trajectory in found.trajectories.values():
+        hangs = int(trajectory.trajectory.task_id.partition("~")[0]) % 5 == 0
+        assert (trajectory.trajectory.status == "failed") == hangs
+        assert not hangs or "agent.timeout_s=5 s" in str(trajectory.trajectory.error)

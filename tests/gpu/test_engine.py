@@ -41,8 +41,8 @@ def complete(engine, params):
     async def together():
         return await asyncio.gather(
             *(
-                engine.generate(prompt, one, deadline_s=120)
-                for prompt, one in zip(PROMPTS, params, strict=True)
+                engine.generate(prompt, param, deadline_s=120)
+                for prompt, param in zip(PROMPTS, params, strict=True)
             )
         )
 

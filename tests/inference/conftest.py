@@ -24,8 +24,8 @@ def _complete(
 ) -> list[Completion]:
     async def together() -> list[Completion]:
         requests = (
-            engine.generate(prompt, one, deadline_s=300)
-            for prompt, one in zip(prompts, params, strict=True)
+            engine.generate(prompt, param, deadline_s=300)
+            for prompt, param in zip(prompts, params, strict=True)
         )
         return list(await asyncio.gather(*requests))
 

@@ -170,7 +170,9 @@ def test_who_shows_another_certificate_is_told_nothing(made, tmp_path, caplog):
             assert other.certificate in caplog.text and made.fingerprint() in caplog.text
 
     asyncio.run(work())
-    assert len([one for one in caplog.records if "shows the certificate" in one.message]) == 1
+    assert (
+        len([record for record in caplog.records if "shows the certificate" in record.message]) == 1
+    )
 
 
 def test_an_engine_that_comes_back_with_another_certificate_is_known_by_its_announcement(

@@ -304,7 +304,7 @@ def test_token_ids_make_the_same_tree_as_comparing_all_contexts(seed: int) -> No
         before = rng.choice(contexts)
         ids = before[: rng.randint(0, len(before))] if rng.random() < 0.3 else before
         ids = [*ids, *(rng.choice((40, 41)) for _ in range(rng.randint(0 if ids else 1, 2)))]
-        parents = [n for n, one in enumerate(contexts) if len(one) < len(ids)]
+        parents = [n for n, context in enumerate(contexts) if len(context) < len(ids)]
         parents = [n for n in parents if ids[: len(contexts[n])] == contexts[n]]
         longest = max(parents, key=lambda n: (len(contexts[n]), n))
         (turn,) = asyncio.run(conversation.complete(ids))

@@ -82,7 +82,7 @@ def test_who_does_not_show_the_secret_soon_is_cut_off(
             assert await door.is_served()
 
     asyncio.run(work())
-    assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 @pytest.mark.parametrize("first", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["nothing", "half"])
@@ -99,7 +99,7 @@ def test_who_does_not_agree_on_tls_soon_is_cut_off(first, tmp_path, hurried, cap
             assert await door.is_served()
 
     asyncio.run(work())
-    assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
@@ -148,8 +148,8 @@ def test_clients_are_bounded_and_who_leaves_makes_room(tmp_path, monkeypatch):
     async def work():
         async with a_door(tmp_path) as door:
             clients = [await door.client() for _ in range(2)]
-            for one in clients:
-                await one.look()
+            for client in clients:
+                await client.look()
 
             late = await door.client()
             with pytest.raises(LostError, match="clients already: use another"):

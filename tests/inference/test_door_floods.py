@@ -203,7 +203,7 @@ def test_numbers_out_of_range_are_refused_and_the_connection_stays(tmp_path):
                     received = msgspec.msgpack.decode(await websocket.recv())
                     answers += [one for one in received if one["type"] == "failed"]
 
-            assert all("deadline of a request must be" in one["message"] for one in answers)
+            assert all("deadline of a request must be" in answer["message"] for answer in answers)
 
             await websocket.close()
             assert door.engine.asked == [] and await door.is_served()

@@ -103,5 +103,5 @@ def test_garbage_costs_its_own_connection_alone(number, way, tmp_path, monkeypat
             assert await door.is_served()
 
     asyncio.run(work())
-    lines = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert not lines, (len(lines), set(lines))

@@ -45,8 +45,8 @@ def test_one_request_gives_the_same_tokens_in_any_company(name, random_model, co
         for seed, t in enumerate([1.0, 0.7, 1.0, 0.0, 1.7, 1.0])
     ]
     together = complete(TorchEngine(model), prompts, params)
-    for prompt, one, expected in zip(prompts, params, together, strict=True):
-        (alone,) = complete(TorchEngine(model), [prompt], [one])
+    for prompt, param, expected in zip(prompts, params, together, strict=True):
+        (alone,) = complete(TorchEngine(model), [prompt], [param])
         assert alone.ids == expected.ids
         assert alone.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
@@ -156,7 +156,7 @@ def test_one_session_asked_twice_at_once_leaves_nothing_pinned(llama, complete):
     async def work():
         params = [SamplingParams(max_new_tokens=3 + i, seed=i) for i in range(2)]
         found = await asyncio.gather(
-            *(engine.generate(prompt, one, session="a", deadline_s=300) for one in params)
+            *(engine.generate(prompt, param, session="a", deadline_s=300) for param in params)
         )
         await engine.release("a")
         return params, found

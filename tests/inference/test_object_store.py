@@ -141,7 +141,7 @@ def test_a_store_that_fails_now_and_then_serves_the_bits_or_nothing(fault, rooms
     writer = rooms.writer(call_s=call_s)
     reader = rooms.reader(call_s=call_s)
     stores = [one.objects for one in (writer, reader)]
-    broken = [Flaky(one.files, fault) for one in stores]
+    broken = [Flaky(store.files, fault) for store in stores]
     for one, flaky in zip(stores, broken, strict=True):
         one.files = flaky
 

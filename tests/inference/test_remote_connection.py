@@ -116,7 +116,7 @@ def test_strangers_get_nothing_but_the_reason(given, tmp_path, caplog):
                     assert own.split()[1] not in answer.text
 
             url = announcement.url.replace("http", "ws") + "/requests"
-            texts = {key: one.decode("latin-1") for key, one in headers.items()}
+            texts = {key: header.decode("latin-1") for key, header in headers.items()}
             with pytest.raises(InvalidStatus, match="HTTP 403"):
                 await connect(url, additional_headers=texts, proxy=None)
 
@@ -139,9 +139,10 @@ def test_a_client_of_another_run_is_refused_until_it_has_the_secret(tmp_path, ca
             ):
                 await ask(client, deadline_s=2.0)
 
-            assert len([one for one in caplog.records if "of another run" in one.message]) == 1, (
-                "told once"
-            )
+            assert (
+                len([record for record in caplog.records if "of another run" in record.message])
+                == 1
+            ), "told once"
             assert engines.by_name["e1"].asked == []
 
             other.file.write_text(RunSecret(tmp_path / "engines").value())

@@ -60,10 +60,10 @@ def test_a_row_depends_on_nothing_but_itself():
     params = [SamplingParams(temperature=0), *PARAMS]
     uniforms = [0.1 * (i + 1) for i in range(len(params))]
     tokens, logprobs = draw(rows.clone(), params, uniforms)
-    for row, one, uniform, token, logprob in zip(
+    for row, param, uniform, token, logprob in zip(
         rows, params, uniforms, tokens, logprobs, strict=True
     ):
-        alone = draw(row[None].clone(), [one], [uniform])
+        alone = draw(row[None].clone(), [param], [uniform])
         assert alone[0] == [token]
         assert alone[1][0] == pytest.approx(logprob, abs=1e-6)
 

@@ -72,10 +72,10 @@ def test_they_are_those_of_a_full_forward_pass(name, section, random_model):
 
     answers, again = asyncio.run(work())
     assert isinstance(engine, ScoringEngine)
-    for (context, ids), found, second in zip(CASES, answers, again, strict=True):
-        assert len(found.logprobs) == len(ids)
-        assert np.abs(expected(one, context, ids, 0.7) - found.logprobs).max() < 1e-4
-        assert np.abs(np.subtract(found.logprobs, second.logprobs)).max() < 1e-5
+    for (context, ids), answer, second in zip(CASES, answers, again, strict=True):
+        assert len(answer.logprobs) == len(ids)
+        assert np.abs(expected(one, context, ids, 0.7) - answer.logprobs).max() < 1e-4
+        assert np.abs(np.subtract(answer.logprobs, second.logprobs)).max() < 1e-5
 
     assert not engine.scheduler.running and not engine.scheduler.waiting
 
@@ -93,12 +93,13 @@ def test_a_drawn_token_has_the_log_prob_that_it_was_drawn_with(temperature, rand
     async def work():
         drawn = await asyncio.gather(
             *(
-                engine.generate(prompt, one, deadline_s=LIMIT_S)
-                for prompt, one in zip(prompts, params, strict=True)
+                engine.generate(prompt, param, deadline_s=LIMIT_S)
+                for prompt, param in zip(prompts, params, strict=True)
             )
         )
         beside = [
-            asyncio.create_task(engine.generate(COPIED, one, deadline_s=LIMIT_S)) for one in params
+            asyncio.create_task(engine.generate(COPIED, param, deadline_s=LIMIT_S))
+            for param in params
         ]
         cases = [(prompt, one.ids) for prompt, one in zip(prompts, drawn, strict=True)]
         answers = await scored(engine, cases, temperature)
@@ -113,12 +114,12 @@ def test_a_drawn_token_has_the_log_prob_that_it_was_drawn_with(temperature, rand
 def test_they_are_the_trainers(random_model):
     model = random_model("llama").model
     answers = asyncio.run(scored(TorchEngine(model)))
-    for (context, ids), found in zip(CASES, answers, strict=True):
+    for (context, ids), answer in zip(CASES, answers, strict=True):
         mask = np.arange(len(context) + len(ids)) >= len(context)
         sample = Sample.given("one", "group", np.array([*context, *ids]), mask)
         with torch.no_grad():
             logp, _ = token_logprobs(model, pack([sample], torch.device("cpu")))
-        assert np.abs(logp.numpy() - found.logprobs).max() < 1e-4
+        assert np.abs(logp.numpy() - answer.logprobs).max() < 1e-4
 
 
 def test_all_of_them_come_from_one_version(random_model):

@@ -119,7 +119,9 @@ def test_each_request_has_its_own_listener_or_none(llama):
 
     completions = asyncio.run(work(ears))
     assert asyncio.run(work([None] * 6)) == completions, "who listens changes nothing"
-    assert all(ear.heard(one) for ear, one in zip(ears, completions, strict=True) if ear)
+    assert all(
+        ear.heard(completion) for ear, completion in zip(ears, completions, strict=True) if ear
+    )
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), asyncio.CancelledError()], ids=repr)

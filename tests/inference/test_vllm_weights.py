@@ -19,7 +19,7 @@ from agentevo.inference.vllm_weights import WeightLoader
 def are_gone(references):
     """The thread that received them may be a moment from its end."""
     ends = time.monotonic() + 300
-    while any(one() is not None for one in references):
+    while any(reference() is not None for reference in references):
         if time.monotonic() > ends:
             return False
         time.sleep(0.001)

@@ -70,8 +70,8 @@ def steps_of(run, keys=("critic/score/mean", "actor/grad_norm", "actor/pg_loss")
     """The numbers of every step, and what was said in it."""
     rows = [row for row in read_metrics(run.dir / "metrics.jsonl") if keys[0] in row]
     texts = sorted(
-        (one.id, tuple(tuple(turn.completion_ids) for turn in one.turns))
-        for one in run.trajectories(split="train")
+        (trajectory.id, tuple(tuple(turn.completion_ids) for turn in trajectory.turns))
+        for trajectory in run.trajectories(split="train")
     )
     return [[row[key] for key in keys] for row in rows], texts
 
@@ -95,7 +95,7 @@ def trained(tmp_path_factory):
 def test_a_loop_equals_train(function, trained, tmp_path):
     """The same tasks in the same order: the same tokens, rewards and gradients."""
     order = [
-        [one.task_id for one in trained.trajectories(split="train", step=step)][::4]
+        [trajectory.task_id for trajectory in trained.trajectories(split="train", step=step)][::4]
         for step in (1, 2)
     ]
 
@@ -156,11 +156,11 @@ async def flaky(task, policy):
 def test_what_is_refused_and_what_is_left_out(tmp_path, capsys):
     async def work(model):
         (group,) = await agentevo.gather([flaky.group(model, TASKS[0], size=5)])
-        assert [one.status for one in group.trajectories] == [
+        assert [trajectory.status for trajectory in group.trajectories] == [
             "completed", "failed", "failed", "completed", "completed",
         ]  # fmt: skip
 
-        errors = [one.error for one in group.trajectories if one.error]
+        errors = [trajectory.error for trajectory in group.trajectories if trajectory.error]
         assert errors[0] == "ValueError: bad luck"
         assert errors[1].startswith("the agent returned no reward")
         assert "bad luck" in capsys.readouterr().err

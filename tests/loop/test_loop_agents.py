@@ -80,8 +80,11 @@ def what_was_trained(folder):
     assert audit.ok, audit
 
     texts = sorted(
-        (one.id, [(list(turn.completion_ids), list(turn.versions)) for turn in one.turns])
-        for one in run.trajectories(split="train")
+        (
+            trajectory.id,
+            [(list(turn.completion_ids), list(turn.versions)) for turn in trajectory.turns],
+        )
+        for trajectory in run.trajectories(split="train")
     )
     assert rows and texts
     return rows, texts
@@ -90,7 +93,11 @@ def what_was_trained(folder):
 def order_of(run, steps):
     """The tasks of each step."""
     return [
-        list(dict.fromkeys(one.task_id for one in run.trajectories(split="train", step=step)))
+        list(
+            dict.fromkeys(
+                trajectory.task_id for trajectory in run.trajectories(split="train", step=step)
+            )
+        )
         for step in range(1, steps + 1)
     ]
 
@@ -186,7 +193,9 @@ def test_only_the_chosen_agents_turns_move_only_its_own_weights(tmp_path, monkey
             assert set(stale.dropped.values()) == {"stale", "not-trained"}
 
             (group,) = await agentevo.gather([both.group(model, TASKS[2])])
-            mixed = [one for one in group.trajectories if one.agent == "writer"]
+            mixed = [
+                trajectory for trajectory in group.trajectories if trajectory.agent == "writer"
+            ]
             named = msgspec.structs.replace(mixed[0], group_id=f"{group.id}:solver")
             for wrong in (named, msgspec.structs.replace(mixed[0], group_id=group.id)):
                 forged = msgspec.structs.replace(group, trajectories=[wrong])
@@ -241,8 +250,12 @@ def test_a_client_of_its_own_names_the_agent(tmp_path):
         agents = {"solver": {}, "critic": {"train": False}}
         async with opened("here", tmp_path, agents=agents) as model:
             (group,) = await agentevo.gather([by_a_client.group(model, TASKS[0], size=2)])
-            assert [one.agent for one in group.trajectories] == ["solver"] * 2 + ["critic"] * 2
-            turns = [[turn.reward for turn in one.turns] for one in group.trajectories]
+            assert [trajectory.agent for trajectory in group.trajectories] == ["solver"] * 2 + [
+                "critic"
+            ] * 2
+            turns = [
+                [turn.reward for turn in trajectory.turns] for trajectory in group.trajectories
+            ]
             assert turns == [[0.0]] * 2 + [[0.0, 1.0]] * 2
 
     asyncio.run(work())
@@ -307,7 +320,7 @@ def test_remote_models_are_asked_by_the_program(where, tmp_path, monkeypatch):
             else:
                 (group,) = await agentevo.gather([by_its_name.group(model, TASKS[1], size=2)])
                 assert group.rewards == [200.0] * 2
-                assert [len(one.remote_turns) for one in group.trajectories] == [1, 1]
+                assert [len(trajectory.remote_turns) for trajectory in group.trajectories] == [1, 1]
 
     with RemoteServer(gives(chat("right"))) as server:
         asyncio.run(work(server.base_url))
@@ -340,7 +353,7 @@ def test_an_answer_has_the_form_that_was_asked_for(where, tmp_path):
     async def work():
         async with opened(where, tmp_path) as model:
             (group,) = await agentevo.gather([in_a_form.group(model, TASKS[0])])
-            assert [one.error for one in group.trajectories] == [None] * 3
+            assert [trajectory.error for trajectory in group.trajectories] == [None] * 3
             assert (await model.train([group.with_rewards([0.0, 0.5, 1.0])])).dropped == {}
 
     asyncio.run(work())

@@ -58,7 +58,7 @@ def test_whatever_answer_is_lost_trains_once(tmp_path):
     run = agentevo.load_run(tmp_path / "mine")
     assert run.audit().ok
     assert len(run.trajectories(state="committed")) == 2 * len(TASKS) * 4
-    assert all(len(one.turns) == 1 for one in run.trajectories())
+    assert all(len(trajectory.turns) == 1 for trajectory in run.trajectories())
 
 
 def test_what_the_door_refuses(tmp_path):

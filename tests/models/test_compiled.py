@@ -65,7 +65,7 @@ def gradients(model, batch):
 
 
 def forwards(model):
-    return [vars(one)["forward"] for one in model.modules() if "forward" in vars(one)]
+    return [vars(module)["forward"] for module in model.modules() if "forward" in vars(module)]
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def test_selective_checkpointing_is_left_to_the_compiler(random_model):
     model = compile_layers(plain(random_model, "llama"))
     for mode, kind in (("selective", CompiledLayer), ("full", CheckpointedLayer)):
         model = keep_activations(model, MemorySection(checkpointing=mode))
-        assert {type(one) for one in forwards(model)} == {kind}
+        assert {type(forward) for forward in forwards(model)} == {kind}
         assert is_compiled(model)
 
 
@@ -106,7 +106,7 @@ def test_a_copy_computes_with_its_own_layers(random_model):
     twin = copy_policy(model)
     layers = {id(layer) for layer in twin.modules()}
     assert len(forwards(twin)) == 2
-    assert all(id(one.layer) in layers for one in forwards(twin))
+    assert all(id(forward.layer) in layers for forward in forwards(twin))
 
 
 def test_the_engine_computes_with_the_layers_themselves(random_model, monkeypatch):

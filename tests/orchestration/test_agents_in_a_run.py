@@ -189,9 +189,9 @@ def test_groups_that_come_as_they_finish_have_all_their_agents(tmp_path, policie
 
     of_group = {}
     for state in ("committed", "dropped"):
-        for one in trained.trajectories(state=state, split="train"):
-            assert state == "dropped" or one.agent in ("solver", "writer", "twin")
-            of_group.setdefault(one.group_id.rpartition(":")[0], set()).add(one.agent)
+        for trajectory in trained.trajectories(state=state, split="train"):
+            assert state == "dropped" or trajectory.agent in ("solver", "writer", "twin")
+            of_group.setdefault(trajectory.group_id.rpartition(":")[0], set()).add(trajectory.agent)
 
     assert len(of_group) == 12
     assert all(agents == set(AGENTS) for agents in of_group.values())
@@ -267,8 +267,8 @@ def test_a_client_names_the_agent_as_its_model(tmp_path):
     assert heard["posted"] == [200, 200, 400, 400]
 
     turns = {
-        one.agent: [turn.reward for turn in one.turns]
-        for one in trained.trajectories(split="train")
+        trajectory.agent: [turn.reward for turn in trajectory.turns]
+        for trajectory in trained.trajectories(split="train")
     }
     assert turns == {"solver": [0.0], "critic": [0.0, 1.0]}
 

@@ -28,9 +28,13 @@ def trained_on(folder):
 
     async def read(store):
         found = {}
-        async for one in store.trajectories(state="committed"):
-            versions = [version for turn in one.trajectory.turns for version in turn.versions]
-            found.setdefault(one.trained_step, []).append((one.trajectory.id, versions))
+        async for trajectory in store.trajectories(state="committed"):
+            versions = [
+                version for turn in trajectory.trajectory.turns for version in turn.versions
+            ]
+            found.setdefault(trajectory.trained_step, []).append(
+                (trajectory.trajectory.id, versions)
+            )
         return found
 
     return read_store(folder, read)
@@ -130,7 +134,8 @@ def test_a_step_that_was_reserved_gets_the_same_attempts_again(
 
     async def reserved(store):
         return [
-            one.trajectory.id async for one in store.trajectories(trained_step=2, state="reserved")
+            trajectory.trajectory.id
+            async for trajectory in store.trajectories(trained_step=2, state="reserved")
         ]
 
     before = read_store(config.run_dir, reserved)
@@ -203,7 +208,7 @@ def test_a_training_step_longer_than_every_deadline_costs_no_attempt(
 
     monkeypatch.setattr(Trainer, "step", slow)
     run = train(config, view=quiet_view())
-    assert {one.status for one in run.trajectories()} == {"completed"}
+    assert {trajectory.status for trajectory in run.trajectories()} == {"completed"}
 
     rows = [
         row

@@ -448,7 +448,7 @@ def test_greedy_attempts_of_a_real_policy(tmp_path, small_config):
             found = await Collector(config, SynchronousRollouts(parts), parts.tasks).collect(1)
             return (
                 found,
-                [one async for one in parts.store.trajectories()],
+                [trajectory async for trajectory in parts.store.trajectories()],
                 await parts.store.counts(),
             )
 

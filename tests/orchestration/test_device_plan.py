@@ -24,7 +24,7 @@ def test_each_engine_has_devices_of_its_own_behind_the_trainers(
 ):
     made = plan_devices(count, ranks, engines, per_engine)
     assert str(made) == plan
-    assert len(made.engines) == engines and {len(one) for one in made.engines} == {per_engine}
+    assert len(made.engines) == engines and {len(engine) for engine in made.engines} == {per_engine}
 
 
 @pytest.mark.parametrize(

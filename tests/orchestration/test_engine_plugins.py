@@ -112,7 +112,9 @@ def installed(monkeypatch):
         importlib.metadata.EntryPoint("bytes", f"{__name__}:THROUGH_BYTES", "agentevo.transports"),
     ]
     monkeypatch.setattr(
-        registry, "installed_points", lambda group: [one for one in points if one.group == group]
+        registry,
+        "installed_points",
+        lambda group: [point for point in points if point.group == group],
     )
     for known in (engines, transports):
         monkeypatch.setattr(known, "_items", dict(known._items))
@@ -133,10 +135,11 @@ def attempts(run):
 
     async def read(store):
         return {
-            one.trajectory.id: [
-                (turn.completion_ids, turn.logprobs, turn.versions) for turn in one.trajectory.turns
+            trajectory.trajectory.id: [
+                (turn.completion_ids, turn.logprobs, turn.versions)
+                for turn in trajectory.trajectory.turns
             ]
-            async for one in store.trajectories()
+            async for trajectory in store.trajectories()
         }
 
     assert run.audit().violations == []
@@ -230,13 +233,17 @@ def test_an_engine_that_can_not_sleep_or_share_is_refused_where_it_would_have_to
 def test_the_embedded_engine_begins_with_weights_that_it_is_given(loaded):
     """Also under a lower version than before; what does not fit changes nothing."""
     engine = engines.get("torch")(loaded.model, loaded.tokenizer, EngineSection())
-    before = {name: one.clone() for name, one in trained_weights(loaded.model).items()}
+    before = {
+        name: trained_weight.clone()
+        for name, trained_weight in trained_weights(loaded.model).items()
+    }
     doubled = {name: 2 * one for name, one in before.items()}
     asyncio.run(engine.begin(7, doubled))
 
     assert engine.version == 7
     assert all(
-        torch.equal(one, doubled[name]) for name, one in trained_weights(engine.model).items()
+        torch.equal(trained_weight, doubled[name])
+        for name, trained_weight in trained_weights(engine.model).items()
     )
 
     asyncio.run(engine.begin(3, before))
@@ -246,5 +253,6 @@ def test_the_embedded_engine_begins_with_weights_that_it_is_given(loaded):
 
     assert engine.version == 3
     assert all(
-        torch.equal(one, before[name]) for name, one in trained_weights(engine.model).items()
+        torch.equal(trained_weight, before[name])
+        for name, trained_weight in trained_weights(engine.model).items()
     )

@@ -122,7 +122,9 @@ def test_an_agent_that_plays_alone_has_no_second_table(played):
 
     parts.sampler.sample = sample
     found = asyncio.run(evaluate(parts, 0, samples=0, players=None)).metrics
-    tables = {one.environment: one.success_greedy for one in read_evaluations(found)}
+    tables = {
+        evaluated.environment: evaluated.success_greedy for evaluated in read_evaluations(found)
+    }
     both = {"coins:solver": 1 / 3, "coins:proposer": 1 / 3}
     assert tables == {"coins": 1 / 3} | (both if len(played) > 1 else {})
 

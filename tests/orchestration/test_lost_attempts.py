@@ -193,7 +193,7 @@ def test_under_wait_a_step_goes_on_with_the_tasks_that_are_left_in_their_order_a
                 )
 
             found = await stream.round(1, [])
-            assert [one.task_id for one in found.trajectories] == [
+            assert [trajectory.task_id for trajectory in found.trajectories] == [
                 name for name in names[1:] for _ in range(2)
             ]
             assert len(notes) == 1 and names[0] in notes[0]
@@ -264,7 +264,7 @@ def test_a_greedy_attempt_is_no_group_of_its_own(opened):
                 await store.write_trajectories(both, split="train", step=1)
 
             found = await stream.round(1, [Task(id="any")] * config.trainer.groups_per_step)
-            names = [one.id for one in found.trajectories]
+            names = [trajectory.id for trajectory in found.trajectories]
             assert len(names) == len(set(names)) == 2 * config.trainer.groups_per_step
             assert sum("/baseline@" in name for name in names) == config.trainer.groups_per_step
 

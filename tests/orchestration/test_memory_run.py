@@ -56,8 +56,8 @@ def test_a_run_in_bfloat16_goes_on_bit_for_bit(
     assert {one.dtype for one in whole["weights"].values()} == {torch.bfloat16}
 
     masters = whole["trainer"]["optimization"]["masters"]
-    assert {one.dtype for one in masters} == {torch.float32}
-    assert not all(torch.equal(one, one.bfloat16().float()) for one in masters)
+    assert {master.dtype for master in masters} == {torch.float32}
+    assert not all(torch.equal(master, master.bfloat16().float()) for master in masters)
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ COINS = {
 
 def stored(folder, **filters):
     async def read(store):
-        return [one async for one in store.trajectories(split="train", **filters)]
+        return [trajectory async for trajectory in store.trajectories(split="train", **filters)]
 
     return read_store(folder, read)
 

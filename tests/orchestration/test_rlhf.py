@@ -93,9 +93,9 @@ def test_a_policy_learns_what_comparisons_say_is_better(tmp_path):
     rewards = []
     for step in (0, 8):
         attempts = run.trajectories(split="eval", step=step)
-        assert all(one.status == "completed" for one in attempts)
-        shares.append(sum(one.success for one in attempts) / len(attempts))
-        rewards.append(sum(one.reward for one in attempts) / len(attempts))
+        assert all(attempt.status == "completed" for attempt in attempts)
+        shares.append(sum(attempt.success for attempt in attempts) / len(attempts))
+        rewards.append(sum(attempt.reward for attempt in attempts) / len(attempts))
 
     assert shares[0] < 0.8 and shares[1] > 0.9, shares
     assert rewards[1] > rewards[0] + 0.2, rewards

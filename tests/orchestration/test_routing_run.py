@@ -91,9 +91,9 @@ def records(config: RunConfig) -> dict:
 
     async def stored(store):
         return {
-            one.trajectory.id: [turn.routed_experts for turn in one.trajectory.turns]
-            async for one in store.trajectories(split="train")
-            if not any(why_misaligned(turn) for turn in one.trajectory.turns)
+            trajectory.trajectory.id: [turn.routed_experts for turn in trajectory.trajectory.turns]
+            async for trajectory in store.trajectories(split="train")
+            if not any(why_misaligned(turn) for turn in trajectory.trajectory.turns)
         }
 
     return read_store(config.run_dir, stored)

@@ -64,9 +64,11 @@ def test_held_out_success_rises_by_ruler_alone(tmp_path, quiet_view):
     found = run.summary["eval"]
     attempts = run.trajectories(split="train")
     assert found["before"] < 0.6 and found["after"] > found["before"] + 0.3, found
-    assert num_asked > 200 and {one.status for one in attempts} == {"completed"}
-    assert all(one.reward == pytest.approx(one.reward_parts["ruler"]) for one in attempts)
-    assert len({one.metrics["own_reward"] for one in attempts}) > 1
+    assert num_asked > 200 and {attempt.status for attempt in attempts} == {"completed"}
+    assert all(
+        attempt.reward == pytest.approx(attempt.reward_parts["ruler"]) for attempt in attempts
+    )
+    assert len({attempt.metrics["own_reward"] for attempt in attempts}) > 1
 
     (row,) = run.summary["remote_models"]["asked"]
     assert (row["model"], row["role"], row["answers"]) == ("judge", "judge", num_asked)

@@ -66,13 +66,13 @@ def told(run):
     """What was said and earned, with the ids."""
     return sorted(
         (
-            one.id,
-            one.reward,
-            one.success,
-            one.files,
-            [(turn.completion_ids, turn.logprobs, turn.versions) for turn in one.turns],
+            trajectory.id,
+            trajectory.reward,
+            trajectory.success,
+            trajectory.files,
+            [(turn.completion_ids, turn.logprobs, turn.versions) for turn in trajectory.turns],
         )
-        for one in run.trajectories(split="train")
+        for trajectory in run.trajectories(split="train")
     )
 
 
@@ -95,7 +95,7 @@ def test_questions_are_proposed_solved_and_paid_for_and_the_store_has_all_of_it(
             solved.setdefault(one.task_id, []).append(one)
 
     assert len(proposals) == 3 * 8 and solved
-    assert len({one.group_id for one in proposals.values()}) == 3 * 2
+    assert len({proposal.group_id for proposal in proposals.values()}) == 3 * 2
     for one in proposals.values():
         row = json.loads(one.files["question.json"])
         if "invalid" in row:
@@ -117,8 +117,8 @@ def test_questions_are_proposed_solved_and_paid_for_and_the_store_has_all_of_it(
     assert logged["train/success"] == logged["agents/solver/train/success"]
 
     replays = run.replays(6)
-    assert all(one.same for one in replays)
-    assert any(one.played for one in replays)
+    assert all(replay.same for replay in replays)
+    assert any(replay.played for replay in replays)
 
 
 @pytest.mark.slow

@@ -108,8 +108,8 @@ def test_a_step_in_which_everything_failed_still_counts_what_came():
 def test_parts_of_the_reward():
     parts = [{"environment": 1.0, "format": -0.1}, {"environment": 0.0}, {"environment": 5.0}]
     attempts = [
-        msgspec.structs.replace(t, reward_parts=found)
-        for t, found in zip([*ATTEMPTS[:2], ATTEMPTS[4]], parts, strict=True)
+        msgspec.structs.replace(t, reward_parts=part)
+        for t, part in zip([*ATTEMPTS[:2], ATTEMPTS[4]], parts, strict=True)
     ]
     found = rollout_metrics(attempts, {})
     assert found["reward_parts/environment/mean"] == 0.5, (

@@ -109,7 +109,7 @@ def test_a_run_and_its_resumed_run(tmp_path: Path, small_config) -> None:
     assert len(mine[1]["tables"][0]) == 2
 
     begins = [one for one in told if "begin" in one and one["begin"] == told[0]["begin"]]
-    assert [one["resumed"] for one in begins] == [False, True]
+    assert [begin["resumed"] for begin in begins] == [False, True]
     assert begins[0]["config"]["trainer"]["steps"] == 3
 
     ends = [one["end"] for one in told if "end" in one]

@@ -45,8 +45,8 @@ def test_a_run_with_vllm_learns_and_its_audit_is_clean(tmp_path, quiet_view):
     async def versions(store):
         return {
             version
-            async for one in store.trajectories()
-            for turn in one.trajectory.turns
+            async for trajectory in store.trajectories()
+            for turn in trajectory.trajectory.turns
             for version in turn.versions
         }
 

@@ -52,7 +52,7 @@ def test_stages_come_in_the_order_in_which_they_wait_and_each_model_is_measured(
         },
         dir=str(tmp_path / "p"),
     ).plan
-    ids = [one.id for one in plan.instances]
+    ids = [instance.id for instance in plan.instances]
     assert ids == [
         "start@held_out",
         "warm",
@@ -81,7 +81,7 @@ def test_rounds_follow_one_another_and_refer_to_the_round_before():
             "last": {**SFT, "model": "${stages.loop.rl.checkpoint}"},
         }
     ).plan
-    needs = {one.id: set(one.needs) for one in plan.instances}
+    needs = {instance.id: set(instance.needs) for instance in plan.instances}
     assert needs["loop.1.rl"] == {"warm"}
     assert {"loop.1.rl", "loop.1.rl@held_out", "loop.1.sample"} <= needs["loop.2.rl"]
     assert needs["loop.2.sample"] >= {"loop.2.rl"}

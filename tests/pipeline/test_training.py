@@ -100,7 +100,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_after_a_kill_only_the_stage_under_way_has_a_second_process(whole: Path):
     state = read_state(whole)
     assert state.status == "finished"
-    starts = {name: one.starts for name, one in state.stages.items()}
+    starts = {name: stage.starts for name, stage in state.stages.items()}
     assert starts.pop("spin.1") == 2
     assert set(starts.values()) == {1}
     steps = [json.loads(line)["step"] for line in (whole / "stages/spin.1/metrics.jsonl").open()]
@@ -139,7 +139,9 @@ def test_a_stage_that_samples_trains_on_nothing_and_keeps_every_attempt(whole: P
 
     async def count(store: Any) -> tuple[int, int]:
         kept = await store.summaries(split="train")
-        return len(kept), len([one async for one in store.trajectories(trained_step=1)])
+        return len(kept), len(
+            [trajectory async for trajectory in store.trajectories(trained_step=1)]
+        )
 
     assert read_store(whole / "stages/sample", count) == (2 * 4 * 4, 0)
 
@@ -160,4 +162,4 @@ def test_a_change_runs_what_it_touches_again_and_nothing_else(whole: Path):
 
     state = read_state(whole)
     assert "best: is run again: options.per_task" in stream.getvalue()
-    assert {name for name, one in state.stages.items() if one.starts > 1} == {"best", "spin.1"}
+    assert {name for name, stage in state.stages.items() if stage.starts > 1} == {"best", "spin.1"}

@@ -413,7 +413,7 @@ def test_an_engine_whose_steps_only_fail_ends_and_says_why(run, monkeypatch):
         serve(run.config, name="a")
 
     asking.join()
-    assert [isinstance(one, Completion) for one in answers] == [
+    assert [isinstance(answer, Completion) for answer in answers] == [
         False,
         False,
         True,

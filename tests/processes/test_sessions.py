@@ -224,7 +224,7 @@ def test_the_runs_own_tasks_are_handed_out_once_each(doors):
 
             groups = await door.store.ready_groups("train", size=2, limit=9)
             rows = [row.trajectory async for row in door.store.trajectories(split="train")]
-            known = [one.task.id async for one in door.store.tasks()]
+            known = [task.task.id async for task in door.store.tasks()]
             return sessions, full, both, groups, rows, known
 
     sessions, full, both, groups, found, known = run_coroutine(work())
@@ -268,7 +268,7 @@ def test_a_task_whose_gateway_was_killed_is_handed_out_again(doors, tmp_path):
                 while ledger(ends) == [first]:  # until it has been renewed
                     await asyncio.sleep(0.1)
 
-            playing = [one.playing for one in door.sessions._groups.values()]
+            playing = [group.playing for group in door.sessions._groups.values()]
             for one in playing:
                 one.cancel()  # it writes nothing and gives nothing back
             await asyncio.gather(*playing, return_exceptions=True)
@@ -282,7 +282,7 @@ def test_a_task_whose_gateway_was_killed_is_handed_out_again(doors, tmp_path):
             for session in sessions:
                 await asked(door, session)
                 await door.http.post(f"/sessions/{session['id']}/end", json={"reward": 1.0})
-            states = {one.task.id: one.state async for one in door.store.tasks()}
+            states = {task.task.id: task.state async for task in door.store.tasks()}
             return states[lost]
 
     lost = run_coroutine(killed())

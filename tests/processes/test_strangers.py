@@ -71,7 +71,7 @@ async def tokens_per_s(client, seconds: float) -> float:
         completions = await asyncio.gather(
             *(client.generate(PROMPT, params, deadline_s=300) for _ in range(16))
         )
-        tokens += sum(len(one.ids) for one in completions)
+        tokens += sum(len(completion.ids) for completion in completions)
 
     return tokens / (time.monotonic() - begun)
 

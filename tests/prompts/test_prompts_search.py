@@ -55,7 +55,7 @@ def played(task: str, reward: float, *, success: bool | None = None, **more: Any
 
 def test_examples_are_conversations_of_the_best_attempts_one_of_each_task() -> None:
     attempts = [played("a", 1.0), played("a", 1.0), played("b", 0.0), played("c", 1.0)]
-    assert [one.task for one in best_attempts(attempts)] == ["a", "c"]
+    assert [best_attempt.task for best_attempt in best_attempts(attempts)] == ["a", "c"]
 
     text = chosen_examples(attempts, "", 4, random.Random(0))
     assert text is not None
@@ -66,7 +66,7 @@ def test_examples_are_conversations_of_the_best_attempts_one_of_each_task() -> N
     assert text == chosen_examples(attempts, "", 4, random.Random(0))
 
     nothing_right = [played("a", 0.2, success=False), played("b", 0.6, success=False)]
-    assert [one.task for one in best_attempts(nothing_right)] == ["b"]
+    assert [best_attempt.task for best_attempt in best_attempts(nothing_right)] == ["b"]
     assert chosen_examples([played("a", 1.0, status="failed")], "", 4, random.Random(0)) is None
 
 
@@ -263,7 +263,9 @@ def test_a_writer_finds_the_better_text_and_never_sees_a_held_out_task(
 
     records = OptimizeFolder(out).records()
     held_out = {
-        one.task for one in records if isinstance(one, PlayedAttempt) and one.label == "held_out"
+        record.task
+        for record in records
+        if isinstance(record, PlayedAttempt) and record.label == "held_out"
     }
     assert len(held_out) == 8
 
@@ -272,7 +274,7 @@ def test_a_writer_finds_the_better_text_and_never_sees_a_held_out_task(
     for task in held_out:
         assert not any(f"word{task[1:]}\n" in one for one in asked)
 
-    searched = {one.task for one in records if isinstance(one, PlayedAttempt)} - held_out
+    searched = {record.task for record in records if isinstance(record, PlayedAttempt)} - held_out
     assert len(searched) == 12
 
     num_heard = len([one for one in server.received if one])
@@ -336,7 +338,9 @@ def test_a_budget_that_is_used_up_ends_the_search_and_a_greater_one_goes_on(
         assert main([*make("optimize.attempts=29"), *more]) == 0
         printed = capsys.readouterr().out
         assert "nothing better" in printed and "optimize.attempts=29 are used up" in printed
-        begun = [one for one in OptimizeFolder(out).records() if isinstance(one, SearchBegun)]
+        begun = [
+            record for record in OptimizeFolder(out).records() if isinstance(record, SearchBegun)
+        ]
         assert sum(one.number for one in begun) <= 29
 
     num_heard = len([one for one in server.received if one])
@@ -387,13 +391,13 @@ def test_after_a_kill_nothing_is_played_twice_and_the_budget_holds(words: Any) -
     assert records[: len(before)] == before
 
     attempts = [
-        (one.candidate, one.task, one.label, one.attempt)
-        for one in records
-        if isinstance(one, PlayedAttempt)
+        (record.candidate, record.task, record.label, record.attempt)
+        for record in records
+        if isinstance(record, PlayedAttempt)
     ]
     assert len(attempts) == len(set(attempts))
 
-    begun = sum(one.number for one in records if isinstance(one, SearchBegun))
+    begun = sum(record.number for record in records if isinstance(record, SearchBegun))
     assert len(attempts) < begun <= 120
     assert json.loads((out / "summary.json").read_text())["better"]
 

@@ -36,11 +36,11 @@ def test_a_run_keeps_the_texts_of_its_attempts_and_the_audit_sees_a_changed_one(
     )
     used = {"system": digest_of_text("Be {brief}."), "rules": digest_of_text("Say it.")}
     trajectories = run.trajectories()
-    assert trajectories and all(one.texts == used for one in trajectories)
+    assert trajectories and all(trajectory.texts == used for trajectory in trajectories)
 
     audit = run.audit()
     assert audit.ok and audit.texts_gone == []
-    assert {name: list(found) for name, found in audit.texts.items()} == {
+    assert {name: list(text) for name, text in audit.texts.items()} == {
         name: [digest] for name, digest in used.items()
     }
 
@@ -49,7 +49,7 @@ def test_a_run_keeps_the_texts_of_its_attempts_and_the_audit_sees_a_changed_one(
 
     kept = run.dir / "texts" / f"{used['system']}.txt"
     kept.write_text("Be long.")
-    assert any("was changed" in one.what for one in run.audit().violations)
+    assert any("was changed" in violation.what for violation in run.audit().violations)
 
     kept.unlink()
     audit = run.audit()

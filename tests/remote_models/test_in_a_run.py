@@ -204,9 +204,14 @@ def test_a_judge_says_the_reward_and_what_it_does_not_judge_has_none(tmp_path):
     assert len(server.received) == 6
 
     attempts = run.trajectories()
-    assert sorted(one.reward for one in attempts if one.status == "completed") == [0.5, 0.5, 1, 1]
+    assert sorted(attempt.reward for attempt in attempts if attempt.status == "completed") == [
+        0.5,
+        0.5,
+        1,
+        1,
+    ]
 
-    reasons = [one.error for one in attempts if one.status == "failed"]
+    reasons = [attempt.error for attempt in attempts if attempt.status == "failed"]
     assert any("the judge is ill" in reason for reason in reasons)
     assert any("JSONDecodeError" in reason for reason in reasons)
     assert any("budget.requests=6" in reason for reason in reasons)

@@ -256,8 +256,10 @@ def test_a_group_is_compared(own_rewards):
             pass
 
         async def score_group(self, trajectories, task):
-            order = sorted(completion_of(one) for one in trajectories)
-            return [Score(float(order.index(completion_of(one)))) for one in trajectories]
+            order = sorted(completion_of(trajectory) for trajectory in trajectories)
+            return [
+                Score(float(order.index(completion_of(trajectory)))) for trajectory in trajectories
+            ]
 
     members = [said("b", "1"), said("x", "2", status="cancelled"), said("a", "3")]
     config = [RewardConfig(name="rank")]
@@ -366,7 +368,7 @@ def test_numbers_of_numpy_and_torch_become_plain_ones(number):
         Score(0.5, {"a": 0.5}),
         Score(0.5, {"a": 0.5}, False),
     ]
-    assert all(type(one.value) is float for one in scores)
+    assert all(type(score.value) is float for score in scores)
     assert msgspec.json.decode(msgspec.json.encode(scores), type=list[Score]) == scores
 
 

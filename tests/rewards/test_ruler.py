@@ -84,9 +84,9 @@ def test_votes_cancel_a_liking_for_places_and_one_vote_does_not():
     trajectories = group(0.5, 0.55, 0.6, 0.65)
     with RemoteServer(ranks(likes_early)) as server:
         two = rewards(scored([server], trajectories, votes=2, max_spread=1.0))
-        assert sorted(two, key=two.get) == [one.id for one in trajectories]
+        assert sorted(two, key=two.get) == [trajectory.id for trajectory in trajectories]
         one = rewards(scored([server], trajectories, votes=1))
-        assert sorted(one, key=one.get) != [one.id for one in trajectories]
+        assert sorted(one, key=one.get) != [trajectory.id for trajectory in trajectories]
 
     orders = Counter(order_of_vote(3, vote, "g") for vote in range(400))
     assert len(orders) == 6, "every order comes"

@@ -141,7 +141,7 @@ def test_a_resumed_run_chooses_as_one_that_was_not_broken_off(tmp_path, quiet_vi
             (row["curriculum/retired"], row["curriculum/weight"], row["train/success"])
             for row in steps
             if "curriculum/weight" in row
-        ], sorted(one.task_id for one in run.trajectories(split="train"))
+        ], sorted(trajectory.task_id for trajectory in run.trajectories(split="train"))
 
     whole = told("whole", view=quiet_view())
     assert whole is not None and whole[0][-1][0] > 0  # something was retired

@@ -115,8 +115,8 @@ def played(loaded, chat, scripted_engine, end, files=()) -> Trajectory:
 
     async def agent(task, policy):
         await policy.generate(QUESTION)
-        for one in files:
-            policy.keep_files(one)
+        for file in files:
+            policy.keep_files(file)
         return end()
 
     async def work():

@@ -91,7 +91,9 @@ def sample(tiny_policy, scripted_engine, tmp_path):
                 found = await Sampler(config, engine, chat, agent, opened, 256).sample(
                     TASKS, **arguments
                 )
-                stored = [one async for one in opened.trajectories(step=arguments["step"])]
+                stored = [
+                    trajectory async for trajectory in opened.trajectories(step=arguments["step"])
+                ]
                 return found, stored, engine, await opened.counts()
 
         return run_coroutine(work())

@@ -89,12 +89,12 @@ def earned(said, solved, section=SECTION, held_out=()):
     """What proposals of one group earn. solved: text -> (successes, attempts)."""
     given = [proposal(number, text) for number, text in enumerate(said)]
     found = read_proposals(given, 1, map(asked_key, held_out))
-    tried = [one for task in found.tasks for one in attempts(task.id, *solved[task.query])]
+    tried = [attempt for task in found.tasks for attempt in attempts(task.id, *solved[task.query])]
     return pay(found, tried, section)
 
 
 def rewards(paid):
-    return [pytest.approx(one.reward) for one in paid.trajectories]
+    return [pytest.approx(trajectory.reward) for trajectory in paid.trajectories]
 
 
 def test_a_question_is_worth_most_where_half_of_the_attempts_solve_it():
@@ -116,7 +116,7 @@ def test_rewards_of_a_group_by_hand():
     paid = earned(["half", "easy", "hard", None], solved)
     # 1 - 1/4, max(0, 0 - 1/4), 0.25 - 1/4, and what an invalid one gets
     assert rewards(paid) == [0.75, 0.0, 0.0, -1.0]
-    assert [one.success for one in paid.trajectories] == [True, False, True, False]
+    assert [trajectory.success for trajectory in paid.trajectories] == [True, False, True, False]
 
     none = SelfPlay(family="test_words", repetition=0, invalid=-0.5, reward="absolute_zero")
     assert rewards(earned(["half", "easy", "hard", None], solved, none)) == [0.5, 0.0, 0.875, -0.5]
@@ -143,7 +143,7 @@ def test_a_repeated_question_is_solved_once_and_pays_less():
         "propose-1-1/train@1:proposer#0",
     ]
 
-    tried = [one for task in found.tasks for one in attempts(task.id, 2, 4)]
+    tried = [attempt for task in found.tasks for attempt in attempts(task.id, 2, 4)]
     paid = pay(found, tried, SECTION)
     # 1 - 3/4 thrice, 1 - 1/4; in the other group nobody repeats: 1 - 1/2
     assert rewards(paid) == [0.25, 0.25, 0.25, 0.75, 0.5, 0.5]
@@ -158,7 +158,9 @@ def test_a_family_says_what_repeats_what():
     given = [proposal(n, text, cluster=text[0]) for n, text in enumerate(["aa", "ab", "b"])]
     found = read_proposals(given, 1, ())
     assert len(found.tasks) == 3
-    paid = pay(found, [one for task in found.tasks for one in attempts(task.id, 1, 2)], SECTION)
+    paid = pay(
+        found, [attempt for task in found.tasks for attempt in attempts(task.id, 1, 2)], SECTION
+    )
     assert rewards(paid) == [1 - 2 / 3, 1 - 2 / 3, 1 - 1 / 3]
 
 

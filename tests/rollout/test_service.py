@@ -57,7 +57,8 @@ def test_waiting_never_admits_a_token_beyond_the_bound(seed, url, make_service, 
                     await until(whole)
                     await asyncio.sleep(rng.random() * 0.05)
                     trained = [
-                        one.trajectory async for one in store.trajectories(step=step, state="ready")
+                        trajectory.trajectory
+                        async for trajectory in store.trajectories(step=step, state="ready")
                     ]
                     assert len(trained) == 4
 
@@ -114,7 +115,9 @@ def test_weights_that_are_too_old_after_all_are_not_written(url, make_service, m
 
             async with serving(make_service(engine, store, {"staleness": 1}, steps=4)):
                 await until(num_groups(store, 2))
-            assert {oldest(one.trajectory) async for one in store.trajectories()} == {3}
+            assert {oldest(trajectory.trajectory) async for trajectory in store.trajectories()} == {
+                3
+            }
 
             stored = await tasks_of(store)
             assert {one.task.metadata[QUEUED_FOR_STEP] for one in stored} == {4}
@@ -155,9 +158,9 @@ def test_others_keep_so_many_tasks_on_their_way(url, make_service, moving_engine
                 for step in range(1, 5):
                     groups = await store.ready_groups("train", size=2, limit=2)
                     ids = [
-                        one.trajectory.id
+                        trajectory.trajectory.id
                         for name in groups
-                        async for one in store.trajectories(group_id=name)
+                        async for trajectory in store.trajectories(group_id=name)
                     ]
                     await store.reserve(ids, step)
                     await asyncio.sleep(0.05)
@@ -168,7 +171,7 @@ def test_others_keep_so_many_tasks_on_their_way(url, make_service, moving_engine
                     await store.commit_step(step, {})
                     await resolved()
 
-            names = [one.task.id async for one in store.tasks()]
+            names = [task.task.id async for task in store.tasks()]
             assert len(names) == len(set(names)) and len(names) in (12, 13)
             assert sum("~1" in name for name in names) == 6, "the second round of the six tasks"
 
@@ -264,7 +267,7 @@ def test_a_lost_lease_ends_the_work_and_the_late_writer_writes_nothing(
                 async with serving(second):
                     await until(num_groups(other, 2))
 
-                written = [one async for one in other.trajectories()]
+                written = [trajectory async for trajectory in other.trajectories()]
                 hold.set()
                 await until(num_running(first, 0))
                 store.renew = renew
@@ -274,7 +277,9 @@ def test_a_lost_lease_ends_the_work_and_the_late_writer_writes_nothing(
                 first.stats()["sampler/leases_lost"] == 2
                 and first.stats()["sampler/groups_written"] == 0
             )
-            assert [one async for one in other.trajectories()] == written and len(written) == 4
+            assert [trajectory async for trajectory in other.trajectories()] == written and len(
+                written
+            ) == 4
             assert {one.fencing_id for one in await tasks_of(other)} == {2}
 
     asyncio.run(scenario())
@@ -378,7 +383,7 @@ def test_cancelled_by_age_and_recorded(url, make_service, moving_engine, two_tur
                 engine.version = 2
                 await until(num_groups(store, 4))
 
-            broken = [one async for one in store.trajectories(status="cancelled")]
+            broken = [trajectory async for trajectory in store.trajectories(status="cancelled")]
             assert {one.trajectory.attempt for one in broken} == {0} and len(broken) == 2
             for one in broken:
                 assert (
@@ -521,7 +526,7 @@ def test_a_group_that_is_in_the_store_is_not_sampled_again(url, make_service, mo
                 Task(id=f"{one.task.id}", metadata=one.task.metadata, query=one.task.query)
                 for one in await tasks_of(store)
             ]
-            written = [one async for one in store.trajectories()]
+            written = [trajectory async for trajectory in store.trajectories()]
 
         second = url.replace("store.sqlite", "second.sqlite")
         async with await open_store(second) as store:

@@ -14,7 +14,7 @@ from agentevo.store.store import open_store
 async def all_ready(url, services, count, meanwhile=None):
     """Runs the services until so many trajectories are ready, and says who wrote what."""
     stop: list[bool] = []
-    running = [asyncio.create_task(one.run(lambda: bool(stop))) for one in services]
+    running = [asyncio.create_task(service.run(lambda: bool(stop))) for service in services]
     if meanwhile is not None:
         await meanwhile()
 
@@ -27,7 +27,9 @@ async def all_ready(url, services, count, meanwhile=None):
 
         stop.append(True)
         await asyncio.gather(*running)
-        return await store.counts(), [one.trajectory async for one in store.trajectories()]
+        return await store.counts(), [
+            trajectory.trajectory async for trajectory in store.trajectories()
+        ]
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ def test_the_newest_word_counts_and_every_word_stays(tmp_path: Path) -> None:
         "a": "wrong",
         "b": "wrong",
     }
-    assert [one.better for one in found.pairs.values()] == ["b"]
+    assert [pair.better for pair in found.pairs.values()] == ["b"]
     assert len(found.history) == 5
     assert all(one.at > 1e9 for one in found.history)
 

@@ -85,8 +85,8 @@ def test_a_request_is_done_once_and_answered_where_everybody_sees_it(trainer: Tr
     assert trainer.answer("request-2").result == "saved"
 
     records = read_records(trainer.folder / CHANGES)
-    assert [one["id"] for one in records] == ["request-1", "request-2"]
-    assert {one["who"] for one in records} == {"the trainer"}
+    assert [record["id"] for record in records] == ["request-1", "request-2"]
+    assert {record["who"] for record in records} == {"the trainer"}
 
 
 def test_a_pause_is_answered_when_the_run_stands_still_and_ends_by_resume(

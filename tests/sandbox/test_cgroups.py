@@ -129,4 +129,4 @@ def test_sandboxes_that_start_together_find_one_place(tmp_path, monkeypatch):
     finally:
         cgroups._found.cache_clear()
 
-    assert {one.folder for one in places} == {tmp_path} and len(tried) == 1
+    assert {place.folder for place in places} == {tmp_path} and len(tried) == 1

@@ -151,7 +151,7 @@ def test_a_call_is_seen_within_a_second(sqlite_url: str) -> None:
 
             async def seen(state: Any) -> list[str]:
                 async with asyncio.timeout(300):
-                    while not (found := [one async for one in store.calls(state=state)]):
+                    while not (found := [call async for call in store.calls(state=state)]):
                         await asyncio.sleep(0.02)
                 return [one.call.name for one in found]
 
@@ -303,7 +303,7 @@ asyncio.run(main())
             process = start_script(program, url)
             assert process.stdout is not None and process.stdout.readline() == "begun\n"
             for _ in range(3000):
-                running = [one.call.name async for one in store.calls(state="running")]
+                running = [call.call.name async for call in store.calls(state="running")]
                 if running == ["Player", "search"]:
                     break
                 await asyncio.sleep(0.1)
@@ -315,7 +315,7 @@ asyncio.run(main())
 
         clock.steady = 1e12  # long after
         async with await open_store(url, clock=clock) as store:
-            states = {one.call.name: one.state async for one in store.calls(trajectory_id="t")}
+            states = {call.call.name: call.state async for call in store.calls(trajectory_id="t")}
             assert states == {"Player": "lost", "over": "ended", "search": "lost"}
 
     asyncio.run(scenario())

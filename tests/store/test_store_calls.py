@@ -187,7 +187,10 @@ def test_a_postgresql_store_of_version_2_gets_its_calls(
         async def work(connection: Any) -> list[Any]:
             definitions = [row[0] for row in await connection.execute(text(indexes))]
             columns = [tuple(row) for row in await connection.execute(text(shape))]
-            return [*columns, *(one.replace(store.schema, "X") for one in definitions)]
+            return [
+                *columns,
+                *(definition.replace(store.schema, "X") for definition in definitions),
+            ]
 
         return await store._run("test", work)
 

@@ -34,7 +34,7 @@ async def fill_and_clear(
         assert other is not None
         assert await store.clear() == 2 + 3 + 1
         assert not any((await store.counts()).values())
-        assert [one async for one in store.trajectories()] == []
+        assert [trajectory async for trajectory in store.trajectories()] == []
         assert await store.steps() == []
 
         with pytest.raises(StoreError, match="was the store replaced"):

@@ -301,7 +301,9 @@ def test_gc_spares_what_a_resumed_trainer_may_ask_for(url: str, make_trajectory:
             async def emptied() -> list[str]:
                 await store.gc(dropped=True)
                 return [
-                    one.trajectory.id async for one in store.trajectories() if one.tokens_deleted
+                    trajectory.trajectory.id
+                    async for trajectory in store.trajectories()
+                    if trajectory.tokens_deleted
                 ]
 
             await write(1, "first", "a1", "a2")

@@ -106,7 +106,7 @@ def test_tasks_go_on_behind_any_of_them_whatever_its_state(
     url: str, clock: Any, make_task: Callable[..., Task]
 ) -> None:
     async def names(store: Any, **options: Any) -> list[str]:
-        return [one.task.id async for one in store.tasks(**options)]
+        return [task.task.id async for task in store.tasks(**options)]
 
     async def scenario() -> None:
         async with await open_store(url, clock=clock) as store:

@@ -92,7 +92,8 @@ def test_steps_after_a_number(play: Callable[..., None]) -> None:
         }
         numbers = [1, 2, 3, 12]
         assert found == {
-            after: [(one, one) for one in numbers if one > (after or 0)] for after in found
+            after: [(number, number) for number in numbers if number > (after or 0)]
+            for after in found
         }
 
         last = await store.last_step()

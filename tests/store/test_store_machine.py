@@ -361,13 +361,13 @@ class Ledger(RuleBasedStateMachine):
         assert outstanding == waiting + len(
             {r["task"] for r in self.trajectories.values() if r["state"] in ("ready", "reserved")}
         )
-        for size, found in zip((1, 2), groups, strict=True):
+        for size, group in zip((1, 2), groups, strict=True):
             whole = []
             for row in self.trajectories.values():
                 states = [
-                    other["state"]
-                    for other in self.trajectories.values()
-                    if other["group"] == row["group"]
+                    trajectory["state"]
+                    for trajectory in self.trajectories.values()
+                    if trajectory["group"] == row["group"]
                 ]
                 if (
                     row["state"] == "ready"
@@ -377,7 +377,7 @@ class Ledger(RuleBasedStateMachine):
                 ):
                     whole.append(row["group"])
 
-            assert found == whole
+            assert group == whole
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ def test_reading_changes_no_byte_and_writing_is_refused(any_store: str) -> None:
             assert [one.task.id async for one in store.tasks()] == [f"t{n}" for n in range(5)]
             assert await store.last_step() is None and await store.summaries() == []
             assert await store.outstanding("train") == 5 and await store.num_calls() == 0
-            assert [one async for one in store.calls(state="running")] == []
+            assert [call async for call in store.calls(state="running")] == []
 
             with pytest.raises(StoreError, match="for reading only"):
                 await store.add_tasks([task(9)])

@@ -199,7 +199,9 @@ def test_gc_on_mongodb_is_many_transactions(
                 "orphans": 4,
                 "tokens": 5,
             }.items()
-            assert [one.tokens_deleted async for one in store.trajectories()] == [True] * 5
+            assert [trajectory.tokens_deleted async for trajectory in store.trajectories()] == [
+                True
+            ] * 5
             assert await store._database["tokens"].count_documents({}) == 0
 
     asyncio.run(scenario())

@@ -37,12 +37,12 @@ def looked_after(sender: BroadcastSender, *futures: Future[Taken]) -> list[Taken
 
     async def work() -> None:
         async with asyncio.timeout(300):
-            while not all(one.done() for one in futures):
+            while not all(future.done() for future in futures):
                 await sender.look_after()
                 await asyncio.sleep(0.02)
 
     asyncio.run(work())
-    return [one.result() for one in futures]
+    return [future.result() for future in futures]
 
 
 def settled(sender: BroadcastSender, *futures: Future[Taken]) -> tuple[Future[Taken], ...]:

@@ -42,6 +42,6 @@ def schemas():
     async def work():
         entries = [FunctionToolSection(name=name) for name in _names()]
         async with Toolbox(entries).open(Task(id="t"), seed=0) as tools:
-            return {one["function"]["name"]: one["function"] for one in tools.schemas}
+            return {schema["function"]["name"]: schema["function"] for schema in tools.schemas}
 
     return run_coroutine(work())

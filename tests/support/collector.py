@@ -142,7 +142,7 @@ def received(request: ExportTraceServiceRequest | bytes) -> list[Received]:
 
 
 def _plain(attributes: Any) -> dict[str, Any]:
-    return {one.key: _value(one.value) for one in attributes}
+    return {attribute.key: _value(attribute.value) for attribute in attributes}
 
 
 def _value(value: Any) -> Any:

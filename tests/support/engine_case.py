@@ -135,9 +135,10 @@ def _wide(model: Any, seed: int) -> dict[str, torch.Tensor]:
     """Weights under which what a token sees, and at which place, shows in its distribution."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: (1.0 if one.dim() == 1 else 0.0)
-        + (0.2 if one.dim() == 1 else 0.15) * torch.randn(one.shape, generator=generator)
-        for name, one in trained_weights(model).items()
+        name: (1.0 if trained_weight.dim() == 1 else 0.0)
+        + (0.2 if trained_weight.dim() == 1 else 0.15)
+        * torch.randn(trained_weight.shape, generator=generator)
+        for name, trained_weight in trained_weights(model).items()
     }
 
 

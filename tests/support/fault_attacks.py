@@ -202,6 +202,9 @@ def _stuck(members: Sequence[Component], tally: Tally) -> str:
     return "\n".join(
         [
             f"the run does not end ({tally}):",
-            *(f"--- {one.name}: in {one.marks.where()}\n{one.tail(15)}" for one in members),
+            *(
+                f"--- {member.name}: in {member.marks.where()}\n{member.tail(15)}"
+                for member in members
+            ),
         ]
     )

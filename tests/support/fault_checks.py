@@ -44,9 +44,10 @@ def account(config: RunConfig) -> Account:
         async with await open_store(config.store_url, create=False) as store:
             return Account(
                 steps=await store.steps(),
-                tasks={one.task.id: one async for one in store.tasks()},
+                tasks={task.task.id: task async for task in store.tasks()},
                 trajectories={
-                    one.trajectory.id: one async for one in store.trajectories(split="train")
+                    trajectory.trajectory.id: trajectory
+                    async for trajectory in store.trajectories(split="train")
                 },
                 evaluated={one.task_id for one in await store.summaries(split="eval")},
                 audit=await audit(store, config.run_dir),
@@ -60,7 +61,7 @@ def check(config: RunConfig, *, complete: bool = True) -> Account:
     its last step. Raises AssertionError."""
     found = account(config)
     last = config.trainer.steps if complete else len(found.steps)
-    assert [one.step for one in found.steps] == list(range(1, last + 1)), "steps are missing"
+    assert [step.step for step in found.steps] == list(range(1, last + 1)), "steps are missing"
 
     _check_once(found)
     _check_ages(found, config)
@@ -82,9 +83,9 @@ def _check_once(found: Account) -> None:
     twice = {name: count for name, count in found.trained.items() if count > 1}
     assert not twice, f"trained on more than once: {twice}"
     committed = {
-        name: one.trained_step
-        for name, one in found.trajectories.items()
-        if one.state == "committed"
+        name: trajectory.trained_step
+        for name, trajectory in found.trajectories.items()
+        if trajectory.state == "committed"
     }
     planned = {name: step.step for step in found.steps for name in step.record["plan"]["ids"]}
     assert committed == planned
@@ -99,7 +100,7 @@ def _check_ages(found: Account, config: RunConfig) -> None:
         for name in step.record["plan"]["ids"]:
             for turn in found.trajectories[name].trajectory.turns:
                 assert len(turn.versions) == len(turn.completion_ids) == len(turn.logprobs) > 0
-                assert all(math.isfinite(one) for one in turn.logprobs)
+                assert all(math.isfinite(logprob) for logprob in turn.logprobs)
                 for version in turn.versions:
                     age = step.step - 1 - version
                     assert age >= 0, f"step {step.step}: {name} has a token of version {version}"
@@ -123,12 +124,12 @@ def _check_groups(found: Account, config: RunConfig, *, complete: bool) -> None:
 
     size = config.trainer.group_size + config.rollout.extra_attempts
     for name, members in groups.items():
-        assert sorted(one.trajectory.attempt for one in members) == list(range(size)), (
+        assert sorted(member.trajectory.attempt for member in members) == list(range(size)), (
             f"{name} is not whole"
         )
-        assert len({one.trained_step for one in members if one.state == "committed"}) <= 1, (
-            f"{name} is in several steps"
-        )
+        assert (
+            len({member.trained_step for member in members if member.state == "committed"}) <= 1
+        ), f"{name} is in several steps"
         for one in members:
             assert one.state != "reserved" or one.trained_step == begun, (
                 f"{one.trajectory.id} is still reserved"

@@ -90,8 +90,8 @@ def _outcome_of(folder: Path) -> dict[str, Any]:
 
     async def stored(store: Any) -> Any:
         found = {}
-        async for one in store.trajectories():
-            t = one.trajectory
+        async for trajectory in store.trajectories():
+            t = trajectory.trajectory
             turns = [
                 (
                     turn.prompt_ids,
@@ -109,11 +109,11 @@ def _outcome_of(folder: Path) -> dict[str, Any]:
                 t.status,
                 t.error,
                 turns,
-                one.split,
-                one.step,
-                one.state,
-                one.trained_step,
-                one.drop_reason,
+                trajectory.split,
+                trajectory.step,
+                trajectory.state,
+                trajectory.trained_step,
+                trajectory.drop_reason,
             )
 
         records = [

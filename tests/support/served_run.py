@@ -48,7 +48,7 @@ class Run:
         async def work() -> list[Completion]:
             engine = TorchEngine(self.models[version], config=EngineSection(kv_cache_gb=0.1))
             return await asyncio.gather(
-                *(engine.generate(PROMPT, one, deadline_s=300) for one in params)
+                *(engine.generate(PROMPT, param, deadline_s=300) for param in params)
             )
 
         return [one.ids for one in asyncio.run(work())]

@@ -25,7 +25,7 @@ async def serving(*services: SamplerService) -> AsyncIterator[list[bool]]:
     """Runs the services; they stop when the block ends or something is appended to the list that it
     is given. A failure of one is raised at the end."""
     stop: list[bool] = []
-    running = [asyncio.create_task(one.run(lambda: bool(stop))) for one in services]
+    running = [asyncio.create_task(service.run(lambda: bool(stop))) for service in services]
     try:
         yield stop
     finally:
@@ -70,4 +70,4 @@ def num_running(service: SamplerService, count: int) -> Condition:
 
 
 async def tasks_of(store: Store) -> list[StoredTask]:
-    return [one async for one in store.tasks()]
+    return [task async for task in store.tasks()]

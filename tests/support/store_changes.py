@@ -66,15 +66,15 @@ def changed(run: Path, table: str, where: str, column: str) -> Iterator[tuple[Pa
     (value,) = database.execute(f"SELECT {column} FROM {table} WHERE {where}").fetchone()
 
     database.close()
-    for other in other_values(column, value):
+    for other_value in other_values(column, value):
         folder = Path(shutil.copytree(run, run.with_name(f"{run.name}-{uuid.uuid4().hex[:8]}")))
         database = sqlite3.connect(folder / "store.sqlite", isolation_level=None)
         try:
-            database.execute(f"UPDATE {table} SET {column} = ? WHERE {where}", (other,))
+            database.execute(f"UPDATE {table} SET {column} = ? WHERE {where}", (other_value,))
         except sqlite3.IntegrityError:
             continue
         finally:
             database.close()
 
-        yield folder, other
+        yield folder, other_value
         shutil.rmtree(folder)

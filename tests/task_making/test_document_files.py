@@ -29,7 +29,7 @@ def test_a_folder_is_read_whole_but_for_what_is_hidden_or_no_text(tmp_path: Path
 
     (tmp_path / "loop").symlink_to(tmp_path, target_is_directory=True)
     read = read_documents([tmp_path, tmp_path / "b.md"])
-    texts = {one.id: one.text for one in read.passages}
+    texts = {passage.id: passage.text for passage in read.passages}
     assert texts == {
         "a.txt#0": "First.",
         "b.md#0": "Second.",
@@ -119,7 +119,7 @@ def test_files_of_one_name_in_two_folders_have_names_of_their_own_and_none_count
         (tmp_path / folder / "README.md").write_text(f"Of the {folder}.")
     monkeypatch.chdir(tmp_path)
     read = read_documents([Path("manual"), Path("faq"), Path("./faq"), tmp_path / "manual"])
-    texts = {one.id: one.text for one in read.passages}
+    texts = {passage.id: passage.text for passage in read.passages}
     assert texts == {"README.md#0": "Of the manual.", "faq/README.md#0": "Of the faq."}
 
 

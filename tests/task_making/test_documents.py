@@ -149,8 +149,8 @@ def found_content(passage: Passage) -> str:
 def test_plain_texts_are_cut_at_paragraphs_and_sentences(tmp_path: Path) -> None:
     (tmp_path / "a.md").write_text("# Head\n\n" + "Short. " * 400 + "\n\n" + "x" * 3000)
     passages = read_documents([tmp_path / "a.md"]).passages
-    assert max(len(one.text) for one in passages) <= LONGEST_PASSAGE
-    assert "".join("".join(one.text.split()) for one in passages) == "".join(
+    assert max(len(passage.text) for passage in passages) <= LONGEST_PASSAGE
+    assert "".join("".join(passage.text.split()) for passage in passages) == "".join(
         (tmp_path / "a.md").read_text().split()
     )
 
@@ -160,7 +160,9 @@ def test_plain_texts_are_cut_at_paragraphs_and_sentences(tmp_path: Path) -> None
 
     (tmp_path / "b").mkdir()
     (tmp_path / "b/a.md").write_text("Short.")
-    names = [one.id for one in read_documents([tmp_path / "a.md", tmp_path / "b/a.md"]).passages]
+    names = [
+        passage.id for passage in read_documents([tmp_path / "a.md", tmp_path / "b/a.md"]).passages
+    ]
     assert names[-1] == "b/a.md#0" and len(set(names)) == len(names)
 
 

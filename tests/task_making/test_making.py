@@ -47,8 +47,8 @@ async def carried_out(row, calls):
     metadata = {key: row[key] for key in ("state_checks", "world") if key in row}
     try:
         async with box.open(Task(id="t", metadata=metadata), seed=3) as tools:
-            results = [await call_tool(tools, one["tool"], one["arguments"]) for one in calls]
-            return [one.text for one in results], await tools.outcomes()
+            results = [await call_tool(tools, call["tool"], call["arguments"]) for call in calls]
+            return [result.text for result in results], await tools.outcomes()
     finally:
         await box.close()
 

@@ -44,7 +44,7 @@ def test_a_lesson_is_solved_and_what_is_held_out_is_nowhere_else(tool, tmp_path)
     assert len({json.dumps(row) for row in train}) == 150
 
     calls = [one for row in shown for one in row["messages"] if one["role"] == "assistant"]
-    assert all(one.get("tool_calls") or one["content"] for one in calls)
+    assert all(call.get("tool_calls") or call["content"] for call in calls)
     assert all(row["messages"][-1]["content"] != GIVES_UP for row in shown)
     assert any(len(row["messages"]) > 5 for row in shown) or tool == "calculator"
     assert read(tmp_path / "train.jsonl") == train == lesson_tasks(LESSONS[tool], 150, 3)

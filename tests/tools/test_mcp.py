@@ -138,7 +138,7 @@ def test_a_prompt_is_read_first_and_resources_are_tools():
                 asked = [{"uri": "count://now"}, {"uri": "count://none"}, {}, {"uri": 3}]
                 calls = [ToolCall("read_resource", json.dumps(one)) for one in asked]
                 results = await tools.call([*calls, ToolCall("list_resources", "{}")])
-                found.append((tools.instructions, [one.text for one in results]))
+                found.append((tools.instructions, [result.text for result in results]))
 
         await box.close()
         return found, tools.schemas
@@ -150,7 +150,7 @@ def test_a_prompt_is_read_first_and_resources_are_tools():
     assert instructions == "Count in a low voice, and be short."
     assert texts[0] == "4" and texts[4].startswith("count://now  The count.\ncount://{number}/half")
     assert all(text.startswith("Error: ") for text in texts[1:4]) and "takes one" in texts[2]
-    assert {"list_resources", "read_resource"} <= {one["function"]["name"] for one in schemas}
+    assert {"list_resources", "read_resource"} <= {schema["function"]["name"] for schema in schemas}
 
 
 @pytest.mark.slow
@@ -202,9 +202,9 @@ def test_arguments_that_no_message_can_hold_leave_the_server_alone():
         box = Toolbox([section()], [].append)
         async with box.open(TASK, 7) as tools:
             texts = ['{"value": "\\ud800"}', deep, '{"value": "\\ud83d\\ude00"}']
-            results = [(await tools.call([ToolCall("echo", one)]))[0] for one in texts]
+            results = [(await tools.call([ToolCall("echo", text)]))[0] for text in texts]
         await box.close()
-        return [one.text for one in results], tools.metrics
+        return [result.text for result in results], tools.metrics
 
     texts, metrics = run_coroutine(work())
     assert "can't be sent as JSON" in texts[0] and "can't be sent as JSON" in texts[1]
@@ -290,7 +290,7 @@ def test_a_server_that_never_says_hello_is_ended_at_once_and_for_all_who_wait():
         return failures, time.monotonic() - began
 
     failures, took_s = run_coroutine(work())
-    assert all(isinstance(one, ToolUnavailableError) for one in failures)
+    assert all(isinstance(failure, ToolUnavailableError) for failure in failures)
     assert took_s < 25, "each would wait for a second of its own, and then for the server's end"
     assert not servers()
 
@@ -358,7 +358,7 @@ def test_a_frozen_server_is_started_again():
                 results += await tools.call([ToolCall("add", '{"number": 1}')])
 
         await box.close()
-        return [one.text for one in results]
+        return [result.text for result in results]
 
     texts = run_coroutine(work())
     assert texts == ["5", "Error: add: no answer within 5 s", f"{RESTARTED}5"]

@@ -36,7 +36,7 @@ def played(*attempts, **options):
                         (await tools.call([ToolCall(name, json.dumps(given))]))[0].text
                         for name, given in calls
                     ]
-                    names = [one["function"]["name"] for one in tools.schemas]
+                    names = [schema["function"]["name"] for schema in tools.schemas]
                 done.append((texts, tools.metrics, names))
         finally:
             await box.close()

@@ -111,7 +111,7 @@ def test_half_of_a_surrogate_pair_costs_no_minute(section):
 
 def test_an_odd_tool_costs_no_other_tool(section):
     _, _, tools = played(section, [])
-    functions = {one["function"]["name"]: one["function"] for one in tools.schemas}
+    functions = {schema["function"]["name"]: schema["function"] for schema in tools.schemas}
     assert list(functions) == ["give", "measure", "add", "loose"]  # `count` is the outcome
     assert functions["give"]["parameters"] == odd_mcp_server.CHOICE
     assert functions["add"]["description"] == ""

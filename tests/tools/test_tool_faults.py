@@ -119,7 +119,7 @@ def test_methods_of_every_kind_are_called_with_their_arguments():
     results, metrics, _ = called(
         ("double", {"number": 3}), ("later", {"number": 3}), ("wrong", {}), told=[]
     )
-    assert [one.text for one in results] == [
+    assert [result.text for result in results] == [
         "6",
         "4",
         "Error: wrong failed: ValueError: the reward of a ToolResult is nan",

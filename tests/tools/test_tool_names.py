@@ -54,9 +54,9 @@ def named(monkeypatch):
         async def work():
             box = toolbox.Toolbox([FunctionToolSection(name="any")])
             async with box.open(Task(id="t"), 0) as tools:
-                names = [one["function"]["name"] for one in tools.schemas]
+                names = [schema["function"]["name"] for schema in tools.schemas]
                 results = await tools.call([ToolCall(name, "{}") for name in names])
-            return dict(zip(names, [one.text for one in results], strict=True))
+            return dict(zip(names, [result.text for result in results], strict=True))
 
         return asyncio.run(work())
 

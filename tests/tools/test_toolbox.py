@@ -114,7 +114,7 @@ def test_a_tool_that_breaks_costs_its_call_and_is_shown_once():
     results, metrics, _ = called(
         ("broken", {"x": 1}), ("broken", {"x": 2}), ("exits", {}), told=told
     )
-    assert [one.is_error for one in results] == [True] * 3
+    assert [result.is_error for result in results] == [True] * 3
     assert results[0].text == (
         "Error: broken failed: ZeroDivisionError: integer division or modulo by zero"
     )
@@ -195,7 +195,9 @@ def test_a_call_that_hangs_costs_itself_alone():
 
     async def work():
         limits = {"world": 1, "add": 300}
-        entries = [FunctionToolSection(name=name, timeout_s=one) for name, one in limits.items()]
+        entries = [
+            FunctionToolSection(name=name, timeout_s=limit) for name, limit in limits.items()
+        ]
         async with Toolbox(entries).open(Task(id="t"), seed=0) as tools:
             first = await tools.call([ToolCall("wait", ""), ToolCall("add", '{"a": 1}')])
             second = await tools.call([ToolCall("look", "")])
@@ -203,7 +205,7 @@ def test_a_call_that_hangs_costs_itself_alone():
 
     results, metrics = run_coroutine(work())
     goes_on.set()
-    assert [one.text for one in results] == [
+    assert [result.text for result in results] == [
         "Error: wait: no answer within 1 s",
         "2",
         "Error: look can't be reached: an earlier call of these tools has not come back",
@@ -240,7 +242,7 @@ def test_equal_calls_are_made_once_if_the_tool_says_so():
 
     asked = [("search", {"query": "a", "top": 3}), ("search", {"top": 3, "query": "a"})]
     results, _, _ = called(*asked, ("search", {"query": "b"}), *[("search", {"query": "bad"})] * 2)
-    assert [one.text for one in results[:3]] == ["A", "A", "B"]
+    assert [result.text for result in results[:3]] == ["A", "A", "B"]
     assert sorted(made) == [("a", 3), ("b", 3), ("bad", 3), ("bad", 3)]
 
     made.clear()
@@ -279,7 +281,7 @@ def test_names_of_several_toolsets_never_collide():
     assert sorted(schemas()) == ["cats__look", "dogs__look", "feed"]
 
     results, _, _ = called(("cats__look", {}), ("dogs__look", {}), ("look", {}))
-    assert [one.text for one in results[:2]] == ["a cat", "a dog"]
+    assert [result.text for result in results[:2]] == ["a cat", "a dog"]
     assert results[2].is_error
 
     only = [
@@ -287,7 +289,7 @@ def test_names_of_several_toolsets_never_collide():
         FunctionToolSection(name="dogs", exclude=("*",)),
     ]
     results, _, _ = called(("look", {}), ("feed", {}), sections=only)
-    assert [one.is_error for one in results] == [False, True]
+    assert [result.is_error for result in results] == [False, True]
 
 
 @given(st.text(max_size=400), st.integers(100, 300))

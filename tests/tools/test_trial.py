@@ -79,7 +79,9 @@ def test_each_tool_is_called_once_and_says_how_it_ended():
 
     async def work(calls=()):
         sections = [FunctionToolSection(name="kit", timeout_s=0.5)]
-        return [one async for one in try_calls(sections, Task(id="t", answer=5), calls)]
+        return [
+            tried_call async for tried_call in try_calls(sections, Task(id="t", answer=5), calls)
+        ]
 
     found = {one.name: one for one in run_coroutine(work())}
     assert {name: one.status for name, one in found.items()} == {

@@ -93,7 +93,7 @@ def test_a_tool_is_made_with_its_row_called_paid_and_released(written, capsys):
         return results, tools.metrics, tools.schemas
 
     results, metrics, schemas = run_coroutine(work())
-    assert [(one.text, one.reward) for one in results[:2]] == [
+    assert [(result.text, result.reward) for result in results[:2]] == [
         ("right: False!", -0.05),
         ("right: True!", 0.5),
     ]

@@ -197,8 +197,14 @@ def resolves(monkeypatch, *addresses: str) -> list[str]:
         names.append(host)
         kinds = {4: socket.AF_INET, 6: socket.AF_INET6}
         return [
-            (kinds[ipaddress.ip_address(one).version], socket.SOCK_STREAM, 6, "", (one, port))
-            for one in addresses
+            (
+                kinds[ipaddress.ip_address(address).version],
+                socket.SOCK_STREAM,
+                6,
+                "",
+                (address, port),
+            )
+            for address in addresses
         ]
 
     monkeypatch.setattr(web_hosts.socket, "getaddrinfo", look_up)

@@ -27,5 +27,8 @@ def test_every_name_is_the_conventions_or_begins_as_ours_do() -> None:
 
 
 def test_the_operations_are_the_conventions() -> None:
-    theirs = {one.value for one in gen_ai_attributes.GenAiOperationNameValues}
+    theirs = {
+        GenAiOperationNameValue.value
+        for GenAiOperationNameValue in gen_ai_attributes.GenAiOperationNameValues
+    }
     assert {conventions.CHAT, conventions.INVOKE_AGENT, conventions.EXECUTE_TOOL} <= theirs

@@ -74,14 +74,14 @@ def mlflow(place: str) -> dict[str, Any]:
     runs = client.search_runs([experiment.experiment_id])
     known = runs[0].info.run_id
     history = client.get_metric_history(known, SCORE)
-    names = [one.path for one in client.list_artifacts(known)]
+    names = [artifact.path for artifact in client.artifacts(known)]
 
     return {
         "runs": len(runs),
         "steps": [[one.step, one.value] for one in history],
         "config": str(runs[0].data.params),
-        "pictures": len(client.list_artifacts(known, "plots")),
-        "tables": len(client.list_artifacts(known, "attempts")),
+        "pictures": len(client.artifacts(known, "plots")),
+        "tables": len(client.artifacts(known, "attempts")),
         "state": runs[0].info.status,
         "artifacts": names,
     }
@@ -112,10 +112,10 @@ def trackio(place: str) -> dict[str, Any]:
     logs = SQLiteStorage.get_logs("agentevo-test", runs[0].name)
     return {
         "runs": len(runs),
-        "steps": [[int(one["step"]), one[SCORE]] for one in logs if SCORE in one],
+        "steps": [[int(log["step"]), log[SCORE]] for log in logs if SCORE in log],
         "config": str(runs[0].config),
-        "pictures": sum("plots/curve" in one for one in logs),
-        "tables": sum("attempts" in one for one in logs),
+        "pictures": sum("plots/curve" in log for log in logs),
+        "tables": sum("attempts" in log for log in logs),
     }
 
 

@@ -26,7 +26,7 @@ def test_steps_texts_and_pictures_come_back(tmp_path: Path) -> None:
     write_a_run("tensorboard", "{}", tmp_path, 0, 2)
     write_a_run("tensorboard", "{}", tmp_path, 3, 4)
     events = read(tmp_path)
-    scores = [(one.step, one.value) for one in events.Scalars("critic/score/mean")]
+    scores = [(Scalar.step, Scalar.value) for Scalar in events.Scalars("critic/score/mean")]
     assert scores == [(step, step / 2) for step in range(5)]
     assert math.isnan(events.Scalars("actor/grad_norm")[1].value)
     assert events.Images("plots/curve")[-1].width == 1
@@ -71,11 +71,11 @@ def test_a_log_hands_over_what_is_committed(
         log.tracking.close("finished", {})
 
     events = read(tmp_path)
-    assert [(one.step, one.value) for one in events.Scalars("x")] == [
+    assert [(Scalar.step, Scalar.value) for Scalar in events.Scalars("x")] == [
         *((step, step * 1.0) for step in range(3)),
         (3, 30.0),
     ]
-    assert [one.step for one in events.Scalars("y")] == [0, 1, 2]
+    assert [Scalar.step for Scalar in events.Scalars("y")] == [0, 1, 2]
 
 
 def test_the_room_loads_no_tracker_and_no_torch() -> None:

@@ -312,8 +312,8 @@ def trained(case: Case, meshes: Any | None) -> dict[str, Any]:
         "held": sum(local(p).numel() for one in models.values() for p in one.parameters()),
         "moments": sum(
             local(m).numel()
-            for one in optimizations
-            for of_parameter in one.optimizer.state.values()
+            for optimization in optimizations
+            for of_parameter in optimization.optimizer.state.values()
             for m in of_parameter.values()
         ),
     }

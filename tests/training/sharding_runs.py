@@ -220,7 +220,7 @@ def of_experts(mesh: Any) -> dict[str, float]:
     model = model_of("moe")
     ranks = Ranks.of(mesh, "expert")
     singles = [computed(model, plain(seed)) for seed in range(ranks.size)]
-    grads = {n: sum(one["grads"][n] for one in singles) for n in singles[0]["grads"]}
+    grads = {n: sum(single["grads"][n] for single in singles) for n in singles[0]["grads"]}
     expert_parallel(model, ranks)
     found = computed(model, plain(ranks.rank))
 
@@ -237,7 +237,7 @@ def of_fsdp(name: str, mesh: Any) -> dict[str, float]:
     dp = Ranks.of(mesh, "dp")
     model = model_of(name)
     singles = [computed(model, plain(seed)) for seed in range(dp.size)]
-    grads = {n: sum(one["grads"][n] for one in singles) for n in singles[0]["grads"]}
+    grads = {n: sum(single["grads"][n] for single in singles) for n in singles[0]["grads"]}
     tensor_parallel(model, Ranks.of(mesh, "tensor"))
 
     for module in (*model.base_model.layers, model):

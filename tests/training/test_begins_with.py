@@ -33,8 +33,8 @@ def test_carried_moments_are_the_others_and_everything_else_is_ones_own():
     first.steps = 7
     own = Optimization(tiny(1)[0].parameters(), TrainerSection(learning_rate=0.3))
     own.carry_on(first.state_dict())
-    before = [first.optimizer.state[one]["exp_avg"] for one in first.parameters]
-    after = [own.optimizer.state[one]["exp_avg"] for one in own.parameters]
+    before = [first.optimizer.state[parameter]["exp_avg"] for parameter in first.parameters]
+    after = [own.optimizer.state[parameter]["exp_avg"] for parameter in own.parameters]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert own.steps == 0
     assert {group["lr"] for group in own.optimizer.param_groups} == {0.3}
@@ -58,7 +58,7 @@ def test_a_reference_begins_as_the_model_that_is_named(tmp_path: Path):
 
     assert weights
     assert all(torch.equal(weights[name], theirs[name]) for name in weights)
-    assert not any(one.requires_grad for one in weights.values())
+    assert not any(weight.requires_grad for weight in weights.values())
 
     larger = tiny(0, SHAPE.model_copy(update={"hidden_size": 32}))[0]
     with pytest.raises(ModelError, match="own architecture"):

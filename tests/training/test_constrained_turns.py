@@ -59,13 +59,13 @@ def attempts() -> tuple[Trajectory, ...]:
     engine = TorchEngine(loaded.model, loaded.tokenizer)
     grammars = (FACT, CALL, "", FACT)
     firsts = [params(grammar, seed) for seed, grammar in enumerate(grammars)]
-    answers = complete(engine, [(PROMPT, one) for one in firsts])
+    answers = complete(engine, [(PROMPT, first) for first in firsts])
     seconds = [
         params(grammar, 10 + seed) for seed, grammar in enumerate(grammars[1:] + grammars[:1])
     ]
     more = complete(
         engine,
-        [([*PROMPT, *a.ids, 30, 31], one) for a, one in zip(answers, seconds, strict=True)],
+        [([*PROMPT, *a.ids, 30, 31], second) for a, second in zip(answers, seconds, strict=True)],
     )
 
     return tuple(

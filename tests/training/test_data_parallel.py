@@ -59,9 +59,9 @@ def check_equal(found, name: str) -> None:
     torch.testing.assert_close(theirs, weights, rtol=0, atol=1e-5)
     assert len(told) == len(metrics)
 
-    for one, other in zip(told, metrics, strict=True):
-        assert one.keys() == other.keys()
-        for key, value in other.items():
+    for one, metric in zip(told, metrics, strict=True):
+        assert one.keys() == metric.keys()
+        for key, value in metric.items():
             if key not in (
                 "trainer/distinct_tokens",
                 "trainer/distinct_flops",

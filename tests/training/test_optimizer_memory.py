@@ -257,6 +257,8 @@ def test_a_checkpoint_from_before_there_was_a_choice_of_optimizer_is_resumed(mod
         trainer.step(batch_of(samples_of))
 
     assert all(
-        torch.equal(one, other)
-        for one, other in zip(before.model.parameters(), after.model.parameters(), strict=True)
+        torch.equal(parameter, other)
+        for parameter, other in zip(
+            before.model.parameters(), after.model.parameters(), strict=True
+        )
     )

@@ -63,7 +63,7 @@ def attempts() -> tuple[Trajectory, ...]:
         return params(grammar, number, **sharp)
 
     firsts = [asked(number, kind) for number, kind in enumerate(kinds)]
-    answers = complete(engine, [(PROMPT, one) for one in firsts])
+    answers = complete(engine, [(PROMPT, first) for first in firsts])
     seconds = [asked(10 + n, kind) for n, kind in enumerate(kinds[1:] + kinds[:1])]
     prompts = [[*PROMPT, *a.ids, 30, 31] for a in answers]
     more = complete(engine, list(zip(prompts, seconds, strict=True)))
@@ -278,8 +278,8 @@ def test_a_store_keeps_them():
     for trajectory in attempts():
         encoded = [_encode_turn(turn, turn.index) for turn in trajectory.turns]
         json.dumps([turn.get("penalties") for turn in encoded])
-        for kept, turn in zip(unpack_turns(pack_turns(encoded)), trajectory.turns, strict=True):
-            assert kept.penalties == turn.penalties
+        for unpacked, turn in zip(unpack_turns(pack_turns(encoded)), trajectory.turns, strict=True):
+            assert unpacked.penalties == turn.penalties
 
 
 @pytest.mark.parametrize(

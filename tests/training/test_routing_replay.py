@@ -327,7 +327,10 @@ def test_an_audit_draws_again_under_the_recorded_experts(ways, tiny_policy):
             assert resample(one, 0, loaded, SamplingParams()).differences == []
 
     loaded = LoadedModel(trainer, tokenizer, "m")
-    bare = [resample(without_records(one), 0, loaded, SamplingParams()) for one in trajectories]
+    bare = [
+        resample(without_records(trajectory), 0, loaded, SamplingParams())
+        for trajectory in trajectories
+    ]
     assert any(found.differences for found in bare)
 
 

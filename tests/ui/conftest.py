@@ -142,4 +142,4 @@ def visit(browser: Any) -> Iterator[Callable[..., Visitor]]:
     for one in visitors:
         one.page.context.close()
 
-    assert [text for one in visitors for text in one.wrong] == []
+    assert [text for visitor in visitors for text in visitor.wrong] == []

@@ -185,8 +185,8 @@ def pages(
         "no cursor": "attempts?after=nan~x",
         "no range": "attempts?reward_from=1&reward_to=0",
     }
-    for number, one in enumerate(attempts()):
-        kind = one.id.partition("/")[2].partition("@")[0]
+    for number, attempt in enumerate(attempts()):
+        kind = attempt.id.partition("/")[2].partition("@")[0]
         paths[kind] = f"attempt?id={name(kind, number)}"
         paths[f"{kind} tokens"] = f"attempt?id={name(kind, number)}&show=tokens"
 
@@ -375,7 +375,7 @@ def test_what_people_have_said_is_shown_and_nothing_asks_for_more(
     folder = tmp_path / "lake"
     shutil.copytree(runs_folder / "lake", folder)
     summaries = read_store(folder, lambda store: store.summaries(split="train"))
-    left, right = (one.id for one in summaries[:2])
+    left, right = (summary.id for summary in summaries[:2])
     annotate(
         folder,
         Annotation(attempt=left, verdict="wrong", note=HOSTILE, reply="Go left.", who="Ada"),

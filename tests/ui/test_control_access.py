@@ -105,10 +105,10 @@ def test_the_cookie_of_control_is_out_of_scripts_and_other_sites(lake: Path) -> 
 
     cookies = answer.headers.get_list("set-cookie")
     assert len(cookies) == 2
-    for one in cookies:
-        assert "HttpOnly" in one
-        assert "SameSite=Strict" in one
-        assert CONTROL not in one
+    for cookie in cookies:
+        assert "HttpOnly" in cookie
+        assert "SameSite=Strict" in cookie
+        assert CONTROL not in cookie
 
 
 @pytest.mark.parametrize("form", ["", "x", "ü", "0" * 64, Access(control="old")._form_token])
@@ -194,7 +194,7 @@ def test_records_are_added_whole_whoever_was_killed_before(tmp_path: Path) -> No
     with path.open("ab") as file:
         file.write(b'{"what": "being written"}')
     # Half a surrogate can be in no page, so it is read as a question mark.
-    assert [one["what"] for one in read_records(path)] == ["one", "two\n?"]
+    assert [row["what"] for row in read_records(path)] == ["one", "two\n?"]
 
     with pytest.raises(ConfigError, match="at most"):
         add_record(path, {"what": "x" * 1_000_001})

@@ -73,13 +73,13 @@ def test_a_button_asks_twice_and_reaches_the_trainer_once(
             return [page, done, again, other, wrong]
 
     page, *answers = asyncio.run(pressed())
-    assert [one.status_code for one in answers] == [303, 303, 404, 404]
+    assert [answer.status_code for answer in answers] == [303, 303, 404, 404]
     assert stops == ["stop"]
     assert "Save now" in page.text
     assert "Resume" not in page.text
 
     records = read_records(folder / "lake" / CHANGES)
-    names = [one["what"] for one in records]
+    names = [record["what"] for record in records]
     assert names[0] == "stop: asked"
     assert names.count("stop: asked") == 1
     assert re.fullmatch("control token [0-9a-f]{8}", records[0]["who"])

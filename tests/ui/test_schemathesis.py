@@ -41,8 +41,8 @@ def page_with_forms(page: dict[str, Any], token: str) -> dict[str, Any]:
     posts = {path for path, methods in page["paths"].items() if "post" in methods}
     assert posts == set(FIELDS), "an address takes a form that is not tried here"
     for path, methods in page["paths"].items():
-        for one in methods.values():
-            for parameter in one.get("parameters", []):
+        for method in methods.values():
+            for parameter in method.get("parameters", []):
                 if parameter["name"] == "run":
                     parameter["schema"] = {"anyOf": [{"enum": ["lake"]}, {"type": "string"}]}
 

@@ -74,7 +74,7 @@ def test_a_page_is_made_once_for_all_who_look(lake: Path, long: None) -> None:
             first = await viewers[0].get("/runs/lake", headers=PART)
             made = memory.num_made
             answers = await asyncio.gather(
-                *(one.get("/runs/lake", headers=PART) for one in viewers)
+                *(viewer.get("/runs/lake", headers=PART) for viewer in viewers)
             )
             assert {answer.content for answer in answers} == {first.content}
             assert memory.num_made == made

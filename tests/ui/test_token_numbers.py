@@ -52,7 +52,9 @@ def trained(run_folder: Path) -> list[Trajectory]:
         async with await open_store(
             f"sqlite:///{run_folder / 'store.sqlite'}", create=False
         ) as store:
-            return [one.trajectory async for one in store.trajectories(trained_step=STEP)]
+            return [
+                trajectory.trajectory async for trajectory in store.trajectories(trained_step=STEP)
+            ]
 
     return asyncio.run(read())
 
@@ -122,7 +124,7 @@ def test_attempts_are_sorted_by_how_far_they_moved(
     ids = re.findall(r'data-row>\s*<td class="name"><a [^>]*>([^<]*)<', asyncio.run(read()))
     found = read_numbers(run_folder / name_of(1)) | read_numbers(run_folder / name_of(STEP))
     largest = {
-        name: max(float(abs(one.arrays()[1]).max()) for one in samples)
+        name: max(float(abs(sample.arrays()[1]).max()) for sample in samples)
         for name, samples in found.items()
     }
     values = [largest[name] for name in ids]

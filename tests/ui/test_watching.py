@@ -74,7 +74,7 @@ def test_a_store_outside_of_what_is_shown_is_refused(tmp_path: Path) -> None:
         shown.store_url(shown.runs()["a"])
 
     both = Sources([str(tmp_path / "runs"), url])
-    source = next(one for one in both.runs().values() if one.folder)
+    source = next(run for run in both.runs().values() if run.folder)
     assert both.store_url(source) == url
 
 
@@ -87,9 +87,9 @@ def test_news_tell_of_steps_and_of_runs_that_begin_later(tmp_path: Path, quick: 
         seen: list[RunView | int] = []
 
         async def listen() -> None:
-            async for one in watcher.news([LIST, "first"]):
-                if one is not None:
-                    seen.append(one)
+            async for new in watcher.news([LIST, "first"]):
+                if new is not None:
+                    seen.append(new)
 
         async def until(what: Any) -> None:
             async with asyncio.timeout(300):
@@ -165,5 +165,5 @@ def test_a_runs_file_does_not_choose_which_server_is_asked(url: str, tmp_path: P
 
     if "://" in url:
         both = Sources([str(tmp_path), url])
-        source = next(one for one in both.runs().values() if one.folder)
+        source = next(run for run in both.runs().values() if run.folder)
         assert both.store_url(source) == url

@@ -114,7 +114,7 @@ class AttemptFiles:
     async def _read(self, sandbox: Sandbox, changed: tuple[str, ...]) -> int:
         """Returns how many were left out."""
         sizes = await sandbox.files()
-        kept = {path: one for path, one in self._policy.files.items() if path not in changed}
+        kept = {path: file for path, file in self._policy.files.items() if path not in changed}
         left_out = set[str]()
         size = sum(map(len, kept.values()))
         for path in changed:

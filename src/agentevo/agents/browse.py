@@ -112,7 +112,9 @@ class PageReader:
         """What the policy reads in place of a tool's result; None where that stays as it is."""
         section = self._browse.section
         names = {call.name, *spec.names}
-        if not any(fnmatchcase(name, one) for name in names for one in section.browse_tools):
+        if not any(
+            fnmatchcase(name, browse_tool) for name in names for browse_tool in section.browse_tools
+        ):
             return None
 
         purpose = self._purpose(spec, call)

@@ -126,7 +126,7 @@ class Policy:
         self.texts = Texts() if texts is None else texts
         """The named texts of the attempt, which all of its agents share."""
         self._agents: dict[str, Policy | RemoteHandle] = {
-            name: Policy(own, door, texts=self.texts) for name, own in agents.items()
+            name: Policy(agent, door, texts=self.texts) for name, agent in agents.items()
         }
         self._remote_agents = remote_agents
 
@@ -176,13 +176,13 @@ class Policy:
     @property
     def received(self) -> dict[str, Sequence[int]]:
         """The indices of the turns that were received, by agent: its first turn, its second."""
-        return {name: one.received for name, one in self.conversations.items()}
+        return {name: conversation.received for name, conversation in self.conversations.items()}
 
     @property
     def has_replied(self) -> bool:
         """Whether `generate` was called: the agent knows indices of turns by `Reply.turn`."""
-        policies = [one for one in self._agents.values() if isinstance(one, Policy)]
-        return self._has_replied or any(one.has_replied for one in policies)
+        policies = [agent for agent in self._agents.values() if isinstance(agent, Policy)]
+        return self._has_replied or any(policy.has_replied for policy in policies)
 
     @property
     def agents(self) -> tuple[str, ...]:

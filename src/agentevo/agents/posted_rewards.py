@@ -76,21 +76,23 @@ class RewardSums:
         outcome could not hold with those before them."""
         parts = dict(self._parts)
         turns = dict(self._turns)
-        for one in rewards:
-            check_posted(one)
-            if one.rewards:
-                own = parts[one.agent] = _check_rewards(parts.get(one.agent, {}) | one.rewards)
+        for reward in rewards:
+            check_posted(reward)
+            if reward.rewards:
+                own = parts[reward.agent] = _check_rewards(
+                    parts.get(reward.agent, {}) | reward.rewards
+                )
                 plain_number(math.fsum(own.values()), "the sum of the rewards by name")
-            elif one.turn is not None:
-                sums = turns[one.agent] = dict(turns.get(one.agent, {}))
-                sums[one.turn] = sums.get(one.turn, 0.0) + (one.reward or 0.0)
-                plain_number(sums[one.turn], f"the sum of the rewards of turn {one.turn}")
+            elif reward.turn is not None:
+                sums = turns[reward.agent] = dict(turns.get(reward.agent, {}))
+                sums[reward.turn] = sums.get(reward.turn, 0.0) + (reward.reward or 0.0)
+                plain_number(sums[reward.turn], f"the sum of the rewards of turn {reward.turn}")
                 plain_number(math.fsum(sums.values()), "the sum of the rewards of the turns")
-            elif one.reward is not None and parts.get(one.agent):
-                total = math.fsum(parts[one.agent].values())
-                if not math.isclose(total, one.reward, rel_tol=1e-6, abs_tol=1e-6):
+            elif reward.reward is not None and parts.get(reward.agent):
+                total = math.fsum(parts[reward.agent].values())
+                if not math.isclose(total, reward.reward, rel_tol=1e-6, abs_tol=1e-6):
                     raise ValueError(
-                        f"the reward is {one.reward:g}, and the rewards by name that were given "
+                        f"the reward is {reward.reward:g}, and the rewards by name that were given "
                         f"before it sum to {total:g}: give all of those first, or leave one of the "
                         "two kinds out"
                     )

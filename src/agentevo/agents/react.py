@@ -66,7 +66,9 @@ class ReActFormat:
 
     def answers(self, said: ParsedReply, results: Sequence[ToolResult]) -> list[Message]:
         """See ToolFormat.answers."""
-        texts = [one.text for one in results] + [f"Error: {one.problem}" for one in said.malformed]
+        texts = [result.text for result in results] + [
+            f"Error: {one.problem}" for one in said.malformed
+        ]
         return [Message("user", f"Observation: {text}") for text in texts]
 
 

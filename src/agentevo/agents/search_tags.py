@@ -60,4 +60,4 @@ class SearchTags:
 
     def answers(self, said: ParsedReply, results: Sequence[ToolResult]) -> list[Message]:
         """See ToolFormat.answers."""
-        return [Message("user", f"<information>{one.text}</information>") for one in results]
+        return [Message("user", f"<information>{result.text}</information>") for result in results]

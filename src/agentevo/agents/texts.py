@@ -165,7 +165,7 @@ def examples(name: str = "examples") -> list[dict[str, Any]]:
     """The messages of the examples of that name, in OpenAI's form, to stand before the task's own;
     none where nobody gave any. Raises BadRequestError."""
     now = _current.get()
-    return [] if now is None else [as_openai(one) for one in now.examples(name)]
+    return [] if now is None else [as_openai(example) for example in now.examples(name)]
 
 
 def examples_of(name: str, content: str) -> list[list[Message]]:

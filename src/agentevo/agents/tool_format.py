@@ -111,4 +111,4 @@ def _id_of(turn: int, number: int) -> str:
 
 def tools_as_text(schemas: Sequence[Mapping[str, Any]]) -> str:
     """A line for each tool: its schema as JSON, for prompts of models whose template has none."""
-    return "\n".join(json.dumps(one["function"], ensure_ascii=False) for one in schemas)
+    return "\n".join(json.dumps(schema["function"], ensure_ascii=False) for schema in schemas)

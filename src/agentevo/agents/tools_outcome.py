@@ -30,7 +30,7 @@ def outcome_with_tools(
     affair, where there are toolsets that judge (`has_judges`) and nobody said or earned anything.
     `end` is one of `ends`, the first of which is the final answer."""
     parts = parts_of(said) | dict(own_parts)
-    counted = {key: one for judge in said.values() for key, one in judge.metrics.items()}
+    counted = {key: metric for judge in said.values() for key, metric in judge.metrics.items()}
     counted |= {name: float(tools.metrics[name]) for name in METRICS}
     counted |= metrics
     is_unsaid = has_judges and not said and not any(parts.values())
@@ -48,7 +48,7 @@ def outcome_with_tools(
 def parts_of(outcomes: Mapping[str, Outcome]) -> dict[str, float]:
     """The parts of a reward that several judge: each one's own, or where it names parts these."""
     parts: dict[str, float] = {}
-    for name, one in outcomes.items():
-        named = {f"{name}.{part}": value for part, value in one.reward_parts.items()}
-        parts |= named or {name: one.reward or 0.0}
+    for name, outcome in outcomes.items():
+        named = {f"{name}.{part}": value for part, value in outcome.reward_parts.items()}
+        parts |= named or {name: outcome.reward or 0.0}
     return parts

@@ -113,7 +113,7 @@ def train(
 
     given = None if isinstance(tasks, (str, Path, Mapping)) else tasks
     if rewards:
-        options["rewards"] = [named_reward(one) for one in rewards]
+        options["rewards"] = [named_reward(reward) for reward in rewards]
 
     trained = _trainable_of(agent_or_env, command, tools)
     resolved = partial(
@@ -151,7 +151,7 @@ def _trainable_of(
     if given is not None:
         return given
     if tools:
-        return ToolUser([named_tool(one) for one in tools])
+        return ToolUser([named_tool(tool) for tool in tools])
 
     if isinstance(command, (str, bytes)) or not isinstance(command, Sequence):
         raise ConfigError(
@@ -225,8 +225,8 @@ def load_run(
     with training_packages("a run"):
         from agentevo.api.run import Run
 
-    for given in rewards:
-        named_reward(given)
+    for reward in rewards:
+        named_reward(reward)
 
     config = run_config(Path(run_dir), overrides)
     needs_tasks = agent if not config.tasks.given else None

@@ -52,7 +52,7 @@ def evaluate(  # noqa: PLR0913 (the options of `agentevo eval`)
 
     files, given = _tasks(tasks)
     sampling = {"top_p": top_p, "max_new_tokens": max_new_tokens}
-    named = [named_reward(one) for one in rewards]
+    named = [named_reward(reward) for reward in rewards]
     summary = measured(
         EvaluationRun(
             target=_word(target),

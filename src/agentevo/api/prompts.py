@@ -46,7 +46,7 @@ def optimize(
 
     given = None if isinstance(tasks, (str, Path, Mapping)) else tasks
     if rewards:
-        options["rewards"] = [named_reward(one) for one in rewards]
+        options["rewards"] = [named_reward(reward) for reward in rewards]
 
     config, agent = resolve(
         agent_or_env, model=model, overrides=overrides, has_tasks=given is not None, **options

@@ -113,7 +113,9 @@ def from_documents(
     else:  # where the documents have no more, what was solved is all that there is
         made.train = [*left.unsolved, *made.train] or left.solved
 
-    corpus = [{"id": one.id, "title": one.title, "text": one.text} for one in passages]
+    corpus = [
+        {"id": passage.id, "title": passage.title, "text": passage.text} for passage in passages
+    ]
     account = {"train": len(made.train), "held_out": len(made.held_out), "passages": len(passages)}
     write_made(
         out,

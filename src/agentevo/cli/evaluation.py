@@ -101,7 +101,7 @@ def evaluate(
 
     options = (attempts, temperature, limit, out)
     is_more = any((tasks, against, by, resume, retry_failed, as_json, given))
-    if not (is_more or any(one is not None for one in options)) and _is_plain(target):
+    if not (is_more or any(option is not None for option in options)) and _is_plain(target):
         _evaluate_plainly(target, overrides or [], checkpoint)
         return
 

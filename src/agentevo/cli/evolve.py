@@ -74,6 +74,6 @@ def _list(evolution: Evolution) -> None:
     tasks = evolution.section.tasks
     print(f"{short(evolution.folder)}: {tasks.train} tasks and {tasks.held_out} held out, then")
     print_table(
-        (one.id, "measures" if one.measures is not None else one.stage.kind)
-        for one in pipeline.plan.instances
+        (instance.id, "measures" if instance.measures is not None else instance.stage.kind)
+        for instance in pipeline.plan.instances
     )

@@ -104,17 +104,17 @@ def calibrate(
 def _judge(config: RunConfig, name: str) -> JudgeOptions:
     from agentevo.rewards.judging import JudgeOptions
 
-    judges = [one for one in config.rewards if isinstance(one, JudgeOptions)]
-    named = [one for one in judges if one.title == name] if name else judges
+    judges = [reward for reward in config.rewards if isinstance(reward, JudgeOptions)]
+    named = [judge for judge in judges if judge.title == name] if name else judges
     if len(named) != 1:
-        known = ", ".join(one.title for one in judges) or "none"
+        known = ", ".join(judge.title for judge in judges) or "none"
         what = f"--judge {name}" if name else "judge calibrate"
         raise ConfigError(
             f"{what}: the recipe's rewards have {known} as judges: "
             + ("name one by --judge" if judges else "add one, such as rewards=[ruler]")
         )
 
-    missing = [one for one in named[0].models if one not in config.remote_models]
+    missing = [model for model in named[0].models if model not in config.remote_models]
     if missing:
         raise ConfigError(
             f"rewards: {named[0].title} asks the remote model {missing[0]!r}, and the recipe has "

@@ -209,8 +209,16 @@ def _word_problem(word: str) -> str:
 def _command(name: str) -> Any:
     """The command with its options, or the group so called with those of its commands; where there
     is none, all of them, which takes a quarter of what the shortest command takes."""
-    commands = [one for one in app.registered_commands if _name_of(one) == name]
-    groups = [one for one in app.registered_groups if one.name == name]
+    commands = [
+        registered_command
+        for registered_command in app.registered_commands
+        if _name_of(registered_command) == name
+    ]
+    groups = [
+        registered_group
+        for registered_group in app.registered_groups
+        if registered_group.name == name
+    ]
     if not commands and not groups:
         return typer.main.get_command(app)
 

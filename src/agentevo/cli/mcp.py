@@ -228,12 +228,12 @@ async def _call_server(
                 return [result.text], result.is_error
 
             if schemas:
-                return [json.dumps(one, ensure_ascii=False) for one in tools.schemas], False
+                return [json.dumps(schema, ensure_ascii=False) for schema in tools.schemas], False
 
             prompts, resources = await tools.offers()
-            lines = [_line(one["function"]) for one in tools.schemas]
-            lines += [f"prompt {one}" for one in prompts]
-            return lines + [f"resource {one}" for one in resources], False
+            lines = [_line(schema["function"]) for schema in tools.schemas]
+            lines += [f"prompt {prompt}" for prompt in prompts]
+            return lines + [f"resource {resource}" for resource in resources], False
     finally:
         await toolbox.close()
 
@@ -257,6 +257,6 @@ def _type(schema: Any) -> str:
         return "any"
     choices = schema.get("enum")
     if isinstance(choices, list):
-        return " | ".join(json.dumps(one) for one in choices)
+        return " | ".join(json.dumps(choice) for choice in choices)
     kind = schema.get("type")
     return "any" if kind is None else kind if isinstance(kind, str) else " | ".join(map(str, kind))

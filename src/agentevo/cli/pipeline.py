@@ -93,11 +93,11 @@ def _list(loaded: Pipeline) -> None:
     )
     print_table(
         (
-            one.id,
-            ("measures" if one.measures is not None else one.stage.kind)
-            + (f", after {', '.join(one.needs)}" if one.needs else ""),
+            instance.id,
+            ("measures" if instance.measures is not None else instance.stage.kind)
+            + (f", after {', '.join(instance.needs)}" if instance.needs else ""),
         )
-        for one in loaded.plan.instances
+        for instance in loaded.plan.instances
     )
 
 

@@ -86,7 +86,7 @@ def _contestant(target: str, overrides: list[str], checkpoint: str) -> Contestan
     import_all(tree, [], where=target, folder=Path.cwd())
 
     names = sorted(set(agent_names()) - before)
-    chosen = any(one.startswith("agent.type=") for one in overrides)
+    chosen = any(override.startswith("agent.type=") for override in overrides)
     if len(names) != 1 and not chosen:
         raise ConfigError(
             f"{target}: it registers {', '.join(names) or 'no agent'}: register one function with "

@@ -84,10 +84,10 @@ def tool_sections(
         sections = (server_section(words),)
 
     changed = []
-    for one in sections:
+    for section in sections:
         update: dict[str, Any] = {key: tuple(given) for key, given in choose.items() if given}
-        if tells_world and isinstance(one, MCPSection) and one.session == "attempt":
+        if tells_world and isinstance(section, MCPSection) and section.session == "attempt":
             update["send_task"] = True
-        changed.append(one.model_copy(update=update))
+        changed.append(section.model_copy(update=update))
 
     return changed

@@ -82,11 +82,15 @@ async def _test_tools(
         made = [] if call is None else [ToolCall(call, str(arguments))]
 
     num_broken = 0
-    async for one in try_calls(sections, task, made):
-        num_broken += one.status == "broken"
-        text = one.text if len(one.text) <= LONGEST else f"{one.text[:LONGEST]}..."
-        made_call = without_controls(f"{one.name}({one.arguments})")
-        print(f"{one.status:<9}{made_call}  {one.seconds:.2f} s", flush=True)
+    async for tried_call in try_calls(sections, task, made):
+        num_broken += tried_call.status == "broken"
+        text = (
+            tried_call.text
+            if len(tried_call.text) <= LONGEST
+            else f"{tried_call.text[:LONGEST]}..."
+        )
+        made_call = without_controls(f"{tried_call.name}({tried_call.arguments})")
+        print(f"{tried_call.status:<9}{made_call}  {tried_call.seconds:.2f} s", flush=True)
         lines = without_controls(text).splitlines()
         print("".join(f"    {line}\n" for line in lines), end="")
 
@@ -97,7 +101,7 @@ def _note(name: str, sections: Sequence[ToolSection]) -> str:
     """What is to be said of a tool that other recipes hide: a file has no key for it."""
     from agentevo.config.mcp import MCPFileSection
 
-    is_file = any(isinstance(one, MCPFileSection) for one in sections)
+    is_file = any(isinstance(section, MCPFileSection) for section in sections)
     if not is_file or name.rpartition("__")[2] != "outcome":
         return ""
     return "  (a recipe's entry of type mcp hides it from the policy, by `outcome: outcome`)"
@@ -113,7 +117,7 @@ async def _made(sections: Sequence[ToolSection], task: Task, call: str | None) -
     toolbox = Toolbox(sections)
     try:
         async with toolbox.open(task, seed=0) as opened:
-            made = {one["function"]["name"]: made_call(one) for one in opened.schemas}
+            made = {schema["function"]["name"]: made_call(schema) for schema in opened.schemas}
     finally:
         await toolbox.close()
 

@@ -77,7 +77,7 @@ class _Looks:
     def __call__(self) -> list[RunLine]:
         from agentevo.ui.run_state import RunReader
 
-        found = {key: one for key, one in self._sources.runs().items() if one.folder is not None}
+        found = {key: run for key, run in self._sources.runs().items() if run.folder is not None}
         for key, source in found.items():
             reader = self._readers.setdefault(key, RunReader(source))
             reader.read()

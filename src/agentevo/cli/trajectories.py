@@ -133,7 +133,7 @@ def show(
         summaries = await store.summaries()
         which = "best" if best else "worst" if worst else "last"
         name = _choose(summaries, trajectory_id, which, run_dir)
-        step = next(one.trained_step for one in summaries if one.id == name)
+        step = next(summary.trained_step for summary in summaries if summary.id == name)
         return await store.trajectory(name), await _credit_of(store, step)
 
     trajectory, credit = read_store(run_dir, work, wait_s=wait)
@@ -160,7 +160,7 @@ async def _credit_of(store: Store, step: int | None) -> str:
     from agentevo.training.batching.step_plan import KEY
 
     records = await store.steps(after=step - 1) if step else []
-    rules = [one.record.get(KEY, {}).get("credit") for one in records if one.step == step]
+    rules = [record.record.get(KEY, {}).get("credit") for record in records if record.step == step]
     return f"trained in step {step}, credit: {rules[0]}" if rules and rules[0] else ""
 
 

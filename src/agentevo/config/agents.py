@@ -268,9 +268,13 @@ def takes_policy(function: Any, name: str | None = None) -> bool:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the agent {name!r} does not say what it takes: {_SHAPES}") from error
 
-    places = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, _NAMED)]
-    has_more = any(one.kind is one.VAR_POSITIONAL for one in parameters)
-    needed = [one for one in parameters if one.default is one.empty]
+    places = [
+        parameter
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_ONLY, _NAMED)
+    ]
+    has_more = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
+    needed = [parameter for parameter in parameters if parameter.default is parameter.empty]
     num_needed = sum(one in places for one in needed)
     if num_needed > 2 or not (places or has_more) or any(one.kind is _KEYWORD for one in needed):
         raise ConfigError(f"the agent {name!r} takes {_words(parameters)}: {_SHAPES}")
@@ -284,7 +288,7 @@ _SHAPES = "make it `run(task)` or `run(task, policy)`, with `def` or `async def`
 
 
 def _words(parameters: list[inspect.Parameter]) -> str:
-    return ", ".join(one.name for one in parameters) or "no parameters"
+    return ", ".join(parameter.name for parameter in parameters) or "no parameters"
 
 
 def _check(name: str, item: Any) -> None:

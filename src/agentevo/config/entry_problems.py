@@ -62,7 +62,11 @@ def wrong_value(info: FieldInfo, rest: tuple[int | str, ...], value: object) -> 
 
     kinds = alternative_types(wanted.annotation)
     advice = ""
-    if isinstance(value, str) and value.strip() and all(get_origin(one) in LISTS for one in kinds):
+    if (
+        isinstance(value, str)
+        and value.strip()
+        and all(get_origin(kind) in LISTS for kind in kinds)
+    ):
         listed = f"[{', '.join(value.replace(',', ' ').split())}]"
         is_plain = re.fullmatch(r"[\[\] ,\w./-]{1,80}", listed) is not None
         advice = f", as in {listed}" if is_plain else ", in [brackets]"

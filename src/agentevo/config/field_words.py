@@ -139,7 +139,7 @@ def _or_null(annotation: Any) -> str:
 def _said(annotation: Any) -> InWords | None:
     """What an annotation says that it is called."""
     extras = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
-    return next((one for one in extras if isinstance(one, InWords)), None)
+    return next((extra for extra in extras if isinstance(extra, InWords)), None)
 
 
 def _name_of_type(kind: Any) -> str:

@@ -128,7 +128,7 @@ def by_rank(config: RunConfig) -> tuple[str, ...]:
 
 def remote_agents(config: RunConfig) -> dict[str, str]:
     """The agents that a remote model plays, and which."""
-    return {name: one.remote for name, one in config.agents.items() if one.remote is not None}
+    return {name: agent.remote for name, agent in config.agents.items() if agent.remote is not None}
 
 
 def version_of(config: RunConfig, agent: str, version: int) -> int | None:
@@ -213,7 +213,7 @@ def _of_one(config: RunConfig, section: NamedAgentSection) -> Iterator[str]:
         yield f".model: it has the weights of {other}: leave one of the two out"
 
     if other is not None and (target is None or target.weights_of is not None):
-        own = [name for name, one in config.agents.items() if one.weights_of is None]
+        own = [name for name, agent in config.agents.items() if agent.weights_of is None]
         yield f".weights_of: {other!r} has no weights of its own: name one of {own}"
     elif target is not None and not target.is_trained and (section.is_earlier or section.train):
         yield f".weights_of: {other} is not trained, so there is nothing to follow"

@@ -169,7 +169,11 @@ def is_whole_key(key: str, peers: Sequence[PeerKey]) -> bool:
 def value_in_our_words(key: str, value: object) -> str | None:
     """What to say of a value that is right elsewhere, or means something else there; else None."""
     return next(
-        (known.remark for known in peer_values() if known.key == key and known.is_meant(value)),
+        (
+            peer_value.remark
+            for peer_value in peer_values()
+            if peer_value.key == key and peer_value.is_meant(value)
+        ),
         None,
     )
 

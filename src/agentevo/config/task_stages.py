@@ -56,7 +56,9 @@ def _condition_problem(wanted: object) -> str:
         numbers = [value for value in wanted.values() if not isinstance(value, bool)]
         if not wanted or any(key not in BOUNDS for key in wanted):
             return f"got {dict(wanted)!r}; a range is written {{min: 1, max: 3}}"
-        if len(numbers) < len(wanted) or not all(isinstance(one, (int, float)) for one in numbers):
+        if len(numbers) < len(wanted) or not all(
+            isinstance(number, (int, float)) for number in numbers
+        ):
             return f"got {dict(wanted)!r}; min and max are numbers"
         if len(wanted) == len(BOUNDS) and wanted["min"] > wanted["max"]:
             return f"min {wanted['min']} is above max {wanted['max']}: exchange them"
@@ -87,7 +89,7 @@ def stage_problem(
     for index, stage in enumerate(stages):
         place = f"stages[{index}]"
         ends = stage.until_step is not None or stage.until_success is not None
-        unknown = [one for one in stage.sources if one not in (*train, *held_out)]
+        unknown = [source for source in stage.sources if source not in (*train, *held_out)]
 
         if names.index(stage.name) < index:
             return f"{place}.name: {stage.name} is the name of another stage: give it its own"

@@ -155,7 +155,7 @@ def with_absolute_paths(section: Any, keys: Sequence[str], folder: Path) -> Any:
 
     stages = changed.get("stages")
     if isinstance(stages, (list, tuple)):  # their sources are those of `train`
-        changed["stages"] = [with_absolute_paths(one, ("sources",), folder) for one in stages]
+        changed["stages"] = [with_absolute_paths(stage, ("sources",), folder) for stage in stages]
 
     return changed
 

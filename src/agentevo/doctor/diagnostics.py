@@ -135,8 +135,8 @@ async def _first_group(
 def _watch_players(parts: Components, engine: Engine) -> dict[str, Player]:
     """What several agents draw with, where `engine` stands for the main policy's."""
     return {
-        name: one._replace(engine=engine) if one.engine is parts.engine else one
-        for name, one in players(parts.config, parts.policies).items()
+        name: player._replace(engine=engine) if player.engine is parts.engine else player
+        for name, player in players(parts.config, parts.policies).items()
     }
 
 
@@ -163,8 +163,8 @@ class _WatchedSampler(Sampler):
 
 def _judge_drift(conversations: list[Conversation]) -> list[Check]:
     """Nothing where no request brought an answer back."""
-    extended = sum(one.drift.extended for one in conversations)
-    branched = sum(one.drift.branched for one in conversations)
+    extended = sum(conversation.drift.extended for conversation in conversations)
+    branched = sum(conversation.drift.branched for conversation in conversations)
     if not extended + branched:
         return []
     return [checks.judge_drift(extended, branched, measure.drift_places(conversations))]

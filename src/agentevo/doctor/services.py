@@ -42,7 +42,7 @@ def check_services(config: RunConfig) -> list[Check]:
 
 def is_refused(services: list[Check]) -> bool:
     """Whether there is no use in playing a group."""
-    return any(one.status == "wrong" for one in services)
+    return any(service.status == "wrong" for service in services)
 
 
 async def _check(config: RunConfig, sections: tuple[ToolSection, ...]) -> list[Check]:
@@ -88,7 +88,7 @@ async def _open_toolset(section: ToolSection, task: Task) -> tuple[Check, list[s
         toolbox = Toolbox([section])
         try:
             async with asyncio.timeout(OPENING_S), toolbox.open(task, seed=0) as tools:
-                names = [one["function"]["name"] for one in tools.schemas]
+                names = [schema["function"]["name"] for schema in tools.schemas]
         finally:
             await toolbox.close()
     except TimeoutError:

@@ -126,8 +126,8 @@ def _longest_list(space: spaces.Space[Any] | None) -> int:
 def _reset_names(world: gymnasium.Env[Any, Any]) -> set[str]:
     """The arguments that a world's own `reset` takes; a `**kwargs` takes both of Gymnasium's."""
     takes = inspect.signature(world.unwrapped.reset).parameters.values()
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in takes)
-    return {"seed", "options"} if takes_all else {one.name for one in takes}
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes)
+    return {"seed", "options"} if takes_all else {parameter.name for parameter in takes}
 
 
 @environments.register("gymnasium")

@@ -103,7 +103,7 @@ def _target(word: str, overrides: Sequence[str], tasks: Sequence[str]) -> Contes
     tree: dict[str, Any] = {"sampling": {"max_new_tokens": MAX_NEW_TOKENS}}
     if tasks:
         tree |= {"tasks": {"train": list(tasks)}}
-    elif not any(one.startswith(("environment", "tasks", "agent")) for one in overrides):
+    elif not any(override.startswith(("environment", "tasks", "agent")) for override in overrides):
         raise ConfigError(f"{word}: a model alone has no tasks: give --tasks FILE, or environment=")
 
     config = build_config(tree, overrides, where=word, needs_environment=not tasks)
@@ -247,5 +247,5 @@ def check_word(word: str) -> None:
 
 
 def _names_remote_model(word: str, overrides: Sequence[str]) -> bool:
-    keys = (one.partition("=")[0] for one in overrides)
+    keys = (override.partition("=")[0] for override in overrides)
     return any(key == "remote_models" or key.startswith(f"remote_models.{word}") for key in keys)

@@ -81,8 +81,8 @@ def evaluate(
     base = contestants[0].config
     check_tracking(base)
     tasks, sources, notes = find_tasks(base, what.tasks, what.limit, what.given)
-    configs = [_played_config(one, what) for one in contestants]
-    has_engine = all(one.remote is None for one in contestants)
+    configs = [_played_config(contestant, what) for contestant in contestants]
+    has_engine = all(contestant.remote is None for contestant in contestants)
     check_play(configs[0], tasks, has_engine=has_engine)
     game = PlaySettings(tasks, what.attempts, _temperature(what, base), sources, tuple(notes))
     settings = _settings(what, contestants, configs[0], game)
@@ -183,7 +183,7 @@ def _settings(
         "num_tasks": len(game.tasks),
         "tasks_digest": task_digest(game.tasks),
         "sources": dict(game.sources),
-        "played_models": {one.label: one.origin for one in contestants},
+        "played_models": {contestant.label: contestant.origin for contestant in contestants},
         "attempts": game.attempts,
         "temperature": game.temperature,
         "sampling": config.sampling.model_dump(mode="json", exclude={"temperature"}),
@@ -191,7 +191,7 @@ def _settings(
         "environment": None
         if config.environment is None
         else config.environment.model_dump(mode="json"),
-        "rewards": [one.model_dump(mode="json") for one in config.rewards],
+        "rewards": [reward.model_dump(mode="json") for reward in config.rewards],
         "seed": config.run.seed,
         **({"by": list(what.by)} if what.by else {}),
         **_stages(contestants[0].config, what),

@@ -106,7 +106,9 @@ def calibrate(
     num_attempts = sum(len(group.attempts) for group in known)
     found = Calibration(judge, sections, num_attempts, len(known))
     with TemporaryDirectory(prefix="agentevo-judge-") as folder:
-        kept = {name: one.model_copy(update={"cache": False}) for name, one in sections.items()}
+        kept = {
+            name: section.model_copy(update={"cache": False}) for name, section in sections.items()
+        }
         models = RemoteModels(kept, Path(folder))
         try:
             run_coroutine(_Measuring(found, models, progress).all(known))
@@ -161,8 +163,8 @@ class _Measuring:
         """None for an attempt without a score."""
         async with self._room:
             clean = [
-                msgspec.structs.replace(one, status="completed", reward_parts={}, metrics={})
-                for one in attempts
+                msgspec.structs.replace(attempt, status="completed", reward_parts={}, metrics={})
+                for attempt in attempts
             ]
             judged = await self._scoring.score(clean, [True] * len(clean), {}, task=group.task)
 
@@ -190,7 +192,7 @@ class _Measuring:
             why = "; ".join(self._found.failures[:2])
             raise AgentEvoError(f"the judge has scored none of {total} attempts: {why}")
 
-        rows = [list(zip(*one, strict=True)) for one in pairs if len({t for t, *_ in one}) > 1]
+        rows = [list(zip(*pair, strict=True)) for pair in pairs if len({t for t, *_ in pair}) > 1]
         measured = self._found.measured
         measured["failed"] = _share(total - scored, total)
         columns = {

@@ -68,7 +68,7 @@ def read_rows(path: Path) -> list[KnownGroup]:
     for name, rows in found.items():
         first, attempt, _ = rows[0]
         query = first.get("query") or next(
-            (one.text for one in attempt.turns[0].messages if one.role == "user"), ""
+            (message.text for message in attempt.turns[0].messages if message.role == "user"), ""
         )
         task = Task(id=name, query=str(query), answer=first.get("answer"))
         groups.append(KnownGroup(task, [one for _, one, _ in rows], [t for *_, t in rows]))
@@ -137,7 +137,7 @@ async def groups_of_store(store: Store, truth: str, limit: int) -> list[KnownGro
     groups: list[KnownGroup] = []
     for ids in reversed(by_group.values()):
         attempts = [await store.trajectory(name) for name in ids]
-        truths = [_truth_of(one, truth) for one in attempts]
+        truths = [_truth_of(attempt, truth) for attempt in attempts]
         task = await _task_of(store, attempts[0].task_id)
         group = KnownGroup(task, attempts, truths)
         if group.differs:

@@ -197,7 +197,8 @@ async def play(
                 )
                 trajectories = [storable_attempt(one) for one in _of_main_agent(played, config)]
                 lines = [
-                    await line_of(one, task, contestant.label, config, what) for one in trajectories
+                    await line_of(trajectory, task, contestant.label, config, what)
+                    for trajectory in trajectories
                 ]
                 if folder is not None:
                     folder.add(lines, trajectories)
@@ -223,7 +224,9 @@ def _of_main_agent(trajectories: Sequence[Trajectory], config: RunConfig) -> lis
     """Of several agents the numbers are those of the main one."""
     if not config.agents:
         return list(trajectories)
-    return [one for one in trajectories if one.agent == trained_agents(config)[0]]
+    return [
+        trajectory for trajectory in trajectories if trajectory.agent == trained_agents(config)[0]
+    ]
 
 
 async def line_of(
@@ -257,7 +260,7 @@ def scorer_of(task: Task, config: RunConfig) -> str:
     if task.scorer:
         return task.scorer
     if config.rewards:
-        return ",".join(one.title for one in config.rewards)
+        return ",".join(reward.title for reward in config.rewards)
     return config.environment.type if config.environment is not None else "agent"
 
 

@@ -195,7 +195,7 @@ async def _serve(
             model = parts.model
             step = _step(contestant.checkpoint)
             await parts.engine.begin(step, deadline_s=own.engine.timeout_s)
-            size = sum(one.numel() for one in model.parameters())
+            size = sum(parameter.numel() for parameter in model.parameters())
             tell(words.Ready(time.monotonic() - began, size, str(model.device)))
             inbox.open()
             await CheckpointPlayer(parts, tell).run(inbox)

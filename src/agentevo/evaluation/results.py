@@ -200,10 +200,12 @@ class ResultsFolder:
     def add(self, lines: Sequence[AttemptLine], trajectories: Sequence[Trajectory]) -> None:
         """All attempts of a model at a task."""
         play = secrets.token_hex(4)
-        kept = [KeptTrajectory(lines[0].model, one, play) for one in trajectories]
+        kept = [KeptTrajectory(lines[0].model, trajectory, play) for trajectory in trajectories]
         with must_write(self.path, REMEDY):
             _append(self.path / TRAJECTORIES, kept)
-            _append(self.path / RESULTS, [msgspec.structs.replace(one, play=play) for one in lines])
+            _append(
+                self.path / RESULTS, [msgspec.structs.replace(line, play=play) for line in lines]
+            )
 
     def end(self, summary: dict[str, Any]) -> None:
         """Writes the summary, when all lines are on the disk."""
@@ -237,7 +239,7 @@ def storable(trajectory: Trajectory) -> Trajectory:
 
 
 def _append(path: Path, records: Iterable[Any]) -> None:
-    content = b"".join(_ENCODER.encode(one) + b"\n" for one in records)
+    content = b"".join(_ENCODER.encode(record) + b"\n" for record in records)
     with path.open("ab+") as file:
         _end_line(file)
         file.write(content)

@@ -49,7 +49,10 @@ def score(
     if not attempts:
         raise ConfigError(f"{source} has no attempts yet: let its evaluation go on (--resume)")
 
-    settings = {**settings, "rewards": [one.model_dump(mode="json") for one in config.rewards]}
+    settings = {
+        **settings,
+        "rewards": [reward.model_dump(mode="json") for reward in config.rewards],
+    }
     with run_folder(config, out) as own:
         if out is None:
             return _score_attempts(own, settings, tasks, attempts, None, note)
@@ -63,7 +66,7 @@ def score(
 
 
 def _check(config: RunConfig, tasks: Sequence[Task]) -> None:
-    if any(one.name == _AGENTS_OWN for one in config.rewards):
+    if any(reward.name == _AGENTS_OWN for reward in config.rewards):
         raise ConfigError(
             f"rewards: {_AGENTS_OWN} is what the agent returned as it played: give a reward that "
             "judges what is kept"

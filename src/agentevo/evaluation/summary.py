@@ -89,7 +89,9 @@ def numbers_of(summary: Mapping[str, Any]) -> dict[str, float]:
     for model in summary["models"]:
         estimates = {f"pass@{k}": found for k, found in model["pass_at"].items()}
         estimates["reward"] = model["reward"]
-        found = {name: one["value"] for name, one in estimates.items() if one is not None}
+        found = {
+            name: estimate["value"] for name, estimate in estimates.items() if estimate is not None
+        }
         found |= {name: model[name] for name in ("attempts", "failed", "tokens", "turns", "cost")}
         numbers |= {
             f"val-core/{model['model']}/{name}": float(value)

@@ -102,7 +102,7 @@ class Evolution:
     def _check_searches(self, pipeline: Pipeline) -> None:
         """Refuses a search for texts whose attempts the comparison on the held-out tasks uses up,
         which would be told hours later."""
-        searches = [one for one in pipeline.plan.instances if one.kind.makes_texts]
+        searches = [instance for instance in pipeline.plan.instances if instance.kind.makes_texts]
         if not searches:
             return
 
@@ -147,7 +147,7 @@ class Evolution:
         return texts if isinstance(texts, Mapping) else {}
 
     def _recipe(self, tasks: Path) -> dict[str, Any]:
-        tools = [named_tool(one) for one in self.source.sections(tasks)]
+        tools = [named_tool(section) for section in self.source.sections(tasks)]
         return recipe_of(self.section, self.tree, tools, tasks)
 
     def _pipeline(self, tasks: Path) -> dict[str, Any]:
@@ -228,8 +228,8 @@ def last_run(folder: Path) -> Path | None:
 
     done = [
         name
-        for name, one in state.stages.items()
-        if one.status == "finished" and one.kind in ("train", "sft")
+        for name, stage in state.stages.items()
+        if stage.status == "finished" and stage.kind in ("train", "sft")
     ]
     return folder / RUN / "stages" / done[-1] if done else None
 
@@ -243,7 +243,7 @@ def _source_of(
     tools = [_in_folder(one, home) for one in _tools_of(section, tree)]
     if not section.documents:
         return ServerSource(section, tools, seed=seed, system=system, models=models)
-    paths = [home / Path(one).expanduser() for one in section.documents]
+    paths = [home / Path(document).expanduser() for document in section.documents]
     return DocumentsSource(section, paths, tools, seed=seed, system=system, models=models)
 
 
@@ -282,7 +282,7 @@ def _tools_of(section: EvolveSection, tree: Mapping[str, Any]) -> list[ToolSecti
         )
 
     try:
-        return [_entry.validate_python(one) for one in entries or ()]
+        return [_entry.validate_python(entry) for entry in entries or ()]
     except pydantic.ValidationError as error:
         raise ConfigError(f"agent.tools: {error.errors()[0]['msg']}") from error
 
@@ -301,10 +301,10 @@ def _at_home(tree: dict[str, Any], home: Path) -> dict[str, Any]:
         return tree
 
     absolute = [
-        str((home / str(one)).resolve())
-        if str(one).endswith(".py") and (home / str(one)).is_file()
-        else one
-        for one in modules
+        str((home / str(module)).resolve())
+        if str(module).endswith(".py") and (home / str(module)).is_file()
+        else module
+        for module in modules
     ]
     return {**tree, "import": absolute}
 

@@ -204,7 +204,7 @@ class DocumentsSource:
 
         passages = self.documents.passages
         tasks = self._section.tasks
-        corpus = [_row(one) for one in passages]
+        corpus = [_row(passage) for passage in passages]
 
         with bar("making tasks", tasks.train + tasks.held_out, "tasks") as so_far:
             if self._writer is None:
@@ -237,7 +237,7 @@ class DocumentsSource:
             show_lookups(
                 made.train,
                 passages,
-                [one for one in self.sections(scratch) if _is_search(one)],
+                [section for section in self.sections(scratch) if _is_search(section)],
                 count=self._section.demonstrations.count,
                 seed=self._seed,
                 system=self._system,
@@ -276,8 +276,8 @@ class DocumentsSource:
 
     def changes(self, tasks: Path) -> str:
         """See Source."""
-        rows = [one.value for one in read_rows(str(tasks / DOCUMENTS))]
-        found = changed_files({str(one["path"]): str(one["sha256"]) for one in rows})
+        rows = [row.value for row in read_rows(str(tasks / DOCUMENTS))]
+        found = changed_files({str(row["path"]): str(row["sha256"]) for row in rows})
         if not found:
             return ""
 

@@ -53,7 +53,7 @@ def stages_of(
         config = sources.overlay({"data": {"train": file}}, shown.config)
         stages["show"] = {"kind": "sft", "config": config}
 
-    stages = {name: one for name, one in stages.items() if name not in section.skip}
+    stages = {name: stage for name, stage in stages.items() if name not in section.skip}
     begin = "stages.show.checkpoint" if "show" in stages else first
     inner = dict[str, Any]()
     if "improve" not in section.skip:
@@ -162,7 +162,7 @@ def recipe_of(
     tree["agent"] = {
         "type": "tool_agent",
         **(agent if isinstance(agent, Mapping) else {}),
-        "tools": [dict(one) for one in tools],
+        "tools": [dict(tool) for tool in tools],
     }
     tasks = tree.get("tasks")
     tree["tasks"] = {

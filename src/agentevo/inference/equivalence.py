@@ -99,9 +99,9 @@ def names_calls(form: Message, came: Message) -> bool:
         return False
     return parts_of(form).content == parts_of(came).content and all(
         call.id
-        and (call.id, call.name) == (other.id, other.name)
-        and _arguments_left(call.arguments, other.arguments)
-        for call, other in zip(form.tool_calls, came.tool_calls, strict=True)
+        and (call.id, call.name) == (tool_call.id, tool_call.name)
+        and _arguments_left(call.arguments, tool_call.arguments)
+        for call, tool_call in zip(form.tool_calls, came.tool_calls, strict=True)
     )
 
 

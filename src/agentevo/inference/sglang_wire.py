@@ -195,7 +195,7 @@ def read_answer(
                     raise ValueError("spans of versions with a gap")
                 labels += [str(span["version"])] * (span["end"] - span["start"])
 
-        if len(logprobs) != len(ids) or not all(-math.inf < one < 1e-3 for one in logprobs):
+        if len(logprobs) != len(ids) or not all(-math.inf < logprob < 1e-3 for logprob in logprobs):
             raise ValueError("log-probs that are not one finite number per token")
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise EngineError(
@@ -237,7 +237,7 @@ def _numbers(
         )
 
     if not count:
-        return [float(one) for one in values], []
+        return [float(value) for value in values], []
 
     top = [
         sorted(zip(mask, row, strict=True), key=lambda one: -one[1])[:count]

@@ -82,8 +82,8 @@ def write_adapter_weights(model: Any, weights: Weights, folder: Path) -> None:
     name = model.active_adapter
     model.peft_config[name].save_pretrained(folder)
     tensors = {
-        key.replace(f".{name}.weight", ".weight"): one.detach().cpu().contiguous()
-        for key, one in weights.items()
+        key.replace(f".{name}.weight", ".weight"): weight.detach().cpu().contiguous()
+        for key, weight in weights.items()
     }
     save_file(tensors, folder / "adapter_model.safetensors")
 

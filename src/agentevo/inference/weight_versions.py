@@ -451,7 +451,7 @@ class WeightVersions(ABC):
 
 
 def _specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, Spec]:
-    return {name: Spec(one.dtype, tuple(one.shape)) for name, one in tensors.items()}
+    return {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def _split(stem: str, tensors: dict[str, torch.Tensor]) -> list[Content]:
@@ -469,7 +469,7 @@ def side_by_side(function: Callable[[T], U], items: Iterable[T]) -> list[U]:
 
 
 def _advice(specs: Mapping[str, Spec]) -> str:
-    dtypes = ", ".join(sorted({str(one.dtype).removeprefix("torch.") for one in specs.values()}))
+    dtypes = ", ".join(sorted({str(spec.dtype).removeprefix("torch.") for spec in specs.values()}))
     return (
         f"rollout.weights.delta: a delta of these weights ({dtypes}) is no smaller than all of "
         "them, so they are published in full: deltas pay for bfloat16 at learning rates of about "

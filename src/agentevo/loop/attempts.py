@@ -81,7 +81,7 @@ class _AttemptUnderWay:
         self.opened: OpenedService | None = None
 
         self.calls: list[RunningCall] = [
-            one.calls.attempt("loop") for one in policy.conversations.values()
+            conversation.calls.attempt("loop") for conversation in policy.conversations.values()
         ]
         self.context = contextvars.copy_context()
         for call in self.calls:
@@ -107,7 +107,7 @@ class _AttemptUnderWay:
 
     def is_silent(self, limit_s: float) -> bool:
         """Whether nothing has been asked for `limit_s`, nor by a client of its own."""
-        turns = sum(len(one.turns) for one in self.policy.conversations.values())
+        turns = sum(len(conversation.turns) for conversation in self.policy.conversations.values())
         if turns != self.num_seen or any(not task.done() for task in self.asks.values()):
             self.num_seen = turns
             self.seen_at = time.monotonic()
@@ -172,7 +172,7 @@ class Attempts:
             policy.remote = cast("RemoteConversations", _Elsewhere(new.elsewhere))
 
         attempt = _AttemptUnderWay(new, policy)
-        names = {agent: one.name for agent, one in policy.conversations.items()}
+        names = {agent: conversation.name for agent, conversation in policy.conversations.items()}
         keys = {}
         if has_session:
             keys = {agent: attempt.session(agent).key for agent in dict.fromkeys(["", *names])}
@@ -222,8 +222,8 @@ class Attempts:
         """See Connection.settle."""
         attempt = self._find(handle)
         agents = {
-            agent: SettledAgent(turns=one.turns, received=one.received)
-            for agent, one in attempt.policy.conversations.items()
+            agent: SettledAgent(turns=conversation.turns, received=conversation.received)
+            for agent, conversation in attempt.policy.conversations.items()
         }
         return Settled(agents=agents, posted=list(attempt.session("").posted))
 

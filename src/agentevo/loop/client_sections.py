@@ -255,10 +255,10 @@ def only_from_the_hub(sections: Mapping[str, Any]) -> dict[str, Any]:
     agents = given.get("agents")
     if isinstance(agents, Mapping):
         given["agents"] = {
-            name: {**one, "model": _hub_model(one["model"])}
-            if isinstance(one, Mapping) and "model" in one
-            else one
-            for name, one in agents.items()
+            name: {**agent, "model": _hub_model(agent["model"])}
+            if isinstance(agent, Mapping) and "model" in agent
+            else agent
+            for name, agent in agents.items()
         }
 
     return given

@@ -36,7 +36,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def completed(self) -> list[Trajectory]:
         """Those that count."""
-        return [one for one in self.trajectories if one.status == "completed"]
+        return [trajectory for trajectory in self.trajectories if trajectory.status == "completed"]
 
     @property
     def members(self) -> list[Trajectory]:
@@ -46,7 +46,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def agents(self) -> list[str]:
         """The names of the agents that there are trajectories of; that of a single one is empty."""
-        return list(dict.fromkeys(one.agent for one in self.trajectories))
+        return list(dict.fromkeys(trajectory.agent for trajectory in self.trajectories))
 
     def of(self, *agents: str) -> Group:
         """The group with the trajectories of these agents alone. Raises ConfigError for a name that
@@ -58,7 +58,10 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
             )
 
         return msgspec.structs.replace(
-            self, trajectories=[one for one in self.trajectories if one.agent in agents]
+            self,
+            trajectories=[
+                trajectory for trajectory in self.trajectories if trajectory.agent in agents
+            ],
         )
 
     def with_rewards(self, rewards: Sequence[float] | Mapping[str, float]) -> Group:
@@ -92,7 +95,9 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     def _of_each(self, changed: Callable[[Trajectory], Trajectory | None]) -> Group:
         """The group with what becomes of each attempt."""
-        trajectories = [new for one in self.trajectories if (new := changed(one)) is not None]
+        trajectories = [
+            new for trajectory in self.trajectories if (new := changed(trajectory)) is not None
+        ]
         baseline = None if self.baseline is None else changed(self.baseline)
         return msgspec.structs.replace(self, trajectories=trajectories, baseline=baseline)
 

@@ -175,7 +175,7 @@ async def open_model(
     """
     path = Path(folder)
     if rewards:
-        sections["rewards"] = [named_reward(one) for one in rewards]
+        sections["rewards"] = [named_reward(reward) for reward in rewards]
 
     config = loop_config(path, sections, overrides)
     service = LoopService(config, resume=is_run_folder(path), door=None, note=note)

@@ -37,7 +37,7 @@ class ProgramParts:
         agents: Mapping[str, Any],
     ) -> ProgramParts:
         """Out of the sections of a recipe. Raises ConfigError with a line for each problem."""
-        configs, problems = read_rewards([named_reward(one) for one in rewards])
+        configs, problems = read_rewards([named_reward(reward) for reward in rewards])
         sections: dict[str, RemoteModelSection] = {}
         for name, given in remote_models.items():
             try:
@@ -56,7 +56,7 @@ class ProgramParts:
             for name, section in sections.items()
             if section.cache
         ]
-        plain = {name: plain_option(given, named=False) for name, given in agents.items()}
+        plain = {name: plain_option(agent, named=False) for name, agent in agents.items()}
         problems += [
             f"agents: {name!r} is a remote model too, and clients could not tell which they ask: "
             "give one of them another name"

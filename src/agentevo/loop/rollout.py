@@ -176,9 +176,9 @@ async def gather(groups: Iterable[Coroutine[Any, Any, Group]]) -> list[Group]:
     """All groups, made at once, in their order. Raises AttemptsFailedError if not one attempt
     of any of them has completed: then the function is broken, or what it asks."""
     made = await gather_all(list(groups))
-    attempts = [one for group in made for one in group.trajectories]
-    if attempts and all(one.status != "completed" for one in attempts):
-        errors = [one.error for one in attempts]
+    attempts = [trajectory for group in made for trajectory in group.trajectories]
+    if attempts and all(attempt.status != "completed" for attempt in attempts):
+        errors = [attempt.error for attempt in attempts]
         raise AttemptsFailedError(failure_words(errors, len(attempts)))
     return made
 

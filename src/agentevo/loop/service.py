@@ -312,7 +312,7 @@ class LoopService:
         checked_at = None
         while not self._has(name):
             if checked_at == self._step:
-                trajectories = [one for group in groups for one in group.members]
+                trajectories = [member for group in groups for member in group.members]
                 tasks = list({group.task.id: group.task for group in groups}.values())
 
                 steps = self.config.trainer.steps
@@ -357,8 +357,8 @@ class LoopService:
         another one by now."""
         store = self._parts.store
         for group in groups:
-            ids = {one.id for one in group.members}
-            for name in {one.group_id for one in group.members}:
+            ids = {member.id for member in group.members}
+            for name in {member.group_id for member in group.members}:
                 for row in await store.summaries(group_id=name):
                     if row.id in ids:
                         what = row.drop_reason or row.error or "trained on"
@@ -403,7 +403,7 @@ class LoopService:
 
     def checkpoint_file(self, step: int, name: str) -> Path:
         """The path of a checkpoint's file. Raises UnusableCheckpointError if there is none."""
-        known = {one.step: one for one in self._checkpoints()}
+        known = {checkpoint.step: checkpoint for checkpoint in self._checkpoints()}
         if step not in known or name not in known[step].files:
             raise UnusableCheckpointError(
                 f"there is no file {name!r} in a checkpoint of step {step}: it was replaced by a "
@@ -456,7 +456,7 @@ def check_groups(groups: Sequence[Group], sealer: Sealer) -> None:
 
         encode_trajectories(group.members, "train", 0)
 
-    errors = [one.error for group in groups for one in group.trajectories]
+    errors = [trajectory.error for group in groups for trajectory in group.trajectories]
     if not any(group.completed for group in groups):
         raise ConfigError(f"train: no attempt has completed: {failure_words(errors, len(errors))}")
 

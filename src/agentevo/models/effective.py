@@ -23,7 +23,11 @@ def ingredients(linear: nn.Module | None) -> list[torch.Tensor | float] | None:
     product: hooks that listen in, active dropout, adapters of other kinds or on other layers."""
     if type(linear) is FastLinear:
         parameters = linear._parameters.values()  # quicker than by name
-        return None if _has_hooks(linear) else [one for one in parameters if one is not None]
+        return (
+            None
+            if _has_hooks(linear)
+            else [parameter for parameter in parameters if parameter is not None]
+        )
 
     if not _is_lora(linear):
         return None

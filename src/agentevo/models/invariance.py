@@ -21,7 +21,7 @@ def company_matters(model: nn.Module) -> str | None:
     parameters = list(model.parameters())
     if parameters[0].device.type != "cpu":
         return f"on {parameters[0].device.type} the library chooses kernels by the size of a batch"
-    if any(one.dtype != torch.float32 for one in parameters):
+    if any(parameter.dtype != torch.float32 for parameter in parameters):
         return "only float32 is summed in one order"
     if not available():
         return "PyTorch's oneDNN does not sum in one order on this processor"
@@ -34,7 +34,7 @@ def company_matters(model: nn.Module) -> str | None:
     }
     for name, module in model.named_modules():
         known = isinstance(module, FastLinear | nn.Embedding) or id(module) in within
-        if not known and any(one.dim() > 1 for one in module.parameters(recurse=False)):
+        if not known and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
             return f"{name} ({type(module).__name__}) multiplies in a way of its own"
 
     return None

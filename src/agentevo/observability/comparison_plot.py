@@ -88,7 +88,7 @@ def write_comparison(charts: Sequence[Chart], path: Path) -> None:
         for axes, chart in zip(grid, charts, strict=False):
             for (color, dashes), line in zip(LOOKS, chart.lines, strict=False):
                 # Between its own values: others may have some at other places.
-                known = [n for n, one in enumerate(line.values) if math.isfinite(one)]
+                known = [n for n, value in enumerate(line.values) if math.isfinite(value)]
                 x, values = ([of[n] for n in known] for of in (chart.x, line.values))
                 dot = "o" if len(known) < FEW else None
                 axes.plot(

@@ -86,7 +86,7 @@ def not_comparable(before: Sequence[EvaluationMetrics], after: Sequence[Evaluati
     """Why the success of two evaluations can't be compared, if so: more attempts failed than the
     numbers can bear."""
     shares = [
-        max((one.failed_greedy or 0.0 for one in evaluations), default=0.0)
+        max((evaluation.failed_greedy or 0.0 for evaluation in evaluations), default=0.0)
         for evaluations in (before, after)
     ]
     if max(shares) <= MAX_FAILED_SHARE:

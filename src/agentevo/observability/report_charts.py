@@ -88,7 +88,7 @@ def report_charts(
 
     return ReportCharts(
         learning=[*_held_out(rows, number), *_singles(run, LEARNING)],
-        rewards=[one for one in rewards if one],
+        rewards=[reward for reward in rewards if reward],
         optimisation=_singles(run, OPTIMISATION),
         lengths=[*([lengths] if lengths else []), *_singles(run, LENGTHS)],
         speed=[

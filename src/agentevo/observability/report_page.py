@@ -83,12 +83,12 @@ def report_html(
     segments = run_now.timeline(run)
     drawn = [
         (
-            one.start_s,
-            one.lasted_s,
-            one.place,
-            f"step {one.step}: {one.phase}, {one.lasted_s:.1f} s",
+            segment.start_s,
+            segment.lasted_s,
+            segment.place,
+            f"step {segment.step}: {segment.phase}, {segment.lasted_s:.1f} s",
         )
-        for one in segments
+        for segment in segments
     ]
     found = _warnings(run, summary, config_yaml)
 
@@ -244,10 +244,10 @@ def evaluations(rows: Sequence[MetricsRow]) -> list[tuple[str, list[str], list[l
     tables = []
     for environment, points in held_out(rows).items():
         measured = [
-            (row["step"] or 0, one)
+            (row["step"] or 0, evaluated)
             for row in rows
-            for one in read_evaluations(row)
-            if one.environment == environment
+            for evaluated in read_evaluations(row)
+            if evaluated.environment == environment
         ]
         some_failed = any(one.failed_greedy or one.failed_sampled for _, one in measured)
         columns = 8 if some_failed else 7

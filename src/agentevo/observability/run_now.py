@@ -133,10 +133,12 @@ def timeline(view: Measured) -> list[RunSegment]:
             at += value
 
     segments += _evaluations(view, shown)
-    first = min((one.start_s for one in segments), default=0.0)
+    first = min((segment.start_s for segment in segments), default=0.0)
     return [
-        RunSegment(one.step, one.phase, one.place, one.start_s - first, one.lasted_s)
-        for one in segments
+        RunSegment(
+            segment.step, segment.phase, segment.place, segment.start_s - first, segment.lasted_s
+        )
+        for segment in segments
     ]
 
 
@@ -158,7 +160,7 @@ def _evaluations(view: Measured, shown: Sequence[tuple[int, float]]) -> list[Run
 def shares(segments: Sequence[RunSegment]) -> list[tuple[str, int, float]]:
     """(phase, its colour's number, its share of the time that the segments take), without those of
     less than half a percent."""
-    total = sum(one.lasted_s for one in segments)
+    total = sum(segment.lasted_s for segment in segments)
     sums: dict[tuple[str, int], float] = {}
     for one in segments:
         sums[one.phase, one.place] = sums.get((one.phase, one.place), 0.0) + one.lasted_s

@@ -146,7 +146,7 @@ def remote_facts(turn: RemoteTurn) -> str:
 
 def file_lines(trajectory: Trajectory) -> list[str]:
     """`out/table.csv, 1,234 bytes` of each file that was kept, at most 50 of them."""
-    lines = [f"{visible(path)}, {len(one):,} bytes" for path, one in trajectory.files.items()]
+    lines = [f"{visible(path)}, {len(file):,} bytes" for path, file in trajectory.files.items()]
     more = len(lines) - MOST_FILES
     return [*lines[:MOST_FILES], *([f"and {more} more"] if more > 0 else [])]
 

@@ -239,10 +239,10 @@ class Collector:
 def solved_attempts(trajectories: Sequence[Trajectory]) -> dict[str, list[int]]:
     """Task id -> how many of its completed attempts have succeeded, and how many there are."""
     found: dict[str, list[int]] = {}
-    for one in trajectories:
-        if one.status == "completed":
-            counts = found.setdefault(one.task_id, [0, 0])
-            counts[0] += one.success
+    for trajectory in trajectories:
+        if trajectory.status == "completed":
+            counts = found.setdefault(trajectory.task_id, [0, 0])
+            counts[0] += trajectory.success
             counts[1] += 1
     return found
 

@@ -241,8 +241,8 @@ async def open_components(  # noqa: PLR0913 (the ways in which commands begin)
     plays = may_play and (config.environment is not None or not needs_environment)
     player = find_agent(config, agent) if plays else None
     async with AsyncExitStack() as stack:
-        for one in policies.values() or [main]:
-            stack.push_async_callback(one.engine.close)
+        for policy in policies.values() or [main]:
+            stack.push_async_callback(policy.engine.close)
 
         url = store_url or config.store_url
         store = await stack.enter_async_context(await open_run_store(url))

@@ -28,7 +28,7 @@ class DevicePlan(NamedTuple):
         engines = "; ".join(
             f"engine-{n}: {', '.join(map(str, devices))}" for n, devices in enumerate(self.engines)
         )
-        shared = set(self.trainer) & {device for one in self.engines for device in one}
+        shared = set(self.trainer) & {device for engine in self.engines for device in engine}
         return f"devices: trainer: {trainer}; {engines}{' (shared with it)' if shared else ''}"
 
 

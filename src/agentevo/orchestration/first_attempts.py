@@ -45,7 +45,7 @@ def check_first_step(
     parts: Components, trajectories: Sequence[Trajectory], command: str, head: HeadFile
 ) -> None:
     """The same of the attempts of a run's first step; a step on given data has none."""
-    errors = [one.error for one in trajectories if one.status == "failed"]
+    errors = [trajectory.error for trajectory in trajectories if trajectory.status == "failed"]
     _give_up(
         parts, _describe_failure(parts, "the first step", errors, len(trajectories)), command, head
     )

@@ -248,7 +248,7 @@ class ResumeChecks:
         """Every task must be the one that was added."""
 
         async def read() -> list[str]:
-            return [one.task.id async for one in self._store.tasks() if not is_as_added(one)]
+            return [task.task.id async for task in self._store.tasks() if not is_as_added(task)]
 
         changed = await with_retries(read, within_s=STORE_RETRY_S, what="checking the tasks")
         if changed:
@@ -266,7 +266,7 @@ class ResumeChecks:
 
     async def _read(self, **which: object) -> list[StoredTrajectory]:
         async def read() -> list[StoredTrajectory]:
-            return [one async for one in self._store.trajectories(**which)]  # type: ignore[arg-type]
+            return [trajectory async for trajectory in self._store.trajectories(**which)]  # type: ignore[arg-type]
 
         return await with_retries(
             read, within_s=STORE_RETRY_S, what="checking what will be trained on"

@@ -91,10 +91,10 @@ class Submissions:
 
     def _check_apart(self, submission: Submission) -> None:
         """See `submit`. The store knows nothing yet of those that are under way."""
-        ids = {one.id for one in submission.trajectories}
+        ids = {trajectory.id for trajectory in submission.trajectories}
         tasks = {task.id: task for task in submission.tasks}
         for other in self._under_way.values():
-            if shared := ids & {one.id for one in other.trajectories}:
+            if shared := ids & {trajectory.id for trajectory in other.trajectories}:
                 raise ConfigError(
                     f"train: the attempt {min(shared)!r} is in another submission that is under "
                     "way: no attempt is trained on twice; trainer.epochs makes several passes"

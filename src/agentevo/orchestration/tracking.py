@@ -62,7 +62,7 @@ class Lines:
 def chosen(config: RunConfig, *, board: bool = True) -> list[TrackerConfig]:
     """The options of each tracker; TensorBoard is one unless it is off. `board`: the run has a
     folder for it."""
-    backends = [one for one in config.tracking.backends if one.name != BOARD]
+    backends = [backend for backend in config.tracking.backends if backend.name != BOARD]
     named = len(backends) < len(config.tracking.backends)
     wanted = board and (named or config.tracking.tensorboard)
     return [*([TrackerConfig(name=BOARD)] if wanted else []), *backends]
@@ -143,17 +143,17 @@ def attempts_table(
 
     rows = [
         (
-            one.task_id,
-            one.attempt,
-            one.status,
-            one.reward,
-            one.success,
-            len(one.turns),
-            one.num_completion_tokens(),
-            _said(one),
-            one.error or "",
+            trajectory.task_id,
+            trajectory.attempt,
+            trajectory.status,
+            trajectory.reward,
+            trajectory.success,
+            len(trajectory.turns),
+            trajectory.num_completion_tokens(),
+            _said(trajectory),
+            trajectory.error or "",
         )
-        for one in trajectories[:count]
+        for trajectory in trajectories[:count]
     ]
     return (clean_table(TrackedTable("attempts", COLUMNS, tuple(rows))),)
 
@@ -162,7 +162,9 @@ def _said(trajectory: Trajectory) -> str:
     parts = []
     for turn in trajectory.turns:
         for message in turn.messages:
-            calls = "".join(f"\n-> {one.name}({one.arguments})" for one in message.tool_calls)
+            calls = "".join(
+                f"\n-> {tool_call.name}({tool_call.arguments})" for tool_call in message.tool_calls
+            )
             parts.append(f"[{message.role}] {message.text}{calls}")
 
     text = "\n".join(parts)

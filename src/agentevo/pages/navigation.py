@@ -30,5 +30,5 @@ TABS: tuple[Tab, ...] = (
 def run_url(key: str, *parts: object) -> str:
     """The URL of a run's page: `run_url("coins", "steps", 3)` is `/runs/coins/steps/3`."""
     return "/".join(
-        ["/runs", quote(key, safe="~+=,@"), *(quote(str(one), safe="") for one in parts)]
+        ["/runs", quote(key, safe="~+=,@"), *(quote(str(part), safe="") for part in parts)]
     )

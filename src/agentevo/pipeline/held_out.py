@@ -46,9 +46,11 @@ def why_rounds_end(standing: Standing, of: Instance, rule: StopSection) -> str:
     without = 0
     for number in range(1, of.round):
         ids = [
-            one.id
-            for one in standing.plan.instances
-            if one.group == of.group and one.round == number and one.measures is not None
+            instance.id
+            for instance in standing.plan.instances
+            if instance.group == of.group
+            and instance.round == number
+            and instance.measures is not None
         ]
         found = [value for name in ids if (value := _success(standing, name)) is not None]
         if not found:

@@ -60,7 +60,7 @@ class PipelinePlan:
     by_id: Mapping[str, Instance] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "by_id", {one.id: one for one in self.instances})
+        object.__setattr__(self, "by_id", {instance.id: instance for instance in self.instances})
 
     def targets(self, reference: StageReference, of: Instance) -> list[str]:
         """Ids of the instances that a reference may mean, the first that is done counting; empty
@@ -90,9 +90,9 @@ class PipelinePlan:
             inner = reference.names[1]
 
         rounds = [
-            one
-            for one in self.instances
-            if one.group == group and group is not None and one.measures is None
+            instance
+            for instance in self.instances
+            if instance.group == group and group is not None and instance.measures is None
         ]
         own = [one for one in rounds if one.id == instance_id(group or "", one.round, inner)]
         if not own:
@@ -106,8 +106,12 @@ def _unknown_stage(plan: PipelinePlan, reference: StageReference, of: Instance) 
     if reference.scope == "previous" and of.group is None:
         return f"${{{reference.text}}}: only a repeated stage has a round before: set repeat"
 
-    known = list(dict.fromkeys(one.path[-1] for one in plan.instances if one.measures is None))
-    known += [one for one in dict.fromkeys(o.group for o in plan.instances) if one is not None]
+    known = list(
+        dict.fromkeys(instance.path[-1] for instance in plan.instances if instance.measures is None)
+    )
+    known += [
+        group for group in dict.fromkeys(o.group for o in plan.instances) if group is not None
+    ]
     wanted = ".".join(reference.names)
     guess = nearest(reference.names[-1] if reference.names else "", known)
     hint = f"did you mean {guess}? " if guess else ""
@@ -187,9 +191,9 @@ def _needs(
 
     if one.round > 1:  # rounds follow one another
         needs |= {
-            other.id: None
-            for other in plan.instances
-            if other.group == one.group and other.round == one.round - 1
+            instance.id: None
+            for instance in plan.instances
+            if instance.group == one.group and instance.round == one.round - 1
         }
 
     if one.id in needs:
@@ -200,7 +204,9 @@ def _needs(
 
 def _all_of(plan: PipelinePlan, of: Instance, name: str) -> list[str]:
     """The last round of a group, whole."""
-    rounds = [one for one in plan.instances if one.group == name and name != of.group]
+    rounds = [
+        instance for instance in plan.instances if instance.group == name and name != of.group
+    ]
     return [one.id for one in rounds if one.round == max(other.round for other in rounds)]
 
 
@@ -306,9 +312,11 @@ def _with_measurements(
 def _in_order(instances: Sequence[Instance], where: str) -> tuple[Instance, ...]:
     """Each behind what it waits for, otherwise as they are written. Raises ConfigError for a
     ring."""
-    place = {one.id: number for number, one in enumerate(instances)}
-    waits = {one.id: {need for need in one.needs if need in place} for one in instances}
-    after: dict[str, list[str]] = {one.id: [] for one in instances}
+    place = {instance.id: number for number, instance in enumerate(instances)}
+    waits = {
+        instance.id: {need for need in instance.needs if need in place} for instance in instances
+    }
+    after: dict[str, list[str]] = {instance.id: [] for instance in instances}
     for name, needs in waits.items():
         for need in needs:
             after[need].append(name)

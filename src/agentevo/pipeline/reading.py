@@ -244,16 +244,16 @@ def check_recipes(pipeline: Pipeline) -> None:
     problems = list[str]()
     leaked: set[bytes] = set()
     measured = False
-    for one in pipeline.plan.instances:
-        if one.round > 2 or (one.measures is not None and measured):
+    for instance in pipeline.plan.instances:
+        if instance.round > 2 or (instance.measures is not None and measured):
             continue
 
-        measured = measured or one.measures is not None
-        place = f"{pipeline.where}: {recipes.place(one)}"
+        measured = measured or instance.measures is not None
+        place = f"{pipeline.where}: {recipes.place(instance)}"
         try:
-            config = checked_config(pipeline, recipes, one)
+            config = checked_config(pipeline, recipes, instance)
             if config is not None:
-                leaks.see(config, recipes.place(one), one.kind.trains_on)
+                leaks.see(config, recipes.place(instance), instance.kind.trains_on)
         except LeakError as error:
             if not error.texts <= leaked:  # every later stage that has them would say so again
                 problems += [f"{pipeline.where}: {line}" for line in str(error).splitlines()]

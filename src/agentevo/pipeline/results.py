@@ -85,15 +85,15 @@ def points(numbers: Mapping[str, float]) -> str:
 def write_results(pipeline: Pipeline, standings: Sequence[Standing]) -> dict[str, Any]:
     """table.md, table.json and report.html in the pipeline's folder. Returns what table.json holds,
     and the table. Raises DiskError."""
-    rows = stage_rows([one.state for one in standings])
+    rows = stage_rows([standing.state for standing in standings])
     table = markdown(rows, standings)
     found = {
         "name": pipeline.config.name,
-        "seeds": [one.seed for one in standings],
-        "status": [one.state.status for one in standings],
-        "wall_s": sum(one.state.wall_s for one in standings),
-        "tokens": sum(one.state.tokens for one in standings),
-        "cost": sum(one.state.cost for one in standings),
+        "seeds": [standing.seed for standing in standings],
+        "status": [standing.state.status for standing in standings],
+        "wall_s": sum(standing.state.wall_s for standing in standings),
+        "tokens": sum(standing.state.tokens for standing in standings),
+        "cost": sum(standing.state.cost for standing in standings),
         "stages": [row.as_json() for row in rows],
     }
     with must_write(pipeline.dir, AGAIN):
@@ -199,7 +199,7 @@ def markdown(rows: Sequence[StageRow], standings: Sequence[Standing]) -> str:
 
 def legend(standings: Sequence[Standing]) -> str:
     """What the numbers are."""
-    seeds = ", ".join(str(one.seed) for one in standings)
+    seeds = ", ".join(str(standing.seed) for standing in standings)
     if len(standings) == 1:
         return (
             f"One seed ({seeds}). Intervals are those of a mean over the held-out tasks, and say "
@@ -231,14 +231,14 @@ def _ends(one: ResultFigure, low: float, high: float) -> str:
 def report_html(pipeline: Pipeline, standings: Sequence[Standing], rows: Sequence[StageRow]) -> str:
     """The whole page."""
     config = pipeline.config
-    states = [one.state for one in standings]
+    states = [standing.state for standing in standings]
     measured = [row for row in rows if row.success is not None]
     facts = [
-        ("state", ", ".join(dict.fromkeys(one.status for one in states)), ""),
-        ("seeds", ", ".join(str(one.seed) for one in standings), ""),
+        ("state", ", ".join(dict.fromkeys(state.status for state in states)), ""),
+        ("seeds", ", ".join(str(standing.seed) for standing in standings), ""),
         ("stages", f"{len(pipeline.config.stages)}", ""),
-        ("time", format_duration(sum(one.wall_s for one in states)), ""),
-        ("tokens", f"{sum(one.tokens for one in states):,}", ""),
+        ("time", format_duration(sum(state.wall_s for state in states)), ""),
+        ("tokens", f"{sum(state.tokens for state in states):,}", ""),
     ]
     tree = config.model_dump(mode="json", exclude_unset=True)
 
@@ -255,7 +255,7 @@ def report_html(pipeline: Pipeline, standings: Sequence[Standing], rows: Sequenc
         urls={},
         measured={},
         legend=legend(standings),
-        lineage=[lineage(one) for one in standings],
+        lineage=[lineage(standing) for standing in standings],
         config=without_passwords(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)),
     )
 
@@ -269,7 +269,9 @@ def lineage(standing: Standing) -> tuple[str, list[list[str]]]:
 
         used = ", ".join(f"{one.stage}.{one.key} {one.sha256[:10]}" for one in state.inputs)
         made = ", ".join(
-            f"{key} {one.sha256[:10]}" for key, one in state.outputs.items() if key != "folder"
+            f"{key} {output.sha256[:10]}"
+            for key, output in state.outputs.items()
+            if key != "folder"
         )
         seed = "" if state.seed is None else str(state.seed)
         rows.append([name, seed, used, made, str(state.starts), state.digest[:10]])

@@ -151,7 +151,7 @@ def _check(pipeline: Pipeline, resume: bool, choice: StageChoice) -> None:
             "so, or give another dir"
         )
 
-    known = {name for one in pipeline.plan.instances for name in names_of(one)} - {""}
+    known = {name for instance in pipeline.plan.instances for name in names_of(instance)} - {""}
     for name in (*choice.only, *choice.skip, *([choice.start] if choice.start else [])):
         if name not in known:
             guess = nearest(name, sorted(known))
@@ -165,9 +165,9 @@ def _begin(pipeline: Pipeline, standings: Sequence[Standing]) -> None:
     text = dump_yaml(pipeline.config.model_dump(mode="json", exclude_unset=True))
     with must_write(pipeline.dir):
         write_atomic(pipeline.dir / FILE, text)
-        for one in standings:
-            (one.dir / "logs").mkdir(parents=True, exist_ok=True)
-            one.write()
+        for standing in standings:
+            (standing.dir / "logs").mkdir(parents=True, exist_ok=True)
+            standing.write()
 
 
 class _Life:
@@ -198,9 +198,9 @@ class _Life:
         """Returns when all is done or has stopped: a text for each stage that failed."""
         instances = len(self.pipeline.plan.instances) * len(self.standings)
         done = [
-            f"{self._prefix(one)}{name}"
-            for one in self.standings
-            for name, state in one.state.stages.items()
+            f"{self._prefix(standing)}{name}"
+            for standing in self.standings
+            for name, state in standing.state.stages.items()
             if state.status == "finished"
         ]
         self.view.plan(instances, done)
@@ -282,7 +282,7 @@ class _Life:
                     stderr=subprocess.STDOUT,
                     env=os.environ | more,
                     start_new_session=True,
-                    pass_fds=(self.lock, *(one.process.held_by for one in servers)),
+                    pass_fds=(self.lock, *(server.process.held_by for server in servers)),
                 )
         except (OSError, ValueError) as error:  # no such program
             self._not_started(standing, decided, error)
@@ -345,9 +345,9 @@ class _Life:
             self._look_at_servers()
 
         if self.failures:
-            for one in self.standings:
-                one.state.status = self._status(one)
-                one.write()
+            for standing in self.standings:
+                standing.state.status = self._status(standing)
+                standing.write()
 
     def _note_success(self, run: _StageUnderWay) -> None:
         seconds = time.monotonic() - run.since
@@ -403,16 +403,16 @@ class _Life:
 
     def _over_budget(self) -> bool:
         budget = self.pipeline.config.budget
-        states = [one.state for one in self.standings]
-        hours = sum(one.wall_s for one in states) / 3600
+        states = [standing.state for standing in self.standings]
+        hours = sum(state.wall_s for state in states) / 3600
         used = {
             "hours": (budget.hours, hours),
-            "tokens": (budget.tokens, sum(one.tokens for one in states)),
-            "cost": (budget.cost, sum(one.cost for one in states)),
+            "tokens": (budget.tokens, sum(state.tokens for state in states)),
+            "cost": (budget.cost, sum(state.cost for state in states)),
         }
         for name, (limit, value) in used.items():
             if not self.over and limit is not None and value >= limit:
-                unfinished = [one for one in self.standings if not one.is_over]
+                unfinished = [standing for standing in self.standings if not standing.is_over]
                 if unfinished:
                     self.over = f"{name} of the budget are used ({value:.6g} of {limit:g})"
 

@@ -200,11 +200,11 @@ class PipelineConfig(Section):
 
     @model_validator(mode="after")
     def _not_too_many(self) -> Self:
-        planned = sum(one.repeat * max(1, len(one.stages)) for one in self.stages.values())
+        planned = sum(stage.repeat * max(1, len(stage.stages)) for stage in self.stages.values())
         if planned > MAX_STAGES:
             raise ValueError(f"there are {planned:,} stages, and at most {MAX_STAGES:,} are run")
 
-        needs_held_out = [name for name, one in self.stages.items() if one.stop is not None]
+        needs_held_out = [name for name, stage in self.stages.items() if stage.stop is not None]
         if needs_held_out and self.held_out is None:
             raise ValueError(
                 f"stages.{needs_held_out[0]}.stop asks for gains on held-out tasks: give held_out"

@@ -112,7 +112,9 @@ class Standing:
             )
 
         kept = state.stages
-        fresh = {one.id: StageState(kind=one.stage.kind) for one in self.plan.instances}
+        fresh = {
+            instance.id: StageState(kind=instance.stage.kind) for instance in self.plan.instances
+        }
         state.stages = {name: kept.get(name, new) for name, new in fresh.items()}
         state.status = "running"
         return state
@@ -125,12 +127,12 @@ class Standing:
 
     def next(self) -> Decided | None:
         """A stage that can begin now; None while there is none. Settles what needs no process."""
-        for one in self.plan.instances:
-            if one.id in self.settled or one.id in self.running:
+        for instance in self.plan.instances:
+            if instance.id in self.settled or instance.id in self.running:
                 continue
-            if not all(need in self.settled for need in one.needs):
+            if not all(need in self.settled for need in instance.needs):
                 continue
-            decided = self._decide(one)
+            decided = self._decide(instance)
             if decided is not None:
                 return decided
 
@@ -197,9 +199,9 @@ class Standing:
     def _from(self, start: str | None) -> set[str]:
         """Ids of a stage and of all that follow from it."""
         found: set[str] = set()
-        for one in self.plan.instances:
-            if start is not None and (start in names_of(one) or found & set(one.needs)):
-                found.add(one.id)
+        for instance in self.plan.instances:
+            if start is not None and (start in names_of(instance) or found & set(instance.needs)):
+                found.add(instance.id)
         return found
 
     def _left_out(self, one: Instance) -> str:
@@ -272,7 +274,8 @@ class Standing:
     def is_needed(self, server: str) -> bool:
         """Whether a stage that is left may ask it."""
         return any(
-            server in one.needs and one.id not in self.settled for one in self.plan.instances
+            server in instance.needs and instance.id not in self.settled
+            for instance in self.plan.instances
         )
 
     def serving(self, decided: Decided) -> None:

@@ -96,12 +96,12 @@ class PipelineState(msgspec.Struct, kw_only=True):
     @property
     def tokens(self) -> int:
         """Of all stages."""
-        return sum(one.tokens for one in self.stages.values())
+        return sum(stage.tokens for stage in self.stages.values())
 
     @property
     def cost(self) -> float:
         """Likewise."""
-        return sum(one.cost for one in self.stages.values())
+        return sum(stage.cost for stage in self.stages.values())
 
 
 def is_pipeline_folder(path: Path) -> bool:

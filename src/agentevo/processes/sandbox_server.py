@@ -215,7 +215,7 @@ class _SandboxSession:
         server = self._server
         try:
             section = server.section_for(first.section)
-            tools = {one.name: self._tool(one) for one in first.tools}
+            tools = {tool.name: self._tool(tool) for tool in first.tools}
             await self._wait(first.wait_s)
         except SandboxError as error:
             await self._send(wire.Refused(storable(str(error))))

@@ -86,7 +86,7 @@ def comparison(section: OptimizeSection, num_held_out: int) -> int:
 
 def budget_of(section: OptimizeSection, reserve: int, records: Sequence[Record]) -> Budget:
     """What is left after what the log says."""
-    begun = sum(one.number for one in records if isinstance(one, SearchBegun))
+    begun = sum(record.number for record in records if isinstance(record, SearchBegun))
     before = 0.0
     since = None
     last = 0.0
@@ -109,7 +109,11 @@ def with_cost(config: RunConfig) -> RunConfig:
     if cost is None:
         return config
 
-    priced = [name for name, one in config.remote_models.items() if one.price is not None]
+    priced = [
+        name
+        for name, remote_model in config.remote_models.items()
+        if remote_model.price is not None
+    ]
     if not priced:
         raise ConfigError(
             "optimize.cost counts money, and no remote model has a price: give it one, "

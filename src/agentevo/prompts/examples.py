@@ -36,7 +36,9 @@ def chosen_examples(
     `before`: the examples that these attempts saw, which are not theirs."""
     shown = [message for one in examples_of("examples", before) for message in one]
     opening = common_opening([one for one in played if one.messages], shown)
-    talks = [talk for one in best_attempts(played) if (talk := own_talk(one, opening))]
+    talks = [
+        talk for best_attempt in best_attempts(played) if (talk := own_talk(best_attempt, opening))
+    ]
     if not talks:
         return None
 

@@ -183,9 +183,9 @@ class OptimizeFolder:
             raise ConfigError(f"{path} has more than {MAX_READ:,} bytes: begin another search")
 
         found: list[Record] = []
-        for one in read_records(path):
+        for row in read_records(path):
             try:
-                found.append(msgspec.convert(one, Record))
+                found.append(msgspec.convert(row, Record))
             except msgspec.ValidationError:
                 continue  # half of a line, or what somebody else wrote
 

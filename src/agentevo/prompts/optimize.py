@@ -321,7 +321,7 @@ def _settings(config: RunConfig, contestant: Contestant, tasks: _SearchTasks) ->
         "held_out": len(tasks.held_out),
         "held_out_digest": task_digest(tasks.held_out),
         "sampling": config.sampling.model_dump(mode="json"),
-        "rewards": [one.model_dump(mode="json") for one in config.rewards],
+        "rewards": [reward.model_dump(mode="json") for reward in config.rewards],
         "seed": config.run.seed,
     }
 
@@ -356,7 +356,7 @@ async def _compare_held_out(
     for first in range(0, len(held_out), some):
         chunk = held_out[first : first + some]
         try:
-            played = [await playing.play(one, chunk, label=HELD_OUT) for one in pairs]
+            played = [await playing.play(pair, chunk, label=HELD_OUT) for pair in pairs]
         except BudgetSpentError as error:
             problem = (
                 f"{error}: only {len(means[0])} of {len(held_out)} held-out tasks are compared"
@@ -407,7 +407,8 @@ def _summary(
         "own_texts": start.candidate.texts,
         "digests": {name: digest_of_text(text) for name, text in best.candidate.texts.items()},
         "held_out": {
-            name: None if one is None else one.as_json() for name, one in estimates.items()
+            name: None if estimate is None else estimate.as_json()
+            for name, estimate in estimates.items()
         },
         "failed": {"before": compared.failed[0], "after": compared.failed[1]},
         "problem": compared.problem,

@@ -56,9 +56,9 @@ class Playing:
         self._played: dict[tuple[str, str, str], dict[int, PlayedAttempt]] = {}
         self._lowest = 0.0
 
-        for one in records:
-            if isinstance(one, PlayedAttempt):
-                self._remember(one)
+        for record in records:
+            if isinstance(record, PlayedAttempt):
+                self._remember(record)
 
     async def play(
         self,
@@ -165,5 +165,5 @@ def _talk(trajectory: Trajectory) -> list[dict[str, object]]:
         messages = [*turns[place].messages, *messages]
         place = turns[place].parent
 
-    rows = [as_row(one) for one in messages]
+    rows = [as_row(message) for message in messages]
     return rows if sum(len(str(row)) for row in rows) <= LONGEST_TALK else []

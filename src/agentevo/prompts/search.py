@@ -78,7 +78,7 @@ class TextSearch:
 
     def heard(self, records: Sequence[Record]) -> None:
         """Takes in what the log says."""
-        self.known |= {one.id for one in records if isinstance(one, Candidate)}
+        self.known |= {record.id for record in records if isinstance(record, Candidate)}
 
     async def run(self, start: Candidate) -> Judged:
         """The best candidate found within the budget, which may be `start`. Raises BudgetSpentError

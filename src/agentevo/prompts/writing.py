@@ -56,7 +56,9 @@ class TextWriter:
         self._note = note
         self._max_chars = max_chars
         self._known = {
-            one.key: one.text for one in records if isinstance(one, Written) and not one.error
+            record.key: record.text
+            for record in records
+            if isinstance(record, Written) and not record.error
         }
         self._in_a_row = 0
         self.failures: list[str] = []

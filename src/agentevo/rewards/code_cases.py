@@ -108,8 +108,8 @@ def _asserts(given: Any, metadata: Mapping[str, Any], most: int) -> CodeTests:
     name = metadata.get("entry_point")
     if isinstance(name, str) and name.isidentifier():
         tests = tuple(
-            f"{one}\ncheck({name})" if "def check(" in one and "\ncheck(" not in one else one
-            for one in tests
+            f"{test}\ncheck({name})" if "def check(" in test and "\ncheck(" not in test else test
+            for test in tests
         )
 
     return CodeTests(asserts=tests, setup=str(metadata.get("test_setup_code") or ""))

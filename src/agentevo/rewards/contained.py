@@ -67,7 +67,9 @@ def _states_number(text: str, right: Numeral, query: str) -> bool:
     asked = [one for one in numerals_from_the_end(plain(query)) if one is not None]
     if not any(_equal(one, right) for one in asked):
         candidates = [
-            one for one in numerals if one is None or not any(_equal(one, two) for two in asked)
+            numeral
+            for numeral in numerals
+            if numeral is None or not any(_equal(numeral, two) for two in asked)
         ]
     else:
         candidates = numerals
@@ -82,8 +84,8 @@ def _states_number(text: str, right: Numeral, query: str) -> bool:
 
 def _equal(stated: Numeral, right: Numeral) -> bool:
     return any(
-        abs(one - two) <= TOLERANCE * (abs(two) or 1.0)
-        for one in stated.readings
+        abs(reading - two) <= TOLERANCE * (abs(two) or 1.0)
+        for reading in stated.readings
         for two in right.readings
     )
 

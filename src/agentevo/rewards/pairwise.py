@@ -176,7 +176,11 @@ class Pairwise:
         return PairwiseComparison(first, second, (one, 1 - other), words)
 
     def _score(self, comparisons: Sequence[PairwiseComparison], place: int) -> Score | Unscored:
-        own = [one for one in comparisons if place in (one.first, one.second)]
+        own = [
+            comparison
+            for comparison in comparisons
+            if place in (comparison.first, comparison.second)
+        ]
         words = "\n".join(
             f"against attempt {one.second if place == one.first else one.first}: "
             f"{'contradicted' if one.is_contradicted else f'{one.of(place):g}'}. {one.words}"

@@ -160,7 +160,7 @@ class Rlpr:
 
         context, before = reply
         values = await gather_all(
-            [self._value(trajectory, task, policy, context, before, one) for one in answers]
+            [self._value(trajectory, task, policy, context, before, answer) for answer in answers]
         )
         value, found = max(values)
         solved = found >= (math.log(SOLVED) if self.config.measure == "mean_logprob" else SOLVED)

@@ -222,10 +222,16 @@ def register_scorer(name: str, function: Callable[..., Any]) -> None:
         raise ConfigError(f"the scorer {name!r} can't be called: {error}") from error
 
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    taken = [one for one in parameters if one.kind in positional]
-    needed = [one for one in parameters if one.default is one.empty and one in taken]
+    taken = [parameter for parameter in parameters if parameter.kind in positional]
+    needed = [
+        parameter
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter in taken
+    ]
     others = [
-        one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.default is one.empty
+        parameter.name
+        for parameter in parameters
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
     ]
     if len(taken) < 2 or len(needed) > 3 or others:
         raise ConfigError(

@@ -143,7 +143,9 @@ class Classifier:
 
             model, tokenizer = self._loaded = self._loaded or self._load()
             longest = longest_conversation(model, tokenizer, self.config.max_tokens)
-            rows = [conversation_ids(tokenizer, one, longest) for one in conversations]
+            rows = [
+                conversation_ids(tokenizer, conversation, longest) for conversation in conversations
+            ]
             alone = model.config.pad_token_id is None or model.device.type == "cpu"
             size = 1 if alone else self.config.batch
             with torch.inference_mode():

@@ -176,6 +176,6 @@ def _rank(row: Any) -> list[tuple[str, Any]]:
     """An order of rows of any values: numbers among themselves, texts among themselves."""
     values = row if isinstance(row, list) else [row]
     return [
-        ("number", one) if isinstance(one, (int, float)) else (type(one).__name__, str(one))
-        for one in values
+        ("number", value) if isinstance(value, (int, float)) else (type(value).__name__, str(value))
+        for value in values
     ]

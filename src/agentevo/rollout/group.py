@@ -92,7 +92,10 @@ class GroupAttempt:
     @property
     def calls(self) -> dict[str, AttemptCalls]:
         """Where the calls of each trajectory are recorded, by its id."""
-        return {one.name: one.calls for one in self.policy.conversations.values()}
+        return {
+            conversation.name: conversation.calls
+            for conversation in self.policy.conversations.values()
+        }
 
     async def run(self, *, task_id: str, group_id: str, number: int) -> list[Trajectory]:
         """Plays until the agent, the time limit or `cut` ends it, as one recorded call of each
@@ -339,7 +342,7 @@ class RolloutGroup:
     async def _score_attempts(self, attempts: list[list[Trajectory]]) -> list[Trajectory]:
         """The one beside the group is judged alone, and every agent beside itself."""
         unrewarded = set[str]().union(*(attempt.unrewarded for attempt in self.attempts))
-        calls = {name: own for attempt in self.attempts for name, own in attempt.calls.items()}
+        calls = {name: call for attempt in self.attempts for name, call in attempt.calls.items()}
         count = len(self.members)
         scored = list[Trajectory]()
         for of_agent in zip(*attempts, strict=True):

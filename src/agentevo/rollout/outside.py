@@ -284,7 +284,9 @@ class OutsideSessions:
     @property
     def num_named(self) -> int:
         """Groups under way that will be trained on, at tasks that no lease is held on."""
-        return sum(one.split == "train" and one.lease is None for one in self._groups.values())
+        return sum(
+            group.split == "train" and group.lease is None for group in self._groups.values()
+        )
 
     def is_under_way(self, group: str) -> bool:
         return group in self._groups

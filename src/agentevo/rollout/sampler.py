@@ -233,7 +233,7 @@ class Sampler:
         self-play a task is one agent's."""
         names = [group_name(task.id, label, step) for label in labels]
         agents = (role_of(task),) if self._has_roles else self._players or ("",)
-        return [group_of_agent(one, agent) for agent in agents for one in names]
+        return [group_of_agent(name, agent) for agent in agents for name in names]
 
     def group(  # noqa: PLR0913 (the ways in which a step, an evaluation and a search play)
         self,

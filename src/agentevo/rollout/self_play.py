@@ -134,7 +134,7 @@ class Proposals:
             row = proposals[0].row
             assert row is not None
             task = task_of_question(row, f"question-{self.step}-{content_id(row)}")
-            by = {PROPOSED_BY: [one.trajectory.id for one in proposals]}
+            by = {PROPOSED_BY: [proposal.trajectory.id for proposal in proposals]}
             tasks.append(replace(task, metadata=task.metadata | by))
             self._task_of[key] = task.id
 
@@ -152,16 +152,16 @@ def read_proposals(
     trained on. Raises StoreError for a damaged file of a stored one."""
     never = frozenset(held_out)
     found = []
-    for one in trajectories:
-        row = _row_of(one) if one.status == "completed" else None
+    for trajectory in trajectories:
+        row = _row_of(trajectory) if trajectory.status == "completed" else None
         if row is None or "invalid" in row:
-            found.append(Proposal(one, None))
+            found.append(Proposal(trajectory, None))
             continue
 
         query = task_of_question(row, "question").query or ""
         key = asked_key(query)
         assert key is not None  # task_of_question refuses an empty text
-        found.append(Proposal(one, row, key, key in never))
+        found.append(Proposal(trajectory, row, key, key in never))
 
     return Proposals(step, found)
 

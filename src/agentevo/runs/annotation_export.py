@@ -103,24 +103,24 @@ def _rows(
     form: Format,
     read: Read,
 ) -> Iterator[Row | LeftOutError]:
-    for one in found.attempts.values():
+    for attempt in found.attempts.values():
         try:
-            trajectory = attempts.get(one.attempt)
+            trajectory = attempts.get(attempt.attempt)
             if trajectory is None:
                 raise LeftOutError(GONE)
-            if one.attempt in held_out:
+            if attempt.attempt in held_out:
                 raise LeftOutError(HELD_OUT)
 
             if form == "sft":
-                yield from _sft_rows(one, trajectory, read)
-            elif form == "pairs" and one.reply is not None:
+                yield from _sft_rows(attempt, trajectory, read)
+            elif form == "pairs" and attempt.reply is not None:
                 original = conversation(trajectory, read)
-                edited = conversation(_with_reply(trajectory, one.reply), read)
-                yield {**pair_of(edited, original), "trajectory_id": one.attempt}
-            elif form == "labels" and one.verdict:
-                yield _label_row(one, trajectory, read)
-            elif form == "judge" and one.verdict:
-                yield _judge_row(one, trajectory, read)
+                edited = conversation(_with_reply(trajectory, attempt.reply), read)
+                yield {**pair_of(edited, original), "trajectory_id": attempt.attempt}
+            elif form == "labels" and attempt.verdict:
+                yield _label_row(attempt, trajectory, read)
+            elif form == "judge" and attempt.verdict:
+                yield _judge_row(attempt, trajectory, read)
         except LeftOutError as error:
             yield error
 

@@ -95,9 +95,9 @@ def read_annotations(folder: Path) -> Annotations:
     pairs: dict[frozenset[str], Preference] = {}
     history: list[Record] = []
     ids: set[str] = set()
-    for found in read_records(folder / ANNOTATIONS):
+    for row in read_records(folder / ANNOTATIONS):
         try:
-            record: Record = msgspec.convert(found, Annotation | Preference)
+            record: Record = msgspec.convert(row, Annotation | Preference)
         except msgspec.ValidationError:
             continue
 
@@ -167,7 +167,7 @@ def calibration(found: Annotations, passed_from: float = 0.5) -> list[Agreement]
     attempt from `passed_from` on (a penalty, which is never above 0, where it is 0); then, of two
     attempts, whether the one that people find better has the higher reward (`reward, of two`; equal
     rewards count as disagreement)."""
-    judged = [one for one in found.attempts.values() if one.verdict]
+    judged = [attempt for attempt in found.attempts.values() if attempt.verdict]
     rows = [agreement("success", ((one.verdict == RIGHT, one.success) for one in judged))]
     names = sorted({name for one in judged for name in one.parts})
     for name in names:
@@ -178,6 +178,6 @@ def calibration(found: Annotations, passed_from: float = 0.5) -> list[Agreement]
             agreement(f"{name} ≥ {least:g}", ((right, value >= least) for right, value in values))
         )
 
-    pairs = [one.rewards for one in found.pairs.values()]
+    pairs = [pair.rewards for pair in found.pairs.values()]
     rows.append(agreement("reward, of two", ((True, better > worse) for better, worse in pairs)))
     return [row for row in rows if row.num]

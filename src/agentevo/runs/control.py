@@ -106,7 +106,9 @@ def ask(folder: Path, do: Action, *, id: str, session: str, who: str) -> None:
 def answer_to(folder: Path, id: str) -> ControlAnswer | None:
     """What became of a request; None as long as it waits."""
     session = read_session(folder)
-    return next((one for one in session.answers if one.id == id), None) if session else None
+    return (
+        next((answer for answer in session.answers if answer.id == id), None) if session else None
+    )
 
 
 class RunControl:
@@ -224,7 +226,7 @@ class RunControl:
     def _look(self) -> None:
         try:
             with os.scandir(self._folder / REQUESTS) as entries:
-                names = [one.name for one in entries if one.name.endswith(".json")]
+                names = [entry.name for entry in entries if entry.name.endswith(".json")]
         except OSError:
             return  # nobody has ever asked for anything
 

@@ -42,7 +42,7 @@ def surprises(summaries: Sequence[TrajectorySummary]) -> dict[str, tuple[float, 
 
     found = {}
     for members in groups.values():
-        mean = sum(one.reward for one in members) / len(members)
+        mean = sum(member.reward for member in members) / len(members)
         for one in members:
             same = sum(other.success == one.success for other in members) - 1
             bits = -math.log2((same + 1) / (len(members) + 1))
@@ -55,7 +55,11 @@ def attempts_to_label(summaries: Sequence[TrajectorySummary], said: Annotations)
     """Ids of the completed attempts that nobody has said anything of, the first to ask about
     first."""
     surprise = surprises(summaries)
-    left = [one for one in summaries if one.id in surprise and one.id not in said.attempts]
+    left = [
+        summary
+        for summary in summaries
+        if summary.id in surprise and summary.id not in said.attempts
+    ]
     left.sort(key=lambda one: (*(-part for part in surprise[one.id]), -one.written_at, one.id))
     return [one.id for one in left]
 
@@ -80,7 +84,7 @@ def pairs_to_compare(
         first = ranked[-1]
         second = ranked[0]
         if frozenset((first.id, second.id)) not in said.pairs:
-            most = max(surprise[one.id] for one in members)
+            most = max(surprise[member.id] for member in members)
             # The better one is not always shown first: that would be its hint.
             pair = (
                 (first.id, second.id) if first.attempt < second.attempt else (second.id, first.id)

@@ -79,7 +79,7 @@ class ResultRow:
     @property
     def mark(self) -> str:
         """After figures that can't be compared."""
-        return " (!)" if any(one.failed > MAX_FAILED_SHARE for one in self.results) else ""
+        return " (!)" if any(result.failed > MAX_FAILED_SHARE for result in self.results) else ""
 
     @property
     def first(self) -> RunResult:

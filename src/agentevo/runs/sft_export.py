@@ -227,20 +227,20 @@ def _good(
     """The attempts that are good enough, each with its task; the best first, of equals the
     shortest."""
     good: dict[str, str] = {}
-    for one in sorted(summaries, key=lambda s: (-s.reward, _length(s), s.id)):
+    for summary in sorted(summaries, key=lambda s: (-s.reward, _length(s), s.id)):
         error: RowError | None = None
-        if one.status != "completed":
-            error = RowError("attempt_failed", one.error or one.status)
-        elif min_reward is None and not one.success:
-            error = RowError("low_reward", f"no success (reward {one.reward:g})")
-        elif min_reward is not None and one.reward < min_reward:
-            error = RowError("low_reward", f"reward {one.reward:g} is below {min_reward:g}")
+        if summary.status != "completed":
+            error = RowError("attempt_failed", summary.error or summary.status)
+        elif min_reward is None and not summary.success:
+            error = RowError("low_reward", f"no success (reward {summary.reward:g})")
+        elif min_reward is not None and summary.reward < min_reward:
+            error = RowError("low_reward", f"reward {summary.reward:g} is below {min_reward:g}")
 
         if error is None:
-            good[one.id] = one.task_id
+            good[summary.id] = summary.task_id
         else:
             report.rows += 1
-            report.add(one.id, error)
+            report.add(summary.id, error)
 
     return good
 

@@ -190,7 +190,7 @@ def _own_folders() -> list[Path]:
             continue  # it shows another part of the tree
 
         folder = Path(top) / own[len(root.rstrip("/")) :].strip("/")
-        return [folder, *(one for one in folder.parents if one.is_relative_to(top))]
+        return [folder, *(parent for parent in folder.parents if parent.is_relative_to(top))]
 
     return []
 

@@ -57,8 +57,8 @@ def kill(process: subprocess.Popen[bytes], launch: SandboxLaunch) -> None:
         if launch.has_namespace:
             # The first of the namespace is among them: all end with it. It does not end with
             # bubblewrap, which may not signal a process of another user.
-            for one in descendants(process.pid):
-                _kill(one)
+            for descendant in descendants(process.pid):
+                _kill(descendant)
         else:
             _end_descendants(process.pid, time.monotonic() + ENDING_S / 2)
 
@@ -68,7 +68,7 @@ def kill(process: subprocess.Popen[bytes], launch: SandboxLaunch) -> None:
 def _end_descendants(pid: int, until: float) -> None:
     """Without a namespace, orphans go to the supervisor: so it is the last to be killed."""
     while time.monotonic() < until:
-        living = [one for one in descendants(pid) if not _is_dead(one)]
+        living = [descendant for descendant in descendants(pid) if not _is_dead(descendant)]
         if not living:
             return
         for one in living:

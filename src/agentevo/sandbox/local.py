@@ -243,8 +243,8 @@ class LocalSandbox:
             return Execution("", "", None, refusal, (), 0.0, is_alive=True, is_new=False)
 
         tools = [
-            {"name": one.name, "parameters": one.parameters, "description": one.description}
-            for one in self._tools.values()
+            {"name": tool.name, "parameters": tool.parameters, "description": tool.description}
+            for tool in self._tools.values()
         ]
         async with self._lock:
             before = time.monotonic()

@@ -92,7 +92,8 @@ class RemoteSandbox:
         self._connection = await _connect(section)
         asked = section.model_dump(mode="json", include=set(wire.REQUESTED))
         tools = [
-            wire.ToolForm(one.name, one.parameters, one.description) for one in self._tools.values()
+            wire.ToolForm(tool.name, tool.parameters, tool.description)
+            for tool in self._tools.values()
         ]
         first = wire.Open(asked, tuple(tools), section.wait_timeout_s)
         limit = section.wait_timeout_s + section.start_timeout_s + MARGIN_S

@@ -185,10 +185,10 @@ def checked_filters(filters: TrajectoryFilter) -> tuple[dict[str, object], int |
         "status": get_args(Status),
         "state": TRAJECTORY_STATES,
     }
-    for key, known in words.items():
-        if key in properties and properties[key] not in known:
+    for key, word in words.items():
+        if key in properties and properties[key] not in word:
             raise StoreError(
-                f"trajectories: {key}={properties[key]!r} is unknown: use one of {', '.join(known)}"
+                f"trajectories: {key}={properties[key]!r} is unknown: use one of {', '.join(word)}"
             )
 
     if limit is not None and limit < 0:

@@ -123,14 +123,18 @@ def _with_conditions(
     draw: random.Random,
 ) -> DatabaseQuestion:
     """The question with so many conditions, or as many as the table has columns for."""
-    named = {question.column, question.most, *(one.column for one in question.conditions)}
+    named = {
+        question.column,
+        question.most,
+        *(condition.column for condition in question.conditions),
+    }
     conditions = list(question.conditions)
     tables = {one.name: one for one in database.tables}
     links = [one for one in table.links if one.table in tables]
     foreign = {one.column for one in table.links}
     primary = {one.name for one in table.columns if one.is_key} - foreign
     for _ in range(number - len(conditions)):
-        if any(one.column in primary and one.link is None for one in conditions):
+        if any(condition.column in primary and condition.link is None for condition in conditions):
             break  # one row is named
 
         link = draw.choice(links) if links and draw.random() < LINKED else None
@@ -185,7 +189,7 @@ async def find_database(
         if table is None:
             continue
         columns = await _with_values(ask, table.name, table.columns)
-        if any(one.values for one in columns):
+        if any(column.values for column in columns):
             known.append(table._replace(columns=columns))
 
     if not known:
@@ -281,9 +285,9 @@ def _table(sql: Any) -> DatabaseTable | None:
         except (sqlite3.Error, sqlite3.Warning, ValueError):
             return None
 
-    keys = [str(one[1]) for one in columns if one[5]]
+    keys = [str(column[1]) for column in columns if column[5]]
     known = tuple(
-        Link(str(one[3]), str(one[2]), str(one[4] or "rowid")) for one in links if one[1] == 0
+        Link(str(link[3]), str(link[2]), str(link[4] or "rowid")) for link in links if link[1] == 0
     )
     foreign = {one.column for one in known}
 

@@ -62,7 +62,7 @@ async def show_lookups(
     if not count:
         return [], 0
 
-    texts = {one.id: " ".join(one.text.split()) for one in passages}
+    texts = {passage.id: " ".join(passage.text.split()) for passage in passages}
     world = ToolWorld(sections)
     found = list[dict[str, Any]]()
     try:

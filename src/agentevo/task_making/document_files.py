@@ -106,7 +106,7 @@ def read_documents(given: Sequence[Path]) -> Documents:
     if not (passages or problems):
         problems.append(_nothing_in(given, left_out))
 
-    twice = [name for name, many in Counter(one.id for one in passages).items() if many > 1]
+    twice = [name for name, many in Counter(passage.id for passage in passages).items() if many > 1]
     if twice and not problems:
         problems.append(f"two passages have the id {twice[0]!r}: give each its own")
 
@@ -255,9 +255,11 @@ def parts_of(text: str) -> Iterator[str]:
     paragraphs = filter(None, (one.strip() for one in re.split(r"\n\s*\n", text)))
     pieces = (
         piece
-        for one in paragraphs
+        for paragraph in paragraphs
         for piece in (
-            [one] if len(one) <= LONGEST_PASSAGE else _pack_neighbours(_sentences(one), " ")
+            [paragraph]
+            if len(paragraph) <= LONGEST_PASSAGE
+            else _pack_neighbours(_sentences(paragraph), " ")
         )
     )
     return _pack_neighbours(pieces, "\n\n")

@@ -215,7 +215,7 @@ def _problem(question: str, answer: str, passage: Passage, on_both: Container[by
     if stands_in(answer, question):
         return "a question holds its answer"
 
-    told = [one for one in _sentences(passage) if stands_in(answer, one)]
+    told = [sentence for sentence in _sentences(passage) if stands_in(answer, sentence)]
     if told and all(asked_key(one) in on_both for one in told):
         return "its sentence stands on both sides of the split"
 

@@ -46,7 +46,7 @@ async def ground_scenario(
     world: ToolWorld, known: Survey, steps: Sequence[ScenarioStep], number: int, draw: random.Random
 ) -> Scenario:
     """The scenario of these calls in the world of that number. Raises UngroundedError."""
-    has_state = any(one.changes for one in steps)
+    has_state = any(step.changes for step in steps)
     questions = _questions(known, steps, draw) if has_state else []
     async with world.open(number) as tools:
         before = await _all(tools, questions)
@@ -140,7 +140,7 @@ def _questions(
     found = [(step.tool, step.arguments) for step in steps if not step.changes]
     for tool in known.asking:
         if (database := known.databases.get(tool)) is not None:
-            counts = [DatabaseQuestion(table=one.name).sql for one in database.tables[:GUESSES]]
+            counts = [DatabaseQuestion(table=table.name).sql for table in database.tables[:GUESSES]]
             found += [(tool, {database.parameter: sql}) for sql in counts]
             continue
 

@@ -281,7 +281,7 @@ class _Maker:
 
         self._taken.add(scenario.content)
         self._queries.add(query)
-        self._used.add([one.tool for one in scenario.steps], scenario.answer)
+        self._used.add([step.tool for step in scenario.steps], scenario.answer)
 
         if self._is_common(scenario.difficulty):
             self._patience //= 2

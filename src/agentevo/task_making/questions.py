@@ -92,7 +92,7 @@ class DatabaseQuestion(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _rows(self) -> str:
-        where = " AND ".join(one.sql for one in self.conditions)
+        where = " AND ".join(condition.sql for condition in self.conditions)
         return f"FROM {quote_identifier(self.table)}{f' WHERE {where}' if where else ''}"
 
     @property
@@ -105,19 +105,21 @@ class DatabaseQuestion(msgspec.Struct, frozen=True, kw_only=True):
             if self.what == "count"
             else f"finding the {kind}{plain(self.column)} of the {table}"
         )
-        met = [one.words for one in self.conditions]
+        met = [condition.words for condition in self.conditions]
         met += [f"the largest {plain(self.most)}"] if self.most else []
         return f"{doing} with {' and '.join(met)}" if met else doing
 
     @property
     def told(self) -> dict[str, Any]:
         """The values that the words have to name."""
-        return {f"{one.column} {one.sign}": one.value for one in self.conditions}
+        return {
+            f"{condition.column} {condition.sign}": condition.value for condition in self.conditions
+        }
 
     @property
     def clauses(self) -> int:
         """Beyond the first: what makes it harder."""
-        linked = sum(one.link is not None for one in self.conditions)
+        linked = sum(condition.link is not None for condition in self.conditions)
         return max(0, len(self.conditions) + linked + bool(self.most) - 1)
 
 

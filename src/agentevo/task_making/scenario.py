@@ -54,7 +54,9 @@ class ScenarioStep(msgspec.Struct, frozen=True, kw_only=True):
         """The arguments that the agent is told; of a question the values that it names."""
         if self.question is not None:
             return self.question.told
-        return {name: one for name, one in self.arguments.items() if name not in self.found}
+        return {
+            name: argument for name, argument in self.arguments.items() if name not in self.found
+        }
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,19 +79,19 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         """What decides."""
         if self.is_open:
             return "open"
-        return "state" if any(one.changes for one in self.steps) else "answer"
+        return "state" if any(step.changes for step in self.steps) else "answer"
 
     @property
     def content(self) -> str:
         """A name of all that the agent is told and has to do, in whichever world and words."""
         whole = [
             [
-                one.tool,
-                one.told,
-                {name: [found.step, found.name] for name, found in one.found.items()},
-                *([one.question.sql] if one.question is not None else []),
+                step.tool,
+                step.told,
+                {name: [found.step, found.name] for name, found in step.found.items()},
+                *([step.question.sql] if step.question is not None else []),
             ]
-            for one in self.steps
+            for step in self.steps
         ]
         text = json.dumps([whole, self.kind, self.place], sort_keys=True, ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -98,18 +100,18 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     def difficulty(self) -> int:
         """From 1 to HARDEST: a point for each call, for each value that has to be found and for
         each further clause of a question, less the first."""
-        clauses = sum(one.question.clauses for one in self.steps if one.question is not None)
-        return min(HARDEST, len(self.steps) + sum(len(one.found) for one in self.steps) + clauses)
+        clauses = sum(step.question.clauses for step in self.steps if step.question is not None)
+        return min(HARDEST, len(self.steps) + sum(len(step.found) for step in self.steps) + clauses)
 
     @property
     def tools(self) -> list[str]:
         """In order, each once."""
-        return list(dict.fromkeys(one.tool for one in self.steps))
+        return list(dict.fromkeys(step.tool for step in self.steps))
 
     @property
     def pairs(self) -> set[tuple[str, str]]:
         """Tools one of which is called after the other."""
-        return pairs_of([one.tool for one in self.steps])
+        return pairs_of([step.tool for step in self.steps])
 
     def row(self, query: str, *, language: str, persona: str, worlds: int) -> dict[str, Any]:
         """As a line of a file of tasks."""

@@ -111,8 +111,8 @@ async def survey(
             )
 
         known = Survey(
-            schemas={one["name"]: one["parameters"] for one in specs},
-            descriptions={one["name"]: one["description"] for one in specs},
+            schemas={spec["name"]: spec["parameters"] for spec in specs},
+            descriptions={spec["name"]: spec["description"] for spec in specs},
             specs=list(tools.schemas),
             values=Values(given),
         )

@@ -97,7 +97,11 @@ class Values:
 
     def known(self, name: str, schema: Mapping[str, Any]) -> list[Any]:
         """Values that the server has shown for a parameter."""
-        stated = [one for one in stated_values(schema) if len(str(one)) <= LONGEST]
+        stated = [
+            stated_value
+            for stated_value in stated_values(schema)
+            if len(str(stated_value)) <= LONGEST
+        ]
         stated += [one for one in self._found.get(name.lower(), []) if one not in stated]
         return [one for one in stated if _fits(one, schema)]
 
@@ -221,7 +225,7 @@ def _same(key: str, name: str) -> bool:
 
 def _list_words(text: str) -> list[str]:
     words = [one.strip("'\" .") for one in re.split(r",? (?:or|and) |, ", text)]
-    return [one for one in words if one and one.lower() not in _STOP]
+    return [word for word in words if word and word.lower() not in _STOP]
 
 
 def _kind(schema: Mapping[str, Any]) -> str:

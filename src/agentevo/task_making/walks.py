@@ -151,7 +151,7 @@ async def _ask_database(
 def prune_steps(steps: Sequence[ScenarioStep]) -> list[ScenarioStep]:
     """Without calls that change nothing and whose result nobody uses; where nothing is changed at
     all, the last call and what it needs."""
-    has_state = any(one.changes for one in steps)
+    has_state = any(step.changes for step in steps)
     kept: set[int] = set()
     for number in reversed(range(len(steps))):
         is_goal = steps[number].changes if has_state else number == len(steps) - 1

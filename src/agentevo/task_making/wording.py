@@ -168,9 +168,9 @@ def _plain(name: str) -> str:
 def named_tools(text: str, tools: Sequence[str]) -> list[str]:
     """Names of tools that stand in a text, whole and in any case."""
     return [
-        one
-        for one in tools
-        if re.search(rf"(?<![\w-]){re.escape(one)}(?![\w-])", text, re.IGNORECASE)
+        tool
+        for tool in tools
+        if re.search(rf"(?<![\w-]){re.escape(tool)}(?![\w-])", text, re.IGNORECASE)
     ]
 
 

@@ -90,8 +90,8 @@ class BookingOffice:
         except msgspec.ValidationError as error:
             raise EnvironmentFailure(f"the task {task.id!r}: metadata: {error}") from error
 
-        self._rooms = {one.room: one for one in world.rooms}
-        self._bookings = {one.room: one for one in world.bookings}
+        self._rooms = {room.room: room for room in world.rooms}
+        self._bookings = {booking.room: booking for booking in world.bookings}
         if len(self._rooms) < len(world.rooms) or not self._bookings.keys() <= self._rooms.keys():
             raise EnvironmentFailure(
                 f"the task {task.id!r}: metadata: rooms need numbers of their own, and a booking "
@@ -108,17 +108,17 @@ class BookingOffice:
             city: Where, such as Rome.
             kind: single, double or family.
         """
-        cities = sorted({one.city for one in self._rooms.values()})
+        cities = sorted({room.city for room in self._rooms.values()})
         if self._names_cities and city.strip().lower() not in map(str.lower, cities):
             there = f"{', '.join(cities[:-1])} or {cities[-1]}" if cities[1:] else cities[0]
             raise ToolError(f"no hotel is in {city[:MAX_NAME]}; city: {there}")
 
         free = [
-            one
-            for one in self._rooms.values()
-            if one.city.lower() == city.strip().lower()
-            and one.kind.lower() == kind.strip().lower()
-            and one.room not in self._bookings
+            room
+            for room in self._rooms.values()
+            if room.city.lower() == city.strip().lower()
+            and room.kind.lower() == kind.strip().lower()
+            and room.room not in self._bookings
         ]
         lines = [f"room {one.room} for {one.price} a night" for one in sorted(free, key=_cheapest)]
         return "\n".join(lines[:20]) or "No such room is free."
@@ -131,10 +131,11 @@ class BookingOffice:
         """
         name = guest.strip().lower()
         lines = [
-            f"room {one.room} in {self._rooms[one.room].city}, {self._rooms[one.room].kind}, "
-            f"{one.nights} nights"
-            for one in self._bookings.values()
-            if one.guest.lower() == name
+            f"room {booking.room} in {self._rooms[booking.room].city}, "
+            f"{self._rooms[booking.room].kind}, "
+            f"{booking.nights} nights"
+            for booking in self._bookings.values()
+            if booking.guest.lower() == name
         ]
         return "\n".join(lines[:20]) or f"{guest[:MAX_NAME]} has no bookings."
 
@@ -190,9 +191,9 @@ class BookingOffice:
             return True
 
         prices = [
-            one.price
-            for number, one in self._rooms.items()
-            if self._is_asked_for(one, wanted)
+            room.price
+            for number, room in self._rooms.items()
+            if self._is_asked_for(room, wanted)
             and number not in self._first
             and (number == has.room or number not in self._bookings)
         ]

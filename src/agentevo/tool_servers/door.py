@@ -95,9 +95,10 @@ class ToolServerDoor:
         while len(self._sessions) >= self._most:
             now = time.monotonic()
             idle = {
-                name: now - one.used + (SILENT_S if one.is_gone else 0.0)
-                for name, one in self._sessions.items()
-                if not one.running and now - one.used >= (GONE_S if one.is_gone else SILENT_S)
+                name: now - session.used + (SILENT_S if session.is_gone else 0.0)
+                for name, session in self._sessions.items()
+                if not session.running
+                and now - session.used >= (GONE_S if session.is_gone else SILENT_S)
             }
             if not idle:
                 return

@@ -115,8 +115,8 @@ class ToolServer:
         async def list_tools(context: Any, parameters: Any) -> Any:
             session = await self._session(context)
             listed = [
-                Tool(name=one.name, description=one.description, input_schema=one.parameters)
-                for one in session.specs
+                Tool(name=spec.name, description=spec.description, input_schema=spec.parameters)
+                for spec in session.specs
             ]
             if self._tools.has_outcome:
                 about = "What the attempt is worth by the state that its calls left."
@@ -138,7 +138,7 @@ class ToolServer:
         from mcp_types import INVALID_PARAMS, CallToolResult, TextContent
 
         is_outcome = name == OUTCOME and self._tools.has_outcome
-        known = [one.name for one in session.specs]
+        known = [spec.name for spec in session.specs]
         if not is_outcome and name not in known:
             there = ", ".join(known)
             raise MCPError(INVALID_PARAMS, f"there is no tool {name[:60]!r}: tools: {there}")

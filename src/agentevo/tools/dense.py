@@ -29,7 +29,7 @@ class DenseIndex:
     def __init__(self, passages: Sequence[Passage], encoder: Encoder) -> None:
         self._passages = passages
         self._encoder = encoder
-        self._vectors = encoder.encode([one.contents for one in passages])
+        self._vectors = encoder.encode([passage.contents for passage in passages])
 
     def find(self, query: str, count: int) -> list[tuple[Passage, float]]:
         """See corpus.Index."""

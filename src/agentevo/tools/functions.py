@@ -202,7 +202,7 @@ class _Object:
         self._item = item
         self._signatures = signatures
         self._thread = thread
-        self.specs = [one.spec for one in signatures.values()]
+        self.specs = [signature.spec for signature in signatures.values()]
 
     async def prepare(self) -> None:
         """See ToolSession.prepare."""
@@ -278,7 +278,7 @@ def _constructor(name: str, item: type, options: Mapping[str, Any]) -> list[str]
     """Which of `task` and `seed` the constructor takes. Raises ConfigError for options that it does
     not take, or lacks."""
     parameters = inspect.signature(item).parameters
-    has_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    has_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     unknown = [key for key in options if key not in parameters and not has_any]
     if unknown:
         known = ", ".join(key for key in parameters if key not in ("task", "seed")) or "none"
@@ -289,9 +289,9 @@ def _constructor(name: str, item: type, options: Mapping[str, Any]) -> list[str]
     takes = [key for key in ("task", "seed") if key in parameters and key not in options]
     missing = [
         key
-        for key, one in parameters.items()
-        if one.default is one.empty
-        and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+        for key, parameter in parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         and key not in options
         and key not in takes
     ]

@@ -88,7 +88,7 @@ class ManagerAPI:
 
     async def _tools(self, node: str, servers: Sequence[str]) -> list[ToolSpec]:
         known = _texts((await self._json("GET", f"{node}/servers")).get("servers"))
-        unknown = next((one for one in servers if one not in known), None)
+        unknown = next((server for server in servers if server not in known), None)
         if unknown is not None:
             guess = nearest(unknown, known)
             hint = f"did you mean {guess}? " if guess else ""
@@ -279,7 +279,7 @@ def _schemas(given: Any) -> dict[str, Mapping[str, Any]]:
 
 def _owner(name: str, servers: Sequence[str]) -> str | None:
     """The server that a name SERVER.TOOL begins with."""
-    owners = [one for one in servers if name.startswith(f"{one}.")]
+    owners = [server for server in servers if name.startswith(f"{server}.")]
     return max(owners, key=len) if owners else None
 
 

@@ -432,9 +432,9 @@ class _ErrorTail(asyncio.Protocol):
 
 def without_secrets(secrets: Sequence[str], text: str) -> str:
     """A message that shows none of these values."""
-    for one in sorted(secrets, key=len, reverse=True):
-        if len(one) >= SHORTEST_SECRET:
-            text = text.replace(one, "***")
+    for secret in sorted(secrets, key=len, reverse=True):
+        if len(secret) >= SHORTEST_SECRET:
+            text = text.replace(secret, "***")
     return text
 
 

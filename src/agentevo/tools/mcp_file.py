@@ -64,8 +64,8 @@ def read_servers(section: MCPFileSection) -> list[McpServer]:
 
     wanted = section.servers or [
         name
-        for name, one in entries.items()
-        if not (isinstance(one, Mapping) and one.get("disabled"))
+        for name, entry in entries.items()
+        if not (isinstance(entry, Mapping) and entry.get("disabled"))
     ]
     if not wanted:
         raise ConfigError(f"{where}: every server is disabled: name some under `servers`")
@@ -111,14 +111,14 @@ def _server(where: str, name: str, given: Any, section: MCPFileSection) -> McpSe
     server = McpServer(
         name=re.sub(r"[^A-Za-z0-9_-]", "_", name)[:40],
         command=None if entry.command is None else fill_variables(entry.command),
-        args=[fill_variables(one) for one in entry.args],
+        args=[fill_variables(arg) for arg in entry.args],
         env={key: fill_variables(one) for key, one in entry.env.items()},
         cwd=None
         if entry.cwd is None
         else section.file.expanduser().parent / fill_variables(entry.cwd),
         url=None if url is None else fill_variables(url),
         transport="sse" if kind == "sse" else "http",
-        headers={key: fill_variables(one) for key, one in entry.headers.items()},
+        headers={key: fill_variables(header) for key, header in entry.headers.items()},
         start_timeout_s=section.start_timeout_s,
         shown=f"of {section.file.name}",
     )

@@ -117,7 +117,7 @@ class _ManagerSession:
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         """See ToolSession.call."""
-        full_name = next(one.full_name for one in self.specs if one.name == name)
+        full_name = next(spec.full_name for spec in self.specs if spec.name == name)
         url = self._url or ""
         try:
             result = await _loop.run(lambda: self._api.call(url, full_name, arguments))

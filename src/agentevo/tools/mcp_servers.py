@@ -114,13 +114,13 @@ class _McpSession:
     def _shown(self, specs: Sequence[ToolSpec]) -> list[ToolSpec]:
         self._all = list(specs)
         outcome = self._section.outcome
-        if outcome is not None and all(one.name != outcome for one in specs):
+        if outcome is not None and all(spec.name != outcome for spec in specs):
             raise EnvironmentFailure(
                 f"{self._server.title} has no tool {outcome!r}, which `outcome` "
-                f"names: it has {', '.join(one.name for one in specs) or 'none'}"
+                f"names: it has {', '.join(spec.name for spec in specs) or 'none'}"
             )
 
-        return [one for one in specs if one.name != outcome]
+        return [spec for spec in specs if spec.name != outcome]
 
     async def prepare(self) -> None:
         """See ToolSession.prepare."""

@@ -139,7 +139,7 @@ class _PageParser:
         if not self._links:
             return
         matches = _ATTRIBUTE.finditer(attributes)
-        href = next((one for one in matches if one[1].lower() == "href"), None)
+        href = next((match for match in matches if match[1].lower() == "href"), None)
         address = "" if href is None else href[2] or href[3] or href[4] or ""
         try:
             address = unescape(address).strip()

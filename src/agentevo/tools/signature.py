@@ -51,7 +51,9 @@ class Signature:
         except pydantic.PydanticInvalidForJsonSchema as error:
             raise ConfigError(f"the tool {name!r}: a type has no JSON schema: {error}") from error
 
-        described = {one.arg_name: one.description for one in text.params if one.description}
+        described = {
+            param.arg_name: param.description for param in text.params if param.description
+        }
         self.spec = ToolSpec(
             name=name, description="\n\n".join(said), parameters=_plain(parameters, described)
         )
@@ -108,18 +110,24 @@ def _model(name: str, function: Callable[..., Any], skip_first: bool) -> type[py
         raise ConfigError(f"the tool {name!r}: its parameters can't be read: {error}") from error
 
     fields: dict[str, Any] = {}
-    for number, one in enumerate(parameters):
-        if one.kind is one.POSITIONAL_ONLY or one.kind is one.VAR_POSITIONAL:
+    for number, parameter in enumerate(parameters):
+        if (
+            parameter.kind is parameter.POSITIONAL_ONLY
+            or parameter.kind is parameter.VAR_POSITIONAL
+        ):
             raise ConfigError(
-                f"the tool {name!r} takes {one}: arguments are given by name, so name each"
+                f"the tool {name!r} takes {parameter}: arguments are given by name, so name each"
             )
 
-        if one.kind is one.VAR_KEYWORD:
-            raise ConfigError(f"the tool {name!r} takes {one}: name each parameter")
+        if parameter.kind is parameter.VAR_KEYWORD:
+            raise ConfigError(f"the tool {name!r} takes {parameter}: name each parameter")
 
-        default = ... if one.default is one.empty else one.default
+        default = ... if parameter.default is parameter.empty else parameter.default
         # Under a name of ours: pydantic reserves some (model_*, schema, names with underscores).
-        fields[f"p{number}"] = (hints.get(one.name, Any), Field(default, alias=one.name))
+        fields[f"p{number}"] = (
+            hints.get(parameter.name, Any),
+            Field(default, alias=parameter.name),
+        )
 
     try:
         return pydantic.create_model(

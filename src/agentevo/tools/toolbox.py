@@ -81,14 +81,14 @@ class Toolbox:
         self._offers = [
             _Offer(section, toolset) for section in sections for toolset in make_toolsets(section)
         ]
-        names = Counter(one.toolset.name for one in self._offers)
+        names = Counter(offer.toolset.name for offer in self._offers)
         twice = next((name for name, count in names.items() if count > 1), None)
         if twice is not None:
             raise ConfigError(
                 f"agent.tools: {twice!r} is listed twice: give one entry, or another name"
             )
 
-        taken = next((n for one in self._offers if (n := one.toolset.name) in OWN_PARTS), None)
+        taken = next((n for offer in self._offers if (n := offer.toolset.name) in OWN_PARTS), None)
         if taken is not None:
             raise ConfigError(
                 f"agent.tools: {taken!r} is a part of every reward that tools say: give the entry "
@@ -98,7 +98,7 @@ class Toolbox:
         self._tell = tell
         self._told = set[tuple[str, type]]()
         self._cache = ResultCache()
-        self.has_outcome = any(one.toolset.has_outcome for one in self._offers)
+        self.has_outcome = any(offer.toolset.has_outcome for offer in self._offers)
         """Whether an attempt's tools say what it is worth."""
 
     @asynccontextmanager
@@ -192,7 +192,7 @@ class AttemptTools:
             ]
         )
         self._by_full_name = {
-            one.spec.full_name: one for one in self._tools.values() if one.spec.full_name
+            tool.spec.full_name: tool for tool in self._tools.values() if tool.spec.full_name
         }
 
         if sessions and not self._tools:
@@ -206,7 +206,7 @@ class AttemptTools:
 
         self.instructions = "\n\n".join(one.instructions for _, one in sessions if one.instructions)
         """What the policy reads of the tools before the task."""
-        self.schemas = [one.spec.schema(name) for name, one in self._tools.items()]
+        self.schemas = [tool.spec.schema(name) for name, tool in self._tools.items()]
         """In OpenAI's form, under the names that the policy knows."""
         self.metrics: Counter[str] = Counter()
         """By the names of METRICS."""
@@ -383,7 +383,7 @@ class AttemptTools:
 
 
 def _is_called(spec: ToolSpec, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, one) for name in spec.names for one in patterns)
+    return any(fnmatchcase(name, pattern) for name in spec.names for pattern in patterns)
 
 
 class _NoAnswerError(Exception):
@@ -448,7 +448,7 @@ def _by_name(tools: Sequence[_Bound]) -> dict[str, _Bound]:
         names[number] = _free_name(wanted[number], taken)
         taken.add(names[number])
 
-    return {names[number]: one for number, one in enumerate(tools)}
+    return {names[number]: tool for number, tool in enumerate(tools)}
 
 
 def _plain_name(name: str) -> str:

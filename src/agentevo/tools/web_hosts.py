@@ -122,7 +122,7 @@ class WebHosts:
             raise ToolError(f"{url.host} can't be found: {error}") from error
 
         addresses = [ipaddress.ip_address(str(info[4][0]).partition("%")[0]) for info in infos]
-        private = next((one for one in addresses if not is_public(one)), None)
+        private = next((address for address in addresses if not is_public(address)), None)
         if private is not None and not self._allow_private:
             raise ToolError(f"{url.host} is no public host: its address is {private}")
         return addresses[0]

@@ -127,9 +127,9 @@ class WebSearch:
 
         results = [one for one in answer if isinstance(one, dict) and self._is_shown(one)]
         lines = [
-            f"[{number}] {self._of(one, self._api.title)}\n{self._of(one, self._api.link)}\n"
-            f"{self._of(one, self._api.text)}".strip()
-            for number, one in enumerate(results[: self._top_k], start=1)
+            f"[{number}] {self._of(result, self._api.title)}\n{self._of(result, self._api.link)}\n"
+            f"{self._of(result, self._api.text)}".strip()
+            for number, result in enumerate(results[: self._top_k], start=1)
         ]
         return "\n\n".join(lines) or "Nothing was found."
 

@@ -33,7 +33,7 @@ class WordIndex:
         )
         self._database.executemany(
             "INSERT INTO passages (rowid, text) VALUES (?, ?)",
-            ((number, separate(one.contents)) for number, one in enumerate(passages)),
+            ((number, separate(passage.contents)) for number, passage in enumerate(passages)),
         )
 
     def find(self, query: str, count: int) -> list[tuple[Passage, float]]:

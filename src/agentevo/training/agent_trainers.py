@@ -50,7 +50,9 @@ class AgentTrainers:
     @property
     def numbers(self) -> TokenNumbers | None:
         """See RolloutTrainer.numbers."""
-        kept = [one.numbers for one in self.trainers.values() if one.numbers is not None]
+        kept = [
+            trainer.numbers for trainer in self.trainers.values() if trainer.numbers is not None
+        ]
         if not kept:
             return None
         together = TokenNumbers()
@@ -92,13 +94,13 @@ class AgentTrainers:
     def step(self, samples: Sequence[PolicySamples]) -> dict[str, float]:
         """See Learner.step. All are computed or, where a number is not finite, the run ends."""
         return self._together(
-            {one.policy: self.trainers[one.policy].step(one.samples) for one in samples}
+            {sample.policy: self.trainers[sample.policy].step(sample.samples) for sample in samples}
         )
 
     def _together(self, metrics: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         together: dict[str, float] = {}
-        for policy, own in metrics.items():
-            for name, value in own.items():
+        for policy, metric in metrics.items():
+            for name, value in metric.items():
                 if name.startswith(SUMMED):
                     together[name] = together.get(name, 0.0) + value
                 else:

@@ -69,9 +69,9 @@ def try_out(section: AlgorithmSection) -> None:
 
 
 def _loss(function: Callable[[LossInputs], Any], inputs: LossInputs) -> Terms:
-    tensors = {one.name: getattr(inputs, one.name) for one in fields(inputs)}
+    tensors = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
     copies: dict[str, Any] = {
-        name: one.clone() for name, one in tensors.items() if isinstance(one, Tensor)
+        name: tensor.clone() for name, tensor in tensors.items() if isinstance(tensor, Tensor)
     }
     try:
         returned = _call_loss(function, replace(inputs, **copies))
@@ -147,7 +147,7 @@ def _refusal(what: str, error: Exception, remedy: str) -> TrainingError:
     if shown := traceback_of(error):
         to_stderr(f"{what}:\n{shown}")
     if isinstance(error, AttributeError) and isinstance(error.obj, LossInputs | Inputs):
-        remedy = f"inputs has {', '.join(one.name for one in fields(error.obj))}"
+        remedy = f"inputs has {', '.join(field.name for field in fields(error.obj))}"
     return TrainingError(
         f"{what}: {describe_error(error)}: {remedy} (the weights were not changed)"
     )
@@ -164,9 +164,9 @@ def _try_loss(function: Callable[[LossInputs], Any]) -> None:
     if not bool(gradients.any()):
         raise ValueError(f"{what}: the loss does not depend on inputs.logp: nothing would train")
 
-    padded = {name: torch.nn.functional.pad(one, (0, 2)) for name, one in tables.items()}
+    padded = {name: torch.nn.functional.pad(table, (0, 2)) for name, table in tables.items()}
     found = [
-        _trial_of(function, {name: one[[row]] for name, one in tables.items()})
+        _trial_of(function, {name: table[[row]] for name, table in tables.items()})
         for row in range(len(ROWS))
     ]
     alone = torch.cat([one[0] for one in found]), torch.cat([one[1] for one in found])

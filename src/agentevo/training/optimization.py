@@ -297,7 +297,7 @@ class Optimization:
             raise CheckpointError(f"trainer.optimizer_from: {error}: {_OTHER}") from error
 
         for parameter, moments in self.optimizer.state.items():
-            shapes = {tuple(one.shape) for one in moments.values() if torch.is_tensor(one)}
+            shapes = {tuple(moment.shape) for moment in moments.values() if torch.is_tensor(moment)}
             if not shapes <= {tuple(parameter.shape), ()}:
                 raise CheckpointError(f"trainer.optimizer_from: moments of other shapes: {_OTHER}")
 

@@ -122,7 +122,7 @@ def largest_moves(path: Path) -> dict[str, float]:
     found: dict[str, float] = {}
     try:
         for name, samples in read_numbers(path).items():
-            sizes = [np.frombuffer(one.changes, dtype="<f2") for one in samples]
+            sizes = [np.frombuffer(sample.changes, dtype="<f2") for sample in samples]
             found[name] = max((float(np.abs(of).max()) for of in sizes if len(of)), default=0.0)
     except ValueError:
         return {}

@@ -157,7 +157,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def chart_of(settings: Sequence[Setting], metric: str, axis: Axis) -> Chart | None:
     """One line for each setting, as `band_chart` draws it."""
-    return band_chart([(one.name, one.views) for one in settings], metric, axis)
+    return band_chart([(setting.name, setting.views) for setting in settings], metric, axis)
 
 
 def differing(settings: Sequence[Setting]) -> tuple[list[tuple[str, list[str]]], int]:

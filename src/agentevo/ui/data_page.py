@@ -149,8 +149,8 @@ async def _aside(
             asyncio.timeout(WITHIN_S),
             dashboard(request).stores.reading(view.source) as store,
         ):
-            for one in get_args(AsideState)[get_args(AsideState).index(state) :]:
-                listed: Any = store.tasks(state=one, after=last)
+            for state_name in get_args(AsideState)[get_args(AsideState).index(state) :]:
+                listed: Any = store.tasks(state=state_name, after=last)
                 last = None
                 async with aclosing(listed):
                     async for stored in listed:

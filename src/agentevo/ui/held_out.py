@@ -207,7 +207,7 @@ def changes(reader: IndexReader, attempts: HeldOut, first: int, last: int) -> Se
 
 def _names(reader: IndexReader, query: str, numbers: Sequence[int] | np.ndarray) -> dict[int, str]:
     found: dict[int, str] = {}
-    values = [int(one) for one in numbers]
+    values = [int(number) for number in numbers]
     for start in range(0, len(values), 500):
         some = values[start : start + 500]
         marks = ", ".join("?" * len(some))

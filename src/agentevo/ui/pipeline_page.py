@@ -39,7 +39,7 @@ class ShownPipeline(NamedTuple):
     @property
     def now(self) -> list[str]:
         """What is under way, measurements among it."""
-        names = [name for name, one in self.state.stages.items() if one.status == "running"]
+        names = [name for name, stage in self.state.stages.items() if stage.status == "running"]
         return [f"measures {name.partition('@')[0]}" if "@" in name else name for name in names]
 
 

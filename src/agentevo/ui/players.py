@@ -362,5 +362,5 @@ class Players:
             self._looking.cancel()
         players = list(self._held.values())
         await asyncio.gather(
-            *(self.end(one, "the dashboard ends") for one in players), return_exceptions=True
+            *(self.end(player, "the dashboard ends") for player in players), return_exceptions=True
         )

@@ -171,7 +171,9 @@ def _files(folder: Path | None, ending: str) -> Iterator[tuple[Path, os.stat_res
         if not stat.S_ISDIR(folder.lstat().st_mode):
             return
         with os.scandir(folder) as entries:
-            names = sorted(one.name for one in entries if one.name.endswith(ending))[:MOST_FILES]
+            names = sorted(entry.name for entry in entries if entry.name.endswith(ending))[
+                :MOST_FILES
+            ]
     except OSError:
         return
 

@@ -115,7 +115,7 @@ async def results(
         raise NotFoundError(f"There is no evaluation {key[:100]} in {sources.shown}.")
 
     found = await in_thread(_kept.get, folder)
-    labels = [str(one.get("model", "")) for one in found.models]
+    labels = [str(model.get("model", "")) for model in found.models]
     first = first if first in labels else (labels[0] if labels else "")
     last = last if last in labels else (labels[-1] if labels else "")
     base = f"/results/{quote(key, safe='~+=,@')}"
@@ -294,7 +294,7 @@ def _change_of(found: Results, first: str, last: str) -> Changed:
 
     moved = sorted(pairs, key=lambda one: -abs(one[2] - one[1]))
     return Changed(
-        paired_difference([one[1] for one in pairs], [one[2] for one in pairs]),
+        paired_difference([pair[1] for pair in pairs], [pair[2] for pair in pairs]),
         len(pairs),
         [one for one in moved if one[2] > one[1]],
         [one for one in moved if one[2] < one[1]],

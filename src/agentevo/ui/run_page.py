@@ -31,12 +31,12 @@ async def now(request: Request, run: str) -> HTMLResponse:
     segments = run_now.timeline(view)
     drawn = [
         (
-            one.start_s,
-            one.lasted_s,
-            one.place,
-            f"step {one.step}: {one.phase}, {one.lasted_s:.1f} s",
+            segment.start_s,
+            segment.lasted_s,
+            segment.place,
+            f"step {segment.step}: {segment.phase}, {segment.lasted_s:.1f} s",
         )
-        for one in segments
+        for segment in segments
     ]
 
     return run_page(

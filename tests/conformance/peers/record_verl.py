@@ -61,7 +61,7 @@ def sessions(made: dict[str, Batch]) -> Case:
 
 
 def dtype_of(*tensors: torch.Tensor) -> Case:
-    other = {str(one.dtype).removeprefix("torch.") for one in tensors} - {"float64"}
+    other = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors} - {"float64"}
     return {"dtype": other.pop()} if other else {}
 
 

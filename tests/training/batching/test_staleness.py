@@ -232,7 +232,7 @@ def hand_built_loss(
     if aggregation == "token-mean":
         return torch.cat(losses).mean()
 
-    return torch.stack([own.mean() for own in losses]).mean()
+    return torch.stack([loss.mean() for loss in losses]).mean()
 
 
 def grpo_advantages(trajectories) -> dict[str, float]:

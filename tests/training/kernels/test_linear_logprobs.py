@@ -86,8 +86,8 @@ def one_kernel_per_cell(*, compiled=False):
 
 
 def assert_same(ours, theirs, tolerance):
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    for our, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our, their, rtol=tolerance, atol=tolerance)
 
 
 @settings(max_examples=examples(60), derandomize=True)
@@ -272,7 +272,7 @@ def test_half_precision_is_summed_in_float32():
     problem.inputs[0] = problem.inputs[0].abs()
     problem.targets = torch.zeros_like(problem.targets)
     ours = problem.solved(linear_logprobs, entropy=False)
-    assert [one.dtype for one in ours] == [
+    assert [our.dtype for our in ours] == [
         torch.float32,
         torch.float32,
         torch.bfloat16,

@@ -97,7 +97,7 @@ class _ValueCheck:
             parts = [*parts, referred_schema(self._whole, schema["$ref"])]
 
         choices = [options for key in ("anyOf", "oneOf") if (options := _parts_of(schema, key))]
-        return all(map(allows, parts)) and all(any(map(allows, one)) for one in choices)
+        return all(map(allows, parts)) and all(any(map(allows, choice)) for choice in choices)
 
 
 def _fits(schema: Mapping[str, Any], value: Any) -> bool:

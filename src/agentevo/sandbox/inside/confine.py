@@ -217,7 +217,9 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def call(name: str, *arguments: Any, what: str = "") -> int:
-    given = [ctypes.c_long(one) if isinstance(one, int) else one for one in arguments]
+    given = [
+        ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments
+    ]
     result = getattr(LIBC, name)(*given)
     if result < 0:
         number = ctypes.get_errno()

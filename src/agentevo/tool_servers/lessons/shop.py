@@ -57,7 +57,7 @@ class Shop:
 
     def step(self, task: Mapping[str, Any], results: Sequence[str]) -> LessonCall | str:
         """See Lesson.step."""
-        changed = any(one.startswith("Done") for one in results)
+        changed = any(result.startswith("Done") for result in results)
         if changed:
             return DONE
         if task["query"].startswith("Give") and not results:

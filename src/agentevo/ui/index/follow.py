@@ -278,8 +278,8 @@ class StoreFollower:
         with suppress(AgentEvoError):  # a record without a plan, or attempts that are gone
             if record is not None:
                 stored = [
-                    without_words(one.trajectory)
-                    async for one in self._store.trajectories(trained_step=step)
+                    without_words(trajectory.trajectory)
+                    async for trajectory in self._store.trajectories(trained_step=step)
                 ]
                 samples = await in_thread(step_samples, step, record.record, stored, rule)
                 found = largest(samples)
