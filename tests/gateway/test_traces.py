@@ -26,7 +26,7 @@ class Ended:
     def trace_of(self, trajectory_id: str) -> AttemptTrace:
         return AttemptTrace(99, True)
 
-    def ended(self, call: Any) -> None:
+    def end_span(self, call: Any) -> None:
         self.calls.append(call)
 
 

@@ -233,7 +233,7 @@ def test_looking_for_other_difficulties_in_vain_costs_walks_once():
     class OneCall(making._Maker):
         walks = 0
 
-        async def _walked(self, number):
+        async def _walk(self, number):
             self.walks += 1
             step = ScenarioStep(tool="greet", arguments={"name": f"N{number}"}, changes=True)
             return Scenario(steps=[step], world=0), []
