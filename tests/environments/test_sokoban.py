@@ -144,7 +144,7 @@ def test_distances_are_shortest(seed: int, num_boxes: int) -> None:
     environment.reset(seed=seed)
     state = environment._state
     ahead = forward_distances(environment.room, state)
-    shortest = min(count for reached, count in ahead.items() if environment.room.solved(reached))
+    shortest = min(count for reached, count in ahead.items() if environment.room.is_solved(reached))
     assert environment.solution_length() == shortest
     assert 2 <= shortest <= 9
     assert not state >> PLAYER_BITS & environment.room.targets

@@ -474,7 +474,7 @@ def test_a_stream_that_fails_ends_with_an_event_of_the_api_s(gateway_of, loaded)
         async with gateway_of(Breaks()) as opened:
             policy = opened.policy()
             _, events = await streamed(opened, policy, ASK)
-            return events, policy.conversation.recorded({})
+            return events, policy.conversation.turns_to_record({})
 
     events, recorded = run(talk())
     assert events[-1]["type"] == "error"

@@ -127,7 +127,7 @@ def test_a_client_that_goes_away_leaves_no_turn(gateway_of, left, path, stream):
 
             await engine.cancelled.wait()
             await nobody_is_left(opened, policy)
-            return policy.conversation.recorded({}), policy.conversation.broken
+            return policy.conversation.turns_to_record({}), policy.conversation.broken
 
     assert run(talk()) == ([], None)
 
@@ -149,7 +149,7 @@ def test_an_answer_that_was_ready_when_its_client_had_gone_is_not_trained_on(gat
             time.sleep(0.2)  # noqa: ASYNC251 (the door hears of it meanwhile)
             await nobody_is_left(opened, policy)
             await asyncio.sleep(0.05)
-            return policy.turns, policy.conversation.recorded({})
+            return policy.turns, policy.conversation.turns_to_record({})
 
     turns, recorded = run(talk())
     assert recorded == []
@@ -282,7 +282,7 @@ def test_an_engine_that_dies_in_mid_stream_ends_it_with_the_reason(gateway_of, l
     error = last["response"]["error"] if path == "/responses" else last["error"]
     assert error["message"] == "it has gone"
     assert isinstance(conversation.broken, EngineUnavailableError)
-    assert conversation.recorded({}) == []
+    assert conversation.turns_to_record({}) == []
 
 
 @pytest.mark.slow
@@ -313,7 +313,7 @@ def test_a_client_that_does_not_read_is_given_up(gateway_of, loaded, monkeypatch
                     await asyncio.sleep(0.005)
 
                 await nobody_is_left(opened, policy)
-                return policy.conversation.recorded({})
+                return policy.conversation.turns_to_record({})
 
     assert run(talk()) == []
 
@@ -354,7 +354,7 @@ def test_a_long_answer_counts_where_its_client_took_the_whole(
                         break
                     await asyncio.sleep(0.01)
 
-                return len(conversation.turns), len(conversation.recorded({}))
+                return len(conversation.turns), len(conversation.turns_to_record({}))
 
     assert run(talk()) == (1, reads == "all")
 
@@ -436,7 +436,7 @@ def test_an_attempt_that_ends_while_it_asks_is_a_conflict(gateway_of, left):
 
             answer = await asking
             await nobody_is_left(opened, policy)
-            return answer, policy.conversation.recorded({})
+            return answer, policy.conversation.turns_to_record({})
 
     answer, recorded = run(talk())
     assert answer.status_code == 409 and "broken off" in answer.json()["error"]["message"]
@@ -455,7 +455,7 @@ def test_a_gateway_that_closes_ends_what_is_under_way(gateway_of, left, monkeypa
                 writer.write(head(policy, len(body)) + body)
                 await engine.begun.wait()
                 await asyncio.to_thread(opened.gateway.close)
-                return await reader.read(), policy.conversation.recorded({})
+                return await reader.read(), policy.conversation.turns_to_record({})
 
     rest, recorded = run(talk())
     assert not rest.startswith(b"HTTP/1.1 200") and recorded == []

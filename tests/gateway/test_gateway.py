@@ -581,7 +581,7 @@ def test_a_client_that_leaves_a_stream_ends_its_request(gateway_of, loaded, chat
                         break
 
             await asyncio.wait_for(engine.cancelled.wait(), 300)
-            return policy.conversation.recorded({})
+            return policy.conversation.turns_to_record({})
 
     assert run(talk()) == []
 
@@ -599,7 +599,7 @@ def test_a_stream_that_fails_says_why_where_it_ends(gateway_of, loaded):
         async with gateway_of(Breaks(ids)) as opened:
             policy = opened.policy()
             answer = await opened.post(policy, {**ASK, "stream": True})
-            return answer, policy.conversation.recorded({})
+            return answer, policy.conversation.turns_to_record({})
 
     answer, recorded = run(talk())
     events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data")]

@@ -80,7 +80,7 @@ def test_openais_client_talks_to_both_in_one_attempt(gateway_of, stream):
     assert second["content"] == "right"
     assert [turn.messages[-1].text for turn in policy.turns] == ["left"]
 
-    one, two = policy.remote.recorded()
+    one, two = policy.remote.turns_to_record()
     assert one.messages[-1].tool_calls == (ToolCall("look", '{"a": 1}', "x1"),)
     assert json.loads(one.tools) == [TOOL]
     assert (two.parent, two.tools) == (0, "")
@@ -103,7 +103,7 @@ def test_the_other_apis_lead_there_too(gateway_of):
             message = (await opened.post(policy, asked, "/messages")).json()
             n = {"model": "teacher", "messages": [USER], "n": 3}
             several = (await opened.post(policy, n)).json()
-            return response, message, several, policy.remote.recorded()
+            return response, message, several, policy.remote.turns_to_record()
 
     with RemoteServer(gives(chat("right", usage=(10, 4)))) as server, models_of(server) as remote:
         response, message, several, turns = asyncio.run(talk(remote))
@@ -150,7 +150,7 @@ def test_failures_are_the_clients_to_see(
 
     assert answer.status_code == status
     assert words in answer.json()["error"]["message"]
-    assert policy.remote.recorded() == []
+    assert policy.remote.turns_to_record() == []
 
 
 @pytest.mark.slow
@@ -162,7 +162,7 @@ def test_what_a_client_did_not_wait_for_is_not_recorded(gateway_of):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(asked, 0.2)
             await asyncio.sleep(0.5)
-            return policy.remote.recorded()
+            return policy.remote.turns_to_record()
 
     with RemoteServer(sleeps(0.4)) as server, models_of(server) as remote:
         assert asyncio.run(talk(remote)) == []

@@ -72,7 +72,7 @@ def talk(gateway_of, server, path="/chat/completions", folder=None, keys=None, *
         async with gateway_of([], remote) as opened:
             policy = opened.policy()
             events = await heard(opened, policy, path, **more)
-            return events, policy.remote.recorded()
+            return events, policy.remote.turns_to_record()
 
     with server, models_of(server, folder, **(keys or {})) as remote:
         return asyncio.run(work(remote))
@@ -228,7 +228,7 @@ def test_a_client_that_hangs_up_leaves_an_account_and_no_turn(gateway_of, tmp_pa
                 while not (tmp_path / "teacher.jsonl").exists():
                     await asyncio.sleep(0.05)
 
-            return policy.remote.recorded()
+            return policy.remote.turns_to_record()
 
     with server, models_of(server, tmp_path) as remote:
         assert asyncio.run(work(remote)) == []

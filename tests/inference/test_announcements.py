@@ -109,7 +109,7 @@ def test_a_store_that_is_away_costs_no_engine(board, monkeypatch):
 def test_an_engine_is_announced_while_it_serves(board, tmp_path):
     async def work():
         versions = iter(range(100))
-        async with board().announced(engine("one"), serves=lambda: next(versions), every_s=0.01):
+        async with board().keep_announced(engine("one"), serves=lambda: next(versions), every_s=0.01):
             deadline = time.monotonic() + 300
             while not (found := board().living()) or found[0].version < 2:
                 assert time.monotonic() < deadline
@@ -133,7 +133,7 @@ def test_an_announcement_that_is_being_written_does_not_outlive_its_engine(board
     monkeypatch.setattr(writes, "announce", slowly)
 
     async def work():
-        async with writes.announced(engine("one"), serves=lambda: 1):
+        async with writes.keep_announced(engine("one"), serves=lambda: 1):
             while not writing.is_set():
                 await asyncio.sleep(0.01)
             asyncio.get_running_loop().call_later(0.1, go_on.set)

@@ -40,7 +40,7 @@ def test_engines_get_every_bit_of_each_version(folder, sender, notes):
         publishing = threads.submit(asyncio.run, sender.publish(4))
 
         def followed(source):
-            while source.announced().version < 4:
+            while source.latest_version().version < 4:
                 time.sleep(0.01)
             return taken(source)
 

@@ -115,12 +115,12 @@ def test_versions_come_back_to_the_bit_and_old_ones_go(rooms, tmp_path):
     writer = rooms.writer()
     reader = rooms.reader()
     model = made()
-    assert reader.announced() is None
+    assert reader.latest_version() is None
 
     for version in range(1, 6):
         step(model)
         writer.write(version, model, keep=1)
-        latest = reader.announced()
+        latest = reader.latest_version()
         assert same(reader.read(version, sha256=latest.sha256), model)
 
     assert same(rooms.reader(full_every=1).read(5), model), "one that is late"
@@ -153,7 +153,7 @@ def test_a_store_that_fails_now_and_then_serves_the_bits_or_nothing(fault, rooms
         for _ in range(4):
             asyncio.run(trainer.look_after())
             try:
-                latest = reader.announced()
+                latest = reader.latest_version()
                 if latest is not None and latest.version == version:
                     assert same(reader.read(version, sha256=latest.sha256), model)
                     served += 1
@@ -204,12 +204,12 @@ def test_an_engine_asks_at_most_every_second(rooms, monkeypatch):
     writer = rooms.writer()
     reader = rooms.reader(look_s=60)
     writer.write(1, made(), keep=2)
-    assert reader.announced().version == 1
+    assert reader.latest_version().version == 1
 
     writer.write(2, made(), keep=2)
-    assert reader.announced().version == 1
+    assert reader.latest_version().version == 1
     monkeypatch.setattr(reader, "_look_s", 0)
-    assert reader.announced().version == 2
+    assert reader.latest_version().version == 2
 
 
 def test_calls_that_hang_are_left_alone_and_counted(rooms, monkeypatch):
@@ -221,7 +221,7 @@ def test_calls_that_hang_are_left_alone_and_counted(rooms, monkeypatch):
     try:
         for problem in ("no answer within 0 s", "no answer within 0 s", "2 calls hang"):
             with pytest.raises(EngineError, match=problem):
-                reader.announced()
+                reader.latest_version()
     finally:
         release.set()
 

@@ -124,7 +124,7 @@ def test_any_history_serves_the_trainers_bits_or_nothing(actions, seed, tmp_path
 
     def read(source):
         try:
-            latest = source.announced()
+            latest = source.latest_version()
             found = None if latest is None else source.read(latest.version, sha256=latest.sha256)
         except EngineError:
             return
@@ -298,7 +298,7 @@ def test_a_wrong_base_is_refused_whoever_holds_it(published):
 def test_two_writers_never_give_a_mixture(published, tmp_path):
     """The second one overwrites versions that the first one's deltas build on."""
     folder, _ = published
-    wanted = folder.announced()
+    wanted = folder.latest_version()
 
     other = made(5)
     second = WeightsFolder(folder.folder, full_every=8)
@@ -309,7 +309,7 @@ def test_two_writers_never_give_a_mixture(published, tmp_path):
     with pytest.raises(EngineError, match="not what was written"):
         WeightsFolder(folder.folder).read(wanted.version, sha256=wanted.sha256)
 
-    latest = folder.announced()
+    latest = folder.latest_version()
     assert same(WeightsFolder(folder.folder).read(latest.version, sha256=latest.sha256), other)
 
 

@@ -140,14 +140,14 @@ def test_gate(kernels, size):
     gate = size * torch.randn(9, 4096)
     up = torch.randn(9, 4096)
     wanted = gate.double() * torch.sigmoid(gate.double()) * up
-    found = kernels.gated(gate.clone(), up)
+    found = kernels.gate_in_place(gate.clone(), up)
     torch.testing.assert_close(found.double(), wanted, rtol=2e-6, atol=1e-30)
-    assert torch.equal(kernels.gated(gate[3:4].clone(), up[3:4]), found[3:4])
+    assert torch.equal(kernels.gate_in_place(gate[3:4].clone(), up[3:4]), found[3:4])
 
 
 def test_gate_of_the_largest_numbers(kernels):
     gate = torch.tensor([-torch.inf, -3e38, -1e30, -100.0, 100.0, 3e38] * 8)[None]
-    found = kernels.gated(gate.clone(), torch.ones(1, 48))
+    found = kernels.gate_in_place(gate.clone(), torch.ones(1, 48))
     torch.testing.assert_close(found, torch.nn.functional.silu(gate), equal_nan=True)
 
 
@@ -163,7 +163,7 @@ def test_what_is_no_number_stays_none(kernels):
     ):
         assert found[1].isnan().all() and not found[[0, 2, 3]].isnan().any()
 
-    gated = kernels.gated(x.clone(), torch.ones(4, 64))
+    gated = kernels.gate_in_place(x.clone(), torch.ones(4, 64))
     assert torch.equal(gated.isnan(), x.isnan())
 
 
@@ -172,7 +172,7 @@ def test_rotary_positions(kernels):
     angles = torch.randn(11, 16).repeat(1, 2)
     cos = angles.cos()
     sin = angles.sin()
-    q, k = kernels.rotated(heads, 5, 2, cos, sin)
+    q, k = kernels.rotate(heads, 5, 2, cos, sin)
     by_head = [part.transpose(0, 1)[None] for part in (heads[:, :5], heads[:, 5:7])]
     wanted = apply_rotary_pos_emb(*by_head, cos[None], sin[None])
     for found, other in zip((q, k), wanted, strict=True):

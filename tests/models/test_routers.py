@@ -88,7 +88,7 @@ def recorded(model, batch) -> torch.Tensor:
     """[N, layers, top_k]"""
     recording = Recording(routers_of(model))
     with torch.no_grad():
-        token_logprobs(model, batch.routed(recording))
+        token_logprobs(model, batch.with_routing(recording))
     return torch.from_numpy(recording.rows().astype("int64"))
 
 

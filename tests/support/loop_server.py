@@ -32,7 +32,7 @@ class Wire(httpx.AsyncBaseTransport):
 
     def __init__(self, door, *, loses=False):
         async def app(scope, receive, send):
-            await door.guarded({**scope, "state": {"connection": Admitted()}}, receive, send)
+            await door.guard({**scope, "state": {"connection": Admitted()}}, receive, send)
 
         self._asgi = httpx.ASGITransport(app)
         self._loses = loses

@@ -39,7 +39,7 @@ def sequence(inputs):
 @agentevo.advantage("test_group")
 def group(inputs):
     """GRPO's without the division."""
-    return inputs.members.centred(inputs.score)
+    return inputs.members.subtract_mean(inputs.score)
 
 
 @agentevo.advantage("test_tokens")

@@ -111,7 +111,7 @@ def gap(model, samples, *, replay: bool, tokens: int = 16384, merge: bool = True
     """Largest distance of the model's log-probs from those that the tokens were drawn with."""
 
     def compute(batch) -> dict[str, torch.Tensor]:
-        routed_batch = batch.routed(RouterReplay(batch.routed_experts)) if replay else batch
+        routed_batch = batch.with_routing(RouterReplay(batch.routed_experts)) if replay else batch
         return {"gap": token_logprobs(model, routed_batch)[0] - _of(batch)}
 
     def _of(batch) -> torch.Tensor:

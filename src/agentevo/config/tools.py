@@ -66,10 +66,10 @@ Tool: TypeAlias = str | Mapping[str, Any] | Section | Callable[..., Any] | type
 PACKAGED: Mapping[str, str] = {
     "booking": "agentevo.tool_servers.booking:BookingOffice",
     "calculator": "agentevo.tool_servers.calculator:calculator",
-    "database": "agentevo.tool_servers.database:Database",
+    "database": "agentevo.tool_servers.database:DatabaseTools",
     "fetch": "agentevo.tools.fetch:Fetch",
-    "files": "agentevo.tool_servers.files:Files",
-    "search": "agentevo.tools.search:Search",
+    "files": "agentevo.tool_servers.files:FileTools",
+    "search": "agentevo.tools.search:CorpusSearch",
     "web_search": "agentevo.tools.web_search:WebSearch",
 }
 """The tools that ship with AgentEvo: known by name, imported when they are asked for."""
