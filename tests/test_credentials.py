@@ -158,7 +158,7 @@ def test_the_same_place_has_any_password_and_another_place_none_in_common():
     ("override", "words"),
     [
         ("store.url=postgresql://me:hush@h/d", "store.url: the password would be"),
-        ("store=postgresql://me:hush@h/d", "store: the password would be"),
+        ("store=postgresql://me:hush@h/d", "store.url: the password would be"),
         ("store.url=[postgresql://me:hush@h/d]", "the password would be"),
         ("store.url=me:hush@h/d", "store.url: the password would be"),
         ("engine.options={url: 'http://me:hush@h/d'}", "engine.options.url: the password would"),

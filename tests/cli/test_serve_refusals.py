@@ -9,7 +9,7 @@ pytest.importorskip("mcp", reason="the SDK of MCP is not installed")
     ("words", "problem"),
     [
         (["databse"], "did you mean 'database'?"),
-        (["files", "rot=3"], "Files takes no option 'rot' (options: root, read_only)"),
+        (["files", "rot=3"], "FileTools takes no option 'rot' (options: root, read_only)"),
         (["files", "root"], "write key=value"),
         (["calculator", "size=3"], "is a function, and takes no options"),
         (["calculator", "--port", "80"], "are for --http"),

@@ -243,7 +243,7 @@ def test_kept_attempts_are_scored_again_without_playing(folder, capsys):
         (["http://127.0.0.1:9/v1#m"], "can't be reached"),
         (
             ["nothing-like-it"],
-            "could be measured is called 'nothing-like-it': give a recipe (coins, ",
+            "no recipe, run or model is called 'nothing-like-it': give a recipe (coins, ",
         ),
         (["{url}", "--tasks", "nowhere.jsonl"], "does not exist"),
         (["{url}", "-k", "0"], "give 1 to"),
