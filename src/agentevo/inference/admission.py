@@ -96,25 +96,25 @@ class AdmittedConnection:
         `within_s`. The answer has not ended: the end of it begins the next request."""
         if self.is_lost or self.transport is None or self.transport.is_closing():
             return False  # what is written to a transport that closes goes nowhere
-        if (left := self._num_left()) <= UNNOTICED:
+        if (num_remaining := self._num_left()) <= UNNOTICED:
             return True
 
-        lost = asyncio.Event()
+        lost_event = asyncio.Event()
         loop = asyncio.get_running_loop()
         until = loop.time() + within_s
-        self.watch(lost.set)
+        self.watch(lost_event.set)
 
         try:
-            while left and not self.is_lost:
+            while num_remaining and not self.is_lost:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(TAKEN_S):
-                        await lost.wait()
+                        await lost_event.wait()
 
-                before = left
-                left = self._num_left()
-                if left < before:
+                before = num_remaining
+                num_remaining = self._num_left()
+                if num_remaining < before:
                     until = loop.time() + within_s
-                elif left and loop.time() >= until:
+                elif num_remaining and loop.time() >= until:
                     return False
         finally:
             self.watch(None)
@@ -139,11 +139,11 @@ class AdmittedConnection:
             return int(waiting)
 
         try:
-            told = fcntl.ioctl(connected.fileno(), termios.TIOCOUTQ, bytes(4))
+            unacknowledged = fcntl.ioctl(connected.fileno(), termios.TIOCOUTQ, bytes(4))
         except OSError:
             return int(waiting)
 
-        return int(waiting) + int.from_bytes(told, sys.byteorder)
+        return int(waiting) + int.from_bytes(unacknowledged, sys.byteorder)
 
     def cut(self) -> None:
         """Ends it, whatever is on its way."""
@@ -242,7 +242,7 @@ class Admission:
         self._looking = self._loop.call_later(LOOK_S, self._look)
 
     def _accept(self) -> None:
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         took_places = False
         until = self._loop.time() + ADMISSION_S
         for _ in range(ACCEPTED_AT_ONCE):
@@ -267,7 +267,7 @@ class Admission:
             self._loop.add_reader(accepted, self._begin, connection, accepted)
 
         if took_places:
-            self._pause((time.perf_counter() - begun) * (1 / ACCEPTING_SHARE - 1))
+            self._pause((time.perf_counter() - started_at) * (1 / ACCEPTING_SHARE - 1))
 
     def _make_room(self) -> None:
         oldest = next(iter(self._silent or self._strangers), None)

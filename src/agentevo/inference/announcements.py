@@ -82,16 +82,16 @@ class StoreAnnouncements:
 
     def living(self) -> list[Announcement]:
         """Engines that were announced anew within DEAD_S while this object looked, by name."""
-        seen = {}
-        found = self._objects.under(FOLDER)
-        if len(found) > MOST:
-            raise OSError(f"{self._objects.url}/{FOLDER} has {len(found):,} objects: not a run's")
+        entries = {}
+        objects = self._objects.under(FOLDER)
+        if len(objects) > MOST:
+            raise OSError(f"{self._objects.url}/{FOLDER} has {len(objects):,} objects: not a run's")
 
-        for name, info in sorted(found.items()):
+        for name, info in sorted(objects.items()):
             state = state_of(info)
             before = self._seen.get(name)
             if before is not None and before[0] == state:
-                seen[name] = before
+                entries[name] = before
                 continue
 
             signed = self._read(name)
@@ -101,12 +101,16 @@ class StoreAnnouncements:
             if signed is not None and not is_ours:
                 self._warn(name)
 
-            told = signed.announcement if signed is not None and is_ours else None
-            seen[name] = (state, time.monotonic(), told)
+            announcement = signed.announcement if signed is not None and is_ours else None
+            entries[name] = (state, time.monotonic(), announcement)
 
-        self._seen = seen
+        self._seen = entries
         now = time.monotonic()
-        return [told for _, since, told in seen.values() if told and now - since <= DEAD_S]
+        return [
+            announcement
+            for _, since, announcement in entries.values()
+            if announcement and now - since <= DEAD_S
+        ]
 
     @asynccontextmanager
     async def keep_announced(

@@ -39,13 +39,13 @@ def choose_work(running: list[Sequence], prefill_tokens: int) -> list[tuple[Sequ
     """Every sequence that needs one token gets it; longer stretches share `prefill_tokens`, first
     come first served."""
     work = []
-    left = prefill_tokens
+    remaining = prefill_tokens
     for sequence in running:
         missing = len(sequence.ids) - sequence.cached
-        count = 1 if missing == 1 else min(missing, MAX_CHUNK, left)
+        count = 1 if missing == 1 else min(missing, MAX_CHUNK, remaining)
         if count > 0:
             work.append((sequence, count))
-            left -= count if missing > 1 else 0
+            remaining -= count if missing > 1 else 0
 
     return work
 

@@ -70,7 +70,7 @@ class Contents(msgspec.Struct, frozen=True):
     def specs(self) -> dict[str, Spec]:
         """In the order in which the tensors come. Raises EngineError for dtypes that this torch
         does not have."""
-        found = {}
+        specs = {}
         for entry in self.tensors:
             dtype = getattr(torch, entry.dtype, None)
             if not isinstance(dtype, torch.dtype):
@@ -78,9 +78,9 @@ class Contents(msgspec.Struct, frozen=True):
                     f"version {self.version} has {entry.name} as {entry.dtype}, which this "
                     "PyTorch does not know: install the trainer's release"
                 )
-            found[entry.name] = Spec(dtype, entry.shape)
+            specs[entry.name] = Spec(dtype, entry.shape)
 
-        return found
+        return specs
 
 
 class PlaceRequest(msgspec.Struct, frozen=True):
@@ -156,9 +156,11 @@ class BroadcastFiles:
         before = self._read_latest()
         write_atomic(self.folder / LATEST_FILE, msgspec.json.encode(latest), durable=True)
 
-        kept = {self._contents(one.sha256) for one in (latest, before) if one is not None}
+        kept_paths = {
+            self._contents(version.sha256) for version in (latest, before) if version is not None
+        }
         for path in self.folder.glob("tensors-*.json"):
-            if path not in kept:
+            if path not in kept_paths:
                 path.unlink(missing_ok=True)
 
         return latest
@@ -220,12 +222,12 @@ class BroadcastFiles:
         clock.unlink(missing_ok=True)
         clock.touch()  # by the clock of the machine that has the folder, which is listed anew now
         now = clock.stat().st_mtime
-        found = []
+        asks = []
         for entry in os.scandir(self._asks):
             match = re.fullmatch(r"([0-9a-f]{32})\.json", entry.name)
             try:
-                seen = entry.stat(follow_symlinks=False)
-                if abs(now - seen.st_mtime) > STALE_S:
+                status = entry.stat(follow_symlinks=False)
+                if abs(now - status.st_mtime) > STALE_S:
                     raise EngineError("its engine is gone")
                 if match is None:
                     continue
@@ -240,9 +242,9 @@ class BroadcastFiles:
                 continue
 
             if ask.sha256 == sha256:
-                found.append(ask)
+                asks.append(ask)
 
-        return found
+        return asks
 
     @contextmanager
     def round(self, round_id: str, answers: Mapping[str, PlaceAnswer]) -> Iterator[Path]:

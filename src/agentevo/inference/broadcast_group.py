@@ -53,18 +53,18 @@ C++; by the time of the next round the file is gone, or stays."""
 def check_network() -> None:
     """Raises ConfigError where gloo finds no address to listen on, so that who would break every
     round off says so before the first."""
-    given = os.environ.get(INTERFACE, "")
+    interfaces = os.environ.get(INTERFACE, "")
     try:
-        for interface in filter(None, given.split(",")):
+        for interface in filter(None, interfaces.split(",")):
             distributed.ProcessGroupGloo.create_device(interface=interface)
-        if not given:
+        if not interfaces:
             distributed.ProcessGroupGloo.create_default_device()
     except RuntimeError as error:
-        here = ", ".join(sorted(psutil.net_if_addrs()))
+        networks = ", ".join(sorted(psutil.net_if_addrs()))
         raise ConfigError(
             "rollout.transport=broadcast: gloo finds no address to listen on with "
-            f"{INTERFACE}={given or '(unset)'}: set it to one of this machine's networks ({here}) "
-            "that trainer and engines share"
+            f"{INTERFACE}={interfaces or '(unset)'}: set it to one of this machine's networks "
+            f"({networks}) that trainer and engines share"
         ) from error
 
 
@@ -155,7 +155,7 @@ class BroadcastGroup:
 
     def close(self) -> None:
         """Whoever still waits for this one sees that it is gone."""
-        for group in {id(one): one for one in (self._tensors, self._control)}.values():
+        for group in {id(group): group for group in (self._tensors, self._control)}.values():
             group.abort()
 
 
@@ -187,8 +187,10 @@ def _broken_off() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        said = str(error).partition(". This is typically")[0]
-        raise WeightsLostError(f"a member of the group is gone, or hangs ({said[:300]})") from error
+        reason = str(error).partition(". This is typically")[0]
+        raise WeightsLostError(
+            f"a member of the group is gone, or hangs ({reason[:300]})"
+        ) from error
 
 
 @contextmanager
@@ -218,13 +220,13 @@ def send(
     OSError for files."""
     with _join_group(files, answer, 0, device) as group, opened() as tensors:
         coming = iter(tensors)
-        found = dict[str, str]()
+        fingerprints = dict[str, str]()
         buffer = torch.empty(_room(specs), dtype=torch.uint8, device=group.device)
         for bucket in buckets(specs, BUCKET_BYTES):
             filled = 0
             for piece in bucket:
                 if piece.begin == 0:
-                    bits = _next_bits(coming, piece.name, specs[piece.name], found)
+                    bits = _next_bits(coming, piece.name, specs[piece.name], fingerprints)
                 size = piece.end - piece.begin
                 buffer[filled : filled + size] = bits[piece.begin : piece.end]
                 filled += size
@@ -232,22 +234,22 @@ def send(
             if filled:
                 group.broadcast(buffer[:filled])
 
-        files.write_sent(answer.round, Sent(answer.sha256, found))
+        files.write_sent(answer.round, Sent(answer.sha256, fingerprints))
         group.broadcast(torch.ones(1, dtype=torch.uint8, device=_CPU))
         return group.refusals(False)
 
 
 def _next_bits(
-    coming: Iterator[tuple[str, torch.Tensor]], name: str, spec: Spec, found: dict[str, str]
+    coming: Iterator[tuple[str, torch.Tensor]], name: str, spec: Spec, fingerprints: dict[str, str]
 ) -> torch.Tensor:
-    given, tensor = next(coming)
-    if given != name or Spec(tensor.dtype, tuple(tensor.shape)) != spec:
+    next_name, tensor = next(coming)
+    if next_name != name or Spec(tensor.dtype, tuple(tensor.shape)) != spec:
         raise EngineError(
-            f"{given} {tuple(tensor.shape)} comes in place of {name} {spec.shape}: this is a "
+            f"{next_name} {tuple(tensor.shape)} comes in place of {name} {spec.shape}: this is a "
             "defect, please report it"
         )
 
-    found[name] = fingerprint(tensor)
+    fingerprints[name] = fingerprint(tensor)
     return as_bytes(tensor.detach().contiguous())
 
 
@@ -262,7 +264,7 @@ def receive(
     Raises WeightsLostError."""
     with _join_group(files, answer, answer.first_rank + place, device) as group:
         tensors = dict[str, torch.Tensor]()
-        found = dict[str, str]()
+        fingerprints = dict[str, str]()
         buffer = torch.empty(_room(specs), dtype=torch.uint8, device=group.device)
         for bucket in buckets(specs, BUCKET_BYTES):
             filled = sum(piece.end - piece.begin for piece in bucket)
@@ -282,13 +284,17 @@ def receive(
                 begin = end
 
                 if piece.end == spec.num_bytes:
-                    found[piece.name] = fingerprint(tensors[piece.name])
+                    fingerprints[piece.name] = fingerprint(tensors[piece.name])
 
         group.broadcast(torch.zeros(1, dtype=torch.uint8, device=_CPU))
         sent = _sent(files, answer.round)
-        wrong = sorted(name for name in found if found[name] != sent.fingerprints.get(name))
+        wrong = sorted(
+            name for name in fingerprints if fingerprints[name] != sent.fingerprints.get(name)
+        )
         is_right = (
-            sent.sha256 == answer.sha256 and not wrong and len(sent.fingerprints) == len(found)
+            sent.sha256 == answer.sha256
+            and not wrong
+            and len(sent.fingerprints) == len(fingerprints)
         )
         try:
             group.refusals(not is_right)

@@ -119,16 +119,16 @@ class BroadcastSender:
     def _chosen(self, asks: Sequence[PlaceRequest]) -> list[PlaceRequest]:
         """Who is in the next round: all together, but for engines whose last rounds were broken
         off. Each of these has a round of its own, after the others', later and later."""
-        alone = [ask for ask in asks if self._broken_rounds(ask.engine) >= ALONE_AFTER]
+        isolated = [ask for ask in asks if self._broken_rounds(ask.engine) >= ALONE_AFTER]
         together = list[PlaceRequest]()
         num_places = 0
         for ask in asks:
             fits = num_places + len(ask.places) <= MOST_PLACES
-            if fits and ask not in alone:
+            if fits and ask not in isolated:
                 together.append(ask)
                 num_places += len(ask.places)
 
-        return together or [ask for ask in alone if self._is_due(ask.engine)][:1]
+        return together or [ask for ask in isolated if self._is_due(ask.engine)][:1]
 
     def _broken_rounds(self, engine: str) -> int:
         return self._broken.get(engine, (0, 0.0))[0]
@@ -187,8 +187,8 @@ class BroadcastSender:
                 rank += len(ask.places)
 
             with self._files.round(round_id, answers):
-                one = next(iter(answers.values()))
-                refusals = send(self._files, one, specs, self._tensors, device)
+                answer = next(iter(answers.values()))
+                refusals = send(self._files, answer, specs, self._tensors, device)
         except WeightsLostError as error:
             self._was_broken_off(asks, str(error))
             return False

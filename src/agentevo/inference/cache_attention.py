@@ -253,8 +253,8 @@ class CacheRows:
                 range(ORDERED - self.prefix % ORDERED, self.max_length, ORDERED), dtype=torch.int64
             )
             if self.segment is not None:
-                own = torch.arange(num_queries).repeat(len(heads) // num_queries)
-                scratch = (heads + 1) * places - num_queries + own
+                query_index = torch.arange(num_queries).repeat(len(heads) // num_queries)
+                scratch = (heads + 1) * places - num_queries + query_index
                 in_values = torch.cat([scratch[:, None], in_values], dim=1)
                 ends = ends + 1
 
@@ -272,10 +272,12 @@ def _additive(
 ) -> torch.Tensor:
     """0 where a query at place `query` [..., Q] sees the key at place `key` [K], itself included,
     -inf elsewhere: [..., Q, K]."""
-    seen = key <= query[..., None]
+    is_visible = key <= query[..., None]
     if window is not None:
-        seen &= key > query[..., None] - window
-    return torch.zeros(seen.shape, dtype=dtype, device=key.device).masked_fill_(~seen, NEG_INF)
+        is_visible &= key > query[..., None] - window
+    return torch.zeros(is_visible.shape, dtype=dtype, device=key.device).masked_fill_(
+        ~is_visible, NEG_INF
+    )
 
 
 class CacheAttention:
@@ -314,26 +316,26 @@ class CacheAttention:
         repeat = num_heads // groups
         in_order = available() and q.device.type == "cpu" and q.dtype == torch.float32
         keys, values = self.cache.layer(layer, k, scratch=repeat if in_order else 0)
-        own = _own_kernels(keys, values, softcap) if in_order else None
-        view = _Layer(layer, keys, values, scaling, window, softcap, own)
+        own_kernels = _own_kernels(keys, values, softcap) if in_order else None
+        view = _Layer(layer, keys, values, scaling, window, softcap, own_kernels)
 
-        if own is None:
+        if own_kernels is None:
             self._write(keys, values, k, v)
         else:
-            own[0].keep(own[1], k, v, self.slots, self.places)
+            own_kernels[0].keep(own_kernels[1], k, v, self.slots, self.places)
             q = q.contiguous()  # some models lay out their heads one after the other
 
         q = q.reshape(num_tokens, groups, repeat, dim)
         # 2. Every token against its own sequence. Decoding alone needs no gathering of queries.
         attended = _attend_few_in_order if in_order else _attend_fused
-        straight = own is None and len(self.rows) == 1 and self.rows[0].in_order
+        straight = own_kernels is None and len(self.rows) == 1 and self.rows[0].in_order
         if straight and (not in_order or repeat <= FEW_QUERIES):
             return attended(self.rows[0], q, view).reshape(num_tokens, num_heads, dim)
 
         out = torch.empty_like(q)
         for rows in self.rows:
             num_queries = rows.tokens.shape[1]
-            if own is not None:
+            if own_kernels is not None:
                 _by_own_kernels(rows, q, view, out)
                 continue
 
@@ -440,18 +442,18 @@ def _attend_few_in_order(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> tor
 
     mask = rows.mask(layer.window, num // rows.tokens.shape[1], q.dtype)
     weights = _softmax(_mask_scores(scores, mask, layer.softcap))
-    whole = None  # of the prefix, what its whole stretches add up to
+    prefix_sums = None  # of the prefix, what its whole stretches add up to
     if rows.segment is not None:
         ends = prefix // ORDERED * ORDERED
-        whole = q.new_zeros(q.shape) if ends else None
+        prefix_sums = q.new_zeros(q.shape) if ends else None
         for head, v in enumerate(rows.segment.values[layer.call]):
             of_head = weights[:, head, :, :prefix].reshape(-1, prefix)
             rest = _product(of_head[:, ends:], v[ends:].t()) if ends < prefix else q.new_zeros(())
             values[rows.where, head, places - num :] = rest.expand(batch * num, dim).view(
                 batch, num, dim
             )
-            if whole is not None:
-                whole[:, head] = _multiply_in_order(of_head[:, :ends], v[:ends]).view(
+            if prefix_sums is not None:
+                prefix_sums[:, head] = _multiply_in_order(of_head[:, :ends], v[:ends]).view(
                     batch, num, dim
                 )
 
@@ -459,7 +461,7 @@ def _attend_few_in_order(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> tor
 
     sums = weighted_sums(values.view(-1, dim), tables.values, tables.value_starts, weights)
     stretches = sums.view(*q.shape[:3], -1, dim).unbind(3)
-    out = stretches[0] if whole is None else whole + stretches[0]
+    out = stretches[0] if prefix_sums is None else prefix_sums + stretches[0]
     for stretch in stretches[1:]:
         out = out + stretch
 
@@ -499,18 +501,20 @@ def _attend_many_in_order(
         step = max(16, BLOCK_SCORES // k.shape[1] // repeat // groups)
         for first in range(0, count, step):
             last = min(first + step, count)
-            seen = k.shape[1] - count + last  # keys that the last of these queries sees
-            here = slice(start + first, start + last)
-            scaled = q[here] * layer.scaling
+            num_visible = k.shape[1] - count + last  # keys that the last of these queries sees
+            span = slice(start + first, start + last)
+            scaled = q[span] * layer.scaling
             blocks = scaled.transpose(0, 1).reshape(groups, -1, dim)  # [G, N, D]
-            by_head = zip(blocks.unbind(), k[:, :seen].unbind(), strict=True)
+            by_head = zip(blocks.unbind(), k[:, :num_visible].unbind(), strict=True)
             scores = torch.cat([_product(*of_head) for of_head in by_head])
-            scores = scores.view(groups, -1, repeat, seen)
-            weights = _softmax(_mask_scores(scores, mask[first:last, None, :seen], layer.softcap))
-            weights = weights.view(groups, -1, seen)
-            by_head = zip(weights.unbind(), v[:, :seen].unbind(), strict=True)
+            scores = scores.view(groups, -1, repeat, num_visible)
+            weights = _softmax(
+                _mask_scores(scores, mask[first:last, None, :num_visible], layer.softcap)
+            )
+            weights = weights.view(groups, -1, num_visible)
+            by_head = zip(weights.unbind(), v[:, :num_visible].unbind(), strict=True)
             parts = torch.cat([_multiply_in_order(*of_head) for of_head in by_head])
-            out[here] = parts.view(groups, -1, repeat, dim).transpose(0, 1)
+            out[span] = parts.view(groups, -1, repeat, dim).transpose(0, 1)
 
 
 def _attend_fused(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> torch.Tensor:
@@ -525,10 +529,10 @@ def _attend_fused(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> torch.Tens
     mask = rows.mask(layer.window, q.shape[2] // rows.tokens.shape[1], q.dtype)
     k = in_rows(layer.keys[where, :, : num_blocks(length)])[:, :, :length]
     v = layer.values[where, :, :length]
-    own = None if mask is None else mask[..., prefix:]
+    own_mask = None if mask is None else mask[..., prefix:]
     scaling = layer.scaling
     softcap = layer.softcap
-    out, lse = attention(q, k, v, own, scaling, softcap, rows.segment is not None)
+    out, lse = attention(q, k, v, own_mask, scaling, softcap, rows.segment is not None)
     if rows.segment is None:
         return out
 

@@ -174,7 +174,7 @@ def _usage() -> Any:
     from cryptography.x509 import KeyUsage
 
     may = dict.fromkeys(("digital_signature", "key_cert_sign"), True)
-    others = (
+    denied = (
         "content_commitment",
         "key_encipherment",
         "data_encipherment",
@@ -183,4 +183,4 @@ def _usage() -> Any:
         "encipher_only",
         "decipher_only",
     )
-    return KeyUsage(**may, **dict.fromkeys(others, False))
+    return KeyUsage(**may, **dict.fromkeys(denied, False))

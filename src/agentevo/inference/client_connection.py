@@ -146,9 +146,9 @@ class ClientConnection:
         every_s: float,
         hear: Callable[[StateReport], None],
     ) -> ClientConnection:
-        """Connects to the engine; `hear` is called with its state every `every_s`. Raises LostError
-        if it can't be reached, and RefusedError if it belongs to another run or shows another
-        certificate than that of its address: then it is told nothing."""
+        """Connects to the engine; `on_report` is called with its state every `every_s`. Raises
+        LostError if it can't be reached, and RefusedError if it belongs to another run or shows
+        another certificate than that of its address: then it is told nothing."""
         url = address.url
         tls: dict[str, Any] = {"ssl": _tls()} if address.certificate else {}
         try:

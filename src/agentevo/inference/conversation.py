@@ -196,13 +196,13 @@ class Conversation:
         if sized is not None:
             sized(len(joined.ids), len(joined.ids) - len(joined.added))
 
-        asked = {
+        request_fields = {
             "grammar": grammar,
             "top_logprobs": top_logprobs,
             "routed_from": max(len(joined.ids) - len(joined.added) - 1, 0),
         }
         requests = [
-            msgspec.structs.replace(self._request(overrides, number, room), **asked)
+            msgspec.structs.replace(self._request(overrides, number, room), **request_fields)
             for number in range(n)
         ]
         call = self.calls.call("policy", "generate", prompt_tokens=len(joined.ids))
@@ -262,8 +262,8 @@ class Conversation:
         longer than the model's context. Nothing is recorded, and nothing is counted as drift.
         Raises RequestTooLongError for what is far longer."""
         written = ToolSchemas.of(tools)
-        found = self._histories.find(written, messages)
-        new = list(messages[found.known :])
+        match = self._histories.find(written, messages)
+        new = list(messages[match.known :])
         characters = num_characters(new) + len(written.as_json)
         longest = max(COUNTED_CHARACTERS * self._context_length, LONG_TEXT)
         if characters > longest or len(new) > max(self._context_length, LONG_TEXT):
@@ -272,8 +272,8 @@ class Conversation:
                 f"than the model's context of {self._context_length} tokens: shorten them"
             )
 
-        added = await self._encode_new(found, new)
-        return len(self._recorded_of(found)) + len(added)
+        added = await self._encode_new(match, new)
+        return len(self._recorded_of(match)) + len(added)
 
     async def check(self, prompt: str | Sequence[int | Message]) -> None:
         """Raises what `complete` raises of a text or of token ids, and does nothing else."""
@@ -371,31 +371,31 @@ class Conversation:
             return self._join_ids(cast("Sequence[int]", prompt))
 
         messages = cast("Sequence[Message]", prompt)
-        found = self._histories.find(tools, messages)
-        before = self._recorded_of(found)
-        new = list(messages[found.known :])
+        match = self._histories.find(tools, messages)
+        before = self._recorded_of(match)
+        new = list(messages[match.known :])
         self._check_length(len(before), num_characters(new) + len(tools.as_json), len(new))
-        added = await self._encode_new(found, new)
-        parent = None if found.answer is None else found.answer.turn
-        self.drift.count(found)
+        added = await self._encode_new(match, new)
+        parent = None if match.answer is None else match.answer.turn
+        self.drift.count(match)
 
-        return _Prompt(parent, added, before + added, new, self._histories.add(found))
+        return _Prompt(parent, added, before + added, new, self._histories.add(match))
 
-    def _recorded_of(self, found: HistoryMatch) -> list[int]:
+    def _recorded_of(self, match: HistoryMatch) -> list[int]:
         """Ids up to the answer that a request goes on from."""
-        turn = None if found.answer is None else found.answer.turn
+        turn = None if match.answer is None else match.answer.turn
         return [] if turn is None else self._context(turn)
 
-    async def _encode_new(self, found: HistoryMatch, new: list[Message]) -> list[int]:
+    async def _encode_new(self, match: HistoryMatch, new: list[Message]) -> list[int]:
         """Ids of the messages after that answer."""
-        tools = found.root.tools
-        parent = None if found.answer is None else found.answer.turn
+        tools = match.root.tools
+        parent = None if match.answer is None else match.answer.turn
 
         def encode() -> list[int]:
             if parent is None:
                 return self._chat.first_prompt(new, tools)
-            ended = self._turns[parent].completion_ids[-1] in self._chat.end_ids
-            return self._chat.continuation(new, ended_with_stop=ended, tools=tools)
+            ended_with_stop = self._turns[parent].completion_ids[-1] in self._chat.end_ids
+            return self._chat.continuation(new, ended_with_stop=ended_with_stop, tools=tools)
 
         # Short ones on the spot: the order of events decides which requests share a step.
         return await in_thread(encode) if is_long(new) else encode()
@@ -404,11 +404,11 @@ class Conversation:
         """Every id up to and including the turn's completion."""
         return context_of(self._turns, turn) + list(self._turns[turn].completion_ids)
 
-    def _check_length(self, known: int, added: int, messages: int = 0) -> None:
+    def _check_length(self, num_recorded: int, added: int, messages: int = 0) -> None:
         """Raises RequestTooLongError for so many characters in so many messages, after so many
         tokens, that are too long however well they can be encoded: a message has a token that ends
         it."""
-        tokens = known + max(added // self._chat.longest_token, messages)
+        tokens = num_recorded + max(added // self._chat.longest_token, messages)
         if tokens >= self._context_length:
             raise RequestTooLongError(
                 f"{added} characters are added to the conversation, which are {tokens} tokens at "
@@ -432,25 +432,27 @@ class Conversation:
             )
 
         ids = checked_ids(prompt, self._chat.num_tokens)
-        known, parent = recorded_beginning(ids, self._turns, self._children)
-        return _Prompt(parent, ids[known:], ids, [])
+        num_recorded, parent = recorded_beginning(ids, self._turns, self._children)
+        return _Prompt(parent, ids[num_recorded:], ids, [])
 
     def _request(
         self, overrides: SamplingOverrides | None, number: int, room: int
     ) -> SamplingParams:
         """Sampling of the `number`th completion of a call. A seed that the call gives is the first
         completion's; the others' are made from it."""
-        given = {} if overrides is None else overrides.given()
-        self._check_penalties(given.get("penalties"))
-        longest = min(given.pop("max_new_tokens", self._sampling.max_new_tokens), room)
+        override_values = {} if overrides is None else overrides.given()
+        self._check_penalties(override_values.get("penalties"))
+        longest = min(override_values.pop("max_new_tokens", self._sampling.max_new_tokens), room)
 
         seed = derive_seed(self._seed, "turn", self._num_requests)
-        if "seed" in given:
-            first = given.pop("seed")
+        if "seed" in override_values:
+            first = override_values.pop("seed")
             seed = derive_seed(first, "completion", number) if number else first
 
         self._num_requests += 1
-        return msgspec.structs.replace(self._sampling, **given, seed=seed, max_new_tokens=longest)
+        return msgspec.structs.replace(
+            self._sampling, **override_values, seed=seed, max_new_tokens=longest
+        )
 
     def _check_penalties(self, penalties: Penalties | None) -> None:
         """Raises BadRequestError for what nothing can be drawn under."""
@@ -465,7 +467,7 @@ class Conversation:
             raise BadRequestError(f"penalties: {problem}")
 
     def _record(self, joined: _Prompt, sampling: SamplingParams, completion: Completion) -> Turn:
-        said = Message("assistant", self._chat.text(completion.ids))
+        message = Message("assistant", self._chat.text(completion.ids))
         turn = Turn(
             index=len(self._turns),
             parent=joined.parent,
@@ -484,7 +486,7 @@ class Conversation:
             else None,
             penalties=sampling.penalties,
             routed_experts=completion.routed_experts,
-            messages=[*joined.new_messages, said],
+            messages=[*joined.new_messages, message],
             tools=joined.asked.tools.as_json if joined.asked and joined.parent is None else "",
         )
         if turn.routed_experts is not None and (wrong := why_misaligned(turn)):
@@ -492,15 +494,15 @@ class Conversation:
 
         self._turns.append(turn)
         self._children.setdefault(turn.parent, []).append(turn.index)
-        answer = None if joined.asked is None else joined.asked.add(said, -1)
+        answer = None if joined.asked is None else joined.asked.add(message, -1)
         self._answers.append(answer)
 
         if answer is not None:
             answer.turn = turn.index
-            self.drift.record(answer, said)
+            self.drift.record(answer, message)
 
         if joined.text is not None:
-            self._texts.note_answer(joined.text, said.text, turn.index, turn.completion_ids)
+            self._texts.note_answer(joined.text, message.text, turn.index, turn.completion_ids)
 
         return turn
 

@@ -53,13 +53,13 @@ def choose_engine(device: str, installed: Collection[str], embedded_for: str = "
 
 
 def embedded_for(config: RunConfig, *, apart: bool = False) -> str:
-    """What in a recipe only the embedded engine does, by its key; empty where nothing is. `apart`:
-    engines are processes of their own, also if the recipe starts none."""
+    """What in a recipe only the embedded engine does, by its key; empty where nothing is.
+    `is_separate`: engines are processes of their own, also if the recipe starts none."""
     engine = config.engine
     rollout = config.rollout
     lora = config.model.lora
     apart = apart or rollout.samplers > 0
-    asked = {
+    requirements = {
         "model.name=tiny": config.model.name == "tiny",
         "engine.batch_invariant": engine.batch_invariant,
         "engine.routed_experts": engine.routed_experts,
@@ -78,7 +78,7 @@ def embedded_for(config: RunConfig, *, apart: bool = False) -> str:
             or lora.alpha_pattern
         ),
     }
-    return next((key for key, holds in asked.items() if holds), "")
+    return next((key for key, holds in requirements.items() if holds), "")
 
 
 def installed_engines() -> list[str]:
@@ -107,17 +107,17 @@ def engine_override(
     apart: bool = False,
 ) -> list[str]:
     """The override that names the engine where no recipe of these runs does, empty for the embedded
-    one. A resumed run has the engine that it began with; of a new one on a GPU `note` hears which
-    engine it is, and why. `apart` as in `embedded_for`. Raises ModelError for a device that is not
-    there."""
+    one. A resumed run keeps the engine that it began with. For a new run on a GPU, `note` gets the
+    engine and the reason for it. `is_separate` as in `embedded_for`. Raises ModelError for a device
+    that does not exist."""
     if any("type" in config.engine.model_fields_set for config in configs):
         return []
 
     first = configs[0]
     recorded = first.run_dir / "config.yaml"
     if resume and recorded.is_file():
-        began = sources.read_yaml(recorded).get("engine")
-        type_ = began.get("type", OWN) if isinstance(began, Mapping) else OWN
+        recorded_engine = sources.read_yaml(recorded).get("engine")
+        type_ = recorded_engine.get("type", OWN) if isinstance(recorded_engine, Mapping) else OWN
         return [] if type_ == OWN else [f"engine.type={type_}"]
 
     if first.model.device not in ("auto", CUDA):

@@ -171,17 +171,17 @@ class EngineDirectory:
     def living(self, max_age_s: float) -> list[Announcement]:
         """Engines whose heart has beaten within `max_age_s`, by name."""
         living: list[Announcement] = []
-        seen: dict[str, tuple[int, float]] = {}
+        beats: dict[str, tuple[int, float]] = {}
         for file in sorted(self.folder.glob("*.json")):
             announcement = self._read(file)
             beaten = self._last_beat(file)
             if announcement is None or beaten is None:
                 continue  # withdrawn while we looked
-            seen[file.name] = beaten
+            beats[file.name] = beaten
             if time.monotonic() - beaten[1] <= max_age_s:
                 living.append(announcement)
 
-        self._seen = seen
+        self._seen = beats
         return living
 
     def _last_beat(self, file: Path) -> tuple[int, float] | None:

@@ -111,84 +111,84 @@ class Drift:
                     self._add(_Met(JOINED + kind, number, texts, found.answer), found)
             node.came = message
 
-    def _add(self, met: _Met, found: HistoryMatch) -> None:
-        self.counts[met.kind] += 1
-        if met.kind not in self.first and met.answer.turn is not None:
-            recorded, came = _shown(*met.texts)
-            self.first[met.kind] = DriftPlace(
-                kind=met.kind,
-                message=met.number + 1,
+    def _add(self, finding: _Met, match: HistoryMatch) -> None:
+        self.counts[finding.kind] += 1
+        if finding.kind not in self.first and finding.answer.turn is not None:
+            recorded, came = _shown(*finding.texts)
+            self.first[finding.kind] = DriftPlace(
+                kind=finding.kind,
+                message=finding.number + 1,
                 recorded=recorded,
                 came=came,
-                turn=met.answer.turn,
-                messages=tuple(found.messages),
-                tools=found.root.tools,
+                turn=finding.answer.turn,
+                messages=tuple(match.messages),
+                tools=match.root.tools,
             )
 
-    def _branch(self, found: HistoryMatch) -> _Met | None:
+    def _branch(self, match: HistoryMatch) -> _Met | None:
         """Where a request does not extend what it brings back."""
         answers = [
             number
-            for number in range(found.num_matched, len(found.messages))
-            if found.messages[number].role == "assistant"
+            for number in range(match.num_matched, len(match.messages))
+            if match.messages[number].role == "assistant"
         ]
         for number in reversed(answers):
-            original = self._original(found, number)
+            original = self._original(match, number)
             if original is not None:
-                return _compare_request(found, number, original)
+                return _compare_request(match, number, original)
 
-        if answers and answers[0] == found.num_matched:
+        if answers and answers[0] == match.num_matched:
             siblings = [
                 child
-                for end in found.ends
+                for end in match.ends
                 for child in end.children
                 if child.turn is not None and not child.is_lost
             ]
             if siblings:
-                message = found.messages[answers[0]]
+                message = match.messages[answers[0]]
                 original = _nearest(siblings, message)
                 texts = _line(original.forms[-1]), _line(message)
                 return _Met(edit(original.forms, message), answers[0], texts, original)
 
         return None
 
-    def _original(self, found: HistoryMatch, number: int) -> HistoryNode | None:
+    def _original(self, match: HistoryMatch, number: int) -> HistoryNode | None:
         """The recorded answer that an assistant's message is, wherever it was said; the likeliest
         of several."""
-        message = found.messages[number]
+        message = match.messages[number]
         named = [self._with_call[c.id] for c in message.tool_calls if c.id in self._with_call]
         candidates = named or self._said.get(key_of(message, -1), [])
         return max(
             candidates,
-            key=lambda node: (node.tools == found.root.tools, node.size == number + 1, node.turn),
+            key=lambda node: (node.tools == match.root.tools, node.size == number + 1, node.turn),
             default=None,
         )
 
 
-def _compare_request(found: HistoryMatch, number: int, original: HistoryNode) -> _Met:
+def _compare_request(match: HistoryMatch, number: int, original: HistoryNode) -> _Met:
     """A request up to the message `number`, compared with the history of a recorded answer."""
     recorded = original.path()
     came = list(range(number + 1))
-    first = _common(recorded, came, found)
-    if original.tools != found.root.tools:
-        texts = original.tools.as_json, found.root.tools.as_json
+    first = _common(recorded, came, match)
+    if original.tools != match.root.tools:
+        texts = original.tools.as_json, match.root.tools.as_json
         return _Met("tools_changed", first, texts, original)
 
-    last = _common(recorded[first:][::-1], came[first:][::-1], found)
-    there = [node.forms[-1] for node in recorded[first : len(recorded) - last]]
-    instead = [found.messages[n] for n in came[first : len(came) - last]]
+    last = _common(recorded[first:][::-1], came[first:][::-1], match)
+    replaced = [node.forms[-1] for node in recorded[first : len(recorded) - last]]
+    instead = [match.messages[n] for n in came[first : len(came) - last]]
     kind = _class_of(recorded[first : len(recorded) - last], instead)
-    texts = _line(there[0]) if there else "", _line(found.messages[first])
+    texts = _line(replaced[0]) if replaced else "", _line(match.messages[first])
     return _Met(kind, first, texts, original)
 
 
-def _common(recorded: Sequence[HistoryNode], came: Sequence[int], found: HistoryMatch) -> int:
+def _common(recorded: Sequence[HistoryNode], came: Sequence[int], match: HistoryMatch) -> int:
     """How many messages both begin with."""
     count = 0
     for node, number in zip(recorded, came, strict=False):
-        message = found.messages[number]
-        place = found.places[number]
-        if not node.means(message, place, serves_clients=found.serves_clients):
+        message = match.messages[number]
+        place = match.places[number]
+        if not node.means(message, place, serves_clients=match.serves_clients):
             break
         count += 1
 
@@ -269,12 +269,12 @@ def first_difference(
     start = max(0, position - NEAR)
     end = position + NEAR
     before = text(recorded[start:position])
-    there = text(recorded[position:end])
+    recorded_text = text(recorded[position:end])
     instead = text(rendered[position:end])
 
     return TokenDifference(
         position,
         before=_escape_line(before, False),
-        recorded=_escape_line(there, False),
+        recorded=_escape_line(recorded_text, False),
         rendered=_escape_line(instead, False),
     )

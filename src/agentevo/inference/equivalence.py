@@ -169,8 +169,8 @@ def places_of(messages: Sequence[Message]) -> list[int]:
 def key_of(message: Message, place: int) -> Hashable:
     """Equal for all ways to write one message. `place`: see places_of."""
     if message.role == "assistant":
-        said = parts_of(message)
-        return "assistant", said.content, said.calls
+        parts = parts_of(message)
+        return "assistant", parts.content, parts.calls
     if message.role == "tool":
         return "tool", place, _content(message)
     return message.role, message.name, _content(message)

@@ -37,15 +37,15 @@ def fingerprint(tensor: torch.Tensor) -> str:
             of_chunk = (words * factors[which, : len(words)]).sum()
             sums[which] += of_chunk * _as_signed(_odd(2 * number + which + 2**40))
 
-    first, second = (int(one) & _MASK for one in sums.tolist())
+    first, second = (int(total) & _MASK for total in sums.tolist())
     return f"{first:016x}{second:016x}"
 
 
 def _words(bits: torch.Tensor) -> torch.Tensor:
     """As int64, with zeros at the end. A view where that is possible."""
-    whole = math.ceil(len(bits) / 8) * 8
-    if whole != len(bits) or bits.storage_offset() % 8 or bits.data_ptr() % 8:
-        padded = torch.zeros(whole, dtype=torch.uint8, device=bits.device)
+    padded_size = math.ceil(len(bits) / 8) * 8
+    if padded_size != len(bits) or bits.storage_offset() % 8 or bits.data_ptr() % 8:
+        padded = torch.zeros(padded_size, dtype=torch.uint8, device=bits.device)
         padded[: len(bits)] = bits
         bits = padded
     return bits.view(torch.int64)
@@ -54,8 +54,8 @@ def _words(bits: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=8)
 def _factors(device: torch.device) -> torch.Tensor:
     """[2, CHUNK]"""
-    made = [[_as_signed(_odd(2 * place + which)) for place in range(CHUNK)] for which in (0, 1)]
-    return torch.tensor(made, dtype=torch.int64, device=device)
+    factors = [[_as_signed(_odd(2 * place + which)) for place in range(CHUNK)] for which in (0, 1)]
+    return torch.tensor(factors, dtype=torch.int64, device=device)
 
 
 def _odd(number: int) -> int:

@@ -69,17 +69,17 @@ class GuardedServer:
 
 def guard(command: Sequence[str]) -> int:
     """Runs the command until it ends, standard input does, or SIGTERM comes."""
-    asked = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    stop_event = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop_event.set())
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def wait_for_parent() -> None:
         while os.read(sys.stdin.fileno(), 4096):
             pass
-        asked.set()
+        stop_event.set()
 
     def end_when_asked() -> None:
-        asked.wait()
+        stop_event.wait()
         for number, wait_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
             try:
                 os.killpg(server.pid, number)

@@ -211,7 +211,9 @@ class Histories:
                 reached[0].node = first.children[0]
             else:
                 following = [
-                    step for one in reached for step in self._steps(one, message, number, places)
+                    step
+                    for candidate in reached
+                    for step in self._steps(candidate, message, number, places)
                 ]
                 if not following:
                     break
@@ -234,7 +236,7 @@ class Histories:
             messages=messages,
             places=places,
             num_matched=matched,
-            ends=[one.node for one in reached],
+            ends=[candidate.node for candidate in reached],
             otherwise=list(_steps_back(otherwise)),
         )
 
@@ -259,10 +261,10 @@ class Histories:
         for message, place in zip(
             found.messages[found.known :], found.places[found.known :], strict=True
         ):
-            known = node.exact(message)
-            if not known and self.serves_clients:
-                known = node.alike(message, place)
-            node = known[-1] if known else node.add(message, place)
+            matches = node.exact(message)
+            if not matches and self.serves_clients:
+                matches = node.alike(message, place)
+            node = matches[-1] if matches else node.add(message, place)
 
         return node
 
@@ -275,10 +277,12 @@ def _count_named(reached: Sequence[_Reached], messages: Sequence[Message], numbe
             break
         ids.add(result.tool_call_id or "")
 
-    for one in reached:
-        if one.node.turn is not None:
-            one.num_named += any(
-                call.id and call.id in ids for form in one.node.forms for call in form.tool_calls
+    for candidate in reached:
+        if candidate.node.turn is not None:
+            candidate.num_named += any(
+                call.id and call.id in ids
+                for form in candidate.node.forms
+                for call in form.tool_calls
             )
 
 

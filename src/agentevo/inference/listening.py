@@ -45,19 +45,21 @@ class StreamedTokens:
     def add(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """The next tokens that the engine has drawn. Raises ListenerError, and StreamDivergedError
         where the listener was told others."""
-        known = self._ids[self._place : self._place + len(ids)]
-        for place, (told, drawn) in enumerate(zip(known, ids, strict=False), start=self._place):
-            if told != drawn:
+        streamed_ids = self._ids[self._place : self._place + len(ids)]
+        for place, (streamed, drawn) in enumerate(
+            zip(streamed_ids, ids, strict=False), start=self._place
+        ):
+            if streamed != drawn:
                 raise StreamDivergedError(
-                    f"token {place} was streamed as {told} by one engine and drawn as {drawn} by "
-                    "the next, which has newer weights or rounds otherwise: ask again"
+                    f"token {place} was streamed as {streamed} by one engine and drawn as {drawn} "
+                    "by the next, which has newer weights or rounds otherwise: ask again"
                 )
 
         self._place += len(ids)
-        if len(ids) > len(known):
-            new = list(ids[len(known) :])
+        if len(ids) > len(streamed_ids):
+            new = list(ids[len(streamed_ids) :])
             self._ids += new
-            tell(self._listen, new, list(logprobs[len(known) :]))
+            tell(self._listen, new, list(logprobs[len(streamed_ids) :]))
 
     def finish(self, completion: Completion) -> None:
         """Tells what is still missing of the request's completion. Raises as `add` does."""

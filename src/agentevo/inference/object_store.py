@@ -100,22 +100,22 @@ class ObjectStoreWeights(WeightVersions):
         """The place is this run's from now on."""
         assert self._id_file is not None, "who only reads writes nothing"
         try:
-            own = self._id_file.read_text()
+            writer_id = self._id_file.read_text()
         except FileNotFoundError:
-            own = uuid.uuid4().hex
+            writer_id = uuid.uuid4().hex
             self._id_file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(self._id_file, own, durable=True)
+            write_atomic(self._id_file, writer_id, durable=True)
 
         try:
-            there = self._get(None, WRITER_FILE).decode(errors="replace")
+            stored_id = self._get(None, WRITER_FILE).decode(errors="replace")
         except FileNotFoundError:
-            there = ""
+            stored_id = ""
 
-        if there != own and not is_others(there, own):
-            self.objects.put(WRITER_FILE, own.encode())
-            there = self._get(None, WRITER_FILE).decode(errors="replace")
+        if stored_id != writer_id and not is_others(stored_id, writer_id):
+            self.objects.put(WRITER_FILE, writer_id.encode())
+            stored_id = self._get(None, WRITER_FILE).decode(errors="replace")
 
-        if there != own:
+        if stored_id != writer_id:
             raise EngineError(others_weights(self.place))
 
         if self._config is not None:
@@ -136,9 +136,9 @@ class ObjectStoreWeights(WeightVersions):
             self.objects.put(_path(version, content.file), raw)
             return ManifestPart(content.file, hashlib.sha256(raw).hexdigest(), len(raw))
 
-        made = manifest(side_by_side(upload, contents))
-        self.objects.put(_path(version, MANIFEST_FILE), made)
-        return made
+        manifest_bytes = manifest(side_by_side(upload, contents))
+        self.objects.put(_path(version, MANIFEST_FILE), manifest_bytes)
+        return manifest_bytes
 
     def _put_gathered(
         self,
@@ -157,9 +157,9 @@ class ObjectStoreWeights(WeightVersions):
             self.objects.put(_path(version, file), raw)
             parts.append(ManifestPart(file, hashlib.sha256(raw).hexdigest(), len(raw)))
 
-        made = manifest(parts)
-        self.objects.put(_path(version, MANIFEST_FILE), made)
-        return made
+        manifest_bytes = manifest(parts)
+        self.objects.put(_path(version, MANIFEST_FILE), manifest_bytes)
+        return manifest_bytes
 
     def _put_latest(self, content: bytes) -> None:
         self._claim()
@@ -175,13 +175,13 @@ class ObjectStoreWeights(WeightVersions):
         """That it is there, by its size: reading everything again would cost what the store sells.
         Who reads compares the bits."""
         try:
-            found = self.objects.info(_path(version, part.file)).get("size")
+            size = self.objects.info(_path(version, part.file)).get("size")
         except OSError as error:
             raise self._unreadable(version, error) from error
 
-        if found != part.bytes:
+        if size != part.bytes:
             raise EngineError(
-                f"{self._name(version)}/{part.file} has {found} bytes and not {part.bytes}: torn"
+                f"{self._name(version)}/{part.file} has {size} bytes and not {part.bytes}: torn"
             )
 
 

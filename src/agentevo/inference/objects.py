@@ -50,8 +50,8 @@ class Objects:
     def info(self, path: str) -> dict[str, Any]:
         """What the store says of an object. Raises FileNotFoundError, OSError."""
         place = self._at(path)
-        found: dict[str, Any] = self._call(lambda: self.files.info(place), place)
-        return found
+        info: dict[str, Any] = self._call(lambda: self.files.info(place), place)
+        return info
 
     def state(self, path: str) -> str:
         """Changes whenever the object is written anew; empty where it can't be asked for."""
@@ -100,9 +100,9 @@ class Objects:
 
     def _upload(self, place: str, content: bytes) -> None:
         self._call(lambda: self.files.pipe_file(place, content), place, len(content))
-        found = self._call(lambda: self.files.info(place), place).get("size")
-        if found != len(content):
-            raise OSError(f"{place}: {found} of {len(content)} bytes have arrived")
+        size = self._call(lambda: self.files.info(place), place).get("size")
+        if size != len(content):
+            raise OSError(f"{place}: {size} of {len(content)} bytes have arrived")
 
     def under(self, path: str = "") -> dict[str, dict[str, Any]]:
         """What lies directly under a path, as the store lists it, which may lag behind: last part
@@ -110,10 +110,10 @@ class Objects:
         OSError."""
         place = self._at(path)
         try:
-            found = self._call(lambda: self.files.ls(place, detail=True), f"the list of {place}")
+            entries = self._call(lambda: self.files.ls(place, detail=True), f"the list of {place}")
         except FileNotFoundError:
             return {}
-        named = {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in found}
+        named = {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in entries}
         return {name: entry for name, entry in named.items() if not name.endswith(PARTIAL)}
 
     def delete(self, path: str, *, recursive: bool = False) -> None:

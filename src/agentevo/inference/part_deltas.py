@@ -57,8 +57,8 @@ class PublishedParts:
         own: Callable[[], Mapping[str, WeightPart]],
         group: distributed.ProcessGroup | None = None,
     ) -> None:
-        """`own`: this process's parts of what is published, as they are now; the same names in the
-        same order everywhere. `group`: all processes, for tensors on the CPU."""
+        """`own_parts`: this process's parts of what is published, as they are now; the same names
+        in the same order everywhere. `group`: all processes, for tensors on the CPU."""
         self._own = own
         self._group = group
         self._kept: dict[str, tuple[Box, torch.Tensor]] = {}
@@ -71,31 +71,31 @@ class PublishedParts:
         old = self._kept
         self._kept = {}
         for name, part in self._given().items():
-            kept = old.pop(name, None)
+            previous = old.pop(name, None)
             spec = Spec(part.spec.dtype, part.box.sizes)
-            if kept is None or Spec(kept[1].dtype, tuple(kept[1].shape)) != spec:
+            if previous is None or Spec(previous[1].dtype, tuple(previous[1].shape)) != spec:
                 copy = torch.empty(spec.shape, dtype=spec.dtype)
             else:
-                copy = kept[1]
+                copy = previous[1]
             self._kept[name] = (part.box, copy.copy_(part.given))
 
     def compare(self) -> PartsDelta | None:
         """On the first process: what changed, unless it can't be said, because nothing was kept or
         other tensors are trained now. None on the others."""
-        own = self._own()
-        found = self._compare_boxes()
-        of_all: list[dict[str, BoxDifference] | None] = [found]
+        own_parts = self._own()
+        differences = self._compare_boxes()
+        of_all: list[dict[str, BoxDifference] | None] = [differences]
         if distributed.is_initialized():
             first = distributed.get_rank(self._group) == 0
             of_all *= distributed.get_world_size(self._group)
             distributed.gather_object(
-                found, of_all if first else None, group=self._group, group_dst=0
+                differences, of_all if first else None, group=self._group, group_dst=0
             )
             if not first:
                 return None
 
-        known = [one for one in of_all if one is not None]
-        return PartsDelta.of(own, known, self) if len(known) == len(of_all) else None
+        answers = [answer for answer in of_all if answer is not None]
+        return PartsDelta.of(own_parts, answers, self) if len(answers) == len(of_all) else None
 
     def give(self) -> None:
         """On the others: sends what `compare` has found."""
@@ -116,34 +116,36 @@ class PublishedParts:
 
     def _given(self) -> dict[str, WeightPart]:
         """This process's parts without those that another one gives."""
-        own = self._own()
-        boxes = boxes_of_all(own, self._group)
+        own_parts = self._own()
+        boxes = boxes_of_all(own_parts, self._group)
         me = distributed.get_rank(self._group) if distributed.is_initialized() else 0
         return {
             name: part
-            for name, part in own.items()
+            for name, part in own_parts.items()
             if me in givers_of([of_one[name] for of_one in boxes])
         }
 
     def _compare_boxes(self) -> dict[str, BoxDifference] | None:
         """Of each box that this process gives; None where it has not kept the same ones."""
-        given = self._given()
+        parts = self._given()
         self._changes = {}
 
-        wanted = {name: (p.box, p.spec.dtype) for name, p in given.items()}
-        if wanted != {name: (box, kept.dtype) for name, (box, kept) in self._kept.items()}:
+        expected = {name: (p.box, p.spec.dtype) for name, p in parts.items()}
+        if expected != {name: (box, tensor.dtype) for name, (box, tensor) in self._kept.items()}:
             return None
 
-        found = {}
-        for name, part in given.items():
+        differences = {}
+        for name, part in parts.items():
             now = part.given
             change = change_of(self._kept[name][1], now)
-            specs = {kind: Spec(one.dtype, tuple(one.shape)) for kind, one in change.items()}
+            specs = {
+                kind: Spec(tensor.dtype, tuple(tensor.shape)) for kind, tensor in change.items()
+            }
             if change:  # what is given whole is made again when it is given
                 self._changes[name] = {} if "whole" in change else change
-            found[name] = BoxDifference(part.box, specs, checksum(now))
+            differences[name] = BoxDifference(part.box, specs, checksum(now))
 
-        return found
+        return differences
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,41 +169,43 @@ class PartsDelta:
         found: list[dict[str, BoxDifference]],
         parts: PublishedParts,
     ) -> PartsDelta:
-        """`found`: of each process. Raises ModelError where it is not all of a tensor."""
-        made = cls({}, {}, {}, [], parts)
+        """`differences`: of each process. Raises ModelError where it is not all of a tensor."""
+        delta = cls({}, {}, {}, [], parts)
         for name, part in own.items():
             of_boxes = {
                 of_one[name].box: (process, of_one[name])
                 for process, of_one in enumerate(found)
                 if name in of_one
             }
-            made._add(name, part.spec, of_boxes)
+            delta._add(name, part.spec, of_boxes)
 
-        return made
+        return delta
 
-    def _add(self, name: str, spec: Spec, found: Mapping[Box, tuple[int, BoxDifference]]) -> None:
+    def _add(
+        self, name: str, spec: Spec, differences: Mapping[Box, tuple[int, BoxDifference]]
+    ) -> None:
         if not math.prod(spec.shape):
             self.state[name] = checksum(torch.empty(spec.shape, dtype=spec.dtype))
             return
 
         try:
-            grid = grid_of(list(found), spec.shape)
+            grid = grid_of(list(differences), spec.shape)
         except ValueError as error:
             raise ModelError(
                 f"{name}: processes have {error}: this is a defect, please report it"
             ) from error
 
         boxes = boxes_of(grid, spec.shape)
-        checksums = [found[box][1].sha256 for box in boxes]
+        checksums = [differences[box][1].sha256 for box in boxes]
         self.state[name] = checksums[0] if len(boxes) == 1 else combine_checksums(checksums)
         if len(boxes) > 1:
             self.grids[name] = grid
 
         for key, box in zip(box_keys(name, len(boxes)), boxes, strict=True):
-            process, one = found[box]
-            keys = {kind: f"{kind}:{key}" for kind in one.changes}
+            process, difference = differences[box]
+            keys = {kind: f"{kind}:{key}" for kind in difference.changes}
             if keys:
-                self.specs.update({keys[kind]: one.changes[kind] for kind in keys})
+                self.specs.update({keys[kind]: difference.changes[kind] for kind in keys})
                 self._givers.append((name, process, keys))
 
     @property

@@ -118,8 +118,8 @@ class _KnownEngine:
         """The number of requests at the engine: those that others had there when it last said its
         state, and ours."""
         stats = self.state.stats if self.state is not None else {}
-        there = int(stats.get("engine/running", 0) + stats.get("engine/waiting", 0))
-        return max(there - self.yours, 0) + self.open
+        num_requests = int(stats.get("engine/running", 0) + stats.get("engine/waiting", 0))
+        return max(num_requests - self.yours, 0) + self.open
 
 
 class RemoteEngine:
@@ -151,8 +151,8 @@ class RemoteEngine:
         self._engines = engines
         self._poll_s = poll_s
         self._max_age_s = max_age_s
-        given = also if isinstance(engines, EngineDirectory) else [*engines, *also]
-        self._given = {address.url: address for address in map(EngineAddress.read, given)}
+        urls = also if isinstance(engines, EngineDirectory) else [*engines, *also]
+        self._given = {address.url: address for address in map(EngineAddress.read, urls)}
         self._known: dict[str, _KnownEngine] = {}
         self._homes: dict[str, _KnownEngine] = {}
         self._counts: dict[tuple[str, int], dict[str, float]] = {}
@@ -184,8 +184,8 @@ class RemoteEngine:
         tokens than `listen` was told."""
         streamed = None if listen is None else StreamedTokens(listen)
         return await self._ask_engines(
-            lambda connection, left: connection.generate(
-                prompt_ids, sampling, session, left, streamed
+            lambda connection, remaining_s: connection.generate(
+                prompt_ids, sampling, session, remaining_s, streamed
             ),
             session,
             deadline_s,
@@ -202,7 +202,9 @@ class RemoteEngine:
         """See ScoringEngine.score. Raises as `generate`."""
         check_score(context_ids, ids, temperature, deadline_s)
         return await self._ask_engines(
-            lambda connection, left: connection.score(context_ids, ids, temperature, left),
+            lambda connection, remaining_s: connection.score(
+                context_ids, ids, temperature, remaining_s
+            ),
             None,
             deadline_s,
         )
@@ -216,20 +218,20 @@ class RemoteEngine:
         """What an engine answers within the time that is left, one after the other."""
         deadline = time.monotonic() + deadline_s
         refused: dict[str, EngineError] = {}
-        while (left := deadline - time.monotonic()) > 0:
+        while (remaining_s := deadline - time.monotonic()) > 0:
             self._watch()
             engine = self._choose(session, refused)
             if engine is None or engine.connection is None:
                 if refused:
                     raise list(refused.values())[-1]  # by every engine that there is
-                await asyncio.sleep(min(self._poll_s, left))
+                await asyncio.sleep(min(self._poll_s, remaining_s))
                 continue
 
             if session is not None:
                 self._move_home(session, engine)
 
             try:
-                return await ask(engine.connection, left)
+                return await ask(engine.connection, remaining_s)
             except (
                 RequestTooLongError,
                 GrammarError,
@@ -288,7 +290,7 @@ class RemoteEngine:
         if looks:
             _, late = await asyncio.wait(
                 looks, timeout=CONNECT_S
-            )  # a long step, or it hangs: `heard` tells
+            )  # a long step, or it hangs: `last_report_at` tells
             for look in late:
                 look.cancel()
 
@@ -359,8 +361,8 @@ class RemoteEngine:
             addresses = self._given
 
         if self._lookout is not None:
-            found = self._lookout.found
-            addresses = {engine.url: engine.address for engine in found} | addresses
+            announced = self._lookout.found
+            addresses = {engine.url: engine.address for engine in announced} | addresses
             self._trouble = self._lookout.trouble or self._trouble
 
         for engine in list(self._known.values()):
@@ -377,7 +379,7 @@ class RemoteEngine:
                 engine.connecting = asyncio.ensure_future(self._connect(engine))
 
     async def _connect(self, engine: _KnownEngine) -> None:
-        def hear(message: StateReport) -> None:
+        def on_report(message: StateReport) -> None:
             state = message.state
             engine.state = state
             engine.yours = message.yours
@@ -390,7 +392,7 @@ class RemoteEngine:
         engine.suspect = True
         try:
             engine.connection = await ClientConnection.open(
-                engine.address, secret=self._secret, every_s=self._poll_s, hear=hear
+                engine.address, secret=self._secret, every_s=self._poll_s, hear=on_report
             )
         except LostError as error:
             if isinstance(error, RefusedError):

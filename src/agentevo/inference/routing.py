@@ -104,10 +104,10 @@ def recording_of(batch: StepBatch, routers: Routers | None) -> Recording | None:
     rows = np.full((total, routers.layers, routers.top_k), OWN, dtype=np.int64)
     begin = 0
     for sequence, count in batch.work:
-        known = min(sequence.routed.count, sequence.cached + count)
-        if known > sequence.cached:
-            again = sequence.routed.first(known)[sequence.cached :]
-            rows[begin : begin + len(again)] = again
+        num_known = min(sequence.routed.count, sequence.cached + count)
+        if num_known > sequence.cached:
+            known_rows = sequence.routed.first(num_known)[sequence.cached :]
+            rows[begin : begin + len(known_rows)] = known_rows
         begin += count
 
     return Recording(routers, RouterReplay(torch.as_tensor(rows, device=batch.input_ids.device)))
@@ -122,7 +122,7 @@ def record(batch: StepBatch, recording: Recording) -> None:
         begin += count
 
 
-def told(
+def routed_experts_of(
     sequence: Sequence, request: EngineRequest, routers: Routers | None
 ) -> RoutedExperts | None:
     """What the completion of a request says, whose tokens but the last are all cached; None of an
@@ -137,12 +137,12 @@ def told(
 def drawn_rows(sequence: Sequence, request: EngineRequest) -> np.ndarray | None:
     """[ids - 1, layers, top_k]: of every token that has a next one, the row of the pass that drew
     that; None before anything was drawn."""
-    kept = request.drawn_rows
+    earlier_rows = request.drawn_rows
     count = len(sequence.ids) - 1
     if not request.completion:
         return None
-    if kept is None:
+    if earlier_rows is None:
         return sequence.routed.first(count)
-    if len(kept) == count:  # nothing was drawn since they were kept
-        return kept
-    return np.concatenate([kept, sequence.routed.first(count)[len(kept) :]])
+    if len(earlier_rows) == count:  # nothing was drawn since they were kept
+        return earlier_rows
+    return np.concatenate([earlier_rows, sequence.routed.first(count)[len(earlier_rows) :]])

@@ -110,9 +110,9 @@ class RoutingMemory:
     def known(self, request: EngineRequest) -> KnownPrefix:
         """See the module. Nothing is copied."""
         weights = self.weights(request.version)
-        own = request.known_rows
-        if own is not None and own.weights == weights:
-            return KnownPrefix(own, min(own.count, len(request.ids)))
+        known_rows = request.known_rows
+        if known_rows is not None and known_rows.weights == weights:
+            return KnownPrefix(known_rows, min(known_rows.count, len(request.ids)))
 
         best = KnownPrefix(TokenRows(weights), 0)
         paths = self._paths.get(request.session, []) if request.session is not None else []
@@ -143,9 +143,9 @@ class RoutingMemory:
         ids = np.array(sequence.ids[: rows.count], dtype=np.int32)
         path = _Path(ids, rows, ids.nbytes + rows.num_bytes)
         before = self._paths.pop(session, [])
-        self._paths[session] = [one for one in before if not one.begins(path)] + [path]
-        self.num_bytes += sum(one.num_bytes for one in self._paths[session])
-        self.num_bytes -= sum(one.num_bytes for one in before)
+        self._paths[session] = [old for old in before if not old.begins(path)] + [path]
+        self.num_bytes += sum(stored.num_bytes for stored in self._paths[session])
+        self.num_bytes -= sum(old.num_bytes for old in before)
         while self.num_bytes > self.max_bytes:
             oldest = next(iter(self._paths))
             self.num_bytes -= self._paths[oldest].pop(0).num_bytes

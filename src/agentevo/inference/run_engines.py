@@ -61,18 +61,18 @@ class RunEngines:
         self, version: int, stop: Callable[[], bool], note: Callable[[str], None]
     ) -> None:
         """Waits until the engines serve the version, or a newer one, or `stop` says so."""
-        began = time.monotonic()
-        told = False
-        looked = began
+        started_at = time.monotonic()
+        has_noted = False
+        looked = started_at
         await self._engines.refresh()
 
         while self._engines.version < version and not stop():
-            if not told and time.monotonic() - began > TOLD_S:
+            if not has_noted and time.monotonic() - started_at > TOLD_S:
                 note(
                     f"waiting for an engine with version {version}: is `agentevo serve` running "
                     f"and announced in {self._place}?"
                 )
-                told = True
+                has_noted = True
 
             if self._look_after is not None and time.monotonic() - looked > LOOK_S:
                 await self._look_after()
@@ -130,9 +130,9 @@ class RunEngines:
         listen: TokenListener | None = None,
     ) -> Completion:
         """See RemoteEngine.generate."""
-        left = await self._wait_for_version(deadline_s)
+        remaining_s = await self._wait_for_version(deadline_s)
         return await self._engines.generate(
-            prompt_ids, sampling, session=session, deadline_s=left, listen=listen
+            prompt_ids, sampling, session=session, deadline_s=remaining_s, listen=listen
         )
 
     async def score(
@@ -144,8 +144,10 @@ class RunEngines:
         deadline_s: float,
     ) -> TokenScores:
         """See RemoteEngine.score."""
-        left = await self._wait_for_version(deadline_s)
-        return await self._engines.score(context_ids, ids, temperature=temperature, deadline_s=left)
+        remaining_s = await self._wait_for_version(deadline_s)
+        return await self._engines.score(
+            context_ids, ids, temperature=temperature, deadline_s=remaining_s
+        )
 
     async def _wait_for_version(self, deadline_s: float) -> float:
         """Waits for the version that is meant; the seconds that are left."""

@@ -104,8 +104,10 @@ def draw_with_alternatives(
     most_likely = logits.argmax(dim=-1) if not all(temperatures) else None
     if most_likely is not None and not any(temperatures):
         certain: list[int] = most_likely.tolist()
-        alone = [[(t, 0.0)] if p.top_logprobs else [] for t, p in zip(certain, params, strict=True)]
-        return certain, [0.0] * len(params), alone
+        greedy_alternatives = [
+            [(t, 0.0)] if p.top_logprobs else [] for t, p in zip(certain, params, strict=True)
+        ]
+        return certain, [0.0] * len(params), greedy_alternatives
 
     weights = logits.sub_(
         logits.amax(dim=-1, keepdim=True)

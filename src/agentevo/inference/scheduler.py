@@ -48,7 +48,7 @@ PrefixKey = tuple[int | None, tuple[int, ...]]
 @dataclass(eq=False)
 class Sequence:
     """Tokens of a request or an idle session. `ids[:cached]` have keys and values; the first
-    `offset` of them in `segment`, the others in the slot while it runs, in `kept` while it is
+    `offset` of them in `segment`, the others in the slot while it runs, in `saved` while it is
     idle."""
 
     slot: int
@@ -296,7 +296,7 @@ class Scheduler:
         return shared + sum(_round_up(s.cached - s.offset) for s in self.sessions.values())
 
     def _match(
-        self, version: int | None, ids: list[int], known: KnownPrefix | None = None
+        self, version: int | None, ids: list[int], known_prefix: KnownPrefix | None = None
     ) -> PrefixSegment | None:
         """The longest segment of that version that is a proper prefix of `ids` (one token must be
         left to predict from) and was computed with the experts that are known."""
@@ -304,7 +304,7 @@ class Scheduler:
             if (
                 length < len(ids)
                 and (segment := self.segments[length].get((version, tuple(ids[:length]))))
-                and (known is None or known.agrees(segment.routed, length) == length)
+                and (known_prefix is None or known_prefix.agrees(segment.routed, length) == length)
             ):
                 return segment
 
@@ -337,23 +337,23 @@ class Scheduler:
             key = tuple(request.ids[: request.num_context])
             by_prompt[key] = by_prompt.get(key, 0) + 1
 
-        wanted = [list(key[:-1]) for key, count in by_prompt.items() if count > 1]
+        shared_prompts = [list(key[:-1]) for key, count in by_prompt.items() if count > 1]
         singles = sorted(list(key) for key, count in by_prompt.items() if count == 1)
-        for ids in wanted + _shared_beginnings(singles):
+        for ids in shared_prompts + _shared_beginnings(singles):
             matched = self._match(version, [*ids, -1])
-            wanted_key = (version, tuple(ids))
+            prefix_key = (version, tuple(ids))
             have = len(matched.ids) if matched else 0
             if (
                 len(ids) - have >= MIN_SHARED_TOKENS
-                and wanted_key not in self.pending_prefixes
-                and wanted_key not in self.unshareable
+                and prefix_key not in self.pending_prefixes
+                and prefix_key not in self.unshareable
             ):
                 request = EngineRequest(
                     ids, SamplingParams(max_new_tokens=0), None, version=version
                 )
                 if self.routing is not None:
                     request.known_rows = self.routing.known_to_any(fresh, ids)
-                self.pending_prefixes[wanted_key] = request
+                self.pending_prefixes[prefix_key] = request
                 self.waiting.appendleft(request)
 
     def _place(self, request: EngineRequest) -> bool:
@@ -364,9 +364,9 @@ class Scheduler:
             return self._resume(idle, request)
 
         context = request.ids[: request.num_context]
-        known = None if self.routing is None else self.routing.known(request)
+        known_prefix = None if self.routing is None else self.routing.known(request)
         sharing = self.config.prefix_sharing
-        segment = self._match(request.version, context, known) if sharing else None
+        segment = self._match(request.version, context, known_prefix) if sharing else None
         offset = (
             len(segment.ids)
             if segment is not None
@@ -396,8 +396,8 @@ class Scheduler:
         if segment is not None:
             segment.last_used = self._tick()
             sequence.cached = len(segment.ids)
-            if known is not None and known.num_tokens < len(segment.ids):
-                known = KnownPrefix(segment.routed, len(segment.ids))
+            if known_prefix is not None and known_prefix.num_tokens < len(segment.ids):
+                known_prefix = KnownPrefix(segment.routed, len(segment.ids))
 
             self.prefix_hit_tokens += len(segment.ids)
             if offset:
@@ -407,8 +407,8 @@ class Scheduler:
                 prefix = KeysAndValues(segment.keys, segment.values)
                 self.cache.paste(slot, prefix, len(segment.ids))
 
-        if known is not None:
-            sequence.routed = known.rows.beginning(known.num_tokens)
+        if known_prefix is not None:
+            sequence.routed = known_prefix.rows.beginning(known_prefix.num_tokens)
 
         self.running.append(sequence)
         return True
@@ -419,9 +419,9 @@ class Scheduler:
 
         common = min(common_prefix(idle.ids, request.ids), idle.cached)
         keep = min(common, len(request.ids) - 1)
-        known = None if self.routing is None else self.routing.known(request)
-        if known is not None:
-            keep = known.agrees(idle.routed, keep)
+        known_prefix = None if self.routing is None else self.routing.known(request)
+        if known_prefix is not None:
+            keep = known_prefix.agrees(idle.routed, keep)
 
         left_prefix = keep < idle.offset
         if left_prefix or (idle.segment and not self._fits_beside(idle.segment, request)):
@@ -445,8 +445,8 @@ class Scheduler:
         idle.cached = keep
         idle.request = request
         idle.need = need
-        if known is not None:
-            idle.routed = known.of_resumed(idle.routed, common)
+        if known_prefix is not None:
+            idle.routed = known_prefix.of_resumed(idle.routed, common)
 
         self.session_hit_tokens += keep
         self.running.append(idle)
@@ -540,8 +540,8 @@ class Scheduler:
             return False
 
         places = generous if num_slots * generous <= budget else least
-        wanted = min(num_slots + len(self.waiting), self.config.max_running)
-        num_slots = max(num_slots, min(max(wanted, self.cache.num_slots), budget // places))
+        desired_slots = min(num_slots + len(self.waiting), self.config.max_running)
+        num_slots = max(num_slots, min(max(desired_slots, self.cache.num_slots), budget // places))
         self._move(num_slots, places)
 
         return True

@@ -33,8 +33,8 @@ def score_request(
     the given tokens."""
     future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
     params = SamplingParams(temperature=temperature, max_new_tokens=0)
-    whole = [*context_ids, *ids[:-1]]  # nothing is predicted from the last one
-    return EngineRequest(whole, params, future, version=version, scored=list(ids))
+    input_ids = [*context_ids, *ids[:-1]]  # nothing is predicted from the last one
+    return EngineRequest(input_ids, params, future, version=version, scored=list(ids))
 
 
 def given_logprobs(logits: torch.Tensor, ids: Tokens[int], temperature: float) -> list[float]:

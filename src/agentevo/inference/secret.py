@@ -45,9 +45,9 @@ class RunSecret:
     def value(self) -> str:
         """The secret, 64 hexadecimal digits; made if there is none. Raises EngineError where the
         file can't be used. Where the environment holds it, no file is made or read."""
-        given = self._given()
-        if given is not None:
-            return given
+        configured = self._given()
+        if configured is not None:
+            return configured
 
         try:
             try:

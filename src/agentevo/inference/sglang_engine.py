@@ -202,14 +202,14 @@ class SglangEngine:
 
     async def _awake_within(self, draw: asyncio.Task[Completion], deadline_s: float) -> Completion:
         """Its result within so many seconds, those of sleep not counted."""
-        begun = time.monotonic()
+        started_at = time.monotonic()
         slept = self.slept_s
         try:
             while not draw.done():
-                left = deadline_s - (time.monotonic() - begun) + (self.slept_s - slept)
-                if left <= 0:
+                remaining_s = deadline_s - (time.monotonic() - started_at) + (self.slept_s - slept)
+                if remaining_s <= 0:
                     raise DeadlineExceededError(f"SGLang did not answer within {deadline_s:g} s")
-                await asyncio.wait({draw}, timeout=left)
+                await asyncio.wait({draw}, timeout=remaining_s)
 
             if draw.cancelled():
                 self._check_whole()
@@ -299,14 +299,14 @@ class SglangEngine:
                 await in_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _replace(self, version: int, label: str, folder: Path) -> None:
-        begun = time.monotonic()
+        started_at = time.monotonic()
         try:
             await self._load(folder, label)
         except EngineError as error:
             await self._restore(error)
             raise
         finally:
-            self._swap_s += time.monotonic() - begun
+            self._swap_s += time.monotonic() - started_at
 
         before = self._good
         self._good = folder
@@ -328,17 +328,18 @@ class SglangEngine:
     async def _restore(self, error: EngineError) -> None:
         """After a load that may have left a mixture: the version before is loaded again, or nothing
         is served any more."""
-        again: EngineError | None = None
+        restore_error: EngineError | None = None
         if self._good is not None:
             try:
                 await self._load(self._good, self._label)
                 return
-            except EngineError as one:
-                again = one
+            except EngineError as failure:
+                restore_error = failure
 
         self._failure = EngineError(
             f"SGLang holds no whole weights: {error}; the version before could not be loaded again "
-            f"({again or 'it is not known here'}): it serves again when a whole version is in"
+            f"({restore_error or 'it is not known here'}): it serves again when a whole version "
+            "is in"
         )
         for draw in self._draws:
             draw.cancel()
@@ -444,9 +445,9 @@ class SglangEngine:
         self._check_whole()
 
     def _check_alive(self) -> None:
-        ended = self._server.describe_end() if self._server is not None else ""
-        if ended:
-            raise EngineError(f"SGLang has ended: {ended}")
+        end_text = self._server.describe_end() if self._server is not None else ""
+        if end_text:
+            raise EngineError(f"SGLang has ended: {end_text}")
 
     def _check_whole(self) -> None:
         if self._failure is not None:

@@ -100,14 +100,14 @@ def check_keys(options: SglangOptions) -> tuple[str | None, str | None]:
 def _describe_unknown(error: pydantic.ValidationError) -> str:
     wrong = error.errors()[0]
     key = ".".join(["engine.options", *map(str, wrong["loc"])])
-    known = list(SglangOptions.model_fields)
+    option_names = list(SglangOptions.model_fields)
 
     if wrong["type"] != "extra_forbidden":
         return f"{key}: {wrong['msg'].removeprefix('Value error, ')}"
 
-    guess = nearest(str(wrong["loc"][-1]), known)
+    guess = nearest(str(wrong["loc"][-1]), option_names)
     hint = f"did you mean {guess}? " if guess else ""
-    return f"{key}: there is no such option: {hint}give one of {', '.join(known)}"
+    return f"{key}: there is no such option: {hint}give one of {', '.join(option_names)}"
 
 
 def _check_url(options: SglangOptions, url: str) -> None:

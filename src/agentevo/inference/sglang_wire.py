@@ -138,9 +138,9 @@ def generate_body(
         "no_stop_trim": True,
     }
     if cut:
-        whole = min(vocabulary, facts.mask_tokens)
+        most_tokens = min(vocabulary, facts.mask_tokens)
         params |= {
-            "top_k": min(sampling.top_k, vocabulary) or whole,
+            "top_k": min(sampling.top_k, vocabulary) or most_tokens,
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
         }
@@ -183,7 +183,7 @@ def read_answer(
     try:
         meta = answer["meta_info"]
         finish = meta["finish_reason"]
-        ids = [int(one) for one in answer["output_ids"]]
+        ids = [int(token) for token in answer["output_ids"]]
         if finish is not None and finish["type"] == "abort" and not ids:
             return SglangTokens([], [], [], [], finish)
 
@@ -216,31 +216,36 @@ def _numbers(
     """Log-probs and alternatives of the distribution that was drawn from."""
     count = sampling.top_logprobs
     if sampling.temperature == 0:
-        return [0.0] * len(ids), [[(one, 0.0)] for one in ids] if count else []
+        return [0.0] * len(ids), [[(token, 0.0)] for token in ids] if count else []
 
     if not _is_cut(sampling):
         entries = meta["output_token_logprobs"]
         if [entry[1] for entry in entries] != ids:
             raise ValueError("log-probs of other tokens")
         rows = meta["output_top_logprobs"] if count else []
-        top = [[(int(one[1]), float(one[0])) for one in row[:count]] for row in rows]
+        top = [[(int(entry[1]), float(entry[0])) for entry in row[:count]] for row in rows]
         return [float(entry[0]) for entry in entries], top
 
     masks = meta["output_token_sampling_mask"]
     values = meta["output_token_sampling_logprobs"]
 
-    whole = min(vocabulary, facts.mask_tokens)
-    if not sampling.top_k and whole < vocabulary and any(len(mask) >= whole for mask in masks):
+    most_tokens = min(vocabulary, facts.mask_tokens)
+    if (
+        not sampling.top_k
+        and most_tokens < vocabulary
+        and any(len(mask) >= most_tokens for mask in masks)
+    ):
         raise EngineError(
-            f"top_p or min_p keeps more than {whole} tokens somewhere, and SGLang tells log-probs "
-            "for no more: give top_k, or start it with a higher --sampling-mask-max-tokens"
+            f"top_p or min_p keeps more than {most_tokens} tokens somewhere, and SGLang tells "
+            "log-probs for no more: give top_k, or start it with a higher "
+            "--sampling-mask-max-tokens"
         )
 
     if not count:
         return [float(value) for value in values], []
 
     top = [
-        sorted(zip(mask, row, strict=True), key=lambda one: -one[1])[:count]
+        sorted(zip(mask, row, strict=True), key=lambda pair: -pair[1])[:count]
         for mask, row in zip(masks, values, strict=True)
     ]
     chosen = [
@@ -400,13 +405,13 @@ def _lost(where: str, error: Exception) -> EngineUnavailableError:
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
     """The lines of an answer as they come: a line feed ends one, and not U+2028 in a text, as
     httpx's own reader has it."""
-    begun = bytearray()
+    partial_line = bytearray()
     async for part in response.aiter_bytes():
-        *ended, rest = part.split(b"\n")
-        for line in ended:
-            yield bytes(begun) + line
-            begun.clear()
-        begun += rest
+        *lines, rest = part.split(b"\n")
+        for line in lines:
+            yield bytes(partial_line) + line
+            partial_line.clear()
+        partial_line += rest
 
 
 def _content(raw: bytes, status: int, path: str) -> Mapping[str, Any]:
@@ -418,13 +423,13 @@ def _content(raw: bytes, status: int, path: str) -> Mapping[str, Any]:
         )
 
     try:
-        found = json.loads(text) if text.strip() else {}
+        content = json.loads(text) if text.strip() else {}
     except ValueError:
-        found = {"text": text}
+        content = {"text": text}
 
-    found = found if isinstance(found, dict) else {"content": found}
-    if status == 200 and "error" not in found:
-        return found
+    content = content if isinstance(content, dict) else {"content": content}
+    if status == 200 and "error" not in content:
+        return content
 
     message = f"SGLang's {path} has answered {status}: {text[:SHOWN]}"
     raise EngineUnavailableError(message) if status in (502, 503, 504) else EngineError(message)

@@ -44,7 +44,7 @@ from agentevo.inference.engine import (
 from agentevo.inference.grammars import EngineGrammars
 from agentevo.inference.kv_cache import kv_bytes_per_token
 from agentevo.inference.requests import EngineRequest
-from agentevo.inference.routing import record, recording_of, told
+from agentevo.inference.routing import record, recording_of, routed_experts_of
 from agentevo.inference.routing_memory import RoutingMemory
 from agentevo.inference.sampling import draw_with_alternatives
 from agentevo.inference.scheduler import Scheduler, Sequence
@@ -156,8 +156,8 @@ class TorchEngine:
         began_at = time.monotonic()
         slept_s = self.slept_s
         grammar = await self._grammars.begin(sampling, deadline_s)
-        given = sampling.penalties
-        penalties = None if given is None else PenaltyState(given, prompt_ids)
+        penalty_settings = sampling.penalties
+        penalties = None if penalty_settings is None else PenaltyState(penalty_settings, prompt_ids)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         ids = list(prompt_ids)
         request = EngineRequest(ids, sampling, future, session, version, listen, grammar, penalties)
@@ -193,10 +193,12 @@ class TorchEngine:
         self._start_pump()
         try:
             while not future.done():
-                left = ends + (self.slept_s - slept_s) - time.monotonic()
-                if left <= 0:
+                remaining_s = ends + (self.slept_s - slept_s) - time.monotonic()
+                if remaining_s <= 0:
                     raise self._late(deadline_s)
-                await asyncio.wait([future], timeout=max(left, LOOK_S) if self.asleep else left)
+                await asyncio.wait(
+                    [future], timeout=max(remaining_s, LOOK_S) if self.asleep else remaining_s
+                )
             return future.result()
         finally:
             future.cancel()  # of a request that is given up: the scheduler drops it
@@ -435,8 +437,8 @@ class TorchEngine:
         started = time.perf_counter()
         by_version: dict[int, list[Sequence]] = {}
         for sequence in self.scheduler.running:
-            wanted = None if sequence.request is None else sequence.request.version
-            version, _ = self._earlier.model_serving(wanted, self._version)
+            requested = None if sequence.request is None else sequence.request.version
+            version, _ = self._earlier.model_serving(requested, self._version)
             by_version.setdefault(version, []).append(sequence)
 
         finished = sum(self._pass(version, running) for version, running in by_version.items())
@@ -515,7 +517,7 @@ class TorchEngine:
             reason = request.finish_reason(self.tokenizer)
             if reason is not None:
                 finished += 1
-                routed = told(sequence, request, self._routers)
+                routed = routed_experts_of(sequence, request, self._routers)
                 self._answer(sequence, request, request.drawn(reason, routed))
 
         self._generated += len(tokens)

@@ -149,7 +149,7 @@ def _asking(config: RunConfig) -> WeightSource:
     return BroadcastSource(config.run_dir / "weights", devices.find(config.model.device))
 
 
-def _object_store(recipe: RunConfig, **given: Any) -> ObjectStoreWeights:
+def _object_store(recipe: RunConfig, **options: Any) -> ObjectStoreWeights:
     from agentevo.inference.object_store import ObjectStoreWeights
 
     url = recipe.rollout.weights.url
@@ -159,7 +159,7 @@ def _object_store(recipe: RunConfig, **given: Any) -> ObjectStoreWeights:
             "s3://BUCKET/FOLDER"
         )
 
-    return ObjectStoreWeights(url, full_every=_full_every(recipe), **given)
+    return ObjectStoreWeights(url, full_every=_full_every(recipe), **options)
 
 
 def _full_every(config: RunConfig) -> int:
@@ -193,8 +193,8 @@ transports.register("broadcast")(
 
 
 def local_transport(config: RunConfig, *, apart: bool) -> str:
-    """Name of the transport to this process's engine. `apart`: what is sampled for training comes
-    from engines in other processes, and this one only evaluates."""
+    """Name of the transport to this process's engine. `is_separate`: what is sampled for training
+    comes from engines in other processes, and this one only evaluates."""
     if apart:
         return "shared"
     overlaps = config.rollout.staleness > 0 and config.rollout.sharing == "overlap"

@@ -235,29 +235,32 @@ class VllmEngine:
                 "temperature 1 only: ask for that, or use engine.type=torch"
             )
 
-        whole = [*context_ids, *ids]
-        self._check_room(whole, 1)
+        all_ids = [*context_ids, *ids]
+        self._check_room(all_ids, 1)
 
         ends = time.monotonic() + deadline_s
         while True:  # once more when new weights have come in the middle
-            began = self._version
-            one = VllmTokens()
-            async with self._open_request(whole, scoring(), ends - time.monotonic()) as (
+            version = self._version
+            tokens = VllmTokens()
+            async with self._open_request(all_ids, scoring(), ends - time.monotonic()) as (
                 _,
                 outputs,
             ):
                 async for answer in outputs:
                     (output,) = answer.outputs
-                    one.add(output, SamplingParams())
+                    tokens.add(output, SamplingParams())
 
-            if one.finish_reason == "abort":
+            if tokens.finish_reason == "abort":
                 raise self._failure or EngineError("vLLM has ended the request: ask again")
 
-            self._count_context(len(whole), 0)
-            if one.versions() == [began]:
-                told = answer.prompt_logprobs
-                places = [told.start_indices[at] for at in range(len(context_ids), len(whole))]
-                return TokenScores([told.logprobs[place] for place in places], began)
+            self._count_context(len(all_ids), 0)
+            if tokens.versions() == [version]:
+                prompt_logprobs = answer.prompt_logprobs
+                places = [
+                    prompt_logprobs.start_indices[at]
+                    for at in range(len(context_ids), len(all_ids))
+                ]
+                return TokenScores([prompt_logprobs.logprobs[place] for place in places], version)
 
     async def release(self, session: str) -> None:
         """See Engine.release: vLLM keeps nothing by that name."""
@@ -460,14 +463,14 @@ class VllmEngine:
         await in_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     def _check_room(
-        self, prompt_ids: Sequence[int], max_new_tokens: int, others: Sequence[int] = ()
+        self, prompt_ids: Sequence[int], max_new_tokens: int, extra_ids: Sequence[int] = ()
     ) -> None:
         if not prompt_ids:
             raise EngineError(
                 "the prompt is empty: an engine needs at least one token to predict from"
             )
 
-        check_tokens((*prompt_ids, *others), self._vocabulary)
+        check_tokens((*prompt_ids, *extra_ids), self._vocabulary)
         if len(prompt_ids) + max_new_tokens > self._context:
             raise RequestTooLongError(
                 f"prompt of {len(prompt_ids)} tokens + max_new_tokens {max_new_tokens} is more "

@@ -47,18 +47,18 @@ def read_options(section: EngineSection) -> VllmOptions:
     except pydantic.ValidationError as error:
         wrong = error.errors()[0]
         key = ".".join(map(str, wrong["loc"]))
-        known = list(VllmOptions.model_fields)
+        option_names = list(VllmOptions.model_fields)
 
         if wrong["type"] != "extra_forbidden":
             raise ConfigError(
                 f"engine.options.{key}: got {wrong['input']!r}: {wrong['msg']}"
             ) from error
 
-        guess = nearest(key, known)
+        guess = nearest(key, option_names)
         hint = f"did you mean {guess}? " if guess else ""
         raise ConfigError(
             f"engine.options.{key}: vLLM is not told of that from here: {hint}give one of "
-            f"{', '.join(known)}"
+            f"{', '.join(option_names)}"
         ) from error
 
 

@@ -51,13 +51,13 @@ def write_base(model: PreTrainedModel, folder: Path) -> None:
             model.save_pretrained(folder)
             return
 
-        whole: Any = model.get_base_model()  # type: ignore[operator]
-        kept = {
+        base: Any = model.get_base_model()  # type: ignore[operator]
+        state = {
             name.replace(".base_layer.", "."): tensor
-            for name, tensor in whole.state_dict().items()
+            for name, tensor in base.state_dict().items()
             if ".lora_" not in name
         }
-        whole.save_pretrained(folder, state_dict=kept)
+        base.save_pretrained(folder, state_dict=state)
 
 
 def adapter_refusal(model: Any) -> str | None:
@@ -90,19 +90,21 @@ def write_adapter_weights(model: Any, weights: Weights, folder: Path) -> None:
 
 def saves_as_it_is(model: PreTrainedModel, names: Iterable[str]) -> bool:
     """Whether a checkpoint has tensors of these names as the model's modules do."""
-    whole = {
+    placeholders = {
         name: torch.empty_like(model.get_parameter(name), device="meta", requires_grad=False)
         for name in names
     }
-    saved = revert_weight_conversion(model, dict(whole))
-    return saved.keys() == whole.keys() and all(saved[name] is whole[name] for name in whole)
+    saved = revert_weight_conversion(model, dict(placeholders))
+    return saved.keys() == placeholders.keys() and all(
+        saved[name] is placeholders[name] for name in placeholders
+    )
 
 
 def write_weights(model: PreTrainedModel, weights: Weights, path: Path) -> None:
     """Writes what `model` would save of them: checkpoints may name and cut tensors otherwise than
     the modules that compute with them."""
     saved = revert_weight_conversion(model, dict(weights))
-    save_file({name: one.detach().cpu().contiguous() for name, one in saved.items()}, path)
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in saved.items()}, path)
 
 
 def remove_weights(path: Path | None) -> None:
@@ -170,15 +172,15 @@ class WeightLoader:
         model goes on computing."""
 
         def work() -> dict[str, torch.Tensor]:
-            given = msgspec.json.decode(incoming, type=Incoming)
-            changed = receive_place(given, self.rank, self.device)
+            decoded = msgspec.json.decode(incoming, type=Incoming)
+            changed = receive_place(decoded, self.rank, self.device)
             for name, tensor in changed.items():
                 if not torch.isfinite(tensor).all():
                     raise EngineError(f"{name} holds NaN or infinity")
             return _over_base(base, changed)
 
         self._forget_agentevo_weights()  # of a round that another worker has lost
-        WeightLoader.agentevo_receiving = _begun(work)
+        WeightLoader.agentevo_receiving = _run_in_thread(work)
 
     def end_agentevo_weights(self) -> list[str] | None:
         """None as long as they come; then `here`, or `lost` or `refused` and why."""
@@ -210,22 +212,22 @@ def _over_base(base: str, changed: dict[str, torch.Tensor]) -> dict[str, torch.T
     """These and, for what is not among them, those of the folder. Raises ValueError for what has no
     place there."""
     tensors = dict(changed)
-    known = dict[str, list[int]]()
+    shapes = dict[str, list[int]]()
     for path in sorted(Path(base).glob("*.safetensors")):
         with safe_open(str(path), framework="pt") as file:
             for name in file.keys():  # noqa: SIM118
-                known[name] = file.get_slice(name).get_shape()
+                shapes[name] = file.get_slice(name).get_shape()
                 if name not in changed:
                     tensors[name] = file.get_tensor(name)
 
     for name, tensor in changed.items():
-        if known.get(name) != list(tensor.shape):
+        if shapes.get(name) != list(tensor.shape):
             raise ValueError(f"{name} {tuple(tensor.shape)} is none of the model's tensors")
 
     return tensors
 
 
-def _begun(work: Callable[[], T]) -> Future[T]:
+def _run_in_thread(work: Callable[[], T]) -> Future[T]:
     """In a thread that keeps no process from ending."""
     future: Future[T] = Future()
 

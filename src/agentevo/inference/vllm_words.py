@@ -46,7 +46,7 @@ NEVER = -1e9
 def check_sampling(sampling: SamplingParams) -> None:
     """Raises EngineError for what vLLM computes in another order than every other engine, and for
     what it tells too little of."""
-    given = sampling.penalties
+    penalties = sampling.penalties
     if sampling.grammar:
         raise GrammarError(
             "vLLM does not tell which tokens a grammar let it draw from, so a turn under one could "
@@ -65,7 +65,7 @@ def check_sampling(sampling: SamplingParams) -> None:
             "which gives another distribution: set one of them"
         )
 
-    if given is not None and given.logit_bias and given.repetition != 1:
+    if penalties is not None and penalties.logit_bias and penalties.repetition != 1:
         raise EngineError(
             "sampling: penalties: vLLM scales a logit for repetition after it adds the bias, and "
             "every other engine before: give logit_bias or repetition"
@@ -86,9 +86,9 @@ def load_vllm(start_timeout_s: float = 600.0) -> Any:
     vllm: Any = load_extra("vllm", "vllm", "engine.type=vllm", ", or set engine.type=torch")
     release = tuple(int(part) for part in vllm.__version__.split(".")[:2])
     if not VERSIONS[0] <= release < VERSIONS[1]:
-        wanted = " and below ".join(".".join(map(str, one)) for one in VERSIONS)
+        supported = " and below ".join(".".join(map(str, version)) for version in VERSIONS)
         raise ConfigError(
-            f"engine.type=vllm needs vLLM from {wanted}, and {vllm.__version__} is installed: "
+            f"engine.type=vllm needs vLLM from {supported}, and {vllm.__version__} is installed: "
             "pip install 'agentevo[vllm]'"
         )
 
@@ -141,7 +141,7 @@ def engine_arguments(
     if is_adapted(model):
         adapted: Any = model
         rank = adapted.peft_config[adapted.active_adapter].r
-        room = min(known for known in LORA_RANKS if known >= rank)
+        room = min(lora_rank for lora_rank in LORA_RANKS if lora_rank >= rank)
         adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
 
     eager = options.enforce_eager
@@ -219,18 +219,20 @@ class VllmTokens:
 
     def add(self, output: Any, sampling: SamplingParams) -> int:
         """Takes down the next tokens of a vLLM output; returns how many."""
-        told = output.logprobs
+        flat = output.logprobs
         for place, token in enumerate(output.token_ids):
-            begin = told.start_indices[place]
-            end = told.end_indices[place]
+            begin = flat.start_indices[place]
+            end = flat.end_indices[place]
             greedy = sampling.temperature == 0
             self.ids.append(token)
-            self.logprobs.append(0.0 if greedy else told.logprobs[begin])
+            self.logprobs.append(0.0 if greedy else flat.logprobs[begin])
 
             if sampling.top_logprobs:
-                known = dict(zip(told.token_ids[begin:end], told.logprobs[begin:end], strict=True))
+                token_logprobs = dict(
+                    zip(flat.token_ids[begin:end], flat.logprobs[begin:end], strict=True)
+                )
                 self.top_logprobs.append(
-                    [(token, 0.0)] if greedy else _likeliest(known, sampling.top_logprobs)
+                    [(token, 0.0)] if greedy else _likeliest(token_logprobs, sampling.top_logprobs)
                 )
 
         self.end(output)
@@ -247,16 +249,16 @@ class VllmTokens:
 
     def versions(self) -> list[int]:
         """Of each token. Raises EngineError where vLLM has not said which weights drew it."""
-        found = [int(span.version) for span in self.spans for _ in range(span.start, span.end)]
-        if len(found) < len(self.ids):
+        versions = [int(span.version) for span in self.spans for _ in range(span.start, span.end)]
+        if len(versions) < len(self.ids):
             raise EngineError(
-                f"vLLM has told the versions of {len(found)} of {len(self.ids)} tokens, so none of "
-                "them can be used: install a release that engine.type=vllm is written for"
+                f"vLLM has told the versions of {len(versions)} of {len(self.ids)} tokens, so none "
+                "of them can be used: install a release that engine.type=vllm is written for"
             )
-        return found[: len(self.ids)]
+        return versions[: len(self.ids)]
 
 
-def _likeliest(known: dict[int, float], count: int) -> Alternatives:
+def _likeliest(logprobs: dict[int, float], count: int) -> Alternatives:
     """Of one token's log-probs, in which the drawn one is whether or not it is among them."""
-    ordered = sorted(known.items(), key=lambda one: -one[1])[:count]
+    ordered = sorted(logprobs.items(), key=lambda item: -item[1])[:count]
     return [(token, logp) for token, logp in ordered if math.isfinite(logp)]

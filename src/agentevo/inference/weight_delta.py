@@ -48,7 +48,7 @@ def find_change(old: torch.Tensor, new: torch.Tensor) -> TensorChange:
 
 
 def pack_change(change: TensorChange, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gaps, values) as they are stored, of at least one element. `whole` is the new tensor: what
+    """(gaps, values) as they are stored, of at least one element. `new` is the new tensor: what
     is listed only to bridge a gap is taken from it."""
     narrow = _bridge_gaps(change.indices, 1 << 8)
     wide = _bridge_gaps(change.indices, 1 << 16)
@@ -106,9 +106,9 @@ def change_of(base: torch.Tensor, new: torch.Tensor) -> dict[str, torch.Tensor]:
     count = int(torch.count_nonzero(_differs(base, new)))  # a sum would make int64 of it
     if 2 * count < new.numel():
         gaps, values = pack_change(find_change(base, new), new)
-        found = {"gaps": gaps, "values": values}
-        if num_bytes(found) < num_bytes({"whole": new}):
-            return found if count else {}
+        packed = {"gaps": gaps, "values": values}
+        if num_bytes(packed) < num_bytes({"whole": new}):
+            return packed if count else {}
     return {"whole": new} if count else {}
 
 
@@ -117,9 +117,9 @@ def delta_of(
 ) -> dict[str, torch.Tensor]:
     """What a delta's files have of whole tensors."""
     return {
-        f"{kind}:{name}": found
+        f"{kind}:{name}": packed
         for name, tensor in new.items()
-        for kind, found in change_of(base[name], tensor).items()
+        for kind, packed in change_of(base[name], tensor).items()
     }
 
 
@@ -144,21 +144,21 @@ def with_delta(
         if kind == "whole":
             if tensor.dtype != old.dtype or tensor.shape != old.shape:
                 raise EngineError(f"{entry} is {tensor.dtype} {tuple(tensor.shape)}")
-            made = tensor
+            updated = tensor
         else:
             values = change.get(f"values:{key}")
             if values is None:
                 raise EngineError(f"no values for {key}")
-            made = apply_change(old, tensor, values)
+            updated = apply_change(old, tensor, values)
 
         if box is None:
-            new[name] = made
+            new[name] = updated
             continue
 
         if new[name] is base[name]:
             new[name] = base[name].clone(memory_format=torch.contiguous_format)
 
-        new[name][box.slices] = made
+        new[name][box.slices] = updated
 
     return new
 

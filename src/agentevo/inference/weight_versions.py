@@ -159,23 +159,29 @@ class WeightVersions(ABC):
         trained = {
             name: tensor.cpu().contiguous() for name, tensor in trained_weights(model).items()
         }
-        held = None if in_full else self._base_of_delta(trained, version)
-        base, change = (None, {}) if held is None else (held.base, delta_of(held.tensors, trained))
+        held_version = None if in_full else self._base_of_delta(trained, version)
+        base, change = (
+            (None, {})
+            if held_version is None
+            else (held_version.base, delta_of(held_version.tensors, trained))
+        )
         if base is not None and not self._pays(base, num_bytes(change), _specs(trained)):
             base = None
 
         if base is None:
-            made = self._put(
+            manifest_bytes = self._put(
                 version, _split("weights", trained), full_manifest(version, len(trained))
             )
         else:
             sums = dict(zip(trained, side_by_side(checksum, trained.values()), strict=True))
-            made = self._put(version, _split("delta", change), delta_manifest(version, base, sums))
+            manifest_bytes = self._put(
+                version, _split("delta", change), delta_manifest(version, base, sums)
+            )
 
-        latest = self._written(version, made, keep)
+        latest = self._written(version, manifest_bytes, keep)
         if self._full_every > 1:
             snapshot = {name: tensor.clone() for name, tensor in trained.items()}
-            self._held = HeldVersion(base_of(latest, made), snapshot)
+            self._held = HeldVersion(base_of(latest, manifest_bytes), snapshot)
 
         return latest.sha256
 
@@ -197,19 +203,19 @@ class WeightVersions(ABC):
             files = split_files("weights", specs, PART_BYTES)
             manifest = full_manifest(version, len(specs))
             with how.tensors(only_trained=True) as tensors:
-                made = self._put_gathered(version, files, tensors, manifest)
+                manifest_bytes = self._put_gathered(version, files, tensors, manifest)
         else:
             files = split_files("delta", delta.specs, PART_BYTES)
             manifest = delta_manifest(version, base, delta.state, delta.grids)
             how.tell("give_changes")
             with delta.taken() as changes:
-                made = self._put_gathered(version, files, changes, manifest)
+                manifest_bytes = self._put_gathered(version, files, changes, manifest)
 
-        latest = self._written(version, made, keep)
+        latest = self._written(version, manifest_bytes, keep)
         if self._full_every > 1:
             how.tell("keep")
             self._parts.keep()
-            self._parts_base = base_of(latest, made)
+            self._parts_base = base_of(latest, manifest_bytes)
 
         return latest.sha256
 
@@ -230,34 +236,34 @@ class WeightVersions(ABC):
         self, trained: Mapping[str, torch.Tensor], version: int
     ) -> HeldVersion | None:
         """What a delta of whole tensors builds on; None for a full version."""
-        held = self._held
-        if held is None or not self._may_follow(held.base, version):
+        held_version = self._held
+        if held_version is None or not self._may_follow(held_version.base, version):
             return None
-        return held if _specs(held.tensors) == _specs(trained) else None
+        return held_version if _specs(held_version.tensors) == _specs(trained) else None
 
     def _pays(self, base: Base, change: int, specs: Mapping[str, Spec]) -> bool:
         """Whether a delta of so many bytes is worth it."""
-        whole = sum(spec.num_bytes for spec in specs.values())
-        if change >= whole:
+        full_bytes = sum(spec.num_bytes for spec in specs.values())
+        if change >= full_bytes:
             self.advice = _advice(specs)
-        return base.manifest.deltas + change < whole
+        return base.manifest.deltas + change < full_bytes
 
     def _delete_old(self, version: int, keep: int) -> None:
         """What stays is known from the manifests of what is kept."""
         try:
-            known = [older for older in self.versions() if older <= version]
+            versions = [older for older in self.versions() if older <= version]
         except OSError:
             return  # the version is published; they go with the next one
 
-        kept = set(known[-keep:])
-        for one in list(kept):
+        to_keep = set(versions[-keep:])
+        for kept_version in list(to_keep):
             try:
-                kept.update(link.version for link in self._manifest(one, None).chain)
+                to_keep.update(link.version for link in self._manifest(kept_version, None).chain)
             except EngineError:
                 continue  # it is torn and builds on nothing any more
 
-        for old in known:
-            if old not in kept:
+        for old in versions:
+            if old not in to_keep:
                 self._delete(old)
 
     def latest(self) -> int | None:
@@ -300,12 +306,12 @@ class WeightVersions(ABC):
     def _follow(self, latest: Latest, manifest: VersionManifest) -> dict[str, torch.Tensor]:
         """The tensors of a delta: from what is held, or from the full version."""
         links = manifest.chain
-        held = self._held
+        held_version = self._held
         self._held = None
 
-        if held is not None and held.base.latest in links:
-            begin = links.index(held.base.latest) + 1
-            tensors = held.tensors
+        if held_version is not None and held_version.base.latest in links:
+            begin = links.index(held_version.base.latest) + 1
+            tensors = held_version.tensors
         else:
             full = self._manifest(links[0].version, links[0].sha256)
             if full.chain:
@@ -338,12 +344,12 @@ class WeightVersions(ABC):
         checksums = side_by_side(
             lambda name: checksum(tensors[name], manifest.grids.get(name)), tensors
         )
-        found = dict(zip(tensors, checksums, strict=True))
-        if found != manifest.state:
+        actual = dict(zip(tensors, checksums, strict=True))
+        if actual != manifest.state:
             wrong = sorted(
                 name
-                for name in found.keys() | manifest.state.keys()
-                if found.get(name) != manifest.state.get(name)
+                for name in actual.keys() | manifest.state.keys()
+                if actual.get(name) != manifest.state.get(name)
             )
             raise EngineError(
                 f"{self._name(latest.version)} does not give the weights that were written "
@@ -370,7 +376,7 @@ class WeightVersions(ABC):
     def _load(self, manifest: VersionManifest) -> dict[str, torch.Tensor]:
         """What a version's files have, each compared with its checksum."""
 
-        def one(part: ManifestPart) -> dict[str, torch.Tensor]:
+        def load_part(part: ManifestPart) -> dict[str, torch.Tensor]:
             content = self._read(manifest.version, part.file)
             self._compare(manifest.version, part, hashlib.sha256(content).hexdigest())
             try:
@@ -382,8 +388,8 @@ class WeightVersions(ABC):
                 ) from error
 
         tensors: dict[str, torch.Tensor] = {}
-        for found in side_by_side(one, manifest.parts):
-            tensors.update(found)
+        for loaded in side_by_side(load_part, manifest.parts):
+            tensors.update(loaded)
 
         return tensors
 
@@ -392,9 +398,9 @@ class WeightVersions(ABC):
 
     def _raw_manifest(self, version: int, sha256: str | None) -> bytes:
         raw = self._read(version, MANIFEST_FILE)
-        found = hashlib.sha256(raw).hexdigest()
-        if sha256 is not None and found != sha256:
-            raise self._change_error(f"{self._name(version)}/{MANIFEST_FILE}", found, sha256)
+        actual = hashlib.sha256(raw).hexdigest()
+        if sha256 is not None and actual != sha256:
+            raise self._change_error(f"{self._name(version)}/{MANIFEST_FILE}", actual, sha256)
         return raw
 
     def _decode_manifest(self, version: int, raw: bytes) -> VersionManifest:
@@ -417,10 +423,10 @@ class WeightVersions(ABC):
         if sha256 != part.sha256:
             raise self._change_error(f"{self._name(version)}/{part.file}", sha256, part.sha256)
 
-    def _change_error(self, what: str, found: str, wanted: str) -> EngineError:
+    def _change_error(self, what: str, actual: str, expected: str) -> EngineError:
         return EngineError(
-            f"{what} is not what was written (SHA-256 {found[:12]}… and not {wanted[:12]}…): torn "
-            "or changed, not served"
+            f"{what} is not what was written (SHA-256 {actual[:12]}… and not {expected[:12]}…): "
+            "torn or changed, not served"
         )
 
     def _read(self, version: int, file: str) -> bytes:
