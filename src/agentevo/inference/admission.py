@@ -1,17 +1,16 @@
-"""Who may be connected to an engine's door, and for how long without the run's secret.
+"""Who may connect to an engine's server, and for how long without the run's secret.
 
-A connection is a stranger's from when it is accepted until the door `admit`s it, which it does once
-a request has shown the secret. A stranger that has not got that far within ADMISSION_S is cut off,
-wherever it stands: before a byte, in the handshake of TLS, in a header or after a refusal. There
-are at most MAX_STRANGERS. One of them makes room for the next, the oldest of those that have said
-nothing before any that has, so whoever only holds connections open keeps nobody out. Nothing is
-made for a connection before its first byte, and while strangers take one another's places,
-accepting has ACCEPTING_SHARE of the event loop's time, which the engine's steps need. At most
-MAX_CLIENTS are admitted. Another door than the engine's may have other
-`Limits`.
+A connection is a stranger's from its acceptance until the server admits it (`admit`), which happens
+once a request has shown the secret. A stranger that has not shown it within ADMISSION_S is cut off
+in any state: before the first byte, in the TLS handshake, in a header or after a refusal. There are
+at most MAX_STRANGERS. When there are too many, the oldest one makes room, silent connections before
+those that have sent something, so a peer that only holds connections open keeps no client out. A
+connection gets a transport and a protocol only with its first byte. While strangers displace one
+another, accepting takes ACCEPTING_SHARE of the event loop's time, because the engine's steps need
+the rest. At most MAX_CLIENTS are admitted. Other servers than the engine's may have other
+`AdmissionLimits`.
 
-Not promised: an answer to everybody while somebody connects faster than that.
-"""
+Not promised: an answer to every client while another one connects faster than that."""
 
 from __future__ import annotations
 
@@ -49,7 +48,8 @@ FULL_S = 0.1
 SHUTDOWN_S = 1.0
 """How long TLS gets to say good-bye."""
 UNNOTICED = 65536
-"""Bytes of an answer on their way that nobody waits for: a client's own buffers take as many."""
+"""The number of unsent bytes of an answer for which the server does not wait: a client's own
+buffers take as many."""
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -77,7 +77,7 @@ class AdmittedConnection:
         self.protocol: _Http | None = None
         self.is_lost = False
         self._had_all = False
-        """Whether nothing was on its way any more when it was lost."""
+        """Whether no bytes were in flight when the connection was lost."""
         self._when_lost: Callable[[], None] | None = None
 
     def watch(self, when_lost: Callable[[], None] | None) -> None:
@@ -91,9 +91,9 @@ class AdmittedConnection:
             self.protocol.flow.resume_reading()
 
     async def took_all(self, within_s: float) -> bool:
-        """Whether the other side has what was written to it, but for UNNOTICED bytes, which its
-        machine may hold and nobody read. False once it is lost, or has taken nothing more for
-        `within_s`. The answer has not ended: the end of it begins the next request."""
+        """Whether the peer has all bytes that were written to it, except UNNOTICED bytes, which its
+        machine may hold unread. False once the connection is lost, or the peer has taken nothing
+        more for `within_s`. The answer has not ended: its end begins the next request."""
         if self.is_lost or self.transport is None or self.transport.is_closing():
             return False  # what is written to a transport that closes goes nowhere
         if (num_remaining := self._num_left()) <= UNNOTICED:
@@ -122,9 +122,9 @@ class AdmittedConnection:
         return self._had_all if self.is_lost else True
 
     def _num_left(self) -> int:
-        """Bytes that were written, and of which the other side's machine has not told that it has
-        them; where this system doesn't say, those that it has not taken over itself. More than
-        UNNOTICED where nobody knows any more."""
+        """The number of written bytes that the peer's machine has not acknowledged; where this
+        system does not report that, the number of bytes that it has not taken over itself. More
+        than UNNOTICED where the number is unknown."""
         assert self.transport is not None
         if self.is_lost:
             return 0
@@ -216,7 +216,7 @@ class Admission:
         self._silent.pop(connection, None)
 
     def close(self) -> None:
-        """Accepts nobody any more, and cuts strangers off; clients stay."""
+        """Stops accepting and cuts strangers off; clients stay."""
         for timer in (self._looking, self._waiting):
             if timer is not None:
                 timer.cancel()

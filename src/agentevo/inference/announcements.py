@@ -1,11 +1,11 @@
 """Engines that announce themselves in the object store of the run's weights, for samplers that
 share no folder with them: engines/NAME-URL.json under rollout.weights.url.
 
-An announcement is signed with the run's secret, so whoever can write into the store and does not
-have that can't send samplers, and the secret with them, to a machine of their own. It is written
-anew every BEAT_S; a reader believes changes, counted by its own clock, and not times. A store that
-is away costs nobody the engines that are known: they stay known until it answers again.
-"""
+An announcement is signed with the run's secret. A writer that has access to the store but not the
+secret therefore can't send samplers, and the secret with them, to a machine of its own. An
+announcement is rewritten every BEAT_S. A reader relies on changes, timed by its own clock, and not
+on timestamps. While the store is unreachable, the known engines stay known until it answers
+again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ FOLDER = "engines"
 BEAT_S = 5.0
 LOOK_S = 2.0
 DEAD_S = 60.0
-"""An engine that has not announced itself anew for so long is dead, to those who don't hear it."""
+"""An engine that has not renewed its announcement for this long counts as dead for readers that
+have no connection to it."""
 LEAVE_S = 5.0
 """What an engine that ends waits for an announcement that is just being written."""
 MOST = 4096
@@ -56,8 +57,8 @@ class StoreAnnouncements:
         self._objects = objects
         self._secret = secret
         self._seen: dict[str, tuple[str, float, Announcement | None]] = {}
-        """Name of the object -> (its state, when that was first seen by the monotonic clock, what
-        it says; None where that is nobody's of this run)."""
+        """Name of the object -> (its state, when that was first seen by the monotonic clock, its
+        announcement; None where it is not of this run)."""
         self._warned = False
 
     def announce(self, announcement: Announcement) -> None:
@@ -81,7 +82,8 @@ class StoreAnnouncements:
                     self._objects.delete(f"{FOLDER}/{name}")
 
     def living(self) -> list[Announcement]:
-        """Engines that were announced anew within DEAD_S while this object looked, by name."""
+        """Engines that renewed their announcement within DEAD_S while this object looked, by
+        name."""
         entries = {}
         objects = self._objects.under(FOLDER)
         if len(objects) > MOST:
@@ -146,7 +148,7 @@ class StoreAnnouncements:
         try:
             yield
         finally:
-            # A cancelled write goes on in its thread, and would bring back what is withdrawn.
+            # A cancelled write continues in its thread, and would restore what is withdrawn.
             ending.set()
             await asyncio.wait({keeping}, timeout=LEAVE_S)
             keeping.cancel()
@@ -180,8 +182,8 @@ class StoreAnnouncements:
 
 
 class Lookout:
-    """Keeps looking for announcements beside the event loop. `found` are those of the last look
-    that the store answered."""
+    """Looks for announcements in the background. `found` are those of the last look that the store
+    answered."""
 
     def __init__(self, announcements: StoreAnnouncements, *, every_s: float = LOOK_S) -> None:
         self._announcements = announcements
@@ -199,7 +201,7 @@ class Lookout:
             self.trouble = f"looking for announced engines failed: {error}"
 
     async def keep_looking(self) -> None:
-        """Looks every `every_s`, for ever."""
+        """Looks every `every_s`, without end."""
         while True:
             await self.look()
             await asyncio.sleep(self._every_s)

@@ -1,5 +1,5 @@
-"""One engine step as tensors: which tokens of which sequences, where their keys go, and which rows
-of attention that makes."""
+"""One engine step as tensors: which tokens of which sequences, where their keys go, and the
+resulting rows of attention."""
 
 from __future__ import annotations
 

@@ -1,16 +1,15 @@
-"""What trainer and engines write for each other where weights go over a process group: small files,
-each there whole or not at all, and never a tensor.
+"""The files that trainer and engines write for each other where weights go over a process group.
+They are small, each appears whole or not at all, and none holds a tensor.
 
     RUN/weights/latest.json            the version, and the SHA-256 of...
-                tensors-SHA256.json    ...what it has: names, dtypes and shapes
+                tensors-SHA256.json    ...its contents: names, dtypes and shapes
                 asks/ID.json           an engine wants what latest.json names
-                answers/ID.json        the round in which it gets it
+                answers/ID.json        the round in which the engine gets it
                 rounds/ID/store        where the members of the round find one another
                 rounds/ID/sent.json    the fingerprint of each tensor that was sent
 
-An engine renews its ask for as long as it waits, so that a dead engine's goes by itself. Taking an
-ask deletes it: it is answered once. Whatever else lies here is not read, or is deleted.
-"""
+An engine renews its ask for as long as it waits, so a dead engine's ask expires. Taking an ask
+deletes it, so it is answered once. Other files in these folders are ignored or deleted."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ STALE_S = 15.0
 """An ask that was not renewed for so long is of an engine that is gone."""
 RENEW_S = 1.0
 MOST_PLACES = 256
-"""Members of a round, besides the trainer; who is left over is in the next one."""
+"""Members of a round without the trainer; engines that do not fit join the next one."""
 _ASK_BYTES = 2**16
 _FILE_BYTES = 2**26
 _Id = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
@@ -51,11 +50,12 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Contents(msgspec.Struct, frozen=True):
-    """What a version has. Its SHA-256 is what everybody calls the version by."""
+    """The contents of a version. Trainer and engines identify the version by its SHA-256."""
 
     version: Annotated[int, msgspec.Meta(ge=0, le=LAST_VERSION)]
     written: _Id
-    """Of no other publication: one of the same version by a later trainer is told apart."""
+    """Unique to this publication: it distinguishes another one of the same version by a later
+    trainer."""
     tensors: list[TensorEntry]
 
     @classmethod
@@ -138,13 +138,14 @@ class BroadcastFiles:
         self._rounds = folder / "rounds"
 
     def begin(self) -> None:
-        """Of a trainer that begins: what one before it has left behind answers nobody any more."""
+        """At the start of a trainer: deletes the answers and rounds of the trainer before it, which
+        serve no engine any longer."""
         for folder in (self._answers, self._rounds):
             shutil.rmtree(folder, ignore_errors=True)
         self.make_folders()
 
     def make_folders(self) -> None:
-        """Those that are not there, or not any more."""
+        """Creates the folders that are missing."""
         for folder in (self._asks, self._answers, self._rounds):
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -217,10 +218,10 @@ class BroadcastFiles:
         return self._read_decoded(path, PlaceAnswer) if path.exists() else None
 
     def asks(self, sha256: str) -> list[PlaceRequest]:
-        """Who waits for these weights. What no engine that lives has written is deleted."""
+        """The asks for these weights. What no living engine has written is deleted."""
         clock = self._asks / ".clock"
         clock.unlink(missing_ok=True)
-        clock.touch()  # by the clock of the machine that has the folder, which is listed anew now
+        clock.touch()  # by the clock of the folder's machine; refreshes the listing
         now = clock.stat().st_mtime
         asks = []
         for entry in os.scandir(self._asks):
@@ -248,7 +249,8 @@ class BroadcastFiles:
 
     @contextmanager
     def round(self, round_id: str, answers: Mapping[str, PlaceAnswer]) -> Iterator[Path]:
-        """A round's folder, told to those who asked (ask's id -> answer), until it is over."""
+        """A round's folder, announced to the engines that asked (ask's id -> answer), until the
+        round is over."""
         folder = self.path(round_id)
         try:
             folder.mkdir(parents=True)
@@ -262,7 +264,7 @@ class BroadcastFiles:
             shutil.rmtree(folder, ignore_errors=True)
 
     def take(self, asks: Iterable[PlaceRequest]) -> list[PlaceRequest]:
-        """Those that are still there; they are not any more."""
+        """Deletes those that still exist, and returns them."""
         taken = []
         for ask in asks:
             with suppress(FileNotFoundError):
@@ -317,7 +319,7 @@ class BroadcastFiles:
 
 
 def _remove(path: Path) -> None:
-    """Of what nobody reads."""
+    """Deletes a file or folder that is not read."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

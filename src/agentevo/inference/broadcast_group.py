@@ -1,18 +1,17 @@
-"""A round of weights over a process group: the trainer's place is rank 0, the others receive.
+"""A round of weights over a process group: the trainer is rank 0, the others receive.
 
     join -> buckets of bytes -> sent.json -> compare -> agree
 
-A round has a group of its own, beside whatever other groups these processes are in. All calls but
-those of the tensors go over gloo; the tensors go over NCCL where trainer and receivers each have a
-CUDA device of their own, else over gloo, too. Tensors follow one another in buckets of at most
+A round has a group of its own, separate from the other groups of these processes. All calls except
+those for tensors go over gloo. Tensors go over NCCL where trainer and receivers each have a CUDA
+device of their own, and else over gloo as well. Tensors follow one another in buckets of at most
 BUCKET_BYTES, so the trainer needs one bucket and one tensor at a time.
 
 Invariant: `receive` returns exactly the bits that `send` was given, or raises WeightsLostError. The
-fingerprints that say so lie in the run's folder and don't come over the group.
+fingerprints that prove it are in the run's folder and don't come over the group.
 
-Whoever dies or hangs ends the round for all, within JOIN_S before it begins and BUCKET_S for each
-bucket. Nothing is encrypted, and nobody is asked who he is.
-"""
+A member that dies or hangs ends the round for all, within JOIN_S before it begins and BUCKET_S for
+each bucket. Nothing is encrypted, and members are not authenticated."""
 
 from __future__ import annotations
 
@@ -51,8 +50,8 @@ C++; by the time of the next round the file is gone, or stays."""
 
 
 def check_network() -> None:
-    """Raises ConfigError where gloo finds no address to listen on, so that who would break every
-    round off says so before the first."""
+    """Raises ConfigError where gloo finds no address to listen on, so that a process that would
+    break off every round reports it before the first one."""
     interfaces = os.environ.get(INTERFACE, "")
     try:
         for interface in filter(None, interfaces.split(",")):
@@ -154,7 +153,7 @@ class BroadcastGroup:
         return int(count)
 
     def close(self) -> None:
-        """Whoever still waits for this one sees that it is gone."""
+        """Members that still wait for this one see that it is gone."""
         for group in {id(group): group for group in (self._tensors, self._control)}.values():
             group.abort()
 

@@ -1,14 +1,14 @@
 """The trainer's side of weights that go over a process group.
 
 `publish` announces a version, waits at most EXPECT_S for the engines that had the one before, or
-asked for it, and sends it to all who ask, in rounds. `look_after` sends it to whoever asks later:
-engines that are new, or whose round was broken off. Between these calls the model changes, and
+asked for it, and sends it in rounds to all that ask. `look_after` sends it to engines that ask
+later: new ones, and those whose round was broken off. Between these calls the model changes, and
 nothing is sent.
 
-An engine that is gone costs at most one wait and one round: its ask is answered once, and whoever
-did not ask for a version is not waited for at the next one. One that asks and never joins (behind a
-firewall, say) soon has rounds of its own, seldom, and keeps nobody else from the weights.
-"""
+An engine that is gone costs at most one wait and one round: its ask is answered once, and an engine
+that did not ask for a version is not waited for at the next one. An engine that asks and never
+joins (behind a firewall, say) soon has rounds of its own, which are rare, and keeps no other engine
+from the weights."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from agentevo.models.parts import Spec
 EXPECT_S = 10.0
 """How long `publish` waits for an engine that had the version before, or asked for it."""
 MOST_BROKEN = 3
-"""Most rounds of one `publish` that are broken off; whoever has nothing then is seen to by
-`look_after`."""
+"""Most rounds of one `publish` that are broken off; `look_after` serves engines that have nothing
+then."""
 ALONE_AFTER = 2
 """Broken rounds in a row after which an engine has rounds of its own..."""
 PAUSE_S = 60.0
@@ -52,7 +52,7 @@ LOOK_S = 0.05
 
 
 class BroadcastSender:
-    """A WeightSender, see the module. `note` is told when a round was broken off."""
+    """A WeightSender, see the module. `note` gets a message when a round was broken off."""
 
     def __init__(self, folder: Path, model: nn.Module, *, note: Callable[[str], None]) -> None:
         self._files = BroadcastFiles(folder)
@@ -67,7 +67,7 @@ class BroadcastSender:
         self._broken: dict[str, tuple[int, float]] = {}
         """Engine -> its rounds in a row that were broken off, and when it may have another one."""
         self._said = ""
-        """The trouble that was told last; it is told once."""
+        """The trouble that was reported last; it is reported once."""
 
     async def begin(self, version: int) -> None:
         """See WeightSender.begin. What engines have of a later version they keep."""
@@ -95,15 +95,15 @@ class BroadcastSender:
                 return
 
     async def look_after(self) -> None:
-        """See WeightSender.look_after. Reads two files and lists one folder as long as nobody
+        """See WeightSender.look_after. Reads two files and lists one folder as long as no engine
         asks."""
         chosen = self._chosen(await self._waiting(set()))
         if chosen:
             await self._sent(chosen)
 
     async def _sent(self, asks: Sequence[PlaceRequest]) -> bool:
-        """See `_send`. A round that has begun reads the model to its end: whoever is cancelled
-        waits for that, and may change the model then."""
+        """See `_send`. A round that has begun reads the model to its end: a caller that is
+        cancelled waits for that, and may change the model then."""
         return await to_its_end(in_thread(self._send, asks))
 
     async def _still_asking(self) -> set[str]:
@@ -117,8 +117,8 @@ class BroadcastSender:
         return {ask.engine for ask in asks if self._is_due(ask.engine)}
 
     def _chosen(self, asks: Sequence[PlaceRequest]) -> list[PlaceRequest]:
-        """Who is in the next round: all together, but for engines whose last rounds were broken
-        off. Each of these has a round of its own, after the others', later and later."""
+        """The engines of the next round: all together, except those whose last rounds were broken
+        off. Each of these has a round of its own, after the others', at growing intervals."""
         isolated = [ask for ask in asks if self._broken_rounds(ask.engine) >= ALONE_AFTER]
         together = list[PlaceRequest]()
         num_places = 0
@@ -137,7 +137,7 @@ class BroadcastSender:
         return time.monotonic() >= self._broken.get(engine, (0, 0.0))[1]
 
     async def _waiting(self, missing: set[str]) -> list[PlaceRequest]:
-        """Who asks for the version, once all these engines do, or EXPECT_S have gone by."""
+        """The asks for the version, once all these engines ask or EXPECT_S have passed."""
         ends = time.monotonic() + EXPECT_S
         try:
             latest = await in_thread(self._latest_version)
@@ -166,7 +166,7 @@ class BroadcastSender:
     def _send(self, asks: Sequence[PlaceRequest]) -> bool:
         """One round, for these; whether it came to its end."""
         latest = self._latest
-        assert latest is not None  # or nobody could have asked for it
+        assert latest is not None  # otherwise no engine could have asked for it
 
         specs = self._specs()
         device = self._device()
@@ -240,7 +240,7 @@ class BroadcastSender:
         return next(iter(trained_weights(self._model).values())).device
 
     def _tensors(self) -> AbstractContextManager[Iterable[tuple[str, torch.Tensor]]]:
-        """In the order of `_specs`; gathered one by one from a model that lies in parts."""
+        """In the order of `_specs`; gathered one by one from a model in parts."""
         how = in_parts(self._model)
         if how is not None:
             return how.tensors(only_trained=True)

@@ -1,9 +1,8 @@
 """An engine's side of weights that go over a process group: it asks for the newest version, waits
 for the round that the trainer answers with, and receives.
 
-One ask is out at a time. It is renewed while somebody waits, here, and is of the version that was
-newest when it was written: once there is a newer one, that is asked for instead.
-"""
+One ask exists at a time. It is renewed while a caller waits here, and names the version that was
+newest when it was written. Once there is a newer version, the engine asks for that one instead."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ from agentevo.models.parts import Spec
 WAIT_S = 2.0
 """Longest wait of one call, in seconds; the ask stays."""
 ANSWER_S = 3.0
-"""An ask that is gone for so long without an answer was deleted, and is written anew."""
+"""An ask that is gone for this long without an answer was deleted, and is rewritten."""
 LOOK_S = 0.1
 
 

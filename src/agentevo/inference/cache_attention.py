@@ -10,15 +10,15 @@ Letters in shapes: T new tokens of the step, B sequences, Q queries of a sequenc
 G key-value heads, R = H / G query heads per key-value head, D numbers of a head, P tokens of a
 shared prefix.
 
-A sequence either copied a short prefix into its slot, or refers to a long one: then its queries
-meet the segment together with those of all other sequences that refer to it, as one matrix product
-(as in Hydragen, arXiv 2402.05099).
+A sequence either copies a short prefix into its slot or refers to a long one. In the second case
+its queries meet the segment together with those of all other sequences that refer to it, as one
+matrix product (as in Hydragen, arXiv 2402.05099).
 
-In order, on a CPU in float32: the scores of a query are one row, prefix first. Its output is summed
-over the keys one after the other, whichever kernel does it, in stretches of ORDERED positions that
-are then added up. Keys that a query does not see add zeros. So a token's numbers depend on the
-tokens before it and on nothing else: not on how many queries are computed at once, on what is
-padded, or on who shares the prefix (tests/inference/test_batch_invariance.py).
+In order, on a CPU in float32: the scores of a query are one row, prefix first. Every kernel sums
+the output over the keys one after the other, in stretches of ORDERED positions that are then added
+up. Keys that a query does not see add zeros. A token's numbers therefore depend only on the tokens
+before it: not on the number of queries that are computed at once, on padding, or on the sequences
+that share the prefix (tests/inference/test_batch_invariance.py).
 
     own kernels   (`models/cpu_kernels.py`) for any number of queries, with a prefix or without;
                   not where scores are capped, or a head's numbers are no multiple of a vector
@@ -27,9 +27,8 @@ padded, or on who shares the prefix (tests/inference/test_batch_invariance.py).
                   outputs sums of the table of values weighted by attention, one call for all
     many          matrix products, one sequence and key-value head after the other
 
-Elsewhere the two parts of the softmax are joined by their log-sum-exp (cascade attention), and the
-last digits do depend on the company.
-"""
+Elsewhere the log-sum-exp joins the two parts of the softmax (cascade attention), and the last
+digits do depend on the other sequences of the step."""
 
 from __future__ import annotations
 
@@ -131,7 +130,7 @@ def _flat(lists: torch.Tensor) -> torch.Tensor:
 
 
 def _starts(lists: torch.Tensor) -> torch.Tensor:
-    """Where each row of `lists` [n, size] starts when they lie flat."""
+    """Where each row of `lists` [n, size] starts in the flattened tensor."""
     return torch.arange(0, lists.numel(), lists.shape[1], dtype=torch.int32)
 
 
@@ -159,7 +158,7 @@ class CacheRows:
     stretches: list[Stretch]
     segment: PrefixSegment | None
     slots: torch.Tensor
-    """[B]; idle ones may lie between those in use."""
+    """[B]; there may be idle ones between those in use."""
     tokens: torch.Tensor
     queries: torch.Tensor
     lengths: torch.Tensor
@@ -242,11 +241,11 @@ class CacheRows:
             # The place of a query's key-value head among all slots' heads.
             heads = (self.slots[:, None] * groups + torch.arange(groups)).view(-1)  # [B * G]
             heads = heads.repeat_interleave(num_queries)  # [B * G * Q]
-            # Keys lie in blocks [D, KEY_BLOCK]: D consecutive rows per block.
+            # Keys are stored in blocks [D, KEY_BLOCK]: D consecutive rows per block.
             blocks = heads[:, None] * blocks_each + torch.arange(num_blocks(self.max_length))
             in_keys = blocks.view(-1, 1) * dim + torch.arange(dim)
 
-            # Values lie one after the other, `places` rows per head.
+            # Values are stored one after the other, `places` rows per head.
             in_values = heads[:, None] * places + torch.arange(self.max_length)
             # A sum ends wherever a stretch of ORDERED positions does.
             ends = torch.tensor(
@@ -294,7 +293,7 @@ class CacheAttention:
         self.offsets = places % KEY_BLOCK
         self.rows = rows
         self.routing: Routing | None = None
-        """Hears of the experts that are chosen (models/routers.py)."""
+        """Records the experts that are chosen (models/routers.py)."""
         self._calls = 0
 
     def attend(
@@ -308,7 +307,7 @@ class CacheAttention:
     ) -> torch.Tensor:
         """See AttentionPlan.attend: q [T, H, D] -> [T, H, D]."""
         # 1. The new tokens' keys and values join their sequences in the cache. The calls of a pass
-        #    are told apart by their order: a layer may attend twice, or be passed several times.
+        # are distinguished by their order: a layer may attend twice, or be passed several times.
         layer = self._calls
         self._calls += 1
         num_tokens, num_heads, dim = q.shape
@@ -370,7 +369,7 @@ class CacheAttention:
 
 
 class _Layer(NamedTuple):
-    """What a layer's attention computes with besides queries."""
+    """The inputs of a layer's attention other than queries."""
 
     call: int
     keys: torch.Tensor
@@ -469,8 +468,8 @@ def _attend_few_in_order(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> tor
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x @ weight.T for x [rows, in] and weight [out, in], of which the rows of x are summed in the
-    same order also where there is only one."""
+    """x @ weight.T for x [rows, in] and weight [out, in]. The rows of x are summed in the same
+    order also where there is only one."""
     return product(x.expand(2, -1), weight)[:1] if x.shape[0] == 1 else product(x, weight)
 
 
@@ -551,6 +550,6 @@ def _attend_fused(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> torch.Tens
     batch, groups, num, dim = q.shape
     part = part.view(groups, batch, num, dim).transpose(0, 1)
     of_part = of_part.view(groups, batch, num).transpose(0, 1)
-    # The share of the softmax mass that lies in the prefix.
+    # The share of the softmax mass in the prefix.
     weight = torch.sigmoid(of_part.float() - lse.float()).unsqueeze(-1).to(out.dtype)
     return out.lerp(part, weight)

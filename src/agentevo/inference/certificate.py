@@ -1,11 +1,10 @@
-"""The certificate that a run's engines show to clients on other machines: a key and a certificate
-signed by itself in RUN/engines/tls.pem, for its owner's eyes only.
+"""The certificate that a run's engines show to clients on other machines: a key and a self-signed
+certificate in RUN/engines/tls.pem, readable by its owner only.
 
-Whichever engine wants it first makes it, and it appears whole. Clients know it by its fingerprint,
-the SHA-256 of its DER form, which an engine announces: a pin, so names, dates and authorities
-decide nothing, and clocks may differ. An engine goes on with the one that it began with when the
-file is deleted; the next one to start makes another.
-"""
+The first engine that needs it creates it, and it appears whole. Clients know it by its fingerprint,
+the SHA-256 of its DER form, which an engine announces. The fingerprint is a pin: names, dates and
+authorities decide nothing, and clocks may differ. When the file is deleted, a running engine keeps
+the certificate that it started with, and the next engine to start creates another one."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ _CERTIFICATE = re.compile(
 
 
 class RunCertificate:
-    """See the module. `folder` is the run's `engines`; `hosts` are names and addresses that a new
-    certificate is for, besides HOST: for clients that compare them."""
+    """See the module. `folder` is the run's `engines`. `hosts` are names and addresses, in addition
+    to HOST, that a new certificate covers: for clients that compare them."""
 
     def __init__(self, folder: Path, hosts: Sequence[str] = ()) -> None:
         self.file = folder / NAME
@@ -58,7 +57,7 @@ class RunCertificate:
         except OSError as error:
             raise self._unusable(error) from error
 
-        if self.fingerprint() != fingerprint:  # somebody replaced the file meanwhile
+        if self.fingerprint() != fingerprint:  # another process has replaced the file since
             return self.server_context()
 
         return context, fingerprint
@@ -77,8 +76,8 @@ class RunCertificate:
             raise self._damage_error() from error
 
     def publish(self) -> Path:
-        """Writes the certificate without its key beside it, for clients that are to trust it, and
-        returns that file. Raises EngineError where there is none."""
+        """Writes the certificate without its key to a separate file for clients that are to trust
+        it, and returns that file. Raises EngineError where there is none."""
         try:
             certificate = _CERTIFICATE.search(self.file.read_text(encoding="ascii"))
             if certificate is None:
@@ -122,8 +121,8 @@ def check_installed() -> None:
 
 
 def new_certificate(hosts: Sequence[str] = ()) -> str:
-    """A new key (P-256) and a certificate for it and these hosts, in PEM. It is valid for ever:
-    what ends it is that its run forgets it."""
+    """A new key (P-256) and a certificate for it and these hosts, in PEM. It does not expire: it
+    ends when its run forgets it."""
     check_installed()
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization

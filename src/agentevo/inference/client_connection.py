@@ -1,10 +1,9 @@
-"""A client's WebSocket to one engine, over which all of its requests go side by side
+"""A client's WebSocket to one engine, which carries all of its requests concurrently
 (`messages.py`; the other end is `server_connection.py`).
 
-When the connection ends, by whichever side or by nobody's wish, every request on it ends with
-LostError, and the engine drops them too. An engine that hangs keeps its connection open: that it is
-silent is for the owner to notice, by the times of its states, and to `abandon`.
-"""
+When the connection ends, whether or not a side closes it, every request on it ends with LostError,
+and the engine drops them too. An engine that hangs keeps its connection open: the owner has to
+notice its silence by the times of its states, and to `abandon` it."""
 
 from __future__ import annotations
 
@@ -75,7 +74,7 @@ class LostError(Exception):
 
 
 class RefusedError(LostError):
-    """The engine does not take this client, or can't be shown who it is."""
+    """The engine does not accept this client, or the client can't prove its identity."""
 
 
 class _connect(connect):
@@ -147,8 +146,8 @@ class ClientConnection:
         hear: Callable[[StateReport], None],
     ) -> ClientConnection:
         """Connects to the engine; `on_report` is called with its state every `every_s`. Raises
-        LostError if it can't be reached, and RefusedError if it belongs to another run or shows
-        another certificate than that of its address: then it is told nothing."""
+        LostError if it can't be reached. Raises RefusedError if it belongs to another run or shows
+        another certificate than that of its address, and sends it nothing then."""
         url = address.url
         tls: dict[str, Any] = {"ssl": _tls()} if address.certificate else {}
         try:
@@ -192,8 +191,8 @@ class ClientConnection:
         deadline_s: float,
         streamed: StreamedTokens | None = None,
     ) -> Completion:
-        """See Engine.generate. `streamed` is told the tokens as they come, and in the end those
-        that haven't come. Raises LostError when the connection ends before the answer has come."""
+        """See Engine.generate. `streamed` gets the tokens as they come, and at the end those that
+        have not come yet. Raises LostError when the connection ends before the answer has come."""
         message = Generate(
             id=next(self._ids),
             prompt_ids=prompt_ids,
@@ -255,13 +254,13 @@ class ClientConnection:
         raise LostError(str(answer)) if isinstance(answer, LostError) else error_of(answer)
 
     def release(self, session: str) -> None:
-        """See Engine.release: the engine is told with the next frame."""
+        """See Engine.release: the next frame carries it to the engine."""
         if self.lost is None:
             self._outbox.put(Release(session=session))
 
     async def look(self) -> None:
-        """Returns when a state has been heard that is younger than this call, or the connection has
-        ended. Without a deadline."""
+        """Returns when a state younger than this call has arrived, or the connection has ended.
+        Without a deadline."""
         if self.lost is None:
             await self._watch()
 

@@ -1,16 +1,16 @@
 """One conversation with the policy, recorded token for token as a tree of turns. The agent's handle
-(agents/policy.py) wraps it, and so can any other door to the same engine.
+(agents/policy.py) wraps it, and so can any other interface to the same engine.
 
-`complete(messages)` takes the whole history, as a chat API does. The longest recorded history that
-it begins with is found (history.py), and only the messages after it are encoded, so what the model
-said is never encoded again. A history that was edited matches less, and its turn starts a new
-branch or root (types.Turn.parent); so do other tools, which the template writes before the first
-message. What comes back otherwise than it was recorded is counted (drift.py). Token ids in place of
-messages are matched against the recorded ids, and so is a plain text (plain_prompts.py).
+`complete(messages)` takes the whole history, as a chat API does. It finds the longest recorded
+history that the messages begin with (history.py) and encodes only the messages after it, so the
+model's own text is never encoded again. A history that was edited matches less, and its turn starts
+a new branch or root (types.Turn.parent). So do other tools, because the template writes them before
+the first message. Messages that come back in another form than recorded are counted (drift.py).
+Token ids in place of messages are matched against the recorded ids, and so is a plain text
+(plain_prompts.py).
 
-Every request gets a seed of its own, made from the conversation's seed and the number of the
-request. Calls may overlap: turns are numbered in the order in which they end.
-"""
+Every request gets a seed of its own, derived from the conversation's seed and the number of the
+request. Calls may overlap: turns are numbered in the order in which they end."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ from agentevo.types import (
 )
 
 CompletionListener = Callable[[int, Sequence[int], Sequence[float]], None]
-"""Is told the tokens of a call's completions as they are drawn: the number of the completion, from
-0, ids, and the log-prob of each (see TokenListener)."""
+"""Gets the tokens of a call's completions as they are drawn: the number of the completion, from 0,
+ids, and the log-prob of each (see TokenListener)."""
 MAX_COMPLETIONS = 1024
 """Completions that one call may ask for."""
 COUNTED_CHARACTERS = 16
@@ -154,7 +154,7 @@ class Conversation:
 
     @property
     def slept_s(self) -> float:
-        """Seconds that the engine has slept so far: nobody's fault."""
+        """Seconds that the engine has slept so far, which count against no caller."""
         return self._engine.slept_s if isinstance(self._engine, SleepingEngine) else 0.0
 
     async def complete(
@@ -170,17 +170,17 @@ class Conversation:
         top_logprobs: int = 0,
         drawn: Callable[[Sequence[Completion]], None] | None = None,
     ) -> list[Turn]:
-        """`n` answers of the policy to a history that ends with someone else's message, to token
-        ids, or to a plain text: recorded turns with one parent. All of them are recorded, or
-        none. `tools` are JSON schemas in OpenAI's form, which the chat template writes into the
-        prompt. `form`: what the answers have to look like. `listen` is told every token of every
-        completion, each completion's in order, before this returns; `sized`, before the first
-        of them, how many tokens the prompt has, and how many of them were recorded; `drawn`, the
+        """`n` answers of the policy to a history that ends with another party's message, to token
+        ids, or to a plain text: recorded turns with one parent. All of them are recorded, or none.
+        `tools` are JSON schemas in OpenAI's form, which the chat template writes into the prompt.
+        `form`: the form that the answers must have. `listen` gets every token of every completion,
+        each completion's in order, before this returns. `sized` gets, before the first token, the
+        number of tokens of the prompt and how many of them were recorded. `drawn` gets the
         completions, each with the likeliest `top_logprobs` tokens at its places.
 
         Raises BadRequestError for what can't be asked, RequestTooLongError when the context is
-        full, GrammarError for a form that can't be followed, DeadlineExceededError when the
-        engine is late, ListenerError when `listen` raises.
+        full, GrammarError for a form that can't be followed, DeadlineExceededError when the engine
+        is late, ListenerError when `listen` raises.
         """
         check_count(n)
         grammar = grammar_of(form, self._chat, tools, prompt)
@@ -227,8 +227,8 @@ class Conversation:
         tools: Sequence[Mapping[str, Any]] | None,
         ids: Sequence[int],
     ) -> None:
-        """What is recorded of a call: small facts for the store, and for its span, if the run is
-        traced, what was said. `ids`: the whole prompt that the turns answered."""
+        """Records a call: small facts for the store and, if the run is traced, the messages for its
+        span. `ids`: the whole prompt that the turns answered."""
         versions = [version for turn in turns for version in turn.versions]
         call.note(
             turn=turns[0].index,
@@ -280,8 +280,8 @@ class Conversation:
         await self._join(prompt, ToolSchemas())
 
     def recognise(self, turn: int, message: Message) -> None:
-        """From now on `message` in the place of what turn `turn` said is that turn as well: for a
-        caller that passes answers on in another form, with tool calls and reasoning read out of
+        """From now on `message` in the place of turn `turn`'s answer means that turn as well: for a
+        caller that passes answers on in another form, with tool calls and reasoning parsed from
         their text. A client may write it in a form of its own (equivalence.py)."""
         answer = self._answers[turn]
         if answer is None:
@@ -292,14 +292,14 @@ class Conversation:
             self.drift.record(answer, message)
 
     def note_malformed(self, turn: int, count: int) -> None:
-        """What turn `turn` said has so many malformed calls of tools, for a caller that reads calls
-        out of its text."""
+        """The answer of turn `turn` has this many malformed tool calls, for a caller that parses
+        calls from its text."""
         self._malformed[turn] = count
 
     def discard(self, turn: int) -> None:
-        """Nobody received what turn `turn` said. Nobody acted on it, so it earned nothing, and it
-        is no part of what is recorded of the attempt; but where a turn goes on from it, somebody
-        has received it."""
+        """The answer of turn `turn` was not delivered. No one acted on it, so it earned nothing and
+        is not recorded with the attempt. A turn that continues from it proves that it was delivered
+        after all."""
         self._discarded.add(turn)
         answer = self._answers[turn]
         if answer is not None:
@@ -310,12 +310,12 @@ class Conversation:
 
     @property
     def received(self) -> list[int]:
-        """The indices of all turns but those that nobody received."""
+        """The indices of all turns except those that were not delivered."""
         return [turn.index for turn in self._turns if not self._is_lost(turn.index)]
 
     def turns_to_record(self, rewards: Mapping[int, float]) -> list[Turn]:
-        """The turns for the trajectory, with their rewards by index: without those that nobody
-        received, and numbered anew where some are missing."""
+        """The turns for the trajectory, with their rewards by index: without those that were not
+        delivered, and renumbered where some are missing."""
         numbers = {index: number for number, index in enumerate(self.received)}
         return [
             msgspec.structs.replace(
@@ -356,7 +356,7 @@ class Conversation:
         return self._chat
 
     def opening(self, turn: Turn) -> str:
-        """What the prompt of a turn said in the assistant's place, such as "<think>\\n"."""
+        """The text that the prompt of a turn put in the assistant's place, such as "<think>\\n"."""
         return self._chat.opening_of(turn.prompt_ids)
 
     async def close(self) -> None:
@@ -382,7 +382,7 @@ class Conversation:
         return _Prompt(parent, added, before + added, new, self._histories.add(match))
 
     def _recorded_of(self, match: HistoryMatch) -> list[int]:
-        """Ids up to the answer that a request goes on from."""
+        """Ids up to the answer that a request continues from."""
         turn = None if match.answer is None else match.answer.turn
         return [] if turn is None else self._context(turn)
 

@@ -1,11 +1,10 @@
-"""Which engine a run takes whose recipe names none: on a CUDA GPU vLLM or SGLang where it is
-installed, since each step of the embedded engine is hundreds of small kernels there; elsewhere the
-embedded one.
+"""The engine of a run whose recipe names none: on a CUDA GPU vLLM or SGLang where one of them is
+installed, because each step of the embedded engine is hundreds of small kernels on a GPU; elsewhere
+the embedded one.
 
-The choice is made once, by whatever begins the run, and stands in the run's config.yaml: whoever
-comes later takes it from there, whatever its own machine has. Processes that are started apart and
-share no folder would each see another machine, so there the recipe has to name an engine.
-"""
+The process that starts the run makes the choice once and writes it to the run's config.yaml. Later
+processes read it from there, regardless of their own machine. Processes that are started separately
+and share no folder would each see another machine, so there the recipe has to name an engine."""
 
 from __future__ import annotations
 

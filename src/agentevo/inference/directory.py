@@ -49,8 +49,8 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     certificate: str = ""
     """SHA-256 of the certificate that the engine shows; empty where it does not encrypt."""
     version: int | None = None
-    """Of the weights that it served at its last heartbeat; None where it does not say. For those
-    who look: requests ask the engine itself."""
+    """The version of the weights that it served at its last heartbeat; None where it does not
+    report one. For observers: requests ask the engine itself."""
 
     def is_of_same(self, other: Announcement | None) -> bool:
         """Whether the same process has made both."""
@@ -98,8 +98,8 @@ class EngineDirectory:
         write_atomic(self._file(announcement.name), msgspec.json.encode(announcement))
 
     def beat(self, announcement: Announcement) -> None:
-        """Shows that this engine lives. Announces it again if somebody has deleted the file, or if
-        an engine that is dead by now has replaced it."""
+        """Shows that this engine lives. Announces it again if the file was deleted, or if an engine
+        that is dead by now has replaced it."""
         file = self._file(announcement.name)
         announced = self._read(file)
         if announced == announcement:

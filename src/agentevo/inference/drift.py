@@ -1,14 +1,13 @@
-"""Drift: answers of the policy that come back otherwise than they were recorded.
+"""Drift: answers of the policy that come back in another form than they were recorded.
 
     undone    the client wrote an answer in a form of its own (equivalence.py): its ids are reused
     branched  the history can't be joined exactly: it was edited, cut, or asked with other tools
 
 A request branches where an answer comes back that is none of those recorded in its place, though
-others are, or that is recorded somewhere else: what was before it has changed. A recorded history
-with other messages after it is no drift, nor is an assistant's message that nobody said here (an
-example in the prompt). Each answer is counted as undone once, and each request as branched once, by
-the first message that differs.
-"""
+there are others, or that is recorded in another place, because the messages before it have changed.
+A recorded history with other messages after it is no drift. Neither is an assistant's message that
+the policy did not write (an example in the prompt). Each answer is counted as undone once, and each
+request as branched once, by the first message that differs."""
 
 from __future__ import annotations
 
@@ -153,8 +152,8 @@ class Drift:
         return None
 
     def _original(self, match: HistoryMatch, number: int) -> HistoryNode | None:
-        """The recorded answer that an assistant's message is, wherever it was said; the likeliest
-        of several."""
+        """The recorded answer that an assistant's message repeats, in any place; the likeliest of
+        several."""
         message = match.messages[number]
         named = [self._with_call[c.id] for c in message.tool_calls if c.id in self._with_call]
         candidates = named or self._said.get(key_of(message, -1), [])

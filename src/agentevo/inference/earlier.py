@@ -49,8 +49,8 @@ class EarlierWeights:
         self._copies[version] = spare[0]
 
     def model_serving(self, wanted: int | None, newest: int) -> tuple[int, PreTrainedModel]:
-        """The version that serves who wants that one: itself, or else the next that is there, up to
-        `newest`, which is the model's own."""
+        """The version that serves requests for that one: itself, or else the next one that exists,
+        up to `newest`, which is the model's own."""
         later = (
             number for number in self._copies if wanted is not None and wanted <= number < newest
         )

@@ -2,14 +2,12 @@
 each token was really drawn from.
 
 An engine knows nothing of agents, rewards or text. It stamps every token with the version of the
-weights that emitted it. Agents and samplers need an `Engine`; who trains needs an
-`UpdatableEngine`, whose weights can be replaced. What an engine may be able to do besides is a
-protocol of its own that is checked at run time: `SleepingEngine`, `EmbeddedEngine`,
-`ScoringEngine`.
+weights that emitted it. Agents and samplers need an `Engine`. Trainers need an `UpdatableEngine`,
+whose weights can be replaced. Each optional ability of an engine is a protocol of its own that is
+checked at run time: `SleepingEngine`, `EmbeddedEngine`, `ScoringEngine`.
 
 `engine.type` in a recipe names an `EngineFactory`. Other packages add theirs under the entry-point
-group `agentevo.engines` (docs/engines.md).
-"""
+group `agentevo.engines` (docs/engines.md)."""
 
 from __future__ import annotations
 
@@ -40,8 +38,8 @@ InFlight = Literal["continue", "finish"]
 """What happens to running requests when an engine gets new weights or goes to sleep: they go on
 afterwards from where they are, or end first."""
 TokenListener = Callable[[Sequence[int], Sequence[float]], None]
-"""Is told the tokens of one request as they are drawn: ids, and the log-prob of each. It is called
-on the engine's event loop, between the engine's steps, so it returns at once."""
+"""Gets the tokens of one request as they are drawn: ids, and the log-prob of each. It is called on
+the engine's event loop, between the engine's steps, so it must return at once."""
 CANT_SCORE = (
     "this engine can't tell log-probs of given tokens, which rewards by the policy's probability "
     "need: use engine.type=torch, or an engine with `score` (docs/engines.md)"
@@ -101,8 +99,8 @@ def check_request(sampling: SamplingParams, deadline_s: float) -> None:
 
 
 def check_tokens(ids: Sequence[int], vocabulary: int) -> None:
-    """Raises EngineError for ids that a model of so many tokens does not know: in a step they would
-    fail for everybody."""
+    """Raises EngineError for ids outside the model's vocabulary: in a step they would fail for all
+    requests."""
     if min(ids) < 0 or max(ids) >= vocabulary:
         unknown = next(token for token in ids if not 0 <= token < vocabulary)
         raise EngineError(
@@ -173,14 +171,14 @@ class Engine(Protocol):
 
         `session` names a conversation whose key-value cache is kept: the next call with the same
         name costs only its new tokens. Raises EngineError for what `check_request` refuses,
-        GrammarError for a grammar that it can't follow, RequestTooLongError if the tokens can
-        never fit, DeadlineExceededError after `deadline_s` seconds. Cancelling the await frees
-        whatever the request held.
+        GrammarError for a grammar that it can't follow, RequestTooLongError if the tokens can never
+        fit, DeadlineExceededError after `deadline_s` seconds. Cancelling the await frees all that
+        the request held.
 
-        `listen` is told the completion's tokens as they are drawn, in order and each once, before
-        the next step begins. The completion is the truth: what was told is a beginning of it, and
-        an engine may tell nothing. A listener that raises ends this request alone, with
-        ListenerError.
+        `listen` gets the completion's tokens as they are drawn, in order and each once, before the
+        next step begins. The completion is authoritative: the tokens that `listen` got are a
+        beginning of it, and an engine may call `listen` for none of them. A listener that raises
+        ends this request alone, with ListenerError.
         """
         ...
 
@@ -201,11 +199,11 @@ class UpdatableEngine(Engine, Protocol):
     async def begin(
         self, version: int, weights: Weights | None = None, *, deadline_s: float = 60.0
     ) -> None:
-        """Numbers the weights at the start of a run, fresh or resumed: from now on those that the
-        engine holds are `version`, which may be lower than the one before. `weights` replaces them
-        first; None means that they are right, or were changed in place. Nothing that was cached is
-        used any more. Called while no request is running. Raises EngineError for `weights` that the
-        engine can't take over."""
+        """Numbers the weights at the start of a run, fresh or resumed: from now on the weights that
+        the engine holds are `version`, which may be lower than the one before. `weights` replaces
+        them first; None means that they are right, or were changed in place. Cached keys and values
+        are not used afterwards. Called while no request is running. Raises EngineError for
+        `weights` that the engine can't take over."""
         ...
 
     def verify(self, weights: Weights) -> Weights:
@@ -229,13 +227,13 @@ class UpdatableEngine(Engine, Protocol):
         ...
 
     async def forget_cache(self) -> None:
-        """Drops every cached key and value, so that what comes next does not depend on what came
-        before; but a conversation that goes on keeps its recorded experts, where there are any."""
+        """Drops every cached key and value, so that later results do not depend on earlier
+        requests. A conversation that continues keeps its recorded experts, where there are any."""
         ...
 
     def check(self) -> None:
-        """Raises EngineError when all that the engine still does is fail, so that somebody else
-        should have its requests."""
+        """Raises EngineError when the engine can only fail, so that its requests should go to
+        another one."""
         ...
 
     async def close(self) -> None:
@@ -267,12 +265,12 @@ class SleepingEngine(Protocol):
     async def sleep(self, *, in_flight: InFlight, deadline_s: float) -> None:
         """Computes nothing from now on and gives the key-value memory back, until `wake`.
         `in_flight`: running requests end first, or are queued again with what they have completed.
-        Requests that come meanwhile wait. Weights may be published. Raises DeadlineExceededError,
-        then awake as before, if requests do not end in time."""
+        New requests wait. Weights may be published. If requests do not end in time, raises
+        DeadlineExceededError and stays awake as before."""
         ...
 
     async def wake(self) -> None:
-        """Goes on; nothing happens to an engine that is awake."""
+        """Resumes; an engine that is awake ignores it."""
         ...
 
 
@@ -297,11 +295,11 @@ class ScoringEngine(Protocol):
 
 @runtime_checkable
 class VersionedEngine(Protocol):
-    """An engine that can go on with earlier weights for those who ask for them."""
+    """An engine that can keep earlier weights for requests that ask for them."""
 
     def keep(self, count: int) -> None:
-        """Keeps a copy of what is trained as it is now, so that it serves on beside newer weights
-        until `count` publishes from now; older ones go."""
+        """Keeps a copy of what is trained as it is now, which serves alongside newer weights until
+        `count` publishes from now; older copies are dropped."""
         ...
 
     def serving(self, version: int) -> Engine:

@@ -1,16 +1,16 @@
-"""When a message that a client sends back means a recorded one, though it is written otherwise.
+"""When a message that a client sends back means a recorded one, though it is written in another
+way.
 
-Clients keep a conversation in records of their own. On the way through these an answer's tool calls
-lose the order of their keys, their spaces and escapes; text is stripped; reasoning is left out or
-moves into the content; ids of calls are left out or made anew, in a call and in its result alike.
-None of it changes what was said: such a message has the same `key_of` as the recorded one, and is
-`compatible` with it. All that decides what a tool does, or what the model has read, is in the key:
-1 and 1.0 differ. Where an id of ours comes back with a call, the recorded call is meant even if the
-client's JSON has lost some of it (`names_calls`).
+Clients keep a conversation in records of their own. These change an answer: tool calls lose the
+order of their keys, their spaces and escapes; text is stripped; reasoning is left out or moves into
+the content; ids of calls are left out or replaced, in a call and in its result alike. None of it
+changes the meaning: such a message has the same `key_of` as the recorded one, and is `compatible`
+with it. All that decides what a tool does, or what the model has read, is in the key: 1 and 1.0
+differ. Where one of our ids comes back with a call, the recorded call is meant even if the client's
+JSON has lost some of it (`names_calls`).
 
-What may be missing (reasoning, the name of a tool, ids) is no part of a key, since what is missing
-is like anything: `compatible` compares it where both have it.
-"""
+Parts that may be missing (reasoning, the name of a tool, ids) are not in a key, because a missing
+part matches any other. `compatible` compares them where both messages have them."""
 
 from __future__ import annotations
 

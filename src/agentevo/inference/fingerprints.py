@@ -1,12 +1,12 @@
 """A tensor's fingerprint: 128 bits that its own bits and their places determine, the same on every
 device.
 
-Of the tensor's 64-bit words x(c, i), the i-th of chunk c (its bytes, with zeros up to a multiple of
-eight), the sum of x(c, i) * f(i) * g(c) modulo 2**64, twice, with other factors. They are odd
-numbers made by SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
-2014), so a change of one word is always found: an odd factor has an inverse. It is no cryptographic
-checksum: whoever can choose bits can find others of the same fingerprint.
-"""
+The fingerprint is a sum over the tensor's 64-bit words x(c, i), the i-th of chunk c (its bytes,
+with zeros up to a multiple of eight): the sum of x(c, i) * f(i) * g(c) modulo 2**64, twice, with
+different factors. The factors are odd numbers made by SplitMix64 (Steele, Lea and Flood, "Fast
+splittable pseudorandom number generators", 2014). An odd factor has an inverse, so a change of one
+word is always found. It is no cryptographic checksum: an attacker who can choose bits can find
+others with the same fingerprint."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _MASK = 2**64 - 1
 
 @torch.no_grad()
 def fingerprint(tensor: torch.Tensor) -> str:
-    """32 hexadecimal digits. Shape and dtype are not in it. Computed where the tensor lies, on a
-    CUDA device too."""
+    """32 hexadecimal digits. Shape and dtype do not enter. Computed on the tensor's own device,
+    also on a CUDA device."""
     where = tensor if wraps_around(tensor.device.type) else tensor.cpu()
     bits = as_bytes(where.detach().contiguous())
     factors = _factors(bits.device)

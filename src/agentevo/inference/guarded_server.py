@@ -1,10 +1,9 @@
-"""A server that is started as a child and ends with this process, however that ends.
+"""A server that is started as a child and ends with this process, however this process ends.
 
-Between the two stands a guard (this file as a program): it reads a pipe that nobody writes to, and
-when that ends, because whoever held it is gone, it ends the server with everything that it started.
-Other children of this process may hold the pipe too (`held_by`): then the server ends with the last
-of them.
-"""
+Between the two runs a guard (this file as a program). It reads a pipe that is never written to. The
+pipe ends when its last holder is gone; then the guard ends the server with everything that the
+server started. Other children of this process may hold the pipe too (`held_by`), so the server ends
+with the last of them."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ class GuardedServer:
     def __init__(
         self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
     ) -> None:
-        """`environment`: variables that it has beside ours."""
+        """`environment`: variables that it has in addition to ours."""
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
@@ -55,7 +54,7 @@ class GuardedServer:
         return "\n".join([f"exit code {code}; {self.log} ends with:", *lines[-SHOWN_LINES:]])
 
     def close(self) -> None:
-        """Returns when it has ended, whoever else holds it."""
+        """Returns when it has ended, even if other processes hold it."""
         if self._guard.stdin is not None:
             self._guard.stdin.close()
 

@@ -40,15 +40,16 @@ class HistoryNode:
         self.size: int = 0 if parent is None else parent.size + 1
         """Messages up to and including this one."""
         self.forms: list[Message] = []
-        """How the message is written: as it was said or first came, then as it was passed on."""
+        """How the message is written: first as the policy wrote it or as it first came, then as it
+        was passed on."""
         self.place = -1
         """Of a tool's result: see equivalence.places_of."""
         self.turn: int | None = None
-        """The turn that said it."""
+        """The turn that produced it."""
         self.is_given = False
         """It is an answer that was passed on to a client."""
         self.is_lost = False
-        """It is an answer that nobody received."""
+        """It is an answer that was not delivered."""
         self.came: Message | None = None
         """The last other form in which it came back."""
         self.children: list[HistoryNode] = []
@@ -195,8 +196,8 @@ class Histories:
     """Some answer was passed on to a client."""
 
     def find(self, tools: ToolSchemas, messages: Sequence[Message]) -> HistoryMatch:
-        """The last message is a new one unless it is an assistant's: a client goes on from an
-        answer without a word of its own, such as from one that was cut off. Nothing is added."""
+        """The last message is a new one unless it is an assistant's: a client may continue from an
+        answer without adding a message, such as from one that was cut off. Nothing is added."""
         root = self.roots.get(tools) or HistoryNode(tools)
         places = places_of(messages)
         goes_on = bool(messages) and messages[-1].role == "assistant"

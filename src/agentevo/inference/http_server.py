@@ -49,8 +49,8 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 def is_own_host(header: str, names: Collection[str] = ("localhost",)) -> bool:
     """Whether a `Host` header names this server: by one of its names in lower case, or by any
-    address, which can't be somebody else's name for it. A page in a browser whose host was pointed
-    at this machine (DNS rebinding) sends its own name."""
+    address, which no other site can have as its name. A page in a browser whose host was pointed at
+    this machine (DNS rebinding) sends its own name."""
     name = header.rpartition(":")[0] if not header.endswith("]") and ":" in header else header
     name = name.lower().rstrip(".")
     if name in names:
@@ -119,8 +119,8 @@ async def serving(
     **settings: Any,
 ) -> AsyncIterator[None]:
     """Serves on the socket while the block runs, then awaits `close` and ends. `lifespan`: whether
-    the application is told of its start and end. `settings` are uvicorn's. Raises EngineError if
-    the server does not start."""
+    the application is notified of its start and end. `settings` are uvicorn's. Raises EngineError
+    if the server does not start."""
     server = _HttpServer(
         uvicorn.Config(
             app,

@@ -1,16 +1,15 @@
 """Key-value memory of the embedded engine.
 
 Layout, per layer (more exactly, per call of attention in a pass): keys [slots, Hkv, capacity /
-KEY_BLOCK, D, KEY_BLOCK], values [slots, Hkv, capacity + scratch, D]; a sequence owns one slot,
-attention the few scratch rows behind each head's values. In a block of keys the positions lie side
-by side, in values the numbers of a head: so each is a table whose rows are to be summed, which is
-what attention does with them (`cache_attention.py`). Shared prefixes lie outside of the slots, once
-each, as `PrefixSegment`s, and so do idle sessions, as `KeysAndValues`.
+KEY_BLOCK, D, KEY_BLOCK], values [slots, Hkv, capacity + scratch, D]. A sequence owns one slot;
+attention owns the few scratch rows behind each head's values. In a block of keys the positions are
+adjacent, in values the numbers of a head. Each is therefore a table whose rows are to be summed,
+which is what attention does with them (`cache_attention.py`). Shared prefixes are stored outside of
+the slots, once each, as `PrefixSegment`s, and so are idle sessions, as `KeysAndValues`.
 
 Invariant: a sequence's visible keys are segment[0:offset] + slot[0:length], in the order of
 positions; `offset` is 0 without a reference. Memory: slots x capacity + places outside of them <=
-the budget, whole blocks; `resize` compacts, so slots in use are always movable.
-"""
+the budget, whole blocks; `resize` compacts, so slots in use are always movable."""
 
 from __future__ import annotations
 

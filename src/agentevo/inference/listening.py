@@ -1,11 +1,10 @@
-"""Telling a listener of a request's tokens (engine.TokenListener).
+"""Passing a request's tokens to its listener (engine.TokenListener).
 
-Invariant: what the listener has been told is a beginning of the completion, and after `finish` the
-whole of it. A request that begins again, because its engine has died, is drawn again with the same
-seed: the tokens that the listener knows are compared and not told again. Where others are drawn
-(under newer weights, or on hardware that rounds otherwise) the request ends. Log-probs are told
-once and not compared: those of the completion are the truth.
-"""
+Invariant: the tokens that the listener has received are a beginning of the completion, and after
+`finish` the whole of it. A request that begins again, because its engine has died, is drawn again
+with the same seed. The tokens that the listener knows are then compared and not passed again. Where
+others are drawn (under newer weights, or on hardware with other rounding), the request ends.
+Log-probs are passed once and not compared: those of the completion are authoritative."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def tell(listen: TokenListener, ids: Sequence[int], logprobs: Sequence[float]) -
 
 
 class StreamedTokens:
-    """What the listener of one request has been told. See the module."""
+    """The tokens that the listener of one request has received. See the module."""
 
     def __init__(self, listen: TokenListener) -> None:
         self._listen = listen
@@ -44,7 +43,7 @@ class StreamedTokens:
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """The next tokens that the engine has drawn. Raises ListenerError, and StreamDivergedError
-        where the listener was told others."""
+        where the listener has received others."""
         streamed_ids = self._ids[self._place : self._place + len(ids)]
         for place, (streamed, drawn) in enumerate(
             zip(streamed_ids, ids, strict=False), start=self._place

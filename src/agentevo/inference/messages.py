@@ -1,10 +1,10 @@
-"""What an engine's server and its clients say to one another, and how errors travel.
+"""The messages between an engine's server and its clients, and how errors travel.
 
 Requests go over one WebSocket per client and engine (`/requests`). A frame is a list of messages in
-MessagePack, `list[ToEngine]` one way and `list[FromEngine]` the other; whoever sends puts into one
-frame what is to be sent at that moment (`Outbox`). An answer has the id that the client has given
-its request; it comes whenever it is ready, in any order. People's scripts use JSON over HTTP.
-"""
+MessagePack, `list[ToEngine]` one way and `list[FromEngine]` the other. The sender puts into one
+frame all that is to be sent at that moment (`Outbox`). An answer has the id that the client has
+given its request. Answers come when they are ready, in any order. People's scripts use JSON over
+HTTP."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SessionName = Annotated[str, msgspec.Meta(max_length=1024)]
 PATH = "/requests"
 """Path of the WebSocket, after the engine's URL."""
 MAX_BYTES = 16 * 2**20
-"""The longest frame: whoever receives a longer one refuses it."""
+"""The longest frame: a receiver refuses a longer one."""
 MAX_MESSAGES = 4096
 """As many are in a frame at most."""
 FRAME_BYTES = 2**20
@@ -74,7 +74,7 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="score"):
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
-    """Nobody waits for this request any more. No answer."""
+    """The client no longer waits for this request. No answer."""
 
     id: int
 

@@ -1,4 +1,5 @@
-"""What lies under rollout.weights.url beside the weights, and whose it is. Needs no package."""
+"""The objects under rollout.weights.url other than the weights, and which run they belong to. Needs
+no package."""
 
 CONFIG_FILE = "config.yaml"
 """The run's."""
@@ -14,7 +15,7 @@ def is_others(there: str, own: str) -> bool:
 
 
 def others_weights(url: str) -> str:
-    """What is told then."""
+    """The message for that case."""
     return (
         f"rollout.weights.url={url} has the weights of another run: give this one an address of "
         "its own, or delete what is there if nobody trains it any more"

@@ -45,8 +45,9 @@ LOOK_S = 1.0
 
 
 class ObjectStoreWeights(WeightVersions):
-    """See the module. `id_file`: where the trainer keeps the id of its run's weights, and `config`
-    what it puts beside them; None reads alone."""
+    """See the module. `id_file`: where the trainer keeps the id of its run's weights; None for a
+    reader. `config`: the configuration that the trainer stores next to the weights; None for a
+    reader."""
 
     def __init__(
         self,
@@ -172,8 +173,8 @@ class ObjectStoreWeights(WeightVersions):
             return  # it is old, and tried again with the next version
 
     def _check_part(self, version: int, part: ManifestPart) -> None:
-        """That it is there, by its size: reading everything again would cost what the store sells.
-        Who reads compares the bits."""
+        """Compares the size only: reading everything again would cost what the store charges for
+        it. Readers compare the bits."""
         try:
             size = self.objects.info(_path(version, part.file)).get("size")
         except OSError as error:

@@ -25,13 +25,14 @@ from agentevo.errors import ConfigError, MissingExtraError
 from agentevo.files import PARTIAL
 
 CALL_S = 30.0
-"""Deadline of a call that moves nothing, and what each gets besides its bytes."""
+"""Deadline of a call that moves no content, and what each call gets in addition to the time for its
+bytes."""
 LOWEST_RATE = 2**20
 """Bytes per second that an upload or download is given time for."""
 MAX_HANGING = 64
 """Calls that may hang before no further one is made."""
 CHANGES = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created", "size", "ino")
-"""What the packages' answers say that an object was written anew by."""
+"""The keys of the packages' answers that change when an object is rewritten."""
 
 T = TypeVar("T")
 
@@ -54,14 +55,14 @@ class Objects:
         return info
 
     def state(self, path: str) -> str:
-        """Changes whenever the object is written anew; empty where it can't be asked for."""
+        """Changes whenever the object is rewritten; empty where it can't be read."""
         try:
             return state_of(self.info(path))
         except OSError:
             return ""
 
     def get(self, path: str) -> bytes:
-        """What is there. An object that is written anew between the question for its size and the
+        """The content. An object that is rewritten between the request for its size and the
         download is read again. Raises FileNotFoundError, OSError."""
         place = self._at(path)
         info = self.info(path)
@@ -105,9 +106,9 @@ class Objects:
             raise OSError(f"{place}: {size} of {len(content)} bytes have arrived")
 
     def under(self, path: str = "") -> dict[str, dict[str, Any]]:
-        """What lies directly under a path, as the store lists it, which may lag behind: last part
-        of the name -> what it says of it. What a `put` is still writing is left out. Raises
-        OSError."""
+        """The objects directly under a path, as the store lists them, which may lag behind: last
+        part of the name -> the store's information on it. What a `put` is still writing is left
+        out. Raises OSError."""
         place = self._at(path)
         try:
             entries = self._call(lambda: self.files.ls(place, detail=True), f"the list of {place}")
@@ -137,7 +138,7 @@ class Objects:
         def work() -> None:
             try:
                 answer.set_result(function())
-            except BaseException as error:  # noqa: BLE001, told to who waits, below
+            except BaseException as error:  # noqa: BLE001, passed to the caller that waits, below
                 answer.set_exception(error)
 
         self._hanging = {thread for thread in self._hanging if thread.is_alive()}

@@ -1,17 +1,17 @@
-"""What changed of weights that lie in parts on several processes: each compares what it has with
-what it had when they were published, and only what differs travels to the first one.
+"""The changes of weights in parts on several processes: each process compares what it has with what
+it had when they were published, and only the difference travels to the first one.
 
     keep      each process copies the boxes that it gives: these were published
-    compare   each compares them with what it has now, and tells the first one the sizes of what
+    compare   each compares them with what it has now, and sends the first one the sizes of what
               changed, and the checksum of each box
     give      the others send what changed; the first one writes it (`PartsDelta.taken`)
 
-A box that several processes have (a replica, a norm under tensor parallelism) is kept and compared
-by the first of them alone, so all copies together are one model. What changed of a box is packed
-where it lies: its elements count within the box, and a reader applies it to the box (`Grid`). All
-processes make each of these calls, in the same order; what the first one has written in the end,
-and whether it has, is for it to know, so the others keep what they have until they are told.
-"""
+Where several processes have a box (a replica, a norm under tensor parallelism), only the first of
+them keeps and compares it, so all copies together are one model. Changes of a box are packed on the
+process that has it: the elements count within the box, and a reader applies them to the box
+(`Grid`). All processes make each of these calls, in the same order. Only the first one knows what
+it has written in the end, and whether it has, so the others keep what they have until it calls for
+`keep`."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class PublishedParts:
             self._kept[name] = (part.box, copy.copy_(part.given))
 
     def compare(self) -> PartsDelta | None:
-        """On the first process: what changed, unless it can't be said, because nothing was kept or
-        other tensors are trained now. None on the others."""
+        """On the first process: what changed; None where the change is unknown, because nothing was
+        kept or other tensors are trained now. None on the others."""
         own_parts = self._own()
         differences = self._compare_boxes()
         of_all: list[dict[str, BoxDifference] | None] = [differences]
@@ -155,7 +155,7 @@ class PartsDelta:
     specs: dict[str, Spec]
     """What a delta's files have, in this order."""
     grids: dict[str, Grid]
-    """Of the tensors that lie in several boxes."""
+    """Of the tensors that are split into several boxes."""
     state: dict[str, str]
     """Checksum of every tensor as it is now."""
     _givers: list[tuple[str, int, dict[str, str]]]
@@ -215,8 +215,8 @@ class PartsDelta:
 
     @contextmanager
     def taken(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        """What changed, by its key in `specs` and in that order, while the others `give`. Whoever
-        breaks off takes the rest, too, so that they come to their end."""
+        """What changed, by its key in `specs` and in that order, while the others `give`. A caller
+        that breaks off takes the rest, too, so that the others finish."""
         waiting = iter(self._givers)
 
         def coming() -> Iterator[tuple[str, torch.Tensor]]:

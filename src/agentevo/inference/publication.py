@@ -1,11 +1,10 @@
-"""The trainer's side of weights in files (RUN/weights, an object store): the newest version is
-there, whole, for as long as engines may want it.
+"""The trainer's side of weights in files (RUN/weights, an object store): it keeps the newest
+version there, whole, for as long as engines may want it.
 
-Whatever keeps it from being written, or damages it afterwards, would leave engines on the version
-before, and a trainer that waits for attempts of the new one would wait for ever. So a trainer that
-waits looks after it, and writes it again: its model still has those weights. Of the last version,
-for which nobody waits any more, the checkpoint has them too.
-"""
+A version that can't be written, or is damaged afterwards, would leave engines on the version
+before, and a trainer that waits for attempts of the new one would wait without end. A trainer that
+waits therefore checks the version and writes it again: its model still has those weights. The last
+version, for which no trainer waits, is also in the checkpoint."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ VERIFY_S = 60.0
 
 
 class Publication:
-    """A WeightSender, see the module. `note` is told when something had to be mended, or can't
-    be."""
+    """A WeightSender, see the module. `note` gets a message when something had to be repaired, or
+    can't be."""
 
     def __init__(
         self,
@@ -50,7 +49,7 @@ class Publication:
         """What the last version built on may be damaged: the next builds on nothing."""
         self._advised = False
         self._said = ""
-        """The trouble that was told last; it is told once."""
+        """The trouble that was reported last; it is reported once."""
 
     async def begin(self, version: int) -> None:
         """See WeightSender.begin. What engines have of a later version they keep."""

@@ -1,23 +1,21 @@
 """Engines in other processes, as one engine.
 
-A conversation stays with the engine that holds its cache; a new one goes to the engine with the
-least to do, of those that are awake and serve the newest version. When an engine dies, hangs or
-refuses, the same request (same ids, same seed) goes to another one within the same deadline: what
-the first has computed of it is lost, and nothing else, since engines keep no state that an answer
-depends on. Only when none is left until the deadline is the request given up
-(EngineUnavailableError). Whoever listens to its tokens is told those that go beyond what the first
-engine told; where the other one draws others, under newer weights, the request ends
-(StreamDivergedError).
+A conversation stays with the engine that holds its cache. A new one goes to the engine with the
+least load, among those that are awake and serve the newest version. When an engine dies, hangs or
+refuses, the same request (same ids, same seed) goes to another one within the same deadline. Only
+what the first has computed of it is lost, because engines keep no state that an answer depends on.
+The request is given up only when no engine is left until the deadline (EngineUnavailableError). The
+listener to its tokens gets those that go beyond what the first engine sent. Where the other engine
+draws different ones, under newer weights, the request ends (StreamDivergedError).
 
 `version` is the smallest of the engines that may be asked, so no token is older than it says. An
-engine that stays at an older version than others for LATE_S is not asked any more, and does not
-count, until it has newer weights or nobody has: alone it would hold up everybody.
+engine that stays at an older version than others for LATE_S gets no requests, and does not count,
+until it has newer weights or no engine has: one such engine would hold up all others.
 
-Each engine is reached over one connection (`client_connection.py`), on which it tells its state
-every `poll_s`; `version` and `stats` are as it said last. An engine is lost when its connection
-ends, and taken for dead when it has said nothing for `max_age_s`; either way the requests that it
-holds are moved.
-"""
+Each engine is reached over one connection (`client_connection.py`), on which it reports its state
+every `poll_s`; `version` and `stats` are those of the last report. An engine is lost when its
+connection ends, and counts as dead when it has sent no report for `max_age_s`. In both cases its
+requests are moved."""
 
 from __future__ import annotations
 
@@ -71,14 +69,14 @@ more."""
 
 @dataclass(eq=False)
 class _KnownEngine:
-    """One engine, from when it is first heard of until it is gone."""
+    """One engine, from its first appearance until it is gone."""
 
     address: EngineAddress
     heard: float
-    """When it last said something, by the monotonic clock."""
+    """When its last report came, by the monotonic clock."""
     state: EngineState | None = None
     yours: int = 0
-    """Requests of this client that it held when it said its state."""
+    """Requests of this client that it held at its last report."""
     suspect: bool = True
     """Nothing new goes there until it says its state again: it has just been connected to, or
     refused."""
@@ -115,8 +113,8 @@ class _KnownEngine:
         return self.connection.num_open if self.connection is not None else 0
 
     def load(self) -> int:
-        """The number of requests at the engine: those that others had there when it last said its
-        state, and ours."""
+        """The number of requests at the engine: those of other clients at its last report, and
+        ours."""
         stats = self.state.stats if self.state is not None else {}
         num_requests = int(stats.get("engine/running", 0) + stats.get("engine/waiting", 0))
         return max(num_requests - self.yours, 0) + self.open
@@ -124,9 +122,9 @@ class _KnownEngine:
 
 class RemoteEngine:
     """See the module. `engines`: where they announce themselves, or their URLs as
-    `EngineAddress.read` takes them, and then the `secret` that they know; `also`: URLs beside
-    them; `lookout`: for those that announce themselves in the object store. Belongs to one event
-    loop; `close` it there."""
+    `EngineAddress.read` takes them, and then the `secret` of their run; `also`: further URLs;
+    `lookout`: for those that announce themselves in the object store. Belongs to one event loop;
+    `close` it there."""
 
     def __init__(
         self,
@@ -180,8 +178,8 @@ class RemoteEngine:
         listen: TokenListener | None = None,
     ) -> Completion:
         """See Engine.generate. Raises EngineUnavailableError if no engine has answered until the
-        deadline, and StreamDivergedError if another one than that which has died draws other
-        tokens than `listen` was told."""
+        deadline, and StreamDivergedError if, after an engine's death, another one draws other
+        tokens than `listen` has received."""
         streamed = None if listen is None else StreamedTokens(listen)
         return await self._ask_engines(
             lambda connection, remaining_s: connection.generate(
@@ -252,8 +250,8 @@ class RemoteEngine:
         )
 
     async def release(self, session: str) -> None:
-        """See Engine.release. An engine that is lost has nothing to be told: it gives up idle
-        conversations by itself."""
+        """See Engine.release. A lost engine gets no message: it drops idle conversations by
+        itself."""
         engine = self._homes.pop(session, None)
         if engine is not None:
             engine.homes.discard(session)
@@ -277,7 +275,7 @@ class RemoteEngine:
         return sums
 
     async def refresh(self) -> None:
-        """Looks at every engine now: who lives, at which version, with how much to do. Goes on
+        """Looks at every engine now: which ones live, at which version, and their load. Keeps
         looking in the background."""
         self._watch()
         if self._lookout is not None:
@@ -328,11 +326,11 @@ class RemoteEngine:
             )
 
     async def _look_once(self) -> None:
-        """Looks once. What goes wrong (a file system that is away) is told once, and in the error
-        of requests that find no engine."""
+        """Looks once. A failure (a file system that is away) is logged once, and is in the error of
+        requests that find no engine."""
         try:
             await self._look()
-        except Exception as error:  # noqa: BLE001 (whatever it is, requests under way need somebody who goes on looking)
+        except Exception as error:  # noqa: BLE001 (whatever it is, requests under way need the looking to continue)
             trouble = f"looking for engines failed: {type(error).__name__}: {error}"
             if trouble != self._trouble:
                 LOG.warning(trouble)
@@ -346,12 +344,12 @@ class RemoteEngine:
             self._excuse(time.monotonic() - asleep_since - self._poll_s)
 
     def _excuse(self, late_s: float) -> None:
-        """This process itself stood still, and may have left unread what engines said."""
+        """This process itself stood still, and may have left reports of engines unread."""
         for engine in self._known.values():
             engine.heard += late_s
 
     async def _look(self) -> None:
-        """Finds out who is announced, connects to each, and forgets the dead."""
+        """Finds the announced engines, connects to each, and forgets the dead."""
         if isinstance(self._engines, EngineDirectory):
             reading_since = time.monotonic()
             announcements = await in_thread(self._engines.living, self._max_age_s)

@@ -1,13 +1,12 @@
-"""Which experts the embedded engine chose: rows of tokens, kept beside their keys and values.
+"""Which experts the embedded engine chose: rows of tokens, stored alongside their keys and values.
 
 A sequence has a row for every token that has keys and values (`Sequence.cached`), from the pass
-that computed these; a shared prefix likewise. It may have rows of tokens beyond: the same weights
-have computed these before (`routing_memory.py`), and they go to the same experts when they are
-computed again. What a completion tells of a token is the row of the pass that the token after it
-was drawn in. It differs from the sequence's after new weights: keys and values are computed again,
-under the choices of the new ones, but what was drawn stays drawn, so a request keeps the rows that
-its drawn tokens came from (`Request.interrupted`).
-"""
+that computed these. So has a shared prefix. A sequence may have rows of further tokens: the same
+weights have computed these before (`routing_memory.py`), and they go to the same experts when they
+are computed again. For each token a completion has the row of the pass in which the next token was
+drawn. After new weights this row differs from the sequence's: keys and values are computed again,
+under the choices of the new weights, but drawn tokens stay, so a request keeps the rows that its
+drawn tokens came from (`EngineRequest.restart_from`)."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ class TokenRows:
         self.count = stop
 
     def first(self, count: int) -> np.ndarray:
-        """[count, layers, top_k] of the first tokens, all of which have been put."""
+        """[count, layers, top_k] of the first tokens, for all of which `put` was called."""
         assert self._rows is not None and count <= self.count
         return self._rows[:count]
 

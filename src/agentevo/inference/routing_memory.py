@@ -1,21 +1,20 @@
-"""Which experts an engine has told of, for the day that the context is computed again.
+"""Which experts an engine has reported, for the case that the context is computed again.
 
-A client holds one row for each token of its conversation, and its later tokens are drawn on keys
-and values that may have been computed since: the cache was dropped, or given to another
-branch. So the engine keeps the rows of what it answered by the name of the session, and of a
-request that was interrupted with the request, and replays them as long as the same weights serve:
+A client holds one row for each token of its conversation. Its later tokens are drawn on keys and
+values that may have been computed since, because the cache was dropped or given to another branch.
+The engine therefore keeps the rows of its answers by the name of the session, and the rows of an
+interrupted request with the request, and replays them as long as the same weights serve:
 
     known(request) = the longest beginning of its ids whose rows these weights have chosen for it
 
-Other weights choose for themselves: what they draw is theirs alone, as where they meet the context
-for the first time. A cache is used as far as its rows are the known ones.
+Other weights choose for themselves: what they draw is independent of the old rows, as where they
+compute the context for the first time. A cache is used as far as its rows are the known ones.
 
-Bounded: a session's rows go when it is released, those that no serving version has chosen when
-weights are published, and else the oldest ones, so that all of them never take more than a share of
-the memory for keys and values (`SHARE`). Not promised: anything about rows that are gone, about
-requests without a session, or which turn is meant where two of a session have the same ids and
-other rows.
-"""
+Bounded: a session's rows are dropped when it is released. Rows that no serving version has chosen
+are dropped when weights are published, and else the oldest ones, so that all of them never take
+more than a share of the memory for keys and values (`SHARE`). Not promised: anything about rows
+that were dropped, about requests without a session, or which turn is meant where two of a session
+have the same ids and other rows."""
 
 from __future__ import annotations
 
@@ -51,8 +50,8 @@ class KnownPrefix(NamedTuple):
         return count if agreed == both else agreed
 
     def of_resumed(self, rows: TokenRows, common: int) -> TokenRows:
-        """Those that a session's cache with these rows goes on with, whose first `common` tokens
-        begin the new prompt."""
+        """The rows with which a session's cache with these rows continues, where the first `common`
+        tokens begin the new prompt."""
         longer = common > self.num_tokens and self.agrees(rows, common) == common
         best = KnownPrefix(rows, common) if longer else self
         goes_on = best.rows is rows and best.num_tokens == rows.count
@@ -103,8 +102,8 @@ class RoutingMemory:
         return cls(routers, int(SHARE * kv_tokens * kv_bytes_per_token(model)), serves)
 
     def weights(self, version: int | None) -> Weights:
-        """Those that compute now for requests for that version: how often numbers have begun anew,
-        and the version."""
+        """The weights that compute now for requests for that version: how often numbering has
+        restarted, and the version."""
         return self._beginnings, self._serves(version)
 
     def known(self, request: EngineRequest) -> KnownPrefix:
@@ -174,7 +173,7 @@ class RoutingMemory:
                 del self._paths[session]
 
     def begin(self) -> None:
-        """Versions are numbered anew: forgets everything, that of interrupted requests too."""
+        """Versions are renumbered: forgets everything, also the rows of interrupted requests."""
         self._beginnings += 1
         self.forget_outdated()
 

@@ -1,9 +1,8 @@
-"""The run's engines in other processes, in place of one in the trainer's: a trainer whose model
-lies in parts on several processes evaluates through them, and needs no whole model.
+"""The run's engines in other processes, in place of one in the trainer's. A trainer whose model is
+in parts on several processes evaluates through them, and needs no whole model.
 
-Weights reach them as they reach whoever samples; here it is only said which version is meant, and
-requests wait until it serves.
-"""
+Weights reach these engines as they do for sampling. This module only sets the version that is
+meant; requests wait until it serves."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from agentevo.types import Completion, SamplingParams
 
 LOOK_S = 1.0
 TOLD_S = 10.0
-"""After how long a wait it is said what is waited for."""
+"""The wait after which a message says what is waited for."""
 
 
 class RunEngines:
@@ -82,8 +81,8 @@ class RunEngines:
 
     @asynccontextmanager
     async def looked_after(self) -> AsyncIterator[None]:
-        """A block that asks them, in which the version still reaches those that have lost it or are
-        new. After it nothing reads the trainer's weights any more."""
+        """A block that sends requests to them, during which the version still reaches engines that
+        have lost it or are new. After the block nothing reads the trainer's weights."""
         over = asyncio.Event()
         looking = asyncio.create_task(self._look_until(over))
         try:
@@ -106,7 +105,7 @@ class RunEngines:
         self._meant = version
 
     def verify(self, weights: Weights) -> Weights:
-        """See UpdatableEngine.verify: who reads them from the transport does that."""
+        """See UpdatableEngine.verify: the process that reads them from the transport does that."""
         return weights
 
     async def publish(

@@ -70,8 +70,9 @@ def draw(
     changes: Sequence[PenaltyChanges | None] = (),
 ) -> tuple[list[int], list[float]]:
     """One token per row of logits [B, V], by inverting the cumulative distribution at `uniforms`
-    [B] in [0, 1); greedy at temperature 0. `masks`: for each row the tokens that it may draw, as
-    in `keep_allowed`; none where nothing is constrained. `changes` likewise: see `penalise`.
+    [B] in [0, 1); greedy at temperature 0. `masks`: for each row the tokens that it may draw, as in
+    `keep_allowed`; empty where nothing is constrained. `changes`: see `penalise`; empty where no
+    row has penalties.
 
     A row's result depends on that row alone. Returns token ids and natural log-probs. Overwrites
     `logits`.

@@ -1,16 +1,15 @@
-"""Who computes next, and where its keys and values lie: the waiting queue, slots, sessions, shared
-prefixes and the memory budget.
+"""Which sequences compute next, and where their keys and values are stored: the waiting queue,
+slots, sessions, shared prefixes and the memory budget.
 
 Lifecycle of a sequence: waiting -> running (owns a slot) -> done, or idle (a session between two
-turns: its keys and values lie outside of the slots until the next turn, a release, or eviction). A
-slot grows with the tokens that are there, whatever the request may come to draw.
+turns: its keys and values are outside of the slots until the next turn, a release, or eviction). A
+slot grows with the tokens that exist, not with those that the request may still draw.
 
-Memory never exceeds the budget: a request that does not fit now waits, in order; one that can never
-fit is refused at the door. Idle sessions and unused prefixes are dropped, oldest first, before
-anyone waits; what was dropped is computed again when needed. If a running sequence has no room to
-grow, the youngest one goes back to the head of the queue with what it has drawn. The oldest one
-always has room: it was admitted only because it fits the budget alone, to its last token.
-"""
+Memory never exceeds the budget. A request that does not fit now waits, in order; one that can never
+fit is refused at once. Idle sessions and unused prefixes are dropped, oldest first, before any
+request waits; what was dropped is computed again when needed. If a running sequence has no room to
+grow, the youngest one returns to the head of the queue with what it has drawn. The oldest one
+always has room: it was admitted only because it fits the budget alone, to its last token."""
 
 from __future__ import annotations
 
@@ -102,8 +101,8 @@ class Scheduler:
         """Shared prefixes: length -> version and ids -> segment."""
         self.pending_prefixes: dict[PrefixKey, EngineRequest] = {}
         self.unshareable: set[PrefixKey] = set()
-        """Prefixes that there was no memory to keep, until the queue is empty: computing them again
-        and again could go on for ever."""
+        """Prefixes for which there was no memory, until the queue is empty: otherwise they could be
+        computed again and again without end."""
         self.clock = 0
         self.prefix_hit_tokens = 0
         self.session_hit_tokens = 0
@@ -253,8 +252,8 @@ class Scheduler:
             self.retire(sequence)
 
     def forget_cache(self) -> None:
-        """Nothing cached is used any more, as under new weights. Running requests go back to the
-        head of the queue with what they have completed."""
+        """Drops all that is cached, as under new weights. Running requests return to the head of
+        the queue with what they have completed."""
         if self.routing is not None:
             self.routing.forget_outdated()
 
@@ -389,7 +388,7 @@ class Scheduler:
                 return False
             self._drop_segment(
                 segment
-            )  # nobody will leave, and its own prefix is what takes the room
+            )  # no request will leave, and its own prefix is what takes the room
             return self._place(request)
 
         sequence = Sequence(slot, list(request.ids), request, need=need)
@@ -432,7 +431,9 @@ class Scheduler:
         slot = self._take_slot(need)
         if slot is None:
             self.sessions[request.session] = idle
-            if not self.running:  # nobody will leave: give up the cache rather than wait for ever
+            if (
+                not self.running
+            ):  # no request will leave: give up the cache rather than wait without end
                 self._evict(request.session)
                 return self._place(request)
             return False

@@ -2,11 +2,10 @@
 
     score(context, ids)[j] = log pi(ids[j] | context, ids[:j])
 
-A request of this kind is a prompt that is computed once, beside everybody else's, and is answered
-with numbers in place of new tokens. What is cached of its context is used; all of its numbers come
-from one version of the weights. They are those that `generate` would give had it drawn these
-tokens, to the last bit where the engine promises that (torch_engine.py).
-"""
+A request of this kind is a prompt that is computed once, in the same steps as all other requests,
+and is answered with numbers in place of new tokens. It uses what is cached of its context. All of
+its numbers come from one version of the weights. They are those that `generate` would give had it
+drawn these tokens, to the last bit where the engine promises that (torch_engine.py)."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ from agentevo.types import Completion
 LOG = logging.getLogger(__name__)
 
 CHANGE_S = 0.05
-"""How often version and sleep are looked at. A new version is told before the first answer under it
-in any case."""
+"""How often version and sleep are checked. A new version is reported before the first answer under
+it in any case."""
 LEAST_S = 0.01
 """A state is sent at most this often."""
 RELEASE_S = 5.0
@@ -65,9 +65,9 @@ FLUSH_S = 1.0
 GOING_AWAY = 1001
 """Close code, RFC 6455 section 7.4.1."""
 UNSUPPORTED = 1003
-"""Likewise."""
+"""Close code of the same section."""
 POLICY = 1008
-"""Likewise."""
+"""Close code of the same section."""
 MAX_REASON_BYTES = 123
 """RFC 6455, section 5.5."""
 
@@ -95,8 +95,8 @@ class ServerConnection:
         self._told_at = 0.0
 
     async def serve(self, closing: asyncio.Event) -> None:
-        """Serves until the client goes, or `closing` is set: then it is told to go elsewhere.
-        Raises this side's faults, not the client's."""
+        """Serves until the client goes, or `closing` is set: then the client is sent to another
+        engine. Raises this side's faults, not the client's."""
         try:
             await self._websocket.accept()
         except WebSocketDisconnect:
@@ -197,7 +197,7 @@ class ServerConnection:
         finally:
             self._outbox.drop_tokens(
                 request.id
-            )  # an answer has them all, and nobody wants the rest
+            )  # an answer has them all, and the rest is not needed
 
     async def _generate(self, request: Generate) -> Completion:
         check_request(request.sampling, request.deadline_s)

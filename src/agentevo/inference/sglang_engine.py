@@ -3,14 +3,13 @@
     verify -> write the whole model -> pause, requests put back -> load -> drop cached keys and
     values -> go on
 
-Invariants: a token's version is the label under which SGLang drew it, and a label that this engine
-has not given (another run's weights, a server that was started anew) is an error, never a version.
-No token is drawn over keys and values of other weights. A load that fails may leave a mixture: the
+Invariants: a token's version is the label under which SGLang drew it. A label that this engine has
+not given (another run's weights, a server that was restarted) is an error, never a version. No
+token is drawn over keys and values of other weights. A load that fails may leave a mixture: the
 version before is loaded again, and where that fails too, every request fails with EngineError until
 a whole version is in. A request whose answer is lost is not sent again: its caller does that.
 
-Not promised: the same numbers in other company, penalties, grammars and scores.
-"""
+Not promised: the same numbers with other requests in a step, penalties, grammars and scores."""
 
 from __future__ import annotations
 
@@ -291,7 +290,7 @@ class SglangEngine:
         try:
             await in_thread(write_version, self._model, self._tokenizer, weights, folder)
             async with self._quiet(until):
-                # Not to be cancelled: half of it is a server that waits for ever.
+                # Not to be cancelled: half of it is a server that waits without end.
                 replacing = asyncio.ensure_future(self._replace(version, label, folder))
                 await _to_its_end(replacing)
         finally:
@@ -326,8 +325,8 @@ class SglangEngine:
             await self._client.go_on()
 
     async def _restore(self, error: EngineError) -> None:
-        """After a load that may have left a mixture: the version before is loaded again, or nothing
-        is served any more."""
+        """After a load that may have left a mixture: loads the version before again; where that
+        fails, nothing is served."""
         restore_error: EngineError | None = None
         if self._good is not None:
             try:

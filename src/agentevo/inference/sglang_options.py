@@ -58,8 +58,8 @@ class SglangOptions(Section):
 
 
 def read_options(section: EngineSection) -> SglangOptions:
-    """Raises ConfigError for what SGLang can't be told, and for an address to which keys would go
-    unprotected."""
+    """Raises ConfigError for options that SGLang does not have, and for an address to which keys
+    would go unprotected."""
     if section.batch_invariant:
         raise ConfigError(
             "engine.batch_invariant: SGLang's numbers may depend on what is computed beside a "

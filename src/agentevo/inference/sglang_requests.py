@@ -146,7 +146,7 @@ class SglangRequests:
     def _reason(
         self, last: SglangTokens, sampling: SamplingParams, drawn: Completion
     ) -> FinishReason | None:
-        """Why the request ends; None where it goes on."""
+        """Why the request ends; None where it continues."""
         is_full = len(drawn.ids) >= sampling.max_new_tokens
         finish = last.finish or {}
         if finish["type"] == "stop":

@@ -77,7 +77,8 @@ def launch_arguments(model: Path, host: str, port: int, facts: Mapping[str, Any]
 
 
 def launch_config(api_key: str) -> str:
-    """Content of the file of --config: the key, which nobody shall see among the processes."""
+    """Content of the file of --config: the key, which must not be visible in the list of
+    processes."""
     return f"api-key: {api_key}\n"
 
 
@@ -255,8 +256,8 @@ def _numbers(
 
 
 class SglangClient:
-    """One server. Belongs to one event loop. What it raises is EngineError, and
-    EngineUnavailableError where nobody answers or the answer was lost on its way."""
+    """One server. Belongs to one event loop. It raises EngineError, and EngineUnavailableError
+    where the server does not answer or the answer was lost."""
 
     def __init__(
         self, url: str, api_key: str | None, admin_key: str | None, ca_file: Path | None

@@ -104,11 +104,12 @@ class TorchEngine:
         self.failed_steps = 0
         """How many steps have failed in a row, up to now."""
         self.failure: EngineError | None = None
-        """The answer that everybody got when a step failed last."""
+        """The answer that every request got when a step failed last."""
         self._refused_publishes = 0
         """Rejected publishes."""
         self._held = False
-        """Nobody is admitted: weights are about to be swapped, or the engine is about to sleep."""
+        """No request is admitted: weights are about to be swapped, or the engine is about to
+        sleep."""
         self._asleep_since: float | None = None
         self._pump: asyncio.Task[None] | None = None
         self._generated = self._computed = self._steps = self._publishes = 0
@@ -294,8 +295,8 @@ class TorchEngine:
             )
 
     async def sleep(self, *, in_flight: InFlight = "finish", deadline_s: float = 60.0) -> None:
-        """See SleepingEngine.sleep. No deadline runs down meanwhile: whoever puts the engine to
-        sleep wakes it."""
+        """See SleepingEngine.sleep. Sleep counts towards no deadline: the caller that puts the
+        engine to sleep wakes it."""
         if self.asleep:
             return
         async with self._nobody_admitted("sleep", in_flight, deadline_s):
@@ -318,7 +319,7 @@ class TorchEngine:
         self.scheduler.forget_cache()
 
     def _weights_changed(self) -> None:
-        """The weights were changed in place: nothing made from the old ones is used any more."""
+        """The weights were changed in place: drops what was made from the old ones."""
         drop_packed(self.model)
         self.scheduler.forget_cache()
 
@@ -375,7 +376,7 @@ class TorchEngine:
                     while self._held:
                         await asyncio.sleep(0.001)
                     holding = self._held = True
-                    # Whoever was sent back before an engine fell asleep goes on when it wakes.
+                    # Requests that were sent back before the engine fell asleep continue on waking.
                     while in_flight == "finish" and self.scheduler.has_begun and not self.asleep:
                         await asyncio.sleep(
                             0
@@ -425,7 +426,7 @@ class TorchEngine:
     @own_torch_state()
     @torch.inference_mode()
     def _admit(self) -> None:
-        """While nobody new is admitted, those that have begun go on."""
+        """While no new request is admitted, those that have begun continue."""
         self.scheduler.grow()
         self.scheduler.admit(begun_only=self._held)
 

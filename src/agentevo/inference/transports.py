@@ -64,7 +64,7 @@ class SharedWeights:
 
 
 class CopiedWeights:
-    """The engine is handed what is trained, tensor by tensor, and goes on while the next step
+    """The engine is handed what is trained, tensor by tensor, and serves it while the next step
     changes the trainer's."""
 
     def __init__(

@@ -40,8 +40,7 @@ class VersionManifest(msgspec.Struct, frozen=True, omit_defaults=True):
     state: dict[str, str] = {}
     """Checksum of every tensor after a delta."""
     grids: dict[str, list[list[int]]] = {}
-    """Tensors of which the delta has, and `state` is made of, several boxes: see
-    part_deltas.py."""
+    """Tensors for which the delta and `state` have several boxes: see part_deltas.py."""
 
 
 class Base(NamedTuple):
@@ -52,7 +51,7 @@ class Base(NamedTuple):
 
 
 def folder_name(version: int) -> str:
-    """Of a version, beside latest.json."""
+    """Name of a version's folder, next to latest.json."""
     return f"version-{version:06d}"
 
 

@@ -1,18 +1,18 @@
-"""vLLM as an engine. With `vllm_words` and `vllm_weights` this is all that knows its names.
+"""vLLM as an engine. Only this module, `vllm_words` and `vllm_weights` know vLLM's names.
 
-vLLM runs in processes of its own, which this one starts and ends; nothing of it listens on a
+vLLM runs in processes of its own, which this one starts and ends; none of them listens on a
 network. It begins with the model's weights as files in a temporary folder, and is handed new ones
 the same way:
 
     verify -> write -> pause, every cached key and value dropped -> load -> label -> resume
 
 Invariants: a token's log-prob is that of the distribution it was drawn from (vLLM's
-`processed_logprobs`); its version is the label under which vLLM drew it; no token is drawn over
-keys and values of other weights. Weights of which vLLM could hold a part are never served: when a
-load fails, every request fails with EngineError from then on, and `check` says so.
+`processed_logprobs`). Its version is the label under which vLLM drew it. No token is drawn over
+keys and values of other weights. Weights that vLLM may hold only in part are never served: when a
+load fails, every request fails with EngineError from then on, and `check` raises it.
 
-Not promised: the same numbers in other company (they differ by rounding), and sleep.
-"""
+Not promised: the same numbers with other requests in a step (they differ by rounding), and
+sleep."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class VllmEngine:
         async with self._open_request(prompt_ids, params, deadline_s) as (name, outputs):
             async for answer in outputs:
                 (output,) = answer.outputs
-                if stopped:  # what vLLM draws until it hears of that
+                if stopped:  # what vLLM draws until the abort reaches it
                     drawn.end(output)
                     continue
 
@@ -396,8 +396,8 @@ class VllmEngine:
             ) from error
 
     async def _pause(self, in_flight: InFlight, deadline_s: float) -> None:
-        """Nothing is computed any more, and nothing that was computed is kept: tokens over keys and
-        values of other weights would be of neither version. What fails leaves vLLM going."""
+        """Stops all computation and drops all that was computed: tokens over keys and values of
+        other weights would be of neither version. If this fails, vLLM resumes."""
         mode = "wait" if in_flight == "finish" else "keep"
         try:
             async with asyncio.timeout(deadline_s):
@@ -412,9 +412,9 @@ class VllmEngine:
             raise
 
     async def _take_over(self, version: int, path: Path | None = None, *, came: bool) -> None:
-        """Of a vLLM that pauses; `came`: weights lie in `path`, or in the workers. When it fails,
-        vLLM may hold some of the new weights and some of the old ones: it draws nothing any
-        more."""
+        """Switches a paused vLLM to new weights; `came`: weights are in `path`, or in the workers.
+        When it fails, vLLM may hold some of the new weights and some of the old ones, and draws
+        nothing from then on."""
         started = time.perf_counter()
         try:
             async with asyncio.timeout(LOAD_S):

@@ -34,8 +34,8 @@ class VllmOptions(Section):
 
 
 def read_options(section: EngineSection) -> VllmOptions:
-    """Raises ConfigError for what vLLM can't be told, and for keys of `engine` that it can't
-    follow."""
+    """Raises ConfigError for options that vLLM does not take from here, and for keys of `engine`
+    that it can't follow."""
     if section.batch_invariant:
         raise ConfigError(
             "engine.batch_invariant: vLLM's numbers may depend on what is computed beside a "

@@ -1,9 +1,9 @@
-"""New weights on their way into vLLM: what the engine writes into a file and vLLM's workers, which
-are other processes, read; or what these receive themselves, from the trainer.
+"""New weights on their way into vLLM. Either the engine writes them into a file that vLLM's
+workers, which are other processes, read; or the workers receive them from the trainer themselves.
 
-Invariant: a worker has all of them, and found nothing unknown, before it changes anything. What
-fails after that leaves a mixture of old and new weights, and is said (`VllmEngine` then ends).
-"""
+Invariant: a worker has all of them, and found nothing unknown, before it changes anything. A
+failure after that leaves a mixture of old and new weights, and is reported (`VllmEngine` then
+ends)."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def write_weights(model: PreTrainedModel, weights: Weights, path: Path) -> None:
 
 
 def remove_weights(path: Path | None) -> None:
-    """Of weights that nobody reads any more."""
+    """Deletes weights that are not read any longer."""
     if path is not None and path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     elif path is not None:
@@ -149,7 +149,7 @@ async def receive_in_workers(call: Call, incoming: Incoming, base: Path) -> None
 
 
 class WeightLoader:
-    """What vLLM's workers are extended by: each of its processes has one beside its model."""
+    """The extension of vLLM's workers: each of its processes has one alongside its model."""
 
     model_runner: Any
     rank: int
@@ -168,8 +168,8 @@ class WeightLoader:
         return identity(self.device)
 
     def begin_agentevo_weights(self, incoming: str, base: str) -> None:
-        """As `read_agentevo_weights`, of what this worker receives from now on, in a thread: the
-        model goes on computing."""
+        """As `read_agentevo_weights`, for the weights that this worker receives from now on, in a
+        thread: the model keeps computing."""
 
         def work() -> dict[str, torch.Tensor]:
             decoded = msgspec.json.decode(incoming, type=Incoming)
@@ -234,7 +234,7 @@ def _run_in_thread(work: Callable[[], T]) -> Future[T]:
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 (handed to whoever asks for the result)
+        except BaseException as error:  # noqa: BLE001 (handed to the caller that asks for the result)
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()

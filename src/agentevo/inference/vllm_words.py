@@ -167,9 +167,9 @@ def engine_arguments(
 def drawing(
     sampling: SamplingParams, vocabulary: int, unused: Iterable[int], *, streams: bool
 ) -> Any:
-    """What vLLM calls it. The end-of-text token ends a request only if it is asked to, and
-    `logprobs` counts those beside the drawn one's. `unused`: ids of the model that are no tokens,
-    which are never drawn."""
+    """The request in vLLM's terms. The end-of-text token ends a request only if it is asked to, and
+    `logprobs` counts those in addition to the drawn one's. `unused`: ids of the model that are no
+    tokens, which are never drawn."""
     penalties = sampling.penalties or Penalties()
     biases = dict(penalties.logit_bias) | dict.fromkeys(unused, NEVER)
     return load_vllm().SamplingParams(
@@ -248,7 +248,8 @@ class VllmTokens:
         del self.ids[count:], self.logprobs[count:], self.top_logprobs[count:]
 
     def versions(self) -> list[int]:
-        """Of each token. Raises EngineError where vLLM has not said which weights drew it."""
+        """The version of each token. Raises EngineError where vLLM has not reported which weights
+        drew it."""
         versions = [int(span.version) for span in self.spans for _ in range(span.start, span.end)]
         if len(versions) < len(self.ids):
             raise EngineError(

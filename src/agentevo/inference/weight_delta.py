@@ -164,7 +164,7 @@ def with_delta(
 
 
 def box_keys(name: str, count: int) -> list[str]:
-    """What stands for the boxes of a tensor in a delta, which has so many of them."""
+    """The keys of the `count` boxes of a tensor in a delta."""
     return [name] if count == 1 else [f"{name}#{number}" for number in range(count)]
 
 

@@ -72,8 +72,8 @@ class WeightSource(Protocol):
         ...
 
     def state(self, version: int) -> object:
-        """Compares unequal whenever the version was written anew: who was refused may try again
-        then."""
+        """Compares unequal whenever the version was rewritten: an engine that was refused may try
+        again then."""
         ...
 
     def read(self, version: int, *, sha256: str | None = None) -> Weights:
@@ -96,7 +96,7 @@ class GroupSource(Protocol):
         ...
 
     def withdraw(self) -> None:
-        """Asks for nothing any more: nobody is to wait for an engine that ends."""
+        """Withdraws the ask: the trainer must not wait for an engine that ends."""
         ...
 
 
@@ -127,8 +127,8 @@ class SenderFactory(Protocol):
         config: RunConfig,
         note: Callable[[str], None],
     ) -> WeightSender:
-        """`model` is what is trained, `engine` this process's engine; `note` is told what somebody
-        should know. Raises ConfigError."""
+        """`model` is what is trained, `engine` this process's engine; `note` gets messages for the
+        user. Raises ConfigError."""
         ...
 
 

@@ -1,19 +1,18 @@
-"""Versions of the trained weights in files, whole or as what changed, wherever the files lie.
+"""Versions of the trained weights in files, whole or as what changed, in any place of files.
 
     latest.json  version-000012/manifest.json  version-000012/weights.safetensors
                  version-000013/manifest.json  version-000013/delta.safetensors
 
 A version's checksum is the SHA-256 of its manifest, which has that of each of its files, so it
-stands for every bit. A delta's manifest names besides all versions that it builds on, back to a
-full one, each with its checksum, and the checksum of every tensor as it has to be afterwards.
+covers every bit. A delta's manifest also names all versions that it builds on, back to a full one,
+each with its checksum, and the checksum that every tensor must have afterwards.
 
 Invariants: what `read` returns is bit for bit what `write` was given, or it raises EngineError. A
 delta is applied to nothing but its base, and never in place. `latest` names a version only after
 all of it was written. All that a kept version builds on is kept. Deltas since a full version are
 together smaller than it, and fewer than `full_every`; where that can't be, a full one is written.
 
-One process writes, any number read. Blocking.
-"""
+One process writes, any number read. Blocking."""
 
 from __future__ import annotations
 
@@ -83,7 +82,7 @@ class WeightVersions(ABC):
         self._held: HeldVersion | None = None
         """The version that was written or read last, in whole."""
         self._parts: PublishedParts | None = None
-        """Of weights that lie in parts, those that were written last..."""
+        """Of weights in parts, those that were written last..."""
         self._parts_base: Base | None = None
         """...as this version; None before the first."""
         self.advice = ""
@@ -100,12 +99,12 @@ class WeightVersions(ABC):
 
     @abstractmethod
     def state(self, version: int) -> object:
-        """Changes whenever a file of the version, or latest.json, is written anew: who was refused
-        may try again then."""
+        """Changes whenever a file of the version, or latest.json, is rewritten: an engine that was
+        refused may try again then."""
 
     @abstractmethod
     def _get(self, version: int | None, file: str) -> bytes:
-        """A file of a version, or beside them. Raises FileNotFoundError, OSError."""
+        """A file of a version, or one next to the versions. Raises FileNotFoundError, OSError."""
 
     @abstractmethod
     def _put(
@@ -145,11 +144,11 @@ class WeightVersions(ABC):
     ) -> str:
         """Publishes what `model` trains (its parameters that require a gradient, under their own
         names) and returns the version's checksum. Of this and older versions, the newest `keep`
-        stay, and what they build on. Whatever goes wrong leaves what was there. Replaces what is
-        there of `version`. `in_full`: no delta. Raises OSError.
+        stay, and what they build on. A failure leaves the existing versions as they were. Replaces
+        an existing `version`. `in_full`: no delta. Raises OSError.
 
-        A model that lies in parts on several processes is gathered tensor by tensor, or, for a
-        delta, what each of them finds changed.
+        A model in parts on several processes is gathered tensor by tensor, or, for a delta, what
+        each of them finds changed.
         """
         self.advice = ""
         how = in_parts(model)
@@ -260,7 +259,7 @@ class WeightVersions(ABC):
             try:
                 to_keep.update(link.version for link in self._manifest(kept_version, None).chain)
             except EngineError:
-                continue  # it is torn and builds on nothing any more
+                continue  # it is torn and builds on nothing
 
         for old in versions:
             if old not in to_keep:
@@ -284,8 +283,8 @@ class WeightVersions(ABC):
             ) from error
 
     def read(self, version: int, *, sha256: str | None = None) -> dict[str, torch.Tensor]:
-        """The tensors of a version, on the CPU, which nobody may change in place. `sha256`: the
-        checksum of the version (by default it is believed as it lies there).
+        """The tensors of a version, on the CPU, which must not be changed in place. `sha256`: the
+        checksum of the version (by default the stored one is trusted).
 
         Raises EngineError if the version, or one that it builds on, is gone, or its bytes are not
         the ones that were written.

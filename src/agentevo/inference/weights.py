@@ -1,12 +1,11 @@
 """Weights on their way from the trainer to engines in other processes: a folder that all of them
 see.
 
-Invariants, besides those of weight_versions.py: a version's folder appears whole or not at all, and
-`latest.json` names a version only after that (files and folders are synced to the disk in this
-order). What becomes of a version afterwards (a torn disk, a careless hand) is for the writer to
-find out, by `check`, and to mend by writing it again. `latest` is what was written last: a trainer
-that went back to a checkpoint may name a lower version than before.
-"""
+Invariants, in addition to those of weight_versions.py: a version's folder appears whole or not at
+all, and `latest.json` names a version only after that (files and folders are synced to the disk in
+this order). Later damage to a version (a torn disk, a careless hand) is for the writer to detect,
+by `check`, and to repair by writing it again. `latest` is what was written last: a trainer that
+went back to a checkpoint may name a lower version than before."""
 
 from __future__ import annotations
 
