@@ -29,8 +29,9 @@ class EngineAddress(NamedTuple):
 
     @classmethod
     def read(cls, text: str, *, what: str = "an engine", printed_by: str = "serve") -> Self:
-        """From what `agentevo serve` prints, or the command that `printed_by` names. Raises
-        ConfigError for what is no such URL, and for one to which the key would go unprotected."""
+        """The address that `agentevo serve` prints, or the command that `printed_by` names. Raises
+        ConfigError for text that is no such URL, and for one to which the key would go
+        unprotected."""
         url, pin, certificate = text.partition(PIN)
         try:
             parts = urlsplit(url)

@@ -5,7 +5,8 @@ An announcement is signed with the run's secret. A writer that has access to the
 secret therefore can't send samplers, and the secret with them, to a machine of its own. An
 announcement is rewritten every BEAT_S. A reader relies on changes, timed by its own clock, and not
 on timestamps. While the store is unreachable, the known engines stay known until it answers
-again."""
+again.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +36,9 @@ DEAD_S = 60.0
 """An engine that has not renewed its announcement for this long counts as dead for readers that
 have no connection to it."""
 LEAVE_S = 5.0
-"""What an engine that ends waits for an announcement that is just being written."""
+"""How long an engine that ends waits for an announcement that is being written."""
 MOST = 4096
-"""More announcements than that are no run's."""
+"""No run has more announcements than this."""
 
 
 class Signed(msgspec.Struct, frozen=True):
@@ -45,9 +46,9 @@ class Signed(msgspec.Struct, frozen=True):
 
     announcement: Announcement
     at: float
-    """Unix time in seconds of the machine that wrote it: for sweeping up alone."""
+    """Unix time in seconds of the machine that wrote it; only cleaning up uses it."""
     mac: str
-    """HMAC-SHA256 of the two, in hexadecimal, by the run's secret."""
+    """HMAC-SHA256 of both, in hexadecimal, by the run's secret."""
 
 
 class StoreAnnouncements:
@@ -62,23 +63,23 @@ class StoreAnnouncements:
         self._warned = False
 
     def announce(self, announcement: Announcement) -> None:
-        """Writes it, in place of what this engine wrote before."""
+        """Writes the announcement, in place of this engine's earlier one."""
         at = time.time()
         signed = Signed(announcement, at, self._mac(announcement, at))
         self._objects.put(_path(announcement), msgspec.json.encode(signed))
 
     def withdraw(self, announcement: Announcement) -> None:
-        """Deletes it."""
+        """Deletes the announcement."""
         with suppress(FileNotFoundError):
             self._objects.delete(_path(announcement))
 
     def forget_dead(self, *, after_s: float = FORGET_S) -> None:
-        """Deletes announcements that were written so long ago, by their writers' clocks. An engine
-        that lives after all writes its own again."""
+        """Deletes announcements older than `after_s`, by their writers' clocks. An engine that
+        still lives writes its own again."""
         for name in self._objects.under(FOLDER):
             signed = self._read(name)
             if signed is not None and time.time() - signed.at > after_s:
-                with suppress(FileNotFoundError):  # another engine has swept it up
+                with suppress(FileNotFoundError):  # another engine has deleted it
                     self._objects.delete(f"{FOLDER}/{name}")
 
     def living(self) -> list[Announcement]:
@@ -122,7 +123,7 @@ class StoreAnnouncements:
         serves: Callable[[], int | None],
         every_s: float = BEAT_S,
     ) -> AsyncIterator[None]:
-        """Keeps the engine announced while the block runs; a store that is away is tried again."""
+        """Keeps the engine announced while the block runs; retries a store that is away."""
         ending = asyncio.Event()
 
         async def keep() -> None:
@@ -153,11 +154,11 @@ class StoreAnnouncements:
             await asyncio.wait({keeping}, timeout=LEAVE_S)
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
-            with suppress(OSError):  # then its silence tells
+            with suppress(OSError):  # then its silence shows that it has ended
                 await in_thread(self.withdraw, announcement)
 
     def _read(self, name: str) -> Signed | None:
-        """None for what no engine has written."""
+        """None for an object that no engine has written."""
         try:
             return msgspec.json.decode(self._objects.get(f"{FOLDER}/{name}"), type=Signed)
         except (FileNotFoundError, msgspec.MsgspecError):
@@ -208,6 +209,6 @@ class Lookout:
 
 
 def _path(announcement: Announcement) -> str:
-    """Of two engines of one name, on two machines, each has its own."""
+    """Two engines of one name, on two machines, have different paths."""
     place = hashlib.sha256(announcement.url.encode()).hexdigest()[:12]
     return f"{FOLDER}/{announcement.name}-{place}.json"

@@ -9,7 +9,8 @@ They are small, each appears whole or not at all, and none holds a tensor.
                 rounds/ID/sent.json    the fingerprint of each tensor that was sent
 
 An engine renews its ask for as long as it waits, so a dead engine's ask expires. Taking an ask
-deletes it, so it is answered once. Other files in these folders are ignored or deleted."""
+deletes it, so it is answered once. Other files in these folders are ignored or deleted.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from agentevo.inference.weight_transport import LAST_VERSION, Latest
 from agentevo.models.parts import Spec
 
 STALE_S = 15.0
-"""An ask that was not renewed for so long is of an engine that is gone."""
+"""An ask that was not renewed for this long belongs to an engine that is gone."""
 RENEW_S = 1.0
 MOST_PLACES = 256
 """Members of a round without the trainer; engines that do not fit join the next one."""
@@ -68,7 +69,7 @@ class Contents(msgspec.Struct, frozen=True):
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """In the order in which the tensors come. Raises EngineError for dtypes that this torch
+        """In the order in which the tensors are sent. Raises EngineError for dtypes that this torch
         does not have."""
         specs = {}
         for entry in self.tensors:
@@ -84,15 +85,15 @@ class Contents(msgspec.Struct, frozen=True):
 
 
 class PlaceRequest(msgspec.Struct, frozen=True):
-    """Of an engine that waits."""
+    """The ask of an engine that waits."""
 
     id: _Id
     engine: _Id
     """The same in all of its asks."""
     sha256: str
-    """Of what it wants."""
+    """Of the contents that it wants."""
     places: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MOST_PLACES)]
-    """The device of each of its processes that receives, see `devices.identity`."""
+    """The device of each of its processes that receive, see `devices.identity`."""
     where: str
     """For messages."""
 
@@ -115,14 +116,14 @@ class PlaceAnswer(msgspec.Struct, frozen=True):
 
 
 class Incoming(msgspec.Struct, frozen=True):
-    """Weights that an engine's places are about to be sent."""
+    """Weights that an engine's places are about to receive."""
 
     folder: str
     answer: PlaceAnswer
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """What came over a round's group, as the trainer had it."""
+    """What went over a round's group, as the trainer had it."""
 
     sha256: str
     fingerprints: dict[str, str]
@@ -150,7 +151,7 @@ class BroadcastFiles:
             folder.mkdir(parents=True, exist_ok=True)
 
     def announce(self, contents: Contents) -> Latest:
-        """From now on the newest version is this one."""
+        """Makes this version the newest one."""
         raw = msgspec.json.encode(contents)
         latest = Latest(contents.version, hashlib.sha256(raw).hexdigest())
         write_atomic(self._contents(latest.sha256), raw, durable=True)
@@ -167,12 +168,12 @@ class BroadcastFiles:
         return latest
 
     def latest_version(self) -> Latest | None:
-        """None before the first."""
+        """The announced version; None before the first."""
         path = self.folder / LATEST_FILE
         return self._read_decoded(path, Latest) if path.exists() else None
 
     def is_whole(self, latest: Latest) -> bool:
-        """Whether this is announced, and what it has can be read."""
+        """Whether this version is announced, and its contents can be read."""
         try:
             self.contents(latest.sha256)
             return self.latest_version() == latest
@@ -187,12 +188,12 @@ class BroadcastFiles:
         return self._decode(path, raw, Contents)
 
     def ask(self, ask: PlaceRequest) -> None:
-        """Writes it, or writes it again."""
+        """Writes the ask, also a second time."""
         write_atomic(self._ask(ask.id), msgspec.json.encode(ask))
 
     def renew(self, ask: PlaceRequest) -> bool:
-        """False if it was taken, or deleted. An answer that is there is seen from now on: on a
-        network's disk, that there was none may be remembered until the folder changes."""
+        """Renews the ask. False if it was taken, or deleted. An existing answer is visible from now
+        on: on a network disk, its absence may be cached until the folder changes."""
         probe = self._answers / f".{ask.engine}"
         probe.touch()
         probe.unlink()
@@ -205,7 +206,7 @@ class BroadcastFiles:
         return True
 
     def withdraw(self, ask: PlaceRequest) -> bool:
-        """False if it was taken, or deleted."""
+        """Deletes the ask. False if it was taken, or deleted."""
         try:
             self._ask(ask.id).unlink()
         except FileNotFoundError:
@@ -213,7 +214,7 @@ class BroadcastFiles:
         return True
 
     def answer(self, ask: PlaceRequest) -> PlaceAnswer | None:
-        """None if there is none yet."""
+        """The answer to the ask; None if there is none yet."""
         path = self._answer(ask.id)
         return self._read_decoded(path, PlaceAnswer) if path.exists() else None
 

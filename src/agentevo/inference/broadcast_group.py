@@ -11,7 +11,8 @@ Invariant: `receive` returns exactly the bits that `send` was given, or raises W
 fingerprints that prove it are in the run's folder and don't come over the group.
 
 A member that dies or hangs ends the round for all, within JOIN_S before it begins and BUCKET_S for
-each bucket. Nothing is encrypted, and members are not authenticated."""
+each bucket. Nothing is encrypted, and members are not authenticated.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +41,14 @@ JOIN_S = 20.0
 BUCKET_S = 60.0
 """Longest time for one bucket, with what the trainer gathers for it."""
 SEEN_S = 15.0
-"""Longest time for a file to be seen by others after it was written, on a network's disk."""
+"""Longest time for a file to become visible to other machines after it was written, on a network
+disk."""
 INTERFACE = "GLOO_SOCKET_IFNAME"
 _CPU = torch.device("cpu")
 _ENVIRONMENT = threading.Lock()
 _KEPT: deque[object] = deque(maxlen=8)
-"""The stores of the last rounds. One whose file is deleted while it goes ends the process, in
-C++; by the time of the next round the file is gone, or stays."""
+"""The stores of the last rounds. A store whose file is deleted during its destruction ends the
+process, in C++; by the time of the next round the file is gone, or stays."""
 
 
 def check_network() -> None:
@@ -76,8 +78,8 @@ class BroadcastPiece(NamedTuple):
 
 
 def buckets(specs: Mapping[str, Spec], most: int) -> Iterator[list[BroadcastPiece]]:
-    """What each bucket has: all bytes of all tensors, in order. Tensors without bytes have a piece
-    of none."""
+    """The contents of each bucket: all bytes of all tensors, in order. Tensors without bytes have
+    one empty piece."""
     bucket = list[BroadcastPiece]()
     room = most
     for name, spec in specs.items():
@@ -101,16 +103,16 @@ def buckets(specs: Mapping[str, Spec], most: int) -> Iterator[list[BroadcastPiec
 
 
 def backend_of(places: Iterable[str]) -> Literal["gloo", "nccl"]:
-    """By which back end tensors travel between these devices (`devices.identity`)."""
+    """The back end by which tensors travel between these devices (`devices.identity`)."""
     return "nccl" if devices.are_joined_by_nccl(places) else "gloo"
 
 
 class BroadcastGroup:
-    """A member of a round. What is called here raises WeightsLostError when another one is gone."""
+    """A member of a round. Its methods raise WeightsLostError when another member is gone."""
 
     def __init__(self, answer: PlaceAnswer, store: str, rank: int, device: torch.device) -> None:
         self.device = device if answer.backend == "nccl" else _CPU
-        """Of what is broadcast."""
+        """Of the tensors that are broadcast."""
         with _broken_off():
             self._join(answer, store, rank, device)
 
@@ -126,7 +128,7 @@ class BroadcastGroup:
             timeout=timedelta(seconds=JOIN_S),
         )
         self._tensors: Any = self._control
-        if answer.backend == "nccl":  # all of them are there
+        if answer.backend == "nccl":  # all members have joined
             try:
                 meeting = distributed.PrefixStore("nccl", file)
                 self._tensors = _nccl(meeting, rank, answer.world, device)
@@ -144,7 +146,7 @@ class BroadcastGroup:
             group.broadcast([tensor], options).wait(timedelta(seconds=BUCKET_S))
 
     def refusals(self, refuses: bool) -> int:
-        """How many do."""
+        """How many members refuse."""
         count = torch.tensor([int(refuses)], dtype=torch.int64, device=_CPU)
         options = distributed.AllreduceOptions()
         options.timeout = timedelta(seconds=BUCKET_S)
@@ -159,8 +161,8 @@ class BroadcastGroup:
 
 
 def _nccl(store: Any, rank: int, world: int, device: torch.device) -> Any:
-    """With TORCH_NCCL_BLOCKING_WAIT, which is read here, a member that is gone is an error of the
-    one that waits; else PyTorch ends the process."""
+    """A process group of NCCL. With TORCH_NCCL_BLOCKING_WAIT, which is read here, a missing member
+    is an error in the member that waits; else PyTorch ends the process."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     if device.index is not None:
         devices.take(device, device.index)
@@ -182,7 +184,7 @@ def _nccl(store: Any, rank: int, world: int, device: torch.device) -> Any:
 
 @contextmanager
 def _broken_off() -> Iterator[None]:
-    """Around what needs the others."""
+    """Wraps calls that need the other members."""
     try:
         yield
     except RuntimeError as error:
@@ -214,9 +216,9 @@ def send(
     opened: Callable[[], AbstractContextManager[Iterable[tuple[str, torch.Tensor]]]],
     device: torch.device,
 ) -> int:
-    """On the trainer: the tensors, in the order of `specs`, to all others; they are `opened` once
-    all are there. Returns how many have found other bits than these. Raises WeightsLostError, and
-    OSError for files."""
+    """On the trainer: sends the tensors, in the order of `specs`, to all others; they are `opened`
+    once all members have joined. Returns how many members have found other bits than these. Raises
+    WeightsLostError, and OSError for files."""
     with _join_group(files, answer, 0, device) as group, opened() as tensors:
         coming = iter(tensors)
         fingerprints = dict[str, str]()
@@ -259,8 +261,8 @@ def receive(
     place: int,
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """On a place of an engine: the tensors, on `device` if they come over NCCL, else on the CPU.
-    Raises WeightsLostError."""
+    """On a place of an engine: receives the tensors, on `device` if they come over NCCL, else on
+    the CPU. Raises WeightsLostError."""
     with _join_group(files, answer, answer.first_rank + place, device) as group:
         tensors = dict[str, torch.Tensor]()
         fingerprints = dict[str, str]()
@@ -300,7 +302,7 @@ def receive(
         except WeightsLostError:
             if not is_right:
                 raise
-            # Another one is gone. These weights are here.
+            # Another member is gone. These weights have arrived.
 
     if not is_right:
         raise WeightsLostError(
@@ -316,7 +318,7 @@ def _room(specs: Mapping[str, Spec]) -> int:
 
 
 def _sent(files: BroadcastFiles, round_id: str) -> Sent:
-    """It was written; another machine may see that later."""
+    """The trainer has written the file; another machine may see it later."""
     ends = time.monotonic() + SEEN_S
     while True:
         try:

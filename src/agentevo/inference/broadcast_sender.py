@@ -8,7 +8,8 @@ nothing is sent.
 An engine that is gone costs at most one wait and one round: its ask is answered once, and an engine
 that did not ask for a version is not waited for at the next one. An engine that asks and never
 joins (behind a firewall, say) soon has rounds of its own, which are rare, and keeps no other engine
-from the weights."""
+from the weights.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ then."""
 ALONE_AFTER = 2
 """Broken rounds in a row after which an engine has rounds of its own..."""
 PAUSE_S = 60.0
-"""...and, where these are broken off too, so much longer a pause before each."""
+"""...and, where these are broken off too, the additional pause before each."""
 LONGEST_PAUSE_S = 600.0
 LOOK_S = 0.05
 
@@ -65,12 +66,13 @@ class BroadcastSender:
         self._expected: set[str] = set()
         """Engines that have this version, and are waited for at the next one."""
         self._broken: dict[str, tuple[int, float]] = {}
-        """Engine -> its rounds in a row that were broken off, and when it may have another one."""
+        """Engine -> its consecutive rounds that were broken off, and when it may have another
+        one."""
         self._said = ""
         """The trouble that was reported last; it is reported once."""
 
     async def begin(self, version: int) -> None:
-        """See WeightSender.begin. What engines have of a later version they keep."""
+        """See WeightSender.begin. Engines keep what they have of a later version."""
         await self.publish(version)
 
     async def publish(self, version: int) -> None:
@@ -107,12 +109,12 @@ class BroadcastSender:
         return await to_its_end(in_thread(self._send, asks))
 
     async def _still_asking(self) -> set[str]:
-        """Engines that want what is announced, and will want what is announced next."""
+        """Engines that wait for the announced version, and will want the next one."""
         if self._latest is None:
             return set()
         try:
             asks = await in_thread(self._files.asks, self._latest.sha256)
-        except OSError:  # which `_waiting` says
+        except OSError:  # which `_waiting` reports
             return set()
         return {ask.engine for ask in asks if self._is_due(ask.engine)}
 
@@ -146,7 +148,7 @@ class BroadcastSender:
                 if missing <= {ask.engine for ask in asks} or time.monotonic() > ends:
                     return asks
                 await asyncio.sleep(LOOK_S)
-        except OSError as error:  # the folder is away, or full: again at the next look
+        except OSError as error:  # the folder is away, or full: try again at the next look
             self._say(
                 f"version {self._version} can't be sent, which is tried again while attempts are "
                 f"waited for: {self._files.folder}: {error.strerror or error}"
@@ -154,7 +156,7 @@ class BroadcastSender:
             return []
 
     def _latest_version(self) -> Latest:
-        """The version as engines find it, written again where that was damaged."""
+        """The version as engines see it, written again where it was damaged."""
         if not self._has_begun:
             self._files.begin()
             self._has_begun = True
@@ -164,7 +166,7 @@ class BroadcastSender:
         return self._latest
 
     def _send(self, asks: Sequence[PlaceRequest]) -> bool:
-        """One round, for these; whether it came to its end."""
+        """One round, for these engines; whether it was completed."""
         latest = self._latest
         assert latest is not None  # otherwise no engine could have asked for it
 

@@ -28,7 +28,8 @@ that share the prefix (tests/inference/test_batch_invariance.py).
     many          matrix products, one sequence and key-value head after the other
 
 Elsewhere the log-sum-exp joins the two parts of the softmax (cascade attention), and the last
-digits do depend on the other sequences of the step."""
+digits do depend on the other sequences of the step.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +46,11 @@ from agentevo.models.routers import Routing
 
 NEG_INF = float("-inf")
 FEW_QUERIES = 16
-"""Up to so many queries of a sequence and key-value head, weighted sums are faster on a CPU than
+"""Up to this many queries of a sequence and key-value head, weighted sums are faster on a CPU than
 matrix products (`benchmarks/passes.py`)."""
 FEW_SCORES = 8192
-"""So are more queries that meet few keys: up to so many scores of a sequence and key-value head."""
+"""The same holds for more queries over few keys: up to this many scores of a sequence and key-value
+head."""
 BLOCK_SCORES = 512 * 1024
 """Scores that are computed at once, so that they stay in the processor's cache."""
 FEWEST_KEYS = 32
@@ -125,7 +127,7 @@ class TableRows(NamedTuple):
 
 
 def _flat(lists: torch.Tensor) -> torch.Tensor:
-    """The lists one after the other, as embedding_bag takes them."""
+    """The lists concatenated, as embedding_bag takes them."""
     return lists.to(torch.int32).view(-1)
 
 
@@ -171,11 +173,10 @@ class CacheRows:
     take_tokens: torch.Tensor
     """[n] the places in the step's token row that these queries are."""
     in_order: bool
-    """One query per sequence, and exactly the step's tokens in their order: nothing to gather or to
-    put back."""
+    """One query per sequence, and exactly the step's tokens in their order: no gathering or
+    scattering is needed."""
     even: bool
-    """In order, in neighbouring slots, and all of the same length: a group that started
-    together."""
+    """In order, in adjacent slots, and all of the same length: a group that started together."""
     _masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
     _stretch_masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
     _tables: dict[tuple[int, ...], TableRows] = field(default_factory=dict)
@@ -186,10 +187,10 @@ class CacheRows:
         return 0 if self.segment is None else len(self.segment.ids)
 
     def few(self, repeat: int) -> bool:
-        """Whether weighted sums are for `repeat` queries per token and key-value head."""
+        """Whether weighted sums are used for `repeat` queries per token and key-value head."""
         num = self.tokens.shape[1] * repeat
         if self.segment is not None:
-            return num <= repeat  # what the scratch holds
+            return num <= repeat  # the capacity of the scratch rows
         return num <= FEW_QUERIES or num * self.max_length <= FEW_SCORES
 
     @property
@@ -280,8 +281,8 @@ def _additive(
 
 
 class CacheAttention:
-    """The plan of one engine step: writes the new keys and values, then lets every new token see
-    its own sequence."""
+    """The plan of one engine step: writes the new keys and values, then computes the attention of
+    every new token over its own sequence."""
 
     def __init__(
         self, cache: KVCache, slots: torch.Tensor, places: torch.Tensor, rows: list[CacheRows]
@@ -394,8 +395,8 @@ def _own_kernels(
 
 
 def _by_own_kernels(rows: CacheRows, q: torch.Tensor, layer: _Layer, out: torch.Tensor) -> None:
-    """Attention by our own kernels, in order: q [T, G, R, D] of the whole step, into `out`, which
-    is like it."""
+    """Attention by our own kernels, in order: q [T, G, R, D] of the whole step, into `out` of the
+    same shape."""
     assert layer.own is not None
 
     kernels, cache = layer.own
@@ -441,7 +442,7 @@ def _attend_few_in_order(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> tor
 
     mask = rows.mask(layer.window, num // rows.tokens.shape[1], q.dtype)
     weights = _softmax(_mask_scores(scores, mask, layer.softcap))
-    prefix_sums = None  # of the prefix, what its whole stretches add up to
+    prefix_sums = None  # sums over the whole stretches of the prefix
     if rows.segment is not None:
         ends = prefix // ORDERED * ORDERED
         prefix_sums = q.new_zeros(q.shape) if ends else None
@@ -485,9 +486,9 @@ def _multiply_in_order(weights: torch.Tensor, values: torch.Tensor) -> torch.Ten
 def _attend_many_in_order(
     rows: CacheRows, q: torch.Tensor, layer: _Layer, out: torch.Tensor
 ) -> None:
-    """Attention of many queries per sequence, in order: q [T, G, R, D] of the whole step,
-    into `out`, which is like it. Matrix products of one stretch's key-value heads, of as many
-    queries at once as leave the scores in the processor's cache."""
+    """Attention of many queries per sequence, in order: q [T, G, R, D] of the whole step, into
+    `out` of the same shape. Matrix products of one stretch's key-value heads, of as many queries at
+    once as keep the scores in the processor's cache."""
     _, groups, repeat, dim = q.shape
     for index, (start, count, slot, length) in enumerate(rows.stretches):
         k = in_rows(layer.keys[slot, :, : num_blocks(length)])[:, :length]

@@ -4,7 +4,8 @@ certificate in RUN/engines/tls.pem, readable by its owner only.
 The first engine that needs it creates it, and it appears whole. Clients know it by its fingerprint,
 the SHA-256 of its DER form, which an engine announces. The fingerprint is a pin: names, dates and
 authorities decide nothing, and clocks may differ. When the file is deleted, a running engine keeps
-the certificate that it started with, and the next engine to start creates another one."""
+the certificate that it started with, and the next engine to start creates another one.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from agentevo.files import create_atomic, write_atomic
 NAME = "tls.pem"
 PUBLIC_NAME = "certificate.pem"
 HOST = "agentevo"
-"""The name in the certificate, for people's tools: no engine is called so, and no client of ours
+"""The name in the certificate, for people's tools: no engine has this name, and no client of ours
 compares it."""
 _CERTIFICATE = re.compile(
     "-----BEGIN CERTIFICATE-----\n[^-]+-----END CERTIFICATE-----\n?", re.ASCII
@@ -41,8 +42,8 @@ class RunCertificate:
         self.public_file = folder / PUBLIC_NAME
 
     def server_context(self) -> tuple[ssl.SSLContext, str]:
-        """What an engine serves with, and its fingerprint; made if there is none. Raises
-        EngineError where the file can't be used."""
+        """The context with which an engine serves, and the certificate's fingerprint; creates the
+        certificate if there is none. Raises EngineError where the file can't be used."""
         if not self.file.exists():
             self._make()
 
@@ -159,7 +160,7 @@ def new_certificate(hosts: Sequence[str] = ()) -> str:
 
 
 def _host_name(host: str) -> Any:
-    """A host as a certificate has it."""
+    """A host in the form that certificates have."""
     from cryptography import x509
 
     try:
@@ -169,7 +170,7 @@ def _host_name(host: str) -> Any:
 
 
 def _usage() -> Any:
-    """What clients that check strictly want to see of an authority that is its own server."""
+    """The key usage that strict clients require of an authority that is its own server."""
     from cryptography.x509 import KeyUsage
 
     may = dict.fromkeys(("digital_signature", "key_cert_sign"), True)

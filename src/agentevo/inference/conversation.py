@@ -10,7 +10,8 @@ Token ids in place of messages are matched against the recorded ids, and so is a
 (plain_prompts.py).
 
 Every request gets a seed of its own, derived from the conversation's seed and the number of the
-request. Calls may overlap: turns are numbered in the order in which they end."""
+request. Calls may overlap: turns are numbered in the order in which they end.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def check_count(n: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """What a call asks, and how it joins what is recorded."""
+    """The prompt of a call, and how it joins the recorded turns."""
 
     parent: int | None
     added: list[int]
@@ -83,7 +84,7 @@ class _Prompt:
     """The whole prompt."""
     new_messages: list[Message]
     asked: HistoryNode | None = None
-    """The last message that was asked; None where token ids or a text were given."""
+    """The last message of the history; None where token ids or a text were given."""
     text: str | None = None
     """The whole prompt where a plain text was given."""
 
@@ -121,17 +122,17 @@ class Conversation:
         self._texts = PlainTexts(chat, self._context)
         self._discarded: set[int] = set()
         self._malformed: dict[int, int] = {}
-        """Turn -> what it began as a tool call and is none."""
+        """Turn -> the number of its malformed tool calls."""
         self._pending: Counter[int] = Counter()
         """Version when a call was made -> calls without an answer."""
         self._closed = False
         self.calls = calls or AttemptCalls(None, name)
         """Where its calls are recorded."""
         self.drift = Drift()
-        """What came back otherwise than it was recorded."""
+        """Messages that came back in another form than recorded."""
         self.broken: BaseException | None = None
-        """The engine's first failure, whatever the agent made of it. A request that is too long is
-        the agent's own."""
+        """The engine's first failure, even if the agent handled it. A request that is too long is
+        the agent's own failure."""
 
     @property
     def name(self) -> str:
@@ -259,8 +260,8 @@ class Conversation:
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> int:
         """How many tokens the prompt has that `complete` would send for this history, which may be
-        longer than the model's context. Nothing is recorded, and nothing is counted as drift.
-        Raises RequestTooLongError for what is far longer."""
+        longer than the model's context. Records nothing, and counts no drift. Raises
+        RequestTooLongError for a history that is far longer."""
         written = ToolSchemas.of(tools)
         match = self._histories.find(written, messages)
         new = list(messages[match.known :])
@@ -276,7 +277,7 @@ class Conversation:
         return len(self._recorded_of(match)) + len(added)
 
     async def check(self, prompt: str | Sequence[int | Message]) -> None:
-        """Raises what `complete` raises of a text or of token ids, and does nothing else."""
+        """Raises what `complete` raises for a text or token ids, and does nothing else."""
         await self._join(prompt, ToolSchemas())
 
     def recognise(self, turn: int, message: Message) -> None:
@@ -328,8 +329,8 @@ class Conversation:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """For the trajectory; nothing where nothing drifted, all was received, and every call of a
-        tool was well formed."""
+        """For the trajectory; empty where nothing drifted, all was received, and every tool call
+        was well formed."""
         received = self.received
         counts = {
             "num_undelivered": len(self._turns) - len(received),
@@ -342,8 +343,8 @@ class Conversation:
         return context_of(self._turns, turn)
 
     def first_difference(self, place: DriftPlace) -> TokenDifference | None:
-        """The first token that encoding a request as a whole would have made another than it was
-        recorded. None where there is none. Raises ModelError for what the template refuses."""
+        """The first token that would differ from the recorded one if a request were encoded as a
+        whole. None where there is none. Raises ModelError for what the template refuses."""
         recorded = self._context(place.turn)
         rendered = self._chat.first_prompt(place.messages, place.tools)
         return first_difference(
@@ -352,7 +353,7 @@ class Conversation:
 
     @property
     def chat(self) -> ChatFormat:
-        """How its messages read as tokens."""
+        """The format that turns its messages into tokens."""
         return self._chat
 
     def opening(self, turn: Turn) -> str:
@@ -360,7 +361,7 @@ class Conversation:
         return self._chat.opening_of(turn.prompt_ids)
 
     async def close(self) -> None:
-        """Frees the engine's memory of the conversation, which takes no further call."""
+        """Frees the engine's memory of the conversation, which then takes no further call."""
         self._closed = True
         await self._engine.release(self._name)
 
@@ -397,7 +398,7 @@ class Conversation:
             ended_with_stop = self._turns[parent].completion_ids[-1] in self._chat.end_ids
             return self._chat.continuation(new, ended_with_stop=ended_with_stop, tools=tools)
 
-        # Short ones on the spot: the order of events decides which requests share a step.
+        # Short ones in this thread: the order of events decides which requests share a step.
         return await in_thread(encode) if is_long(new) else encode()
 
     def _context(self, turn: int) -> list[int]:
@@ -405,9 +406,9 @@ class Conversation:
         return context_of(self._turns, turn) + list(self._turns[turn].completion_ids)
 
     def _check_length(self, num_recorded: int, added: int, messages: int = 0) -> None:
-        """Raises RequestTooLongError for so many characters in so many messages, after so many
-        tokens, that are too long however well they can be encoded: a message has a token that ends
-        it."""
+        """Raises RequestTooLongError if `added` characters in `messages` messages, after
+        `num_recorded` tokens, are too long even in the shortest encoding: each message has a token
+        that ends it."""
         tokens = num_recorded + max(added // self._chat.longest_token, messages)
         if tokens >= self._context_length:
             raise RequestTooLongError(
@@ -455,7 +456,7 @@ class Conversation:
         )
 
     def _check_penalties(self, penalties: Penalties | None) -> None:
-        """Raises BadRequestError for what nothing can be drawn under."""
+        """Raises BadRequestError for penalties under which nothing can be drawn."""
         if penalties is None:
             return
 
@@ -507,7 +508,8 @@ class Conversation:
         return turn
 
     def _changed_overrides(self, sampling: SamplingParams) -> SamplingOverrides | None:
-        """What a request changed of the distribution that this conversation draws from."""
+        """The settings in which a request differs from the distribution that this conversation
+        draws from."""
         base = self._sampling
         changed = {
             name: getattr(sampling, name)
@@ -544,7 +546,7 @@ class Conversation:
     async def _complete(
         self, ids: list[int], sampling: SamplingParams, listen: TokenListener | None
     ) -> Completion:
-        """The engine's answer; `broken` remembers what it fails with."""
+        """The engine's answer; `broken` keeps its failure."""
         streamed = None if listen is None else StreamedTokens(listen)
         try:
             with outside_scopes():  # the engine's own tasks outlive the attempt

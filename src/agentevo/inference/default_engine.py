@@ -4,7 +4,8 @@ the embedded one.
 
 The process that starts the run makes the choice once and writes it to the run's config.yaml. Later
 processes read it from there, regardless of their own machine. Processes that are started separately
-and share no folder would each see another machine, so there the recipe has to name an engine."""
+and share no folder would each see another machine, so there the recipe has to name an engine.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ FOR_GPUS = ("vllm", "sglang")
 
 
 class EngineChoice(NamedTuple):
-    """An engine, and in words why it is this one."""
+    """An engine, and the reason for it in words."""
 
     type: str
     why: str
@@ -29,7 +30,7 @@ class EngineChoice(NamedTuple):
 
 def choose_engine(device: str, installed: Collection[str], embedded_for: str = "") -> EngineChoice:
     """The engine of a run on a kind of device, with these packages installed. `embedded_for`: what
-    in the recipe only the embedded engine does."""
+    in the recipe needs the embedded engine."""
     if device != CUDA:
         return EngineChoice(OWN, f"which is the one for {device}")
 
@@ -52,8 +53,8 @@ def choose_engine(device: str, installed: Collection[str], embedded_for: str = "
 
 
 def embedded_for(config: RunConfig, *, apart: bool = False) -> str:
-    """What in a recipe only the embedded engine does, by its key; empty where nothing is.
-    `is_separate`: engines are processes of their own, also if the recipe starts none."""
+    """The key of a setting in the recipe that only the embedded engine supports; empty where there
+    is none. `is_separate`: engines are processes of their own, also if the recipe starts none."""
     engine = config.engine
     rollout = config.rollout
     lora = config.model.lora
@@ -88,8 +89,8 @@ def installed_engines() -> list[str]:
 def load_with_engine(
     load: Callable[[list[str]], RunConfig], *, note: Callable[[str], None], apart: bool
 ) -> RunConfig:
-    """The configuration that `load` reads with further overrides, with the engine of its run where
-    that has begun, else with the one of `engine_override`."""
+    """The configuration that `load` reads with further overrides: with the engine of its run if the
+    run has begun, else with the one of `engine_override`."""
     config = load([])
     if apart and (config.rollout.weights.url is not None or find_spec("torch") is None):
         return config  # another machine's engine is not known here

@@ -7,7 +7,8 @@ A request branches where an answer comes back that is none of those recorded in 
 there are others, or that is recorded in another place, because the messages before it have changed.
 A recorded history with other messages after it is no drift. Neither is an assistant's message that
 the policy did not write (an example in the prompt). Each answer is counted as undone once, and each
-request as branched once, by the first message that differs."""
+request as branched once, by the first message that differs.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +32,15 @@ NEAR = 12
 
 @dataclass(frozen=True, slots=True)
 class DriftPlace:
-    """Where a class of drift was first met."""
+    """The first occurrence of a class of drift."""
 
     kind: str
     message: int
     """Number of the message in the request, from 1."""
     recorded: str
-    """What was recorded there, shortened and escaped; empty for nothing."""
+    """The recorded message, shortened and escaped; empty where there is none."""
     came: str
-    """What came there."""
+    """The message that came in its place."""
     turn: int
     """The recorded answer that the request was compared with."""
     messages: tuple[Message, ...]
@@ -48,8 +49,8 @@ class DriftPlace:
 
 
 class _Met(NamedTuple):
-    """Drift that a request shows: its class, the number of the message (from 0), what was recorded
-    there and what came, and the recorded answer that it was compared with."""
+    """Drift in a request: its class, the number of the message (from 0), the recorded text and the
+    text that came, and the recorded answer that it was compared with."""
 
     kind: str
     number: int
@@ -64,11 +65,11 @@ class Drift:
         self.counts: Counter[str] = Counter()
         """Class -> how often; those that were undone begin with `joined/`."""
         self.first: dict[str, DriftPlace] = {}
-        """Class -> where it was first met."""
+        """Class -> its first occurrence."""
         self.extended = 0
-        """Requests that go on from a recorded answer and reuse all that it holds."""
+        """Requests that continue from a recorded answer and reuse all that it holds."""
         self.branched = 0
-        """Requests that should, and could not be joined."""
+        """Requests that should have been joined, and could not be."""
         self._said: dict[Hashable, list[HistoryNode]] = {}
         self._with_call: dict[str, HistoryNode] = {}
 
@@ -80,21 +81,21 @@ class Drift:
         return self.extended / requests if requests else None
 
     def metrics(self) -> dict[str, float]:
-        """For the trajectory: nothing where nothing drifted."""
+        """For the trajectory: empty where nothing drifted."""
         metrics = {f"drift/{kind}": float(count) for kind, count in sorted(self.counts.items())}
         if metrics and self.merge_rate is not None:
             metrics["merge_rate"] = self.merge_rate
         return metrics
 
     def record(self, answer: HistoryNode, form: Message) -> None:
-        """Knows an answer from now on, in this form."""
+        """Registers an answer, in this form."""
         self._said.setdefault(key_of(form, -1), []).append(answer)
         for call in form.tool_calls:
             if call.id:
                 self._with_call[call.id] = answer
 
     def count(self, found: HistoryMatch) -> None:
-        """Counts what a request says of drift."""
+        """Counts the drift of a request."""
         branch = self._branch(found)
         if branch is not None:
             self.branched += 1
@@ -125,7 +126,7 @@ class Drift:
             )
 
     def _branch(self, match: HistoryMatch) -> _Met | None:
-        """Where a request does not extend what it brings back."""
+        """Where a request does not extend the answers that it brings back."""
         answers = [
             number
             for number in range(match.num_matched, len(match.messages))
@@ -195,7 +196,7 @@ def _common(recorded: Sequence[HistoryNode], came: Sequence[int], match: History
 
 
 def _class_of(recorded: Sequence[HistoryNode], came: Sequence[Message]) -> str:
-    """What happened between what both begin with and what both end with."""
+    """The class of the change between the common beginning and the common end."""
     roles = {*(node.forms[-1].role for node in recorded), *(message.role for message in came)}
     if roles == {"system"}:
         return "system_changed"
@@ -250,9 +251,9 @@ class TokenDifference:
 
     position: int
     before: str
-    """What the last tokens before it say, escaped."""
+    """The text of the last tokens before it, escaped."""
     recorded: str
-    """What the recorded tokens say from there on; empty at their end."""
+    """The text of the recorded tokens from there on; empty at their end."""
     rendered: str
 
 

@@ -7,7 +7,8 @@ whose weights can be replaced. Each optional ability of an engine is a protocol 
 checked at run time: `SleepingEngine`, `EmbeddedEngine`, `ScoringEngine`.
 
 `engine.type` in a recipe names an `EngineFactory`. Other packages add theirs under the entry-point
-group `agentevo.engines` (docs/engines.md)."""
+group `agentevo.engines` (docs/engines.md).
+"""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 Weights = Mapping[str, "torch.Tensor"]
 """Tensors by the name of the model's parameter."""
 InFlight = Literal["continue", "finish"]
-"""What happens to running requests when an engine gets new weights or goes to sleep: they go on
-afterwards from where they are, or end first."""
+"""What happens to running requests when an engine gets new weights or goes to sleep: they continue
+afterwards from their current state, or end first."""
 TokenListener = Callable[[Sequence[int], Sequence[float]], None]
 """Gets the tokens of one request as they are drawn: ids, and the log-prob of each. It is called on
 the engine's event loop, between the engine's steps, so it must return at once."""
@@ -45,12 +46,12 @@ CANT_SCORE = (
     "need: use engine.type=torch, or an engine with `score` (docs/engines.md)"
 )
 NO_VERSION = -1
-"""The version of an engine that has had no weights of the run yet, or of no engine at all."""
+"""The version of an engine that has not had any weights of the run yet, or of no engine at all."""
 
 
 def check_request(sampling: SamplingParams, deadline_s: float) -> None:
-    """Raises EngineError for what no engine can draw tokens by, wherever it comes from: a log-prob
-    that is no number would be trained on."""
+    """Raises EngineError for sampling that no engine can follow, from any caller: a log-prob that
+    is no number would be trained on."""
     ranges = (
         (
             "temperature",
@@ -112,7 +113,7 @@ def check_tokens(ids: Sequence[int], vocabulary: int) -> None:
 def check_score(
     context_ids: Sequence[int], ids: Sequence[int], temperature: float, deadline_s: float
 ) -> None:
-    """Raises EngineError for what no engine can score, wherever it comes from."""
+    """Raises EngineError for tokens that no engine can score, from any caller."""
     if not context_ids or not ids:
         raise EngineError(
             "score: the context and the tokens must have at least one token each: there is nothing "
@@ -130,7 +131,7 @@ def check_score(
 
 
 class TokenScores(NamedTuple):
-    """What a policy thinks of given tokens."""
+    """How likely a policy finds given tokens."""
 
     logprobs: list[float]
     """Natural log-probs, one for each token. 0 is the highest, and none is infinite."""
@@ -139,7 +140,7 @@ class TokenScores(NamedTuple):
 
     @classmethod
     def of(cls, completion: Completion) -> TokenScores:
-        """Of the answer in the form that draws have."""
+        """From an answer in the form that draws have."""
         return cls(completion.logprobs, completion.versions[0])
 
     def completion(self, ids: list[int]) -> Completion:
@@ -151,7 +152,7 @@ class TokenScores(NamedTuple):
 
 
 class Engine(Protocol):
-    """Anything that generates tokens."""
+    """An engine that generates tokens."""
 
     @property
     def version(self) -> int:
@@ -207,7 +208,7 @@ class UpdatableEngine(Engine, Protocol):
         ...
 
     def verify(self, weights: Weights) -> Weights:
-        """The first phase of `publish`, for any thread, while requests go on: checks everything and
+        """The first phase of `publish`, for any thread, while requests run: checks everything and
         changes nothing. Returns the weights in the form in which `publish` takes them over at once.
         Raises EngineError for weights that the engine can't take over."""
         ...
@@ -222,8 +223,8 @@ class UpdatableEngine(Engine, Protocol):
     ) -> None:
         """Serves newer weights from now on; verifies all of them before it changes any, unless they
         come from `verify`. None: they were changed in place. Weights that are not trained (the base
-        under adapters) may be left out. Whatever fails or is cancelled leaves the old version
-        serving. Raises EngineError, and DeadlineExceededError if requests do not end in time."""
+        under adapters) may be left out. A failure or cancellation leaves the old version serving.
+        Raises EngineError, and DeadlineExceededError if requests do not end in time."""
         ...
 
     async def forget_cache(self) -> None:
@@ -237,7 +238,7 @@ class UpdatableEngine(Engine, Protocol):
         ...
 
     async def close(self) -> None:
-        """Gives back whatever it holds. Nothing is asked of it afterwards."""
+        """Gives back all that it holds. No method is called afterwards."""
         ...
 
 
@@ -276,7 +277,7 @@ class SleepingEngine(Protocol):
 
 @runtime_checkable
 class ScoringEngine(Protocol):
-    """An engine that tells what it thinks of tokens that it has not drawn."""
+    """An engine that scores tokens that it has not drawn."""
 
     async def score(
         self,
@@ -286,10 +287,10 @@ class ScoringEngine(Protocol):
         temperature: float = 1.0,
         deadline_s: float,
     ) -> TokenScores:
-        """The log-prob of each of `ids` behind `context_ids` and those before it, under the newest
-        weights at this temperature, without filters. Raises EngineError for what can't be scored,
-        RequestTooLongError for tokens that can never fit, DeadlineExceededError after `deadline_s`
-        seconds. Cancelling the await frees whatever the request held."""
+        """The log-prob of each of `ids` after `context_ids` and those before it, under the newest
+        weights at this temperature, without filters. Raises EngineError for tokens that can't be
+        scored, RequestTooLongError for tokens that can never fit, DeadlineExceededError after
+        `deadline_s` seconds. Cancelling the await frees all that the request held."""
         ...
 
 
@@ -304,7 +305,7 @@ class VersionedEngine(Protocol):
 
     def serving(self, version: int) -> Engine:
         """This engine for requests that are all drawn from that version, or from the next one that
-        is still there."""
+        still exists."""
         ...
 
 

@@ -6,7 +6,8 @@ with zeros up to a multiple of eight): the sum of x(c, i) * f(i) * g(c) modulo 2
 different factors. The factors are odd numbers made by SplitMix64 (Steele, Lea and Flood, "Fast
 splittable pseudorandom number generators", 2014). An odd factor has an inverse, so a change of one
 word is always found. It is no cryptographic checksum: an attacker who can choose bits can find
-others with the same fingerprint."""
+others with the same fingerprint.
+"""
 
 from __future__ import annotations
 

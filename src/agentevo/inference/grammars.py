@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _COMPILER = ThreadPoolExecutor(1, thread_name_prefix="agentevo-grammars")
-"""Compiles grammars, one after the other: a flood of them takes one core and no more."""
+"""Compiles grammars, one after the other: many of them take one core and no more."""
 
 
 class EngineGrammars:

@@ -3,7 +3,8 @@
 Between the two runs a guard (this file as a program). It reads a pipe that is never written to. The
 pipe ends when its last holder is gone; then the guard ends the server with everything that the
 server started. Other children of this process may hold the pipe too (`held_by`), so the server ends
-with the last of them."""
+with the last of them.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +42,13 @@ class GuardedServer:
 
     @property
     def held_by(self) -> int:
-        """The file descriptor that keeps it alive, for `pass_fds` of a process that uses it."""
+        """The file descriptor that keeps the server alive, for `pass_fds` of a process that uses
+        it."""
         assert self._guard.stdin is not None
         return self._guard.stdin.fileno()
 
     def describe_end(self) -> str:
-        """How it ended, with the last lines of its log; empty while it runs."""
+        """How the server ended, with the last lines of its log; empty while it runs."""
         code = self._guard.poll()
         if code is None:
             return ""
@@ -91,7 +93,7 @@ def guard(command: Sequence[str]) -> int:
 
     code = server.wait()
     with suppress(ProcessLookupError):
-        os.killpg(server.pid, signal.SIGKILL)  # what it has left behind
+        os.killpg(server.pid, signal.SIGKILL)  # processes that it has left behind
 
     return code if code >= 0 else 128 - code
 

@@ -57,7 +57,7 @@ class HistoryNode:
         """By the id of a call."""
         self._by_form: dict[Message, list[HistoryNode]] = {}
         self._by_key: dict[Hashable, list[HistoryNode]] = {}
-        """Of the first `_num_keyed` children alone: most are never looked for so."""
+        """Of the first `_num_keyed` children alone: most are never looked up by key."""
         self._num_keyed = 0
         self._is_keyed = False
 
@@ -70,7 +70,7 @@ class HistoryNode:
         return child
 
     def recognise(self, message: Message) -> None:
-        """From now on the node is written so as well."""
+        """Adds a form in which the node is written."""
         if self.parent is not None:
             self.parent._write(self, message)
 
@@ -82,14 +82,14 @@ class HistoryNode:
             self._by_key.setdefault(key_of(form, child.place), []).append(child)
 
     def exact(self, message: Message) -> list[HistoryNode]:
-        """The children that are written so, the oldest first."""
+        """The children that have this form, the oldest first."""
         if len(self.children) == 1:
             only = self.children[0]
             return self.children if message in only.forms else []
         return self._by_form.get(message, [])
 
     def alike(self, message: Message, place: int) -> list[HistoryNode]:
-        """The children that mean the same and may be written otherwise."""
+        """The children that mean the same and may be written differently."""
         if len(self.children) == 1 and self.children[0].came == message:
             return self.children
 
@@ -109,7 +109,8 @@ class HistoryNode:
         return [child for child in dict.fromkeys([*similar, *by_name]) if child._is_alike(message)]
 
     def means(self, message: Message, place: int, *, serves_clients: bool) -> bool:
-        """Whether the message is this one. `serves_clients`: also where it is written otherwise."""
+        """Whether the message is this one. `serves_clients`: also where it is written
+        differently."""
         if message in self.forms:
             return True
 
@@ -142,11 +143,11 @@ class _Reached:
 
     node: HistoryNode
     num_alike: int = 0
-    """Messages on the way that were written otherwise."""
+    """Messages on the way that were written differently."""
     num_named: int = 0
     """Answers on the way whose tool-call ids came."""
     otherwise: _HistoryStep | None = None
-    """The last message on the way that was written otherwise."""
+    """The last message on the way that was written differently."""
 
     def rank(self) -> tuple[bool, bool, int, int, int]:
         turn = -1 if self.node.turn is None else self.node.turn
@@ -154,7 +155,7 @@ class _Reached:
 
 
 class _HistoryStep(NamedTuple):
-    """A message that was written otherwise, and the one before it."""
+    """A message that was written differently, and the one before it."""
 
     node: HistoryNode
     number: int
@@ -169,7 +170,7 @@ class HistoryMatch:
     """The deepest recorded answer on the way."""
     root: HistoryNode
     serves_clients: bool
-    """Messages match that are written otherwise."""
+    """Messages that are written differently match."""
     messages: Sequence[Message]
     places: list[int]
     num_matched: int
@@ -177,8 +178,8 @@ class HistoryMatch:
     ends: list[HistoryNode]
     """Where those lead; the newest last."""
     otherwise: list[tuple[HistoryNode, int]]
-    """Up to the answer, what was written otherwise: nodes and the numbers of messages, from 0; the
-    last first."""
+    """Up to the answer, the messages that were written differently: nodes and the numbers of
+    messages, from 0; the last first."""
 
     @property
     def known(self) -> int:
@@ -191,7 +192,7 @@ class Histories:
     """See the module."""
 
     roots: dict[ToolSchemas, HistoryNode] = field(default_factory=dict)
-    """By the tools that the histories were asked with."""
+    """By the tools that the histories were requested with."""
     serves_clients: bool = False
     """Some answer was passed on to a client."""
 
@@ -271,7 +272,7 @@ class Histories:
 
 
 def _count_named(reached: Sequence[_Reached], messages: Sequence[Message], number: int) -> None:
-    """Counts for each answer whether the message, or a result behind it, has ids of its calls."""
+    """Counts for each answer whether the message, or a result after it, has ids of its calls."""
     ids = {call.id for call in messages[number].tool_calls}
     for result in messages[number + 1 :]:
         if result.role != "tool":

@@ -9,7 +9,8 @@ the slots, once each, as `PrefixSegment`s, and so are idle sessions, as `KeysAnd
 
 Invariant: a sequence's visible keys are segment[0:offset] + slot[0:length], in the order of
 positions; `offset` is 0 without a reference. Memory: slots x capacity + places outside of them <=
-the budget, whole blocks; `resize` compacts, so slots in use are always movable."""
+the budget, whole blocks; `resize` compacts, so slots in use are always movable.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ KEY_BLOCK = 32
 
 
 def num_blocks(tokens: int) -> int:
-    """The number of blocks that hold so many tokens."""
+    """The number of blocks that hold `tokens` tokens."""
     return -(-tokens // KEY_BLOCK)
 
 
@@ -44,7 +45,7 @@ def kv_bytes_per_token(model: PreTrainedModel) -> int:
 
 
 class KeysAndValues(NamedTuple):
-    """Those of consecutive tokens, outside of the slots."""
+    """Keys and values of consecutive tokens, outside of the slots."""
 
     keys: list[torch.Tensor]
     """One tensor per layer, [Hkv, blocks, D, KEY_BLOCK]."""
@@ -62,7 +63,7 @@ class PrefixSegment:
     values: list[torch.Tensor]
     """One tensor per layer, [Hkv, len(ids), D]."""
     version: int | None = None
-    """The weights that computed it: Request.version."""
+    """The weights that computed it: EngineRequest.version."""
     users: int = 0
     """The number of live sequences that refer to it; at 0 it may be dropped."""
     last_used: int = 0
@@ -75,7 +76,7 @@ class PrefixSegment:
 
 
 class KVCache:
-    """The slots' buffers. Layers appear as the first forward pass meets them."""
+    """The slots' buffers. A layer is added when the first forward pass reaches it."""
 
     def __init__(self) -> None:
         self.keys: list[torch.Tensor] = []

@@ -4,7 +4,8 @@ Invariant: the tokens that the listener has received are a beginning of the comp
 `finish` the whole of it. A request that begins again, because its engine has died, is drawn again
 with the same seed. The tokens that the listener knows are then compared and not passed again. Where
 others are drawn (under newer weights, or on hardware with other rounding), the request ends.
-Log-probs are passed once and not compared: those of the completion are authoritative."""
+Log-probs are passed once and not compared: those of the completion are authoritative.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from agentevo.types import Completion
 
 
 def tell(listen: TokenListener, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-    """Raises ListenerError for whatever the listener raises."""
+    """Passes tokens to the listener. Raises ListenerError for all that the listener raises."""
     try:
         listen(ids, logprobs)
     except ListenerError:
@@ -35,10 +36,10 @@ class StreamedTokens:
         self._listen = listen
         self._ids: list[int] = []
         self._place = 0
-        """How many tokens have been drawn since the request began, for the last time."""
+        """How many tokens have been drawn since the request last began."""
 
     def begin(self) -> None:
-        """An engine begins to draw the request from its first token on."""
+        """An engine begins to draw the request from its first token."""
         self._place = 0
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
@@ -61,7 +62,7 @@ class StreamedTokens:
             tell(self._listen, new, list(logprobs[len(streamed_ids) :]))
 
     def finish(self, completion: Completion) -> None:
-        """Tells what is still missing of the request's completion. Raises as `add` does."""
+        """Passes the missing rest of the request's completion. Raises as `add` does."""
         self.begin()
         self.add(completion.ids, completion.logprobs)
         if len(self._ids) > len(completion.ids):

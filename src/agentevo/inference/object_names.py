@@ -2,15 +2,15 @@
 no package."""
 
 CONFIG_FILE = "config.yaml"
-"""The run's."""
+"""The run's configuration."""
 WRITER_FILE = "writer.json"
-"""An id that the folder of the run's trainer has too, in ID_FILE."""
+"""An id that is also in the folder of the run's trainer, in ID_FILE."""
 ID_FILE = "weights/writer"
 
 
 def is_others(there: str, own: str) -> bool:
-    """Whether the id in WRITER_FILE is another run's. It is not where nothing is there yet, or the
-    beginning of ours, of an upload that broke off."""
+    """Whether the id in WRITER_FILE is another run's. It is not where there is no id yet, or the
+    beginning of ours, from an upload that broke off."""
     return bool(there) and not own.startswith(there)
 
 

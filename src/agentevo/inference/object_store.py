@@ -41,7 +41,7 @@ from agentevo.models.parts import Spec
 from agentevo.models.tensor_file import TensorFile
 
 LOOK_S = 1.0
-"""An engine asks the store for latest.json at most so often."""
+"""An engine requests latest.json from the store at most this often."""
 
 
 class ObjectStoreWeights(WeightVersions):
@@ -74,7 +74,7 @@ class ObjectStoreWeights(WeightVersions):
         return self.objects.url
 
     def versions(self) -> list[int]:
-        """See WeightVersions.versions. As the store lists them."""
+        """See WeightVersions.versions. In the store's own listing."""
         return version_numbers(self.objects.under())
 
     def latest_version(self) -> Latest | None:
@@ -86,19 +86,19 @@ class ObjectStoreWeights(WeightVersions):
         return latest
 
     def state(self, version: int) -> tuple[str, ...]:
-        """See WeightVersions.state. Of what the version builds on, its manifest has the names."""
+        """See WeightVersions.state. The manifest names what the version builds on."""
         paths = (LATEST_FILE, _path(version, MANIFEST_FILE))
         return tuple(self.objects.state(path) for path in paths)
 
     def write(
         self, version: int, model: torch.nn.Module, *, keep: int, in_full: bool = False
     ) -> str:
-        """See WeightVersions.write. Raises EngineError where another run's weights are."""
+        """See WeightVersions.write. Raises EngineError where another run has its weights."""
         self._claim()
         return super().write(version, model, keep=keep, in_full=in_full)
 
     def _claim(self) -> None:
-        """The place is this run's from now on."""
+        """Claims the place for this run."""
         assert self._id_file is not None, "who only reads writes nothing"
         try:
             writer_id = self._id_file.read_text()
@@ -170,7 +170,7 @@ class ObjectStoreWeights(WeightVersions):
         try:
             self.objects.delete(folder_name(version), recursive=True)
         except OSError:
-            return  # it is old, and tried again with the next version
+            return  # it is old, and deleting is retried with the next version
 
     def _check_part(self, version: int, part: ManifestPart) -> None:
         """Compares the size only: reading everything again would cost what the store charges for

@@ -28,9 +28,9 @@ CALL_S = 30.0
 """Deadline of a call that moves no content, and what each call gets in addition to the time for its
 bytes."""
 LOWEST_RATE = 2**20
-"""Bytes per second that an upload or download is given time for."""
+"""Bytes per second for which an upload or download gets time."""
 MAX_HANGING = 64
-"""Calls that may hang before no further one is made."""
+"""The number of hanging calls from which no further one is made."""
 CHANGES = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created", "size", "ino")
 """The keys of the packages' answers that change when an object is rewritten."""
 
@@ -49,7 +49,7 @@ class Objects:
         self._hanging: set[threading.Thread] = set()
 
     def info(self, path: str) -> dict[str, Any]:
-        """What the store says of an object. Raises FileNotFoundError, OSError."""
+        """The store's information on an object. Raises FileNotFoundError, OSError."""
         place = self._at(path)
         info: dict[str, Any] = self._call(lambda: self.files.info(place), place)
         return info
@@ -81,7 +81,7 @@ class Objects:
                 raise OSError(f"{place}: it was written anew during each of its downloads")
 
     def put(self, path: str, content: bytes) -> None:
-        """Raises OSError where it has not arrived whole."""
+        """Writes the object. Raises OSError where it has not arrived whole."""
         place = self._at(path)
         if "file" not in self._protocols:
             self._upload(place, content)
@@ -118,7 +118,7 @@ class Objects:
         return {name: entry for name, entry in named.items() if not name.endswith(PARTIAL)}
 
     def delete(self, path: str, *, recursive: bool = False) -> None:
-        """Raises FileNotFoundError, OSError."""
+        """Deletes the object. Raises FileNotFoundError, OSError."""
         place = self._at(path)
         self._call(lambda: self.files.rm(place, recursive=recursive), place)
 
@@ -159,7 +159,7 @@ class Objects:
 
 
 def state_of(info: dict[str, Any]) -> str:
-    """See `Objects.state`; of what `info` or `under` say."""
+    """See `Objects.state`; from what `info` or `under` return."""
     return repr([info.get(key) for key in CHANGES])
 
 

@@ -11,7 +11,8 @@ them keeps and compares it, so all copies together are one model. Changes of a b
 process that has it: the elements count within the box, and a reader applies them to the box
 (`Grid`). All processes make each of these calls, in the same order. Only the first one knows what
 it has written in the end, and whether it has, so the others keep what they have until it calls for
-`keep`."""
+`keep`.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ from agentevo.models.parts import (
 
 
 class BoxDifference(NamedTuple):
-    """What a process says of a box that it has compared."""
+    """A process's report on a box that it has compared."""
 
     box: Box
     changes: dict[str, Spec]
@@ -66,7 +67,7 @@ class PublishedParts:
         """What changed of the boxes that are not given whole."""
 
     def keep(self) -> None:
-        """What is there now is what was published."""
+        """Keeps a copy of what was published: the current weights."""
         self._changes = {}
         old = self._kept
         self._kept = {}
@@ -104,7 +105,7 @@ class PublishedParts:
                 distributed.send(as_bytes(tensor.contiguous()), group=self._group, group_dst=0)
 
     def pop(self, name: str) -> dict[str, torch.Tensor]:
-        """What changed of this process's box, which is let go."""
+        """What changed of this process's box; it is dropped here."""
         changes = self._changes.pop(name)
         return changes or {"whole": self._own()[name].given}
 
@@ -141,7 +142,7 @@ class PublishedParts:
             specs = {
                 kind: Spec(tensor.dtype, tuple(tensor.shape)) for kind, tensor in change.items()
             }
-            if change:  # what is given whole is made again when it is given
+            if change:  # a box that is given whole is read again when it is given
                 self._changes[name] = {} if "whole" in change else change
             differences[name] = BoxDifference(part.box, specs, checksum(now))
 
@@ -153,7 +154,7 @@ class PartsDelta:
     """On the first process: what changed of the whole tensors."""
 
     specs: dict[str, Spec]
-    """What a delta's files have, in this order."""
+    """The contents of a delta's files, in this order."""
     grids: dict[str, Grid]
     """Of the tensors that are split into several boxes."""
     state: dict[str, str]

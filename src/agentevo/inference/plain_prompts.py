@@ -4,7 +4,8 @@ A text that begins with a recorded prompt and the policy's whole answer to it ke
 only the rest of the text is encoded. The token that ended a completion is not in the text that the
 client received. A client that writes it itself continues from the whole turn; one that continues
 without it starts a new branch with the drawn ids before it. A text that differs earlier, such as
-from the place of a stop string on, is encoded from there."""
+from the place of a stop string on, is encoded from there.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +26,10 @@ class PlainTexts:
         self._context = context
         self._known: dict[str, tuple[int, int]] = {}
         """A text -> the turn whose prompt and completion it is, and how many of their last ids it
-        does not have."""
+        lacks."""
 
     def ids_of(self, text: str) -> list[int]:
-        """Ids of a prompt. Raises ModelError for what the tokenizer has no token for."""
+        """Ids of a prompt. Raises ModelError for text that the tokenizer can't encode."""
         prefixes = [prefix for prefix in list(self._known) if text.startswith(prefix)]
         longest = max(prefixes, key=len, default="")
         if not longest:
@@ -47,7 +48,7 @@ class PlainTexts:
 
 
 def checked_ids(prompt: Sequence[int], vocabulary: int) -> list[int]:
-    """The ids of a prompt. Raises BadRequestError for what is none."""
+    """The ids of a prompt. Raises BadRequestError for invalid ids."""
     ids = list(prompt)
     for place, token in enumerate(ids):
         if not isinstance(token, int) or not 0 <= token < vocabulary:
@@ -62,9 +63,9 @@ def checked_ids(prompt: Sequence[int], vocabulary: int) -> list[int]:
 def recorded_beginning(
     ids: list[int], turns: Sequence[Turn], children: Mapping[int | None, Sequence[int]]
 ) -> tuple[int, int | None]:
-    """How many of the ids are recorded, and the turn that they go on from: the one with the longest
-    context that they begin with, the newest of several. `children`: turn -> those that extend it,
-    None -> roots."""
+    """How many of the ids are recorded, and the turn that they continue from: the one with the
+    longest context that they begin with, the newest of several. `children`: turn -> those that
+    extend it, None -> roots."""
     id_array = array(TURN_COLUMNS["prompt_ids"], ids)
     num_recorded = 0
     parent = -1

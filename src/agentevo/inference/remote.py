@@ -15,7 +15,8 @@ until it has newer weights or no engine has: one such engine would hold up all o
 Each engine is reached over one connection (`client_connection.py`), on which it reports its state
 every `poll_s`; `version` and `stats` are those of the last report. An engine is lost when its
 connection ends, and counts as dead when it has sent no report for `max_age_s`. In both cases its
-requests are moved."""
+requests are moved.
+"""
 
 from __future__ import annotations
 
@@ -60,11 +61,11 @@ GAUGES = (
     "engine/kv_tokens",
     "engine/kv_capacity_tokens",
 )
-"""Statistics that say how things stand; the others count up, and an engine's count stays in the sum
-when the engine is gone."""
+"""Statistics that are momentary values. The others are counters, and an engine's count stays in the
+sum when the engine is gone."""
 LATE_S = 60.0
-"""Long enough for an engine to load new weights, and to look at weights that it has refused once
-more."""
+"""Long enough for an engine to load new weights, and to check once more weights that it has
+refused."""
 
 
 @dataclass(eq=False)
@@ -78,10 +79,10 @@ class _KnownEngine:
     yours: int = 0
     """Requests of this client that it held at its last report."""
     suspect: bool = True
-    """Nothing new goes there until it says its state again: it has just been connected to, or
+    """The engine gets nothing new until its next report: it has just been connected to, or has
     refused."""
     behind: tuple[int, float] | None = None
-    """(its version, when another engine was first seen to have a newer one), if that is so."""
+    """(its version, when another engine was first seen with a newer one), if there is one."""
     connection: ClientConnection | None = None
     connecting: asyncio.Task[None] | None = None
     homes: set[str] = field(default_factory=set)
@@ -154,13 +155,13 @@ class RemoteEngine:
         self._known: dict[str, _KnownEngine] = {}
         self._homes: dict[str, _KnownEngine] = {}
         self._counts: dict[tuple[str, int], dict[str, float]] = {}
-        """(URL, process) -> what it has counted, also of those that are gone."""
+        """(URL, process) -> its counters, also of engines that are gone."""
         self._watcher: asyncio.Task[None] | None = None
         self._lookout_watch: asyncio.Task[None] | None = None
         self._trouble = "none was found"
-        """The last thing that went wrong."""
+        """The last failure."""
         self._warned: set[str] = set()
-        """Refusals and late engines that were warned of, once each."""
+        """Refusals and late engines that were logged, once each."""
         self._closed = False
 
     @property
@@ -213,7 +214,7 @@ class RemoteEngine:
         session: str | None,
         deadline_s: float,
     ) -> T:
-        """What an engine answers within the time that is left, one after the other."""
+        """The answer of an engine within the time that is left; asks one after the other."""
         deadline = time.monotonic() + deadline_s
         refused: dict[str, EngineError] = {}
         while (remaining_s := deadline - time.monotonic()) > 0:
@@ -288,7 +289,7 @@ class RemoteEngine:
         if looks:
             _, late = await asyncio.wait(
                 looks, timeout=CONNECT_S
-            )  # a long step, or it hangs: `last_report_at` tells
+            )  # a long step, or it hangs: `last_report_at` shows it
             for look in late:
                 look.cancel()
 
@@ -309,7 +310,7 @@ class RemoteEngine:
             self._forget(engine)
 
     def _watch(self) -> None:
-        """Keeps looking in the background, whatever has ended the looking before."""
+        """Keeps looking in the background, also after a failure has ended the looking."""
         if self._closed:
             raise EngineUnavailableError(
                 "this client of the engines is closed: make another RemoteEngine"
@@ -371,7 +372,7 @@ class RemoteEngine:
 
         for url, address in addresses.items():
             engine = self._known.setdefault(url, _KnownEngine(address, time.monotonic()))
-            # Another that came after it there may have another certificate.
+            # A later engine at this URL may have another certificate.
             engine.address = address
             if not engine.connected and (engine.connecting is None or engine.connecting.done()):
                 engine.connecting = asyncio.ensure_future(self._connect(engine))
@@ -428,9 +429,10 @@ class RemoteEngine:
     def _choose(
         self, session: str | None, refused: Mapping[str, EngineError]
     ) -> _KnownEngine | None:
-        """The conversation's engine if it may be asked, else the one with the least to do among
+        """The conversation's engine if it may be asked, else the one with the least load among
         those of the newest version: an engine that is late with new weights gets no more
-        conversations whose tokens would be old. One that sleeps is asked when all of them do."""
+        conversations whose tokens would be old. A sleeping engine is asked when all of them
+        sleep."""
         able = [engine for engine in self._able() if engine.url not in refused]
         home = self._homes.get(session) if session is not None else None
         if (
@@ -465,7 +467,8 @@ class RemoteEngine:
         engine.homes.add(session)
 
     def _forget(self, engine: _KnownEngine) -> None:
-        """It is dead: its requests go to others, its conversations too when they go on."""
+        """The engine is dead: its requests go to others, and so do its conversations when they
+        continue."""
         self._known.pop(engine.url, None)
         for session in engine.homes:
             self._homes.pop(session, None)

@@ -6,7 +6,8 @@ weights have computed these before (`routing_memory.py`), and they go to the sam
 are computed again. For each token a completion has the row of the pass in which the next token was
 drawn. After new weights this row differs from the sequence's: keys and values are computed again,
 under the choices of the new weights, but drawn tokens stay, so a request keeps the rows that its
-drawn tokens came from (`EngineRequest.restart_from`)."""
+drawn tokens came from (`EngineRequest.restart_from`).
+"""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ Weights = tuple[int, int]
 
 
 class TokenRows:
-    """Rows [tokens, layers, top_k] of the tokens from the first on, all chosen by the same weights.
-    They are added to and never changed, so that several may hold the same ones."""
+    """Rows [tokens, layers, top_k] of consecutive tokens from the first on, all chosen by the same
+    weights. Rows are added and never changed, so that several owners may share them."""
 
     def __init__(self, weights: Weights | None = None) -> None:
         self.weights = weights
@@ -41,12 +42,12 @@ class TokenRows:
 
     @property
     def num_bytes(self) -> int:
-        """What they take in memory, with room to grow."""
+        """Their size in memory, with room to grow."""
         return 0 if self._rows is None else self._rows.nbytes
 
     def put(self, place: int, rows: np.ndarray) -> None:
-        """The rows of the tokens from `place` on, no further than where they end; of those that are
-        here already nothing is taken."""
+        """Adds the rows of the tokens from `place` on, which must not begin after the last known
+        row; known rows are kept."""
         rows = rows[self.count - place :]
         stop = self.count + len(rows)
         if self._rows is None or len(self._rows) < stop:
@@ -81,7 +82,8 @@ class TokenRows:
 
 
 def engine_routers(model: PreTrainedModel) -> Routers:
-    """Those that an engine records. Raises EngineError for a model that can't tell."""
+    """The routers that an engine records. Raises EngineError for a model that can't report its
+    choices."""
     routers = routers_of(model)
     if routers is None:
         raise EngineError(
@@ -92,8 +94,8 @@ def engine_routers(model: PreTrainedModel) -> Routers:
 
 
 def recording_of(batch: StepBatch, routers: Routers | None) -> Recording | None:
-    """What takes down the choices in the pass of a step; None for an engine that doesn't. Tokens
-    whose rows are known already go to these experts again."""
+    """The recording of the choices in the pass of a step; None for an engine that does not record.
+    Tokens whose rows are known already go to these experts again."""
     if routers is None:
         return None
     if all(sequence.routed.count <= sequence.cached for sequence, _ in batch.work):
@@ -113,7 +115,7 @@ def recording_of(batch: StepBatch, routers: Routers | None) -> Recording | None:
 
 
 def record(batch: StepBatch, recording: Recording) -> None:
-    """Takes down what was chosen in the pass of a step, before its tokens count as cached."""
+    """Records the choices in the pass of a step, before its tokens count as cached."""
     rows = recording.rows().astype(row_dtype(recording.routers.num_experts))
     begin = 0
     for sequence, count in batch.work:
@@ -124,8 +126,8 @@ def record(batch: StepBatch, recording: Recording) -> None:
 def routed_experts_of(
     sequence: Sequence, request: EngineRequest, routers: Routers | None
 ) -> RoutedExperts | None:
-    """What the completion of a request says, whose tokens but the last are all cached; None of an
-    engine that doesn't record."""
+    """The routed experts in the completion of a request, all of whose tokens but the last are
+    cached; None for an engine that does not record."""
     if routers is None:
         return None
     rows = drawn_rows(sequence, request)

@@ -14,7 +14,8 @@ Bounded: a session's rows are dropped when it is released. Rows that no serving 
 are dropped when weights are published, and else the oldest ones, so that all of them never take
 more than a share of the memory for keys and values (`SHARE`). Not promised: anything about rows
 that were dropped, about requests without a session, or which turn is meant where two of a session
-have the same ids and other rows."""
+have the same ids and other rows.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from agentevo.inference.scheduler import Sequence
 
 SHARE = 1 / 8
-"""Of the bytes of key-value memory: what the rows of sessions take at most, in the memory of the
-processor."""
+"""The most that the rows of sessions take, in the memory of the processor, as a share of the bytes
+of key-value memory."""
 
 
 class KnownPrefix(NamedTuple):
@@ -62,11 +63,11 @@ class _Path(NamedTuple):
     ids: np.ndarray
     """[T] int32"""
     rows: TokenRows
-    """Of these ids, and perhaps of what has followed them since."""
+    """Of these ids, and perhaps of tokens that have followed them since."""
     num_bytes: int
 
     def begins(self, other: _Path) -> bool:
-        """Whether the other one has all that this one knows."""
+        """Whether the other path has all rows of this one."""
         size = len(self.ids)
         return (
             self.rows.weights == other.rows.weights
@@ -78,8 +79,8 @@ class _Path(NamedTuple):
 
 
 class RoutingMemory:
-    """See the module. `serves` tells which version serves requests for one, None being the
-    newest."""
+    """See the module. `serves` returns the version that serves requests for a version; None means
+    the newest."""
 
     def __init__(
         self, routers: Routers, max_bytes: int, serves: Callable[[int | None], int]
@@ -96,8 +97,8 @@ class RoutingMemory:
     def of(
         cls, model: PreTrainedModel, kv_tokens: int, serves: Callable[[int | None], int]
     ) -> RoutingMemory:
-        """Of an engine with so many tokens of key-value memory. Raises EngineError for a model that
-        can't tell what it chooses."""
+        """For an engine with this many tokens of key-value memory. Raises EngineError for a model
+        that can't report its choices."""
         routers = engine_routers(model)
         return cls(routers, int(SHARE * kv_tokens * kv_bytes_per_token(model)), serves)
 
@@ -156,7 +157,7 @@ class RoutingMemory:
         self.num_bytes -= sum(path.num_bytes for path in self._paths.pop(session, []))
 
     def forget_outdated(self) -> None:
-        """Weights may have changed: forgets what none that serve have chosen."""
+        """Weights may have changed: forgets rows that no serving weights have chosen."""
         for session in list(self._paths):
             serving = [
                 path

@@ -2,7 +2,8 @@
 in parts on several processes evaluates through them, and needs no whole model.
 
 Weights reach these engines as they do for sampling. This module only sets the version that is
-meant; requests wait until it serves."""
+meant; requests wait until it serves.
+"""
 
 from __future__ import annotations
 
@@ -52,14 +53,15 @@ class RunEngines:
         return self._engines.version
 
     def fed_by(self, look_after: Callable[[], Awaitable[None]]) -> None:
-        """What sees to it that versions reach them, every LOOK_S while they are waited for: see
-        WeightSender.look_after."""
+        """Sets the function that makes versions reach them, called every LOOK_S while they are
+        waited for: see WeightSender.look_after."""
         self._look_after = look_after
 
     async def reach(
         self, version: int, stop: Callable[[], bool], note: Callable[[str], None]
     ) -> None:
-        """Waits until the engines serve the version, or a newer one, or `stop` says so."""
+        """Waits until the engines serve the version, or a newer one, or until `stop` returns
+        True."""
         started_at = time.monotonic()
         has_noted = False
         looked = started_at
@@ -149,7 +151,7 @@ class RunEngines:
         )
 
     async def _wait_for_version(self, deadline_s: float) -> float:
-        """Waits for the version that is meant; the seconds that are left."""
+        """Waits for the version that is meant; returns the remaining seconds."""
         deadline = time.monotonic() + deadline_s
         if self._engines.version < self._meant:
             await self._engines.refresh()

@@ -44,7 +44,7 @@ def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def keep_allowed(logits: torch.Tensor, masks: Sequence[np.ndarray | None]) -> None:
-    """Tokens of logits [B, V] that a row's mask [W] does not have become -inf, in place. A row
+    """Sets tokens of logits [B, V] that are not in a row's mask [W] to -inf, in place. A row
     without a mask stays as it is."""
     for row, mask in enumerate(masks):
         if mask is not None:
@@ -53,8 +53,8 @@ def keep_allowed(logits: torch.Tensor, masks: Sequence[np.ndarray | None]) -> No
 
 
 def penalise(logits: torch.Tensor, changes: Sequence[PenaltyChanges | None]) -> None:
-    """Logits [B, V] float32 under the penalties of each row, in place. A row without any stays as
-    it is."""
+    """Applies the penalties of each row to logits [B, V] float32, in place. A row without penalties
+    stays as it is."""
     for row, change in enumerate(changes):
         if change is not None:
             tokens, offsets, repeated = (torch.from_numpy(a).to(logits.device) for a in change)
@@ -112,7 +112,7 @@ def draw_with_alternatives(
 
     weights = logits.sub_(
         logits.amax(dim=-1, keepdim=True)
-    ).exp_()  # [B, V], in place: the logits are large, and ours
+    ).exp_()  # [B, V], in place: the logits are large, and our own
     tokens, totals = _invert(
         weights, torch.tensor(uniforms, dtype=torch.float64, device=logits.device)
     )

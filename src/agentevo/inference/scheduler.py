@@ -9,7 +9,8 @@ Memory never exceeds the budget. A request that does not fit now waits, in order
 fit is refused at once. Idle sessions and unused prefixes are dropped, oldest first, before any
 request waits; what was dropped is computed again when needed. If a running sequence has no room to
 grow, the youngest one returns to the head of the queue with what it has drawn. The oldest one
-always has room: it was admitted only because it fits the budget alone, to its last token."""
+always has room: it was admitted only because it fits the budget alone, to its last token.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +38,11 @@ MIN_REFERRED_TOKENS = 128
 """From this length on, sequences refer to a shared prefix; a shorter one is copied into their
 slots, which costs less per step."""
 GROWTH_TOKENS = 256
-"""Room for so many tokens that are still to be drawn, at most, is made at once."""
+"""The most tokens to be drawn for which room is made at once."""
 
 
 PrefixKey = tuple[int | None, tuple[int, ...]]
-"""Request.version, and the ids."""
+"""EngineRequest.version, and the ids."""
 
 
 @dataclass(eq=False)
@@ -62,8 +63,8 @@ class Sequence:
     kept: KeysAndValues | None = None
     last_used: int = 0
     routed: TokenRows = field(default_factory=TokenRows)
-    """Of `ids[:cached]`, where the engine records them; of tokens behind them, those that they are
-    to be computed with again."""
+    """Of `ids[:cached]`, where the engine records them; of later tokens, the rows with which they
+    are to be computed again."""
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
@@ -85,7 +86,7 @@ class Scheduler:
         context_advice: str = "",
         routing: RoutingMemory | None = None,
     ) -> None:
-        """`routing`: where the engine records which experts it chooses."""
+        """`routing`: where the engine records the experts that it chooses."""
         self.config = config
         self.routing = routing
         self.context_length = context_length
@@ -130,7 +131,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def drop_abandoned(self) -> None:
-        """Frees what cancelled and expired requests hold."""
+        """Frees the memory of cancelled and expired requests."""
         self.waiting = deque(r for r in self.waiting if not r.abandoned)
         for sequence in [s for s in self.running if s.request is not None and s.request.abandoned]:
             self.retire(sequence)
@@ -141,7 +142,7 @@ class Scheduler:
         return bool(self.running) or any(request.is_begun for request in self.waiting)
 
     def admit(self, *, begun_only: bool = False) -> None:
-        """Moves waiting requests into slots, in order, as far as memory goes. `begun_only`: only
+        """Moves waiting requests into slots, in order, as far as memory allows. `begun_only`: only
         those that have run before."""
         if self.config.prefix_sharing and not begun_only:
             self._request_prefixes()
@@ -175,7 +176,7 @@ class Scheduler:
                     break
 
     def finish(self, sequence: Sequence) -> None:
-        """The request is answered: keep the sequence as an idle session, or free it."""
+        """The request is answered: keeps the sequence as an idle session, or frees it."""
         request = sequence.request
         if request is None or request.session is None:
             self.retire(sequence)
@@ -198,7 +199,7 @@ class Scheduler:
         self.sessions[request.session] = sequence
 
     def finish_prefix(self, sequence: Sequence) -> None:
-        """A shared prefix is computed: file it, free the slot."""
+        """A shared prefix is computed: stores it and frees the slot."""
         assert sequence.request is not None
 
         version = sequence.request.version
@@ -290,7 +291,7 @@ class Scheduler:
         return self.clock
 
     def _tokens_outside(self) -> int:
-        """Those of shared prefixes and of idle sessions."""
+        """Tokens of shared prefixes and of idle sessions."""
         shared = sum(_round_up(length) * len(group) for length, group in self.segments.items())
         return shared + sum(_round_up(s.cached - s.offset) for s in self.sessions.values())
 
@@ -461,7 +462,8 @@ class Scheduler:
         return next(slot for slot in range(self.cache.num_slots) if slot not in used)
 
     def _fits_beside(self, segment: PrefixSegment, request: EngineRequest) -> bool:
-        """Whether a request that refers to the segment has room to its last token, alone."""
+        """Whether a request that refers to the segment has room to its last token, if it runs
+        alone."""
         size = len(segment.ids)
         return _round_up(size) + _round_up(request.max_tokens - size) <= self.kv_tokens
 
@@ -561,7 +563,7 @@ def _length(sequence: Sequence) -> int:
 
 
 def _room_to_draw(request: EngineRequest, ids: list[int]) -> int:
-    """Tokens that there is room for behind these `ids` and with them."""
+    """The number of tokens that there is room for, including these `ids`."""
     return min(request.max_tokens, len(ids) + GROWTH_TOKENS)
 
 

@@ -5,7 +5,8 @@
 A request of this kind is a prompt that is computed once, in the same steps as all other requests,
 and is answered with numbers in place of new tokens. It uses what is cached of its context. All of
 its numbers come from one version of the weights. They are those that `generate` would give had it
-drawn these tokens, to the last bit where the engine promises that (torch_engine.py)."""
+drawn these tokens, to the last bit where the engine promises that (torch_engine.py).
+"""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ def score_request(
     temperature: float,
     version: int | None,
 ) -> EngineRequest:
-    """The request that computes it, for the running event loop. Its future gets a Completion of
-    the given tokens."""
+    """The request that computes the scores, for the running event loop. Its future gets a
+    Completion of the given tokens."""
     future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
     params = SamplingParams(temperature=temperature, max_new_tokens=0)
     input_ids = [*context_ids, *ids[:-1]]  # nothing is predicted from the last one
@@ -58,8 +59,8 @@ def given_logprobs(logits: torch.Tensor, ids: Tokens[int], temperature: float) -
 def take_scores(
     batch: StepBatch, logits: torch.Tensor, version: int
 ) -> Iterator[tuple[Sequence, EngineRequest]]:
-    """Takes down what logits [n, V] say of the given tokens that a step of that version predicts.
-    Gives the requests that have all of their numbers now."""
+    """Records the scores that logits [n, V] give to the given tokens that a step of that version
+    predicts. Yields the requests that have all of their scores now."""
     begin = 0
     for sequence, count in batch.scored:
         request = sequence.request
@@ -76,7 +77,7 @@ def take_scores(
 
 
 def scored_completion(request: EngineRequest) -> Completion:
-    """The answer to a request all of whose tokens have their numbers."""
+    """The answer to a request all of whose tokens have their scores."""
     assert request.scored is not None
     return Completion(
         ids=request.scored,

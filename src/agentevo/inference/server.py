@@ -8,7 +8,8 @@ and scripts.
 HTTP bodies are JSON, one request on a connection. Errors travel by name, so the client raises what
 the engine raised. A client that does not send the run's secret (`secret.py`) is refused before
 anything is read of the request, and cut off within seconds (`admission.py`). Beyond one machine all
-traffic is encrypted (`certificate.py`)."""
+traffic is encrypted (`certificate.py`).
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ from agentevo.inference.messages import (
 from agentevo.inference.secret import NAME, RunSecret
 
 try:
-    import websockets  # noqa: F401 (uvicorn takes it, and drops WebSockets without it)
+    import websockets  # noqa: F401 (uvicorn uses it, and drops WebSockets without it)
     from fastapi import FastAPI, Request, Response, WebSocket
     from starlette.datastructures import Headers
     from starlette.requests import ClientDisconnect
@@ -63,7 +64,7 @@ BODY_S = 5.0
 """How long the body of a request may take to come, in seconds."""
 PING_S = 20.0
 SILENT_S = 60.0
-"""A client that has not answered a ping for so long is gone, with its machine or its network."""
+"""A client that has not answered a ping for this long is gone, with its machine or its network."""
 REFUSAL = (
     "the run's secret is wrong or missing: send `Authorization: Bearer` with what is in "
     f"engines/{NAME} of the run's folder"
@@ -158,7 +159,7 @@ class EngineDoor:
         return self._sleeping
 
     async def _while_wanted(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
-        """Cancels the work when the client has hung up, or the door is closed."""
+        """Cancels the work when the client has hung up, or the server is closed."""
         task = asyncio.ensure_future(work)
         gone = asyncio.ensure_future(_hung_up(request))
         closed = asyncio.ensure_future(self._closed.wait())
@@ -219,7 +220,7 @@ class _EngineGuard:
 
 
 def _closing(send: Send) -> Send:
-    """Sends answers over HTTP as the last ones on their connection."""
+    """Marks each HTTP answer as the last one on its connection."""
 
     async def send_last(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -256,7 +257,7 @@ async def _hung_up(request: Request) -> None:
 
 
 async def _answer(work: Coroutine[Any, Any, Any]) -> Response:
-    """The one place where what an engine raises becomes an HTTP answer."""
+    """The only place where an engine's exception becomes an HTTP answer."""
     try:
         content = await work
         status = 200

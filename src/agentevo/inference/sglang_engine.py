@@ -9,7 +9,8 @@ token is drawn over keys and values of other weights. A load that fails may leav
 version before is loaded again, and where that fails too, every request fails with EngineError until
 a whole version is in. A request whose answer is lost is not sent again: its caller does that.
 
-Not promised: the same numbers with other requests in a step, penalties, grammars and scores."""
+Not promised: the same numbers with other requests in a step, penalties, grammars and scores.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ class SglangEngine:
         self._label = ""
         self._version = NO_VERSION
         self._good: Path | None = None
-        """Folder of what the server computes with, where that is known."""
+        """Folder of the weights that the server computes with, where it is known."""
         self._failure: EngineError | None = None
         self._facts: ServerFacts | None = None
         self._server: GuardedServer | None = None
@@ -200,7 +201,7 @@ class SglangEngine:
             self._draws.discard(draw)
 
     async def _awake_within(self, draw: asyncio.Task[Completion], deadline_s: float) -> Completion:
-        """Its result within so many seconds, those of sleep not counted."""
+        """The task's result within `deadline_s` seconds, without those of sleep."""
         started_at = time.monotonic()
         slept = self.slept_s
         try:
@@ -317,7 +318,7 @@ class SglangEngine:
             await in_thread(shutil.rmtree, before, ignore_errors=True)
 
     async def _load(self, folder: Path, label: str) -> None:
-        """The server computes with that version from now on, over nothing of another one."""
+        """The server computes with that version from now on, and keeps nothing of another one."""
         await self._client.pause()
         await self._client.load(folder, label, LOAD_S)
         await self._client.flush()
@@ -483,7 +484,7 @@ class SglangEngine:
 
 
 async def _to_its_end(task: asyncio.Future[None]) -> None:
-    """Waits for it whatever happens; a cancellation is raised when it has ended."""
+    """Waits for the task in any case; a cancellation is raised when the task has ended."""
     cancelled = False
     while not task.done():
         try:

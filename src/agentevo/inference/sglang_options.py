@@ -90,7 +90,7 @@ def check_options(section: EngineSection) -> None:
 
 
 def check_keys(options: SglangOptions) -> tuple[str | None, str | None]:
-    """(key, key for control), as the environment has them. Raises ConfigError."""
+    """(key, key for control), from the environment. Raises ConfigError."""
     return (
         key_of("engine.options.api_key", options.api_key),
         key_of("engine.options.admin_api_key", options.admin_api_key),

@@ -28,7 +28,7 @@ CLOSE_S = 10.0
 
 
 class SglangRequests:
-    """See the module. `versions`: label of weights -> version, for those that the run has given;
+    """See the module. `versions`: label of weights -> version, for labels that the run has given;
     `check_whole` raises EngineError when the server holds no whole weights."""
 
     def __init__(
@@ -52,7 +52,7 @@ class SglangRequests:
         self.generated = self.prompt_tokens = 0
 
     async def close(self) -> None:
-        """Returns when what was given up is aborted."""
+        """Returns when abandoned requests are aborted."""
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=CLOSE_S)
 
@@ -65,7 +65,8 @@ class SglangRequests:
         listen: TokenListener | None,
     ) -> Completion:
         """One request of SGLang, or several, where an end-of-text token that was not asked for has
-        ended one: positions decide what a seed draws, so they go on as one would have."""
+        ended one. Positions decide what a seed draws, so several draw the same tokens as one would
+        have."""
         drawn = Completion(ids=[], logprobs=[], versions=[], finish_reason="length")
         deadline = asyncio.get_running_loop().time() + deadline_s
         reason: FinishReason | None = None

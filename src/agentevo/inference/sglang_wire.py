@@ -39,7 +39,7 @@ SHOWN = 300
 
 
 class ServerFacts(NamedTuple):
-    """What a running server says of itself."""
+    """What a running server reports of itself."""
 
     longest: int
     """Most tokens of a sequence, prompt and answer together."""
@@ -62,11 +62,11 @@ class SglangTokens(NamedTuple):
     labels: list[str]
     """For each token the label of the weights, at the end of an answer."""
     finish: Mapping[str, Any] | None
-    """`type`: stop, length or abort, and what else SGLang says; None before the end."""
+    """`type`: stop, length or abort, and SGLang's other fields; None before the end."""
 
 
 def launch_arguments(model: Path, host: str, port: int, facts: Mapping[str, Any]) -> list[str]:
-    """The words of a server, but for its keys, which go into `launch_config`."""
+    """The command-line arguments of a server, without its keys, which go into `launch_config`."""
     words = ["--model-path", str(model), "--host", host, "--port", str(port)]
     words += ["--enable-memory-saver", "--incremental-streaming-output"]
     words += ["--enable-deterministic-inference"] if facts["seeded"] else []
@@ -83,7 +83,7 @@ def launch_config(api_key: str) -> str:
 
 
 def why_unsupported(sampling: SamplingParams, facts: ServerFacts, seeded: bool) -> str:
-    """Why no tokens can be drawn as the request wants, or an empty text."""
+    """Why the tokens can't be drawn as the request wants, or an empty text."""
     if sampling.penalties is not None:
         return "penalties are not what AgentEvo means by them there: leave them out"
     if len(sampling.stop_strings) > MAX_STOPS:
@@ -129,7 +129,7 @@ def generate_body(
     seeded: bool,
     stream: bool,
 ) -> dict[str, Any]:
-    """The request for these tokens to go on."""
+    """The request that continues these tokens."""
     cut = _is_cut(sampling)
     params: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
@@ -180,7 +180,7 @@ def read_answer(
     done: int = 0,
 ) -> SglangTokens:
     """An answer, or a piece of one; `done`: how many of its tokens are known. Raises EngineError
-    for one that is not what this module asks for."""
+    for an answer that does not fit this module's request."""
     try:
         meta = answer["meta_info"]
         finish = meta["finish_reason"]
@@ -303,7 +303,7 @@ class SglangClient:
             ) from error
 
     async def ready(self) -> bool:
-        """Whether it answers, and takes requests."""
+        """Whether the server answers, and takes requests."""
         try:
             answer = await self._http.get("/health", timeout=CONNECT_S)
         except httpx.HTTPError:
@@ -314,8 +314,8 @@ class SglangClient:
         self, body: Mapping[str, Any], deadline: float
     ) -> AsyncIterator[Mapping[str, Any]]:
         """The pieces of a stream, or the one answer. A request is sent again only when no
-        connection came about, so nothing is drawn twice. `deadline`: until when to try, by the
-        loop's clock."""
+        connection was made, so nothing is drawn twice. `deadline`: until when to try, by the loop's
+        clock."""
         while True:
             try:
                 async with self._http.stream(
@@ -404,8 +404,8 @@ def _lost(where: str, error: Exception) -> EngineUnavailableError:
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """The lines of an answer as they come: a line feed ends one, and not U+2028 in a text, as
-    httpx's own reader has it."""
+    """The lines of an answer as they come. Only a line feed ends one; httpx's own reader also ends
+    lines at U+2028 in a text."""
     partial_line = bytearray()
     async for part in response.aiter_bytes():
         *lines, rest = part.split(b"\n")

@@ -60,9 +60,9 @@ from agentevo.penalties import PenaltyState
 from agentevo.types import Completion, SamplingParams
 
 LOOK_S = 0.05
-"""How often, at most, to look whether an engine that sleeps has been woken."""
+"""The shortest interval at which a request checks whether a sleeping engine has been woken."""
 MAX_FAILED_STEPS = 3
-"""So many failed steps in a row are no accident."""
+"""This many failed steps in a row are no accident."""
 
 
 class TorchEngine:
@@ -102,7 +102,7 @@ class TorchEngine:
         self._grammars = EngineGrammars(tokenizer, int(model.config.get_text_config().vocab_size))
         self._version = 0
         self.failed_steps = 0
-        """How many steps have failed in a row, up to now."""
+        """The number of consecutive failed steps until now."""
         self.failure: EngineError | None = None
         """The answer that every request got when a step failed last."""
         self._refused_publishes = 0
@@ -257,9 +257,9 @@ class TorchEngine:
         adapter: str | None = None,
     ) -> None:
         """See UpdatableEngine.publish. `in_flight`: "finish" lets running requests end on the old
-        weights (new ones wait); "continue" recomputes their context under the new weights and goes
-        on, each token stamped with the version that emitted it. `adapter`: which of the model's
-        adapters serves from now on."""
+        weights (new ones wait); "continue" recomputes their context under the new weights and
+        continues, each token stamped with the version that emitted it. `adapter`: which of the
+        model's adapters serves from now on."""
         verified = (
             weights
             if isinstance(weights, VerifiedWeights) or weights is None
@@ -366,8 +366,8 @@ class TorchEngine:
     async def _nobody_admitted(
         self, what: str, in_flight: InFlight, deadline_s: float
     ) -> AsyncIterator[None]:
-        """Queued requests wait while it is open. With "finish" it opens when no request that has
-        begun is left; until then, failing or being cancelled leaves all as it was. One at a
+        """Queued requests wait while the block is open. With "finish" it opens when no request that
+        has begun is left; a failure or cancellation before that changes nothing. One block at a
         time."""
         holding = False
         try:
@@ -398,10 +398,9 @@ class TorchEngine:
             self._pump = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
-        """Steps until there is nothing to do. A failure answers every open request with the
-        error."""
+        """Steps until no work is left. A failure answers every open request with the error."""
         scheduler = self.scheduler
-        await asyncio.sleep(0)  # requests made in the same breath join the first step
+        await asyncio.sleep(0)  # requests made at the same moment join the first step
         try:
             while True:
                 scheduler.drop_abandoned()

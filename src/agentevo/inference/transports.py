@@ -104,7 +104,7 @@ class CopiedWeights:
 
 
 def shares(engine: UpdatableEngine, model: nn.Module) -> bool:
-    """Does the engine compute with this very model?"""
+    """Whether the engine computes with this very model."""
     return isinstance(engine, EmbeddedEngine) and engine.model is model
 
 
@@ -208,15 +208,15 @@ def open_local(
     config: RunConfig,
     note: Callable[[str], None],
 ) -> WeightSender:
-    """The way of that name to this process's engine. `shared`, unless the recipe asks for it, is
-    `copy` for an engine that does not compute with the trainer's model."""
+    """The transport of that name to this process's engine. `shared`, unless the recipe asks for it,
+    is `copy` for an engine that does not compute with the trainer's model."""
     if name == "shared" != config.rollout.transport and not shares(engine, model):
         name = "copy"
     return transports.get(name).sender(model, engine, config, note)
 
 
 def remote_source(config: RunConfig) -> WeightSource:
-    """What engines in other processes read. Raises ConfigError, see `_remote`."""
+    """The source that engines in other processes read. Raises ConfigError, see `_remote`."""
     return _remote(config)[1](config)
 
 

@@ -18,8 +18,8 @@ from agentevo.models.own_state import own_torch_state
 
 
 class VerifiedWeights(Mapping[str, torch.Tensor]):
-    """What `verify_weights` found in order: tensors by the name of the parameter, on its device and
-    of its dtype."""
+    """Weights that `verify_weights` has accepted: tensors by the name of the parameter, on its
+    device and of its dtype."""
 
     def __init__(self, model: PreTrainedModel, tensors: Weights) -> None:
         self.model = model

@@ -31,7 +31,7 @@ class VersionManifest(msgspec.Struct, frozen=True, omit_defaults=True):
     bytes: int
     """Of all its files."""
     tensors: int
-    """The number of tensors of the model that it is about."""
+    """The number of tensors of the model."""
     parts: list[ManifestPart]
     chain: list[Latest] = []
     """What a delta builds on: a full version, then the deltas in between. Empty: a full version."""
@@ -62,7 +62,7 @@ def version_numbers(names: Iterable[str]) -> list[int]:
 
 
 def full_manifest(version: int, tensors: int) -> Callable[[list[ManifestPart]], bytes]:
-    """What makes a full version's manifest of its files."""
+    """The function that makes a full version's manifest from its files."""
     return lambda parts: msgspec.json.encode(
         VersionManifest(version, sum(part.bytes for part in parts), tensors, parts)
     )
@@ -74,7 +74,8 @@ def delta_manifest(
     state: dict[str, str],
     grids: Mapping[str, Grid] = MappingProxyType({}),
 ) -> Callable[[list[ManifestPart]], bytes]:
-    """What makes a delta's manifest of its files. `state`: checksum of every tensor."""
+    """The function that makes a delta's manifest from its files. `state`: checksum of every
+    tensor."""
 
     def manifest(parts: list[ManifestPart]) -> bytes:
         size = sum(part.bytes for part in parts)

@@ -12,7 +12,8 @@ keys and values of other weights. Weights that vLLM may hold only in part are ne
 load fails, every request fails with EngineError from then on, and `check` raises it.
 
 Not promised: the same numbers with other requests in a step (they differ by rounding), and
-sleep."""
+sleep.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +120,7 @@ class VllmEngine:
         self._base = self._folder / "base"
         self._llm = self._start(options)
         self._adapter: Any = None
-        """What vLLM calls the adapter that serves, if the model has one."""
+        """vLLM's name for the adapter that serves, if the model has one."""
         self._version = NO_VERSION
         self._failure: EngineError | None = None
         self._publishing = asyncio.Lock()
@@ -163,7 +164,7 @@ class VllmEngine:
         listen: TokenListener | None = None,
     ) -> Completion:
         """See Engine.generate. vLLM finds a conversation's keys and values by its tokens, so
-        `session` says nothing more."""
+        `session` adds nothing."""
         check_request(sampling, deadline_s)
         check_sampling(sampling)
         last = sampling.penalties.last_token if sampling.penalties else 0
@@ -263,10 +264,10 @@ class VllmEngine:
                 return TokenScores([prompt_logprobs.logprobs[place] for place in places], version)
 
     async def release(self, session: str) -> None:
-        """See Engine.release: vLLM keeps nothing by that name."""
+        """See Engine.release: vLLM stores nothing by that name."""
 
     def stats(self) -> dict[str, float]:
-        """See Engine.stats. What vLLM keeps waiting counts as running."""
+        """See Engine.stats. Requests that wait in vLLM count as running."""
         cache = self._llm.vllm_config.cache_config
         return {
             "engine/generated_tokens": self._generated,
@@ -306,8 +307,8 @@ class VllmEngine:
         in_flight: InFlight = "finish",
         deadline_s: float = 60.0,
     ) -> None:
-        """See UpdatableEngine.publish. Being cancelled while vLLM loads comes after it: then the
-        new version serves."""
+        """See UpdatableEngine.publish. A cancellation while vLLM loads takes effect after the load:
+        then the new version serves."""
         if weights is None:
             raise EngineError(
                 "vLLM has weights of its own, which nobody changes in place: publish the weights"
@@ -336,7 +337,7 @@ class VllmEngine:
     async def receive(
         self, version: int, incoming: Incoming, *, in_flight: InFlight, deadline_s: float
     ) -> None:
-        """See ReceivingEngine.receive. vLLM computes on until its workers have all of them."""
+        """See ReceivingEngine.receive. vLLM keeps computing until its workers have all weights."""
         published = False
         try:
             with self._changing_nothing(f"receive version {version}"):
@@ -359,7 +360,7 @@ class VllmEngine:
         in_flight: InFlight,
         deadline_s: float,
     ) -> None:
-        """The weights (None: those that it has) serve as that version from now on."""
+        """Serves the weights (None: the current ones) as that version from now on."""
         self.check()
         path = None if weights is None else self._folder / f"weights-{next(self._numbers)}"
         before = self._adapter
@@ -383,7 +384,7 @@ class VllmEngine:
 
     @contextmanager
     def _changing_nothing(self, what: str) -> Iterator[None]:
-        """Around what workers do before they change anything."""
+        """Wraps what workers do before they change anything."""
         try:
             yield
         except WeightsLostError:
@@ -486,8 +487,8 @@ class VllmEngine:
     async def _open_request(
         self, prompt_ids: Sequence[int], params: Any, deadline_s: float
     ) -> AsyncIterator[tuple[str, AsyncIterator[Any]]]:
-        """A request to vLLM, under its name there, and what comes of it. Whatever ends the block
-        ends the request."""
+        """A request to vLLM: its name there, and its outputs. The end of the block ends the
+        request."""
         self.check()
         name = str(next(self._numbers))
         prompt = prompt_of(prompt_ids)

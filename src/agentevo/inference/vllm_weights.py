@@ -3,7 +3,8 @@ workers, which are other processes, read; or the workers receive them from the t
 
 Invariant: a worker has all of them, and found nothing unknown, before it changes anything. A
 failure after that leaves a mixture of old and new weights, and is reported (`VllmEngine` then
-ends)."""
+ends).
+"""
 
 from __future__ import annotations
 
@@ -101,8 +102,8 @@ def saves_as_it_is(model: PreTrainedModel, names: Iterable[str]) -> bool:
 
 
 def write_weights(model: PreTrainedModel, weights: Weights, path: Path) -> None:
-    """Writes what `model` would save of them: checkpoints may name and cut tensors otherwise than
-    the modules that compute with them."""
+    """Writes what `model` would save of them: a checkpoint may name and split tensors differently
+    from the modules that compute with them."""
     saved = revert_weight_conversion(model, dict(weights))
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in saved.items()}, path)
 
@@ -118,7 +119,7 @@ def remove_weights(path: Path | None) -> None:
 async def places_of_workers(
     call: Call, model: PreTrainedModel, specs: Mapping[str, Spec]
 ) -> list[str]:
-    """The workers' devices; none with an adapter, which vLLM reads from files, and where a
+    """The workers' devices; empty with an adapter, which vLLM reads from files, and where a
     checkpoint of the model has other tensors than its modules. Raises EngineError for weights that
     are not the model's."""
     check_shapes(model, {name: spec.shape for name, spec in specs.items()})
@@ -129,8 +130,8 @@ async def places_of_workers(
 
 
 async def receive_in_workers(call: Call, incoming: Incoming, base: Path) -> None:
-    """Every worker has them, and has changed nothing. It ends whatever happens: each step of a
-    worker has a deadline of its own. Raises EngineError."""
+    """Returns when every worker has the weights, and has changed nothing. It always ends: each step
+    of a worker has a deadline of its own. Raises EngineError."""
     arguments = (msgspec.json.encode(incoming).decode(), str(base))
     async with asyncio.timeout(CALL_S):
         await call("begin_agentevo_weights", args=arguments)
@@ -155,12 +156,12 @@ class WeightLoader:
     rank: int
     device: torch.device
     agentevo_weights: ClassVar[dict[str, torch.Tensor]] = {}
-    """What was read or received and is not yet loaded."""
+    """Weights that were read or received and are not yet loaded."""
     agentevo_receiving: ClassVar[Future[dict[str, torch.Tensor]] | None] = None
 
     def read_agentevo_weights(self, path: str, base: str) -> None:
-        """Reads the tensors of the file `path` and, for what it has not, those of the folder
-        `base`, from which vLLM has begun. Changes nothing of the model."""
+        """Reads the tensors of the file `path` and, for those that it lacks, the folder `base`,
+        from which vLLM has begun. Changes nothing of the model."""
         WeightLoader.agentevo_weights = _over_base(base, load_file(path))
 
     def place_of_agentevo_weights(self) -> str:
@@ -183,7 +184,8 @@ class WeightLoader:
         WeightLoader.agentevo_receiving = _run_in_thread(work)
 
     def end_agentevo_weights(self) -> list[str] | None:
-        """None as long as they come; then `here`, or `lost` or `refused` and why."""
+        """None while they are being received; then `here`, or `lost` or `refused` and the
+        reason."""
         coming = WeightLoader.agentevo_receiving
         if coming is None or not coming.done():
             return None
@@ -209,8 +211,8 @@ class WeightLoader:
 
 
 def _over_base(base: str, changed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """These and, for what is not among them, those of the folder. Raises ValueError for what has no
-    place there."""
+    """These tensors and, for missing ones, those of the folder. Raises ValueError for a tensor that
+    the folder does not have."""
     tensors = dict(changed)
     shapes = dict[str, list[int]]()
     for path in sorted(Path(base).glob("*.safetensors")):
@@ -228,7 +230,7 @@ def _over_base(base: str, changed: dict[str, torch.Tensor]) -> dict[str, torch.T
 
 
 def _run_in_thread(work: Callable[[], T]) -> Future[T]:
-    """In a thread that keeps no process from ending."""
+    """Runs the work in a thread that keeps no process from ending."""
     future: Future[T] = Future()
 
     def run() -> None:

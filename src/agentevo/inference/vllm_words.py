@@ -28,24 +28,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 VERSIONS = ((0, 32), (0, 33))
-"""vLLM's releases that this module is written for: from the first, below the second. Labels of
-weights are younger than 0.30, and what is called here changes between minor releases."""
+"""The vLLM releases that this module supports: from the first, below the second. Labels of weights
+were introduced after 0.30, and the interfaces that are called here change between minor
+releases."""
 
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM makes room for."""
+"""The ranks that vLLM supports."""
 LOWEST = 0.01
-"""The lowest temperature above 0 that vLLM draws at: it raises lower ones without a word to the
-caller."""
+"""The lowest temperature above 0 at which vLLM draws: it raises lower ones without notice."""
 HIGHEST = 2.0
-"""The highest temperature that vLLM draws at: it refuses higher ones."""
+"""The highest temperature at which vLLM draws: it refuses higher ones."""
 NEVER = -1e9
 """The bias of an id that is no token: next to any other logit it has no probability."""
 
 
 def check_sampling(sampling: SamplingParams) -> None:
     """Raises EngineError for what vLLM computes in another order than every other engine, and for
-    what it tells too little of."""
+    what it reports too little of."""
     penalties = sampling.penalties
     if sampling.grammar:
         raise GrammarError(
@@ -74,7 +74,7 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 def load_vllm(start_timeout_s: float = 600.0) -> Any:
     """The package, imported now. Raises MissingExtraError, and ConfigError for a release that this
-    module is not written for."""
+    module does not support."""
     for name, value in {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, and may have a GPU
         "VLLM_NO_USAGE_STATS": "1",
@@ -96,15 +96,15 @@ def load_vllm(start_timeout_s: float = 600.0) -> Any:
 
 
 def adapter_of(folder: Path, *, fresh: bool = True) -> Any:
-    """What vLLM calls the adapter in that folder. A `fresh` one takes the place of the one before,
-    also in requests that are running."""
+    """vLLM's object for the adapter in that folder. A `fresh` one takes the place of the one
+    before, also in requests that are running."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("policy", 1, str(folder), load_inplace=fresh)
 
 
 def prompt_of(ids: Sequence[int]) -> Any:
-    """What vLLM calls a prompt of tokens."""
+    """vLLM's object for a prompt of tokens."""
     from vllm.inputs.engine import tokens_input
 
     return tokens_input(list(ids))
@@ -119,7 +119,8 @@ def output_kind(name: str) -> Any:
 def engine_arguments(
     model: PreTrainedModel, section: EngineSection, options: VllmOptions
 ) -> dict[str, Any]:
-    """The section in the words of vLLM's `AsyncEngineArgs`, and what makes its numbers ours."""
+    """The section as arguments of vLLM's `AsyncEngineArgs`, with those that make its numbers match
+    ours."""
     from vllm.platforms import current_platform
 
     memory: dict[str, Any] = {"gpu_memory_utilization": options.gpu_memory_utilization}
@@ -193,7 +194,7 @@ def drawing(
 
 
 def scoring() -> Any:
-    """What vLLM calls a request for the log-probs of its prompt. A token has to be drawn, too."""
+    """vLLM's object for a request for the log-probs of its prompt. A token has to be drawn, too."""
     return load_vllm().SamplingParams(
         max_tokens=1,
         temperature=0.0,
@@ -208,17 +209,17 @@ def scoring() -> Any:
 
 @dataclass
 class VllmTokens:
-    """What one request has been given so far."""
+    """The tokens that one request has received so far."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[Alternatives] = field(default_factory=list)
     spans: list[Any] = field(default_factory=list)
-    """vLLM's `WeightVersionSpan`s, which come with its last word."""
+    """vLLM's `WeightVersionSpan`s, which come with its last output."""
     finish_reason: str | None = None
 
     def add(self, output: Any, sampling: SamplingParams) -> int:
-        """Takes down the next tokens of a vLLM output; returns how many."""
+        """Records the next tokens of a vLLM output; returns how many."""
         flat = output.logprobs
         for place, token in enumerate(output.token_ids):
             begin = flat.start_indices[place]
@@ -239,12 +240,12 @@ class VllmTokens:
         return len(output.token_ids)
 
     def end(self, output: Any) -> None:
-        """Takes down why nothing follows a vLLM output, if nothing does."""
+        """Records why nothing follows a vLLM output, if nothing does."""
         self.finish_reason = output.finish_reason
         self.spans = output.weight_versions or []
 
     def cut(self, count: int) -> None:
-        """Keeps so many tokens."""
+        """Keeps the first `count` tokens."""
         del self.ids[count:], self.logprobs[count:], self.top_logprobs[count:]
 
     def versions(self) -> list[int]:
@@ -260,6 +261,6 @@ class VllmTokens:
 
 
 def _likeliest(logprobs: dict[int, float], count: int) -> Alternatives:
-    """Of one token's log-probs, in which the drawn one is whether or not it is among them."""
+    """The likeliest of one token's log-probs, which always include the drawn one."""
     ordered = sorted(logprobs.items(), key=lambda item: -item[1])[:count]
     return [(token, logp) for token, logp in ordered if math.isfinite(logp)]

@@ -41,7 +41,7 @@ class TensorChange(NamedTuple):
 
 
 def find_change(old: torch.Tensor, new: torch.Tensor) -> TensorChange:
-    """What differs in its bits."""
+    """The elements whose bits differ."""
     flat = new.detach().reshape(-1)
     indices = _differs(old, new).nonzero().squeeze(1)
     return TensorChange(indices, flat[indices])
@@ -81,8 +81,8 @@ def apply_change(base: torch.Tensor, gaps: torch.Tensor, values: torch.Tensor) -
 
 
 def checksum(tensor: torch.Tensor, grid: Grid | None = None) -> str:
-    """SHA-256 of dtype, shape and bits of a tensor on the CPU. `grid`: of the boxes' checksums, one
-    after the other (`combined`), as processes make it that have a box each."""
+    """SHA-256 of dtype, shape and bits of a tensor on the CPU. `grid`: SHA-256 of the boxes'
+    checksums in their order (`combine_checksums`), as processes compute it that have a box each."""
     if grid is not None:
         boxes = boxes_of(grid, tensor.shape)
         return combine_checksums(checksum(tensor[box.slices]) for box in boxes)
@@ -115,7 +115,7 @@ def change_of(base: torch.Tensor, new: torch.Tensor) -> dict[str, torch.Tensor]:
 def delta_of(
     base: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """What a delta's files have of whole tensors."""
+    """The contents of a delta's files, for whole tensors."""
     return {
         f"{kind}:{name}": packed
         for name, tensor in new.items()
@@ -171,7 +171,7 @@ def box_keys(name: str, count: int) -> list[str]:
 def _places(
     base: Mapping[str, torch.Tensor], grids: Mapping[str, Grid]
 ) -> dict[str, tuple[str, Box | None]]:
-    """Key of an entry -> the tensor, and its box, that it is about."""
+    """Key of an entry -> its tensor, and its box."""
     places: dict[str, tuple[str, Box | None]] = {name: (name, None) for name in base}
     for name, grid in grids.items():
         try:

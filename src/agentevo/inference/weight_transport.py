@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 LAST_VERSION = 2**53
-"""Larger ones than a run can reach are no names of folders."""
+"""A run can't reach larger ones, and they are no names of folders."""
 
 
 class Latest(msgspec.Struct, frozen=True):
-    """What a WeightSource has newest."""
+    """The newest version of a WeightSource."""
 
     version: Annotated[int, msgspec.Meta(ge=0, le=LAST_VERSION)]
     sha256: str
@@ -48,19 +48,19 @@ class WeightSender(Protocol):
         ...
 
     async def publish(self, version: int) -> None:
-        """The model's weights as they are now are `version`, and engines serve them from now on, or
-        as soon as they can."""
+        """The model's weights as they are now are `version`. Engines serve them from now on, or as
+        soon as they can."""
         ...
 
     async def look_after(self) -> None:
-        """Mends what was lost of the newest version on its way. Called again and again while the
-        trainer waits, so cheap when nothing was."""
+        """Repairs what was lost of the newest version on its way. Called repeatedly while the
+        trainer waits, so it is cheap when nothing was lost."""
         ...
 
 
 class WeightSource(Protocol):
-    """The side of an engine in another process. Blocking; called from a thread. All but `place`
-    raise EngineError for what can't be read."""
+    """The side of an engine in another process. Blocking; called from a thread. All members but
+    `place` raise EngineError for weights that can't be read."""
 
     @property
     def place(self) -> str:
@@ -87,12 +87,12 @@ class GroupSource(Protocol):
     join in place of the one that reads. Blocking."""
 
     def specs(self, latest: Latest) -> Mapping[str, Spec]:
-        """What the version has. Raises EngineError."""
+        """The contents of the version. Raises EngineError."""
         ...
 
     def incoming(self, latest: Latest, places: Sequence[str]) -> Incoming:
-        """Asks for it, for these places, and waits for the trainer to send it: they join at once
-        then. Raises WeightsNotSentError after some seconds, and EngineError."""
+        """Asks for the version, for these places, and waits for the trainer to send it: the places
+        must join at once then. Raises WeightsNotSentError after some seconds, and EngineError."""
         ...
 
     def withdraw(self) -> None:
@@ -105,8 +105,9 @@ class ReceivingEngine(Protocol):
     """An engine whose processes receive weights themselves."""
 
     async def places(self, specs: Mapping[str, Spec]) -> list[str]:
-        """The device of each of them, in their order (`devices.identity`); none where the engine is
-        to be handed the weights. Raises EngineError for weights that it can't take over."""
+        """The device of each of the processes, in their order (`devices.identity`); empty where the
+        engine is to be handed the weights. Raises EngineError for weights that it can't take
+        over."""
         ...
 
     async def receive(

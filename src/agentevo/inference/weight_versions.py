@@ -12,7 +12,8 @@ delta is applied to nothing but its base, and never in place. `latest` names a v
 all of it was written. All that a kept version builds on is kept. Deltas since a full version are
 together smaller than it, and fewer than `full_every`; where that can't be, a full one is written.
 
-One process writes, any number read. Blocking."""
+One process writes, any number read. Blocking.
+"""
 
 from __future__ import annotations
 
@@ -73,14 +74,14 @@ class HeldVersion(NamedTuple):
 
 
 class WeightVersions(ABC):
-    """See the module. What a place of files has to do is abstract; its methods raise OSError.
-    `full_every`: at most so many versions to a full one; 1 writes and expects no deltas, and holds
-    no copy of the weights."""
+    """See the module. The methods of a place of files are abstract; they raise OSError.
+    `full_every`: at most this many versions to a full one; 1 writes and expects no deltas, and
+    holds no copy of the weights."""
 
     def __init__(self, *, full_every: int = 1) -> None:
         self._full_every = full_every
         self._held: HeldVersion | None = None
-        """The version that was written or read last, in whole."""
+        """The version that was written or read last, with all its tensors."""
         self._parts: PublishedParts | None = None
         """Of weights in parts, those that were written last..."""
         self._parts_base: Base | None = None
@@ -123,8 +124,8 @@ class WeightVersions(ABC):
         tensors: Iterator[tuple[str, torch.Tensor]],
         manifest: Callable[[list[ManifestPart]], bytes],
     ) -> bytes:
-        """The same of tensors that come one after the other, in the order of the files, and are let
-        go one by one."""
+        """The same for tensors that come one after the other, in the order of the files, and are
+        freed one by one."""
 
     @abstractmethod
     def _put_latest(self, content: bytes) -> None:
@@ -136,8 +137,8 @@ class WeightVersions(ABC):
 
     @abstractmethod
     def _check_part(self, version: int, part: ManifestPart) -> None:
-        """Raises EngineError if the file is not as it was written, as far as can be found out at a
-        price that can be paid every minute."""
+        """Raises EngineError if the file is not as it was written, as far as a check that is cheap
+        enough for every minute can tell."""
 
     def write(
         self, version: int, model: torch.nn.Module, *, keep: int, in_full: bool = False
@@ -185,7 +186,8 @@ class WeightVersions(ABC):
         return latest.sha256
 
     def _write_parts(self, version: int, how: InParts, keep: int, *, in_full: bool) -> str:
-        """`write` of what no process has whole. The others compare, give and keep with this one."""
+        """`write` for a model that no process has whole. The others compare, give and keep with
+        this one."""
         if self._parts is None:
             self._parts = PublishedParts(partial(how.own, True), how.group)
 
@@ -219,7 +221,7 @@ class WeightVersions(ABC):
         return latest.sha256
 
     def _written(self, version: int, manifest: bytes, keep: int) -> Latest:
-        """The version is there: announces it."""
+        """Announces the version, which is written."""
         latest = Latest(version, hashlib.sha256(manifest).hexdigest())
         self._put_latest(msgspec.json.encode(latest))
         self._delete_old(version, keep)
@@ -248,11 +250,11 @@ class WeightVersions(ABC):
         return base.manifest.deltas + change < full_bytes
 
     def _delete_old(self, version: int, keep: int) -> None:
-        """What stays is known from the manifests of what is kept."""
+        """The manifests of the kept versions tell which others must stay."""
         try:
             versions = [older for older in self.versions() if older <= version]
         except OSError:
-            return  # the version is published; they go with the next one
+            return  # the version is published; old ones are deleted with the next one
 
         to_keep = set(versions[-keep:])
         for kept_version in list(to_keep):
@@ -373,14 +375,14 @@ class WeightVersions(ABC):
                 self._check_part(link.version, part)
 
     def _load(self, manifest: VersionManifest) -> dict[str, torch.Tensor]:
-        """What a version's files have, each compared with its checksum."""
+        """The contents of a version's files, each compared with its checksum."""
 
         def load_part(part: ManifestPart) -> dict[str, torch.Tensor]:
             content = self._read(manifest.version, part.file)
             self._compare(manifest.version, part, hashlib.sha256(content).hexdigest())
             try:
                 return load(content)
-            # The others are for dtypes and shapes that this torch does not know.
+            # The other errors are for dtypes and shapes that this torch does not know.
             except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
                 raise EngineError(
                     f"{self._name(manifest.version)}/{part.file} is no safetensors file ({error})"
@@ -468,7 +470,8 @@ def _split(stem: str, tensors: dict[str, torch.Tensor]) -> list[Content]:
 
 
 def side_by_side(function: Callable[[T], U], items: Iterable[T]) -> list[U]:
-    """The function of each item, in their order, in threads: hashing and reading leave Python."""
+    """Applies the function to each item, in their order, in threads: hashing and reading release
+    Python's lock."""
     with ThreadPoolExecutor(SIDE_BY_SIDE) as threads:
         return list(threads.map(function, items))
 

@@ -5,7 +5,8 @@ Invariants, in addition to those of weight_versions.py: a version's folder appea
 all, and `latest.json` names a version only after that (files and folders are synced to the disk in
 this order). Later damage to a version (a torn disk, a careless hand) is for the writer to detect,
 by `check`, and to repair by writing it again. `latest` is what was written last: a trainer that
-went back to a checkpoint may name a lower version than before."""
+went back to a checkpoint may name a lower version than before.
+"""
 
 from __future__ import annotations
 
@@ -142,7 +143,7 @@ class WeightsFolder(WeightVersions):
 
 
 def _part(path: Path) -> ManifestPart:
-    """Of a file that was written, and outlasts a power cut from here on."""
+    """A file that was written; it survives a power cut from here on."""
     sync_to_disk(path)
     return ManifestPart(path.name, _sha256(path), path.stat().st_size)
 
