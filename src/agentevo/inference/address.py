@@ -1,4 +1,4 @@
-"""Where an engine is reached, and by what a client knows it: `http://HOST:PORT` on one machine,
+"""The address of an engine, as its clients know it: `http://HOST:PORT` on one machine,
 `https://HOST:PORT#sha256=FINGERPRINT` beyond it."""
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Attention of an engine step: every new token against its own sequence's keys and values, and
 against a shared prefix.
 
-    build_batch (batch.py) -> CacheAttention: Rows, sequences of like length with the same prefix
+    build_batch (batch.py) -> CacheAttention: CacheRows, sequences of like length with one prefix
     attend, per layer      -> _write: new keys and values into their slots
-                           -> _summed, _multiplied: on a CPU in float32, in order
-                           -> _fused: elsewhere, with PyTorch's own attention
+                           -> _by_own_kernels, _attend_few_in_order, _attend_many_in_order: on a
+                              CPU in float32, in order
+                           -> _attend_fused: elsewhere, with PyTorch's own attention
 
 Letters in shapes: T new tokens of the step, B sequences, Q queries of a sequence, K keys, H heads,
 G key-value heads, R = H / G query heads per key-value head, D numbers of a head, P tokens of a

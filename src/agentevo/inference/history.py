@@ -1,18 +1,18 @@
-"""The histories of one conversation as a tree of messages, and the place that a request has in it.
+"""The histories of one conversation as a tree of messages, and the place of a request in it.
 
-A node is one message after all before it. Answers of the policy are nodes with their turn, one node
-for each, even where two say the same. `find` walks down the messages of a request and returns the
-deepest answer on the way:
+A node is one message after all those before it. Answers of the policy are nodes with their turn,
+one node for each answer, even where two have the same text. `find` walks down the messages of a
+request and returns the deepest answer on the way:
 
     what was recorded of a request = the path to that answer, whose token ids are reused
     what is new                    = the messages after it
 
-Messages match by equality, with any form in which the message is known. Answers that were passed on
-to a client (`recognise`) also match as equivalence.py says, and so do, from then on, the messages
-of others. Where several answers match, the one that leads furthest wins; then the one that is
-written exactly so, the one whose tool-call ids came, and the newest.
+Messages match by equality with any form in which the message is known. Answers that were passed on
+to a client (`recognise`) also match as equivalence.py says; from then on, so do the messages of
+others. Where several answers match, the one that leads furthest wins; then the one with exactly the
+same form, the one whose tool-call ids came, and the newest.
 
-A request costs one step per message; only what has several equivalents costs more.
+A request costs one step per message; only messages with several equivalents cost more.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Listening for HTTP: a socket, its URL, and a uvicorn server on it whose connections are admitted
-(`admission.py`)."""
+"""HTTP servers: a listening socket, its URL, and a uvicorn server on it whose connections are
+admitted (`admission.py`)."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """Weights on their way through an object store, for engines that share no folder with the trainer:
 any file system that fsspec knows (`objects.py`), under rollout.weights.url.
 
-An object appears whole or not at all, but there is no renaming of folders. So a version's files are
-uploaded, side by side, each looked at again by its size, then its manifest, then latest.json. An
-upload that breaks off, or that a reader meets halfway, is found out by the checksums. Nothing is
-looked for by listing, which may lag behind: lists are for deleting old versions alone.
+An object appears whole or not at all, but folders can't be renamed. A version's files are therefore
+uploaded concurrently, and the size of each is checked; then follow its manifest and latest.json.
+Checksums detect an upload that breaks off, or that a reader meets halfway. Nothing is found by
+listing, which may lag behind: lists serve only to delete old versions.
 
-`writer.json` has a random id that the trainer's run folder has too: another run's trainer, which
-would give its weights to this one's engines, is refused. `config.yaml` is the run's, for machines
-that join it without its folder (runs/identity.py); engines announce themselves under `engines/`
+`writer.json` has a random id that is also in the trainer's run folder. Another run's trainer, which
+would give its weights to this run's engines, is refused. `config.yaml` is the run's, for machines
+that join it without its folder (runs/identity.py). Engines announce themselves under `engines/`
 (`announcements.py`).
 """
 

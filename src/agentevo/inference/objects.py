@@ -1,10 +1,10 @@
 """Objects under an address of an object store: any file system that fsspec knows.
 
-An object appears whole or not at all: object stores promise it, and of file:// this module sees to
-it (a killed writer leaves a hidden file behind, which no list has). What is uploaded is looked at
-again by its size. Every call has a deadline, and is made on a thread of its own that is left behind
-where it hangs. What a store's package raises becomes OSError here. Credentials come from the
-environment, as the store's own package reads them. Needs no torch.
+An object appears whole or not at all. Object stores promise it; for file:// this module ensures it
+(a killed writer leaves a hidden file behind, which no list has). The size of each upload is
+checked. Every call has a deadline, and is made on a thread of its own that is left behind where it
+hangs. Exceptions of a store's package become OSError here. Credentials come from the environment,
+as the store's own package reads them. Needs no torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the embedded engine has been asked: one request, from the queue to its answer."""
+"""A request to the embedded engine, from the queue to its answer."""
 
 from __future__ import annotations
 

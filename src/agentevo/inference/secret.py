@@ -1,9 +1,9 @@
-"""What proves that a client belongs to an engine's run: 32 random bytes in hex in
-RUN/engines/secret, for its owner's eyes only; or, where machines share no folder, in an environment
-variable that the recipe names (`reference`, ${env:NAME}).
+"""The proof that a client belongs to an engine's run: 32 random bytes in hex in RUN/engines/secret,
+readable by its owner only; or, where machines share no folder, in an environment variable that the
+recipe names (`reference`, ${env:NAME}).
 
-Whichever process wants it first makes it, and it appears whole. Both sides read it at every
-handshake, so one that was deleted or replaced counts from the next one on. It travels as
+The first process that needs it creates it, and it appears whole. Both sides read it at every
+handshake, so a deleted or replaced secret takes effect at the next one. It travels as
 `Authorization: Bearer ...`, beyond one machine inside of TLS (`certificate.py`).
 """
 

@@ -1,12 +1,12 @@
-"""The engine's end of a client's WebSocket (`messages.py`): requests come in and run side by side
-in the engine, answers go out when they are ready, and so does the engine's state. When the
+"""The engine's end of a client's WebSocket (`messages.py`). Requests come in and run concurrently
+in the engine. Answers are sent when they are ready, and so is the engine's state. When the
 connection ends, all of the client's requests are cancelled in the engine.
 
-What a client can pile up is bounded: requests that run (MAX_RUNNING; more are refused), answers
-that it does not take (MAX_UNREAD; nothing more is read from it then), and conversations that are to
-be forgotten (MAX_RELEASES; the engine drops the rest by itself when it needs the room). The tokens
-of a request that streams wait as one list, and its answer takes their place. Request ids only grow,
-so none can be used twice.
+The load of a client is bounded: running requests (MAX_RUNNING; more are refused), answers that it
+does not take (MAX_UNREAD; nothing more is read from it then), and conversations that are to be
+forgotten (MAX_RELEASES; the engine drops the rest by itself when it needs the room). The tokens of
+a request that streams wait as one list, and its answer takes their place. Request ids only grow, so
+none can be used twice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `engine.options` may say of an SGLang server (`engine.type: sglang`), read before anything
+"""The options of an SGLang server in `engine.options` (`engine.type: sglang`), read before anything
 is started."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The requests that are under way at an SGLang server.
+"""The running requests at an SGLang server.
 
-Invariant: one that has not been answered to its end, for whatever reason, is aborted there by name,
-and counts as running until that was answered.
+Invariant: a request that has not been answered to its end, for any reason, is aborted there by
+name, and counts as running until the abort was answered.
 """
 
 from __future__ import annotations

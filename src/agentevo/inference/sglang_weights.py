@@ -1,9 +1,9 @@
 """Versions of a model's weights as folders in Hugging Face's format, for a server that reads them
 from the disk.
 
-Invariant: a folder is whole before it has its name, and it holds the whole model: what is not
-trained as the model has it, and adapters summed into their base, so that a version is served
-without knowing what was trained.
+Invariant: a folder is whole before it gets its name, and it holds the whole model: untrained
+weights as the model has them, and adapters summed into their base, so that a server of the version
+need not know what was trained.
 """
 
 from __future__ import annotations

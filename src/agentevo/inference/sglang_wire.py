@@ -1,15 +1,16 @@
-"""SGLang's HTTP server as version 0.5.23 speaks it: routes, fields and flags are named here alone.
+"""The protocol of SGLang's HTTP server, version 0.5.23: only this module names its routes, fields
+and flags.
 
-What was read there, and what this module therefore does:
+Its behaviour, and what this module therefore does:
 
 - Log-probs (`output_token_logprobs`) are after temperature and before top-k, top-p and min-p. Under
   those the sampling mask is asked for, whose log-probs are of what was drawn from. It needs a
   finite top_k; top_p counts before top_k there and after it here: both together are refused.
 - `ignore_eos` also ignores `stop_token_ids`, and without it every end-of-text token ends a request.
-- Seeds count under --enable-deterministic-inference alone, where min_p ends the whole server.
+- Seeds count only under --enable-deterministic-inference, where min_p ends the whole server.
 - `retract` leaves keys and values of the old weights in the prefix cache; /flush_cache drops them
   while paused, though requests wait. `flush_cache` of the update itself is false, so that a failed
-  flush is not taken for a failed load.
+  flush does not count as a failed load.
 - A load that fails halfway is rolled back from the new path, not from the old one.
 - `release_memory_occupation` ends the server unless it is paused or idle.
 """

@@ -2,18 +2,19 @@
 weights.
 
 Each step computes the new tokens of every running sequence in one forward pass (prompts in chunks,
-completions one token each), draws a token for those that are up to date, and lets finished ones go.
-Steps run on the event loop; agents wake between steps, so their next turns join the next step.
+completions one token each), draws a token for those that are up to date, and releases finished
+ones. Steps run on the event loop; agents wake between steps, so their next turns join the next
+step.
 
-New weights come in two phases: `verify` looks at all of them while requests go on (in any thread),
-`publish` swaps. Whatever fails or is cancelled before the swap leaves the old version serving. An
-engine that sleeps computes nothing and holds no key-value memory.
+New weights come in two phases: `verify` checks all of them while requests run (in any thread), and
+`publish` swaps. A failure or cancellation before the swap leaves the old version serving. An engine
+that sleeps computes nothing and holds no key-value memory.
 
-Promises: a token's log-prob is that of the distribution it was drawn from; the same request
-(prompt, parameters, seed, weights) gives the same tokens and log-probs, to the last bit, in any
-company, in chunks of any size, with or without a cached prefix, and after an interruption, where
-`models/invariance.py` finds nothing against it, and up to float rounding elsewhere; memory stays
-within `engine.kv_cache_tokens`.
+Promises. A token's log-prob is that of the distribution it was drawn from. The same request
+(prompt, parameters, seed, weights) gives the same tokens and log-probs, to the last bit, with any
+other requests in a step, in chunks of any size, with or without a cached prefix, and after an
+interruption, where `models/invariance.py` finds nothing against it, and up to float rounding
+elsewhere. Memory stays within `engine.kv_cache_tokens`.
 """
 
 from __future__ import annotations

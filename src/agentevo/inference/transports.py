@@ -1,5 +1,6 @@
-"""Our own ways for trained weights to reach an engine (shared memory, a copy in this process, the
-run's folder, an object store, a process group), and the choice among all that are registered."""
+"""The built-in ways for trained weights to reach an engine (shared memory, a copy in this process,
+the run's folder, an object store, a process group), and the choice among all that are
+registered."""
 
 from __future__ import annotations
 

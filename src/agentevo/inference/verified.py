@@ -1,8 +1,8 @@
-"""The first phase of publishing: new weights as the engine will hold them, every one checked,
-before the engine's own change.
+"""The first phase of publishing: new weights in the engine's form, every one checked, before the
+engine itself changes.
 
 Invariant: copying `VerifiedWeights` into the model that they were verified for can't fail halfway:
-names, shapes, device and dtype are its own, and every number is finite.
+names, shapes, device and dtype are the model's own, and every number is finite.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What `engine.options` may say to vLLM (`engine.type: vllm`), read before anything is started."""
+"""The options of vLLM in `engine.options` (`engine.type: vllm`), read before anything is
+started."""
 
 from __future__ import annotations
 

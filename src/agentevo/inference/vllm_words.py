@@ -1,7 +1,6 @@
-"""Our words in vLLM's, and its answers in ours: what it is started with, what a request asks, and
-what comes of it.
+"""The translation between our terms and vLLM's: its start, its requests, and its outputs.
 
-What vLLM would compute otherwise than every other engine is refused, with the reason.
+What vLLM would compute differently from every other engine is refused, with the reason.
 """
 
 from __future__ import annotations

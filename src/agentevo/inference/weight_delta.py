@@ -1,16 +1,16 @@
 """What changed between two versions of the weights, bit for bit.
 
 At the learning rates of RL most bfloat16 weights keep their bits from one step to the next, since
-an update is smaller than their last digit. A delta holds the others: `changed` compares bits, not
-numbers, so that `applied(base, delta)` is the new tensor to the last bit, NaN and -0 included.
+an update is smaller than their last digit. A delta holds the others. `find_change` compares bits,
+not numbers, so `apply_change` gives the new tensor to the last bit, NaN and -0 included.
 
     gaps[i] + 1 = index[i] - index[i - 1], index[-1] = -1     values[i]: the new element, whole
 
-Gaps are of 8 or 16 bits, whichever makes the tensor smaller; where one is too long, elements in
-between that did not change are listed too. Indices therefore only grow and never need 64 bits.
-Values are new elements and not differences: what is applied twice is the same. Measured on
-SmolLM2-135M (benchmarks/weights.py), that is smaller than int32 indices and quicker than xor with a
-compressor. Nothing here says that a delta fits its base; the checksums of weight_versions.py do.
+Gaps have 8 or 16 bits, whichever makes the tensor smaller. Where a gap is too long, unchanged
+elements in between are listed too. Indices therefore only grow and never need 64 bits. Values are
+new elements and not differences, so applying a delta twice gives the same result. Measured on
+SmolLM2-135M (benchmarks/weights.py), this is smaller than int32 indices and quicker than xor with a
+compressor. Nothing here proves that a delta fits its base; the checksums of weight_versions.py do.
 
     gaps:NAME values:NAME    of one tensor               whole:NAME    all of it, where smaller
     gaps:NAME#2 ...          of its third box, where processes have compared a box each

@@ -1,10 +1,10 @@
-"""How what the trainer trains reaches the engines.
+"""How the trained weights reach the engines.
 
 The trainer holds a `WeightSender`; an engine in another process reads a `WeightSource`.
 `rollout.transport` in a recipe names a `WeightTransport`, which knows both. Other packages add
 theirs under the entry-point group `agentevo.transports` (docs/engines.md).
 
-Invariant: an engine serves exactly the weights that `begin` or `publish` were called for, under
+Invariant: an engine serves exactly the weights for which `begin` or `publish` were called, under
 that version; a version is served whole or not at all.
 """
 
