@@ -1,4 +1,4 @@
-"""Where an engine is reached, and by what a client knows it: `http://HOST:PORT` on one machine,
+"""The address of an engine, as its clients know it: `http://HOST:PORT` on one machine,
 `https://HOST:PORT#sha256=FINGERPRINT` beyond it."""
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class EngineAddress(NamedTuple):
 
     @classmethod
     def read(cls, text: str, *, what: str = "an engine", printed_by: str = "serve") -> Self:
-        """From what `agentevo serve` prints, or the command that `printed_by` names. Raises
-        ConfigError for what is no such URL, and for one to which the key would go unprotected."""
+        """The address that `agentevo serve` prints, or the command that `printed_by` names. Raises
+        ConfigError for text that is no such URL, and for one to which the key would go
+        unprotected."""
         url, pin, certificate = text.partition(PIN)
         try:
             parts = urlsplit(url)

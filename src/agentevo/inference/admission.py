@@ -1,16 +1,16 @@
-"""Who may be connected to an engine's door, and for how long without the run's secret.
+"""Who may connect to an engine's server, and for how long without the run's secret.
 
-A connection is a stranger's from when it is accepted until the door `admit`s it, which it does once
-a request has shown the secret. A stranger that has not got that far within ADMISSION_S is cut off,
-wherever it stands: before a byte, in the handshake of TLS, in a header or after a refusal. There
-are at most MAX_STRANGERS. One of them makes room for the next, the oldest of those that have said
-nothing before any that has, so whoever only holds connections open keeps nobody out. Nothing is
-made for a connection before its first byte, and while strangers take one another's places,
-accepting has ACCEPTING_SHARE of the event loop's time, which the engine's steps need. At most
-MAX_CLIENTS are admitted. Another door than the engine's may have other
-`Limits`.
+A connection is a stranger's from its acceptance until the server admits it (`admit`), which happens
+once a request has shown the secret. A stranger that has not shown it within ADMISSION_S is cut off
+in any state: before the first byte, in the TLS handshake, in a header or after a refusal. There are
+at most MAX_STRANGERS. When there are too many, the oldest one makes room, silent connections before
+those that have sent something, so a peer that only holds connections open keeps no client out. A
+connection gets a transport and a protocol only with its first byte. While strangers displace one
+another, accepting takes ACCEPTING_SHARE of the event loop's time, because the engine's steps need
+the rest. At most MAX_CLIENTS are admitted. Other servers than the engine's may have other
+`AdmissionLimits`.
 
-Not promised: an answer to everybody while somebody connects faster than that.
+Not promised: an answer to every client while another one connects faster than that.
 """
 
 from __future__ import annotations
@@ -41,21 +41,23 @@ ACCEPTED_AT_ONCE = 64
 """Between two steps of the engine, which run on the same event loop."""
 ACCEPTING_SHARE = 0.1
 TAKEN_S = 0.01
-"""How often it is looked whether a long answer was taken."""
+"""How often to check whether a long answer was taken."""
 LOOK_S = 0.5
-"""How often strangers' times are looked at."""
+"""How often to check the strangers' times."""
 FULL_S = 0.1
 """The pause before the next try when the process has no file descriptor left."""
 SHUTDOWN_S = 1.0
-"""How long TLS gets to say good-bye."""
+"""How long TLS may take to shut down."""
 UNNOTICED = 65536
-"""Bytes of an answer on their way that nobody waits for: a client's own buffers take as many."""
+"""The number of unsent bytes of an answer for which the server does not wait: a client's own
+buffers take as many."""
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """How many connections there may be, and how long one stays that has its answer, in seconds."""
+    """How many connections there may be, and how long one that has its answer may stay, in
+    seconds."""
 
     strangers: int
     clients: int
@@ -68,22 +70,22 @@ class AdmittedConnection:
     def __init__(self, admission: Admission, accepted: socket.socket, until: float) -> None:
         self._admission = admission
         self.socket: socket.socket | None = accepted
-        """Until something is made for it."""
+        """None once the connection is being opened."""
         self.until = until
-        """When it is cut off, as long as it is a stranger's."""
+        """When the connection is cut off, as long as it is a stranger's."""
         self.opening: asyncio.Task[None] | None = None
-        """From its first byte until TLS is agreed on."""
+        """From the first byte until TLS is established."""
         self.transport: asyncio.Transport | None = None
         self.protocol: _Http | None = None
         self.is_lost = False
         self._had_all = False
-        """Whether nothing was on its way any more when it was lost."""
+        """Whether no bytes were in flight when the connection was lost."""
         self._when_lost: Callable[[], None] | None = None
 
     def watch(self, when_lost: Callable[[], None] | None) -> None:
-        """From now on this is called when it is lost, or at once; None ends that. The request's
-        body has been read: what comes after it is read too, as nothing else tells of a client that
-        hangs up."""
+        """Calls `when_lost` when the connection is lost, or at once if it is; None stops the watch.
+        The request's body has been read. Later bytes are read too, because only reading reveals
+        that a client hangs up."""
         self._when_lost = when_lost
         if when_lost is not None and self.is_lost:
             when_lost()
@@ -91,30 +93,30 @@ class AdmittedConnection:
             self.protocol.flow.resume_reading()
 
     async def took_all(self, within_s: float) -> bool:
-        """Whether the other side has what was written to it, but for UNNOTICED bytes, which its
-        machine may hold and nobody read. False once it is lost, or has taken nothing more for
-        `within_s`. The answer has not ended: the end of it begins the next request."""
+        """Whether the peer has all bytes that were written to it, except UNNOTICED bytes, which its
+        machine may hold unread. False once the connection is lost, or the peer has taken nothing
+        more for `within_s`. The answer has not ended: its end begins the next request."""
         if self.is_lost or self.transport is None or self.transport.is_closing():
-            return False  # what is written to a transport that closes goes nowhere
-        if (left := self._num_left()) <= UNNOTICED:
+            return False  # a transport that closes discards what is written to it
+        if (num_remaining := self._num_left()) <= UNNOTICED:
             return True
 
-        lost = asyncio.Event()
+        lost_event = asyncio.Event()
         loop = asyncio.get_running_loop()
         until = loop.time() + within_s
-        self.watch(lost.set)
+        self.watch(lost_event.set)
 
         try:
-            while left and not self.is_lost:
+            while num_remaining and not self.is_lost:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(TAKEN_S):
-                        await lost.wait()
+                        await lost_event.wait()
 
-                before = left
-                left = self._num_left()
-                if left < before:
+                before = num_remaining
+                num_remaining = self._num_left()
+                if num_remaining < before:
                     until = loop.time() + within_s
-                elif left and loop.time() >= until:
+                elif num_remaining and loop.time() >= until:
                     return False
         finally:
             self.watch(None)
@@ -122,9 +124,9 @@ class AdmittedConnection:
         return self._had_all if self.is_lost else True
 
     def _num_left(self) -> int:
-        """Bytes that were written, and of which the other side's machine has not told that it has
-        them; where this system doesn't say, those that it has not taken over itself. More than
-        UNNOTICED where nobody knows any more."""
+        """The number of written bytes that the peer's machine has not acknowledged; where this
+        system does not report that, the number of bytes that it has not taken over itself. More
+        than UNNOTICED where the number is unknown."""
         assert self.transport is not None
         if self.is_lost:
             return 0
@@ -139,23 +141,23 @@ class AdmittedConnection:
             return int(waiting)
 
         try:
-            told = fcntl.ioctl(connected.fileno(), termios.TIOCOUTQ, bytes(4))
+            unacknowledged = fcntl.ioctl(connected.fileno(), termios.TIOCOUTQ, bytes(4))
         except OSError:
             return int(waiting)
 
-        return int(waiting) + int.from_bytes(told, sys.byteorder)
+        return int(waiting) + int.from_bytes(unacknowledged, sys.byteorder)
 
     def cut(self) -> None:
-        """Ends it, whatever is on its way."""
+        """Ends the connection at once, including unsent data."""
         if self.transport is not None:
             self.transport.abort()
 
     def admit(self) -> bool:
-        """It has shown the secret. False if there are too many clients already."""
+        """The connection has shown the secret. False if there are too many clients already."""
         return self._admission.admit(self)
 
     def leave(self) -> None:
-        """It has its answer, and should be gone soon."""
+        """The connection has its answer, and should end soon."""
         self._admission.leave(self)
 
     def lost(self, error: Exception | None = None) -> None:
@@ -168,7 +170,7 @@ class AdmittedConnection:
 
 
 class Admission:
-    """Accepts connections on a listening socket for a uvicorn server, in the place of an asyncio
+    """Accepts connections on a listening socket for a uvicorn server, in place of an asyncio
     server; see the module."""
 
     def __init__(
@@ -188,7 +190,7 @@ class Admission:
         self._silent: dict[AdmittedConnection, None] = {}
         """Strangers that have not sent a byte; the oldest first."""
         self._strangers: dict[AdmittedConnection, None] = {}
-        """The others; those that began to speak first come first."""
+        """The others; the one that sent its first byte first comes first."""
         self._clients: set[AdmittedConnection] = set()
         self._looking: asyncio.TimerHandle | None = None
         self._waiting: asyncio.TimerHandle | None = None
@@ -216,7 +218,7 @@ class Admission:
         self._silent.pop(connection, None)
 
     def close(self) -> None:
-        """Accepts nobody any more, and cuts strangers off; clients stay."""
+        """Stops accepting and cuts strangers off; clients stay."""
         for timer in (self._looking, self._waiting):
             if timer is not None:
                 timer.cancel()
@@ -225,7 +227,7 @@ class Admission:
             self._cut(connection)
 
     async def wait_closed(self) -> None:
-        """As uvicorn asks of its servers; nothing is left to wait for."""
+        """uvicorn requires this method of its servers; there is nothing to wait for."""
 
     def _listen(self) -> None:
         self._loop.add_reader(self._listener, self._accept)
@@ -242,7 +244,7 @@ class Admission:
         self._looking = self._loop.call_later(LOOK_S, self._look)
 
     def _accept(self) -> None:
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         took_places = False
         until = self._loop.time() + ADMISSION_S
         for _ in range(ACCEPTED_AT_ONCE):
@@ -267,7 +269,7 @@ class Admission:
             self._loop.add_reader(accepted, self._begin, connection, accepted)
 
         if took_places:
-            self._pause((time.perf_counter() - begun) * (1 / ACCEPTING_SHARE - 1))
+            self._pause((time.perf_counter() - started_at) * (1 / ACCEPTING_SHARE - 1))
 
     def _make_room(self) -> None:
         oldest = next(iter(self._silent or self._strangers), None)
@@ -286,7 +288,7 @@ class Admission:
             connection.transport.abort()
 
     def _begin(self, connection: AdmittedConnection, accepted: socket.socket) -> None:
-        """It has sent something, or gone."""
+        """The connection has sent something, or has ended."""
         try:
             is_gone = not accepted.recv(1, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
@@ -321,7 +323,7 @@ class Admission:
                 ssl=self._tls,
                 **times,
             )
-        except OSError:  # no TLS, or it went away
+        except OSError:  # no TLS, or the connection ended
             self.forget(connection)
         finally:
             connection.opening = None
@@ -330,8 +332,8 @@ class Admission:
 
 
 class _Transport:
-    """A transport that takes no notice of what comes after its close. asyncio's of TLS forgets its
-    protocol when it is closed twice, and then raises AttributeError."""
+    """A transport that ignores calls after its close. asyncio's TLS transport forgets its protocol
+    when it is closed twice, and then raises AttributeError."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -357,8 +359,9 @@ class _Transport:
 
 
 class _Http(H11Protocol):
-    """Tells its connection what becomes of the transport. What is no HTTP is answered where nothing
-    else is being answered, and ends the connection without a line in the log in any case."""
+    """Reports the state of the transport to its connection. Data that is no HTTP gets an error
+    answer unless another answer is under way, and always ends the connection without a line in the
+    log."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         connection = self.app_state["connection"]
@@ -379,13 +382,13 @@ class _Http(H11Protocol):
 
         try:
             super().send_400_response(msg)
-        except h11.LocalProtocolError:  # the last answer is on its way
+        except h11.LocalProtocolError:  # the last answer is still being sent
             self.transport.abort()
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """Tells its connection that it is lost. An answer to what is over already, as at the server's
-    end, is none; uvicorn would end with an AssertionError."""
+    """Reports to its connection that it is lost. Sends no error answer on a WebSocket that is
+    closed, as at the server's end; uvicorn would end with an AssertionError."""
 
     def send_500_response(self) -> None:
         if not self.conn.eof_sent:

@@ -1,10 +1,11 @@
 """Engines that announce themselves in the object store of the run's weights, for samplers that
 share no folder with them: engines/NAME-URL.json under rollout.weights.url.
 
-An announcement is signed with the run's secret, so whoever can write into the store and does not
-have that can't send samplers, and the secret with them, to a machine of their own. It is written
-anew every BEAT_S; a reader believes changes, counted by its own clock, and not times. A store that
-is away costs nobody the engines that are known: they stay known until it answers again.
+An announcement is signed with the run's secret. A writer that has access to the store but not the
+secret therefore can't send samplers, and the secret with them, to a machine of its own. An
+announcement is rewritten every BEAT_S. A reader relies on changes, timed by its own clock, and not
+on timestamps. While the store is unreachable, the known engines stay known until it answers
+again.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ FOLDER = "engines"
 BEAT_S = 5.0
 LOOK_S = 2.0
 DEAD_S = 60.0
-"""An engine that has not announced itself anew for so long is dead, to those who don't hear it."""
+"""An engine that has not renewed its announcement for this long counts as dead for readers that
+have no connection to it."""
 LEAVE_S = 5.0
-"""What an engine that ends waits for an announcement that is just being written."""
+"""How long an engine that ends waits for an announcement that is being written."""
 MOST = 4096
-"""More announcements than that are no run's."""
+"""No run has more announcements than this."""
 
 
 class Signed(msgspec.Struct, frozen=True):
@@ -44,9 +46,9 @@ class Signed(msgspec.Struct, frozen=True):
 
     announcement: Announcement
     at: float
-    """Unix time in seconds of the machine that wrote it: for sweeping up alone."""
+    """Unix time in seconds of the machine that wrote it; only cleaning up uses it."""
     mac: str
-    """HMAC-SHA256 of the two, in hexadecimal, by the run's secret."""
+    """HMAC-SHA256 of both, in hexadecimal, by the run's secret."""
 
 
 class StoreAnnouncements:
@@ -56,42 +58,43 @@ class StoreAnnouncements:
         self._objects = objects
         self._secret = secret
         self._seen: dict[str, tuple[str, float, Announcement | None]] = {}
-        """Name of the object -> (its state, when that was first seen by the monotonic clock, what
-        it says; None where that is nobody's of this run)."""
+        """Name of the object -> (its state, when that was first seen by the monotonic clock, its
+        announcement; None where it is not of this run)."""
         self._warned = False
 
     def announce(self, announcement: Announcement) -> None:
-        """Writes it, in place of what this engine wrote before."""
+        """Writes the announcement, in place of this engine's earlier one."""
         at = time.time()
         signed = Signed(announcement, at, self._mac(announcement, at))
         self._objects.put(_path(announcement), msgspec.json.encode(signed))
 
     def withdraw(self, announcement: Announcement) -> None:
-        """Deletes it."""
+        """Deletes the announcement."""
         with suppress(FileNotFoundError):
             self._objects.delete(_path(announcement))
 
     def forget_dead(self, *, after_s: float = FORGET_S) -> None:
-        """Deletes announcements that were written so long ago, by their writers' clocks. An engine
-        that lives after all writes its own again."""
+        """Deletes announcements older than `after_s`, by their writers' clocks. An engine that
+        still lives writes its own again."""
         for name in self._objects.under(FOLDER):
             signed = self._read(name)
             if signed is not None and time.time() - signed.at > after_s:
-                with suppress(FileNotFoundError):  # another engine has swept it up
+                with suppress(FileNotFoundError):  # another engine has deleted it
                     self._objects.delete(f"{FOLDER}/{name}")
 
     def living(self) -> list[Announcement]:
-        """Engines that were announced anew within DEAD_S while this object looked, by name."""
-        seen = {}
-        found = self._objects.under(FOLDER)
-        if len(found) > MOST:
-            raise OSError(f"{self._objects.url}/{FOLDER} has {len(found):,} objects: not a run's")
+        """Engines that renewed their announcement within DEAD_S while this object looked, by
+        name."""
+        entries = {}
+        objects = self._objects.under(FOLDER)
+        if len(objects) > MOST:
+            raise OSError(f"{self._objects.url}/{FOLDER} has {len(objects):,} objects: not a run's")
 
-        for name, info in sorted(found.items()):
+        for name, info in sorted(objects.items()):
             state = state_of(info)
             before = self._seen.get(name)
             if before is not None and before[0] == state:
-                seen[name] = before
+                entries[name] = before
                 continue
 
             signed = self._read(name)
@@ -101,12 +104,16 @@ class StoreAnnouncements:
             if signed is not None and not is_ours:
                 self._warn(name)
 
-            told = signed.announcement if signed is not None and is_ours else None
-            seen[name] = (state, time.monotonic(), told)
+            announcement = signed.announcement if signed is not None and is_ours else None
+            entries[name] = (state, time.monotonic(), announcement)
 
-        self._seen = seen
+        self._seen = entries
         now = time.monotonic()
-        return [told for _, since, told in seen.values() if told and now - since <= DEAD_S]
+        return [
+            announcement
+            for _, since, announcement in entries.values()
+            if announcement and now - since <= DEAD_S
+        ]
 
     @asynccontextmanager
     async def keep_announced(
@@ -116,7 +123,7 @@ class StoreAnnouncements:
         serves: Callable[[], int | None],
         every_s: float = BEAT_S,
     ) -> AsyncIterator[None]:
-        """Keeps the engine announced while the block runs; a store that is away is tried again."""
+        """Keeps the engine announced while the block runs; retries a store that is away."""
         ending = asyncio.Event()
 
         async def keep() -> None:
@@ -142,16 +149,16 @@ class StoreAnnouncements:
         try:
             yield
         finally:
-            # A cancelled write goes on in its thread, and would bring back what is withdrawn.
+            # A cancelled write continues in its thread, and would restore what is withdrawn.
             ending.set()
             await asyncio.wait({keeping}, timeout=LEAVE_S)
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
-            with suppress(OSError):  # then its silence tells
+            with suppress(OSError):  # then its silence shows that it has ended
                 await in_thread(self.withdraw, announcement)
 
     def _read(self, name: str) -> Signed | None:
-        """None for what no engine has written."""
+        """None for an object that no engine has written."""
         try:
             return msgspec.json.decode(self._objects.get(f"{FOLDER}/{name}"), type=Signed)
         except (FileNotFoundError, msgspec.MsgspecError):
@@ -176,8 +183,8 @@ class StoreAnnouncements:
 
 
 class Lookout:
-    """Keeps looking for announcements beside the event loop. `found` are those of the last look
-    that the store answered."""
+    """Looks for announcements in the background. `found` are those of the last look that the store
+    answered."""
 
     def __init__(self, announcements: StoreAnnouncements, *, every_s: float = LOOK_S) -> None:
         self._announcements = announcements
@@ -195,13 +202,13 @@ class Lookout:
             self.trouble = f"looking for announced engines failed: {error}"
 
     async def keep_looking(self) -> None:
-        """Looks every `every_s`, for ever."""
+        """Looks every `every_s`, without end."""
         while True:
             await self.look()
             await asyncio.sleep(self._every_s)
 
 
 def _path(announcement: Announcement) -> str:
-    """Of two engines of one name, on two machines, each has its own."""
+    """Two engines of one name, on two machines, have different paths."""
     place = hashlib.sha256(announcement.url.encode()).hexdigest()[:12]
     return f"{FOLDER}/{announcement.name}-{place}.json"

@@ -1,5 +1,5 @@
-"""One engine step as tensors: which tokens of which sequences, where their keys go, and which rows
-of attention that makes."""
+"""One engine step as tensors: which tokens of which sequences, where their keys go, and the
+resulting rows of attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_CHUNK = 512
 
 @dataclass
 class StepBatch:
-    """Inputs of one forward pass over the new tokens of several sequences, side by side."""
+    """Inputs of one forward pass over the new tokens of several sequences, concatenated."""
 
     work: list[tuple[Sequence, int]]
     """Each sequence with how many of its tokens this step computes."""
@@ -28,7 +28,7 @@ class StepBatch:
     """[1, T]"""
     plan: CacheAttention
     sampled: list[Sequence]
-    """Sequences whose last token is in this step, so that a next one can be drawn."""
+    """Sequences whose last token is in this step, so that the next one can be drawn."""
     scored: list[tuple[Sequence, int]]
     """Sequences whose given tokens this step predicts, each with how many of them."""
     logit_rows: torch.Tensor
@@ -39,13 +39,13 @@ def choose_work(running: list[Sequence], prefill_tokens: int) -> list[tuple[Sequ
     """Every sequence that needs one token gets it; longer stretches share `prefill_tokens`, first
     come first served."""
     work = []
-    left = prefill_tokens
+    remaining = prefill_tokens
     for sequence in running:
         missing = len(sequence.ids) - sequence.cached
-        count = 1 if missing == 1 else min(missing, MAX_CHUNK, left)
+        count = 1 if missing == 1 else min(missing, MAX_CHUNK, remaining)
         if count > 0:
             work.append((sequence, count))
-            left -= count if missing > 1 else 0
+            remaining -= count if missing > 1 else 0
 
     return work
 
@@ -53,8 +53,8 @@ def choose_work(running: list[Sequence], prefill_tokens: int) -> list[tuple[Sequ
 def build_batch(
     cache: KVCache, work: list[tuple[Sequence, int]], device: torch.device
 ) -> StepBatch:
-    """Lays out the step; sequences come in order of slots so that neighbouring slots can be viewed
-    instead of copied."""
+    """Lays out the step. Sequences are sorted by slot, so that adjacent slots can be viewed instead
+    of copied."""
     work = sorted(work, key=lambda item: item[0].slot)
     ids = [token for s, n in work for token in s.ids[s.cached : s.cached + n]]
     counts = np.array([n for _, n in work])

@@ -1,15 +1,15 @@
-"""What trainer and engines write for each other where weights go over a process group: small files,
-each there whole or not at all, and never a tensor.
+"""The files that trainer and engines write for each other where weights go over a process group.
+They are small, each appears whole or not at all, and none holds a tensor.
 
     RUN/weights/latest.json            the version, and the SHA-256 of...
-                tensors-SHA256.json    ...what it has: names, dtypes and shapes
+                tensors-SHA256.json    ...its contents: names, dtypes and shapes
                 asks/ID.json           an engine wants what latest.json names
-                answers/ID.json        the round in which it gets it
+                answers/ID.json        the round in which the engine gets it
                 rounds/ID/store        where the members of the round find one another
                 rounds/ID/sent.json    the fingerprint of each tensor that was sent
 
-An engine renews its ask for as long as it waits, so that a dead engine's goes by itself. Taking an
-ask deletes it: it is answered once. Whatever else lies here is not read, or is deleted.
+An engine renews its ask for as long as it waits, so a dead engine's ask expires. Taking an ask
+deletes it, so it is answered once. Other files in these folders are ignored or deleted.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from agentevo.inference.weight_transport import LAST_VERSION, Latest
 from agentevo.models.parts import Spec
 
 STALE_S = 15.0
-"""An ask that was not renewed for so long is of an engine that is gone."""
+"""An ask that was not renewed for this long belongs to an engine that is gone."""
 RENEW_S = 1.0
 MOST_PLACES = 256
-"""Members of a round, besides the trainer; who is left over is in the next one."""
+"""Members of a round without the trainer; engines that do not fit join the next one."""
 _ASK_BYTES = 2**16
 _FILE_BYTES = 2**26
 _Id = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
@@ -51,11 +51,12 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Contents(msgspec.Struct, frozen=True):
-    """What a version has. Its SHA-256 is what everybody calls the version by."""
+    """The contents of a version. Trainer and engines identify the version by its SHA-256."""
 
     version: Annotated[int, msgspec.Meta(ge=0, le=LAST_VERSION)]
     written: _Id
-    """Of no other publication: one of the same version by a later trainer is told apart."""
+    """Unique to this publication: it distinguishes another one of the same version by a later
+    trainer."""
     tensors: list[TensorEntry]
 
     @classmethod
@@ -68,9 +69,9 @@ class Contents(msgspec.Struct, frozen=True):
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """In the order in which the tensors come. Raises EngineError for dtypes that this torch
+        """In the order in which the tensors are sent. Raises EngineError for dtypes that this torch
         does not have."""
-        found = {}
+        specs = {}
         for entry in self.tensors:
             dtype = getattr(torch, entry.dtype, None)
             if not isinstance(dtype, torch.dtype):
@@ -78,21 +79,21 @@ class Contents(msgspec.Struct, frozen=True):
                     f"version {self.version} has {entry.name} as {entry.dtype}, which this "
                     "PyTorch does not know: install the trainer's release"
                 )
-            found[entry.name] = Spec(dtype, entry.shape)
+            specs[entry.name] = Spec(dtype, entry.shape)
 
-        return found
+        return specs
 
 
 class PlaceRequest(msgspec.Struct, frozen=True):
-    """Of an engine that waits."""
+    """The ask of an engine that waits."""
 
     id: _Id
     engine: _Id
     """The same in all of its asks."""
     sha256: str
-    """Of what it wants."""
+    """Of the contents that it wants."""
     places: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MOST_PLACES)]
-    """The device of each of its processes that receives, see `devices.identity`."""
+    """The device of each of its processes that receive, see `devices.identity`."""
     where: str
     """For messages."""
 
@@ -115,14 +116,14 @@ class PlaceAnswer(msgspec.Struct, frozen=True):
 
 
 class Incoming(msgspec.Struct, frozen=True):
-    """Weights that an engine's places are about to be sent."""
+    """Weights that an engine's places are about to receive."""
 
     folder: str
     answer: PlaceAnswer
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """What came over a round's group, as the trainer had it."""
+    """What went over a round's group, as the trainer had it."""
 
     sha256: str
     fingerprints: dict[str, str]
@@ -138,38 +139,41 @@ class BroadcastFiles:
         self._rounds = folder / "rounds"
 
     def begin(self) -> None:
-        """Of a trainer that begins: what one before it has left behind answers nobody any more."""
+        """At the start of a trainer: deletes the answers and rounds of the trainer before it, which
+        serve no engine any longer."""
         for folder in (self._answers, self._rounds):
             shutil.rmtree(folder, ignore_errors=True)
         self.make_folders()
 
     def make_folders(self) -> None:
-        """Those that are not there, or not any more."""
+        """Creates the folders that are missing."""
         for folder in (self._asks, self._answers, self._rounds):
             folder.mkdir(parents=True, exist_ok=True)
 
     def announce(self, contents: Contents) -> Latest:
-        """From now on the newest version is this one."""
+        """Makes this version the newest one."""
         raw = msgspec.json.encode(contents)
         latest = Latest(contents.version, hashlib.sha256(raw).hexdigest())
         write_atomic(self._contents(latest.sha256), raw, durable=True)
         before = self._read_latest()
         write_atomic(self.folder / LATEST_FILE, msgspec.json.encode(latest), durable=True)
 
-        kept = {self._contents(one.sha256) for one in (latest, before) if one is not None}
+        kept_paths = {
+            self._contents(version.sha256) for version in (latest, before) if version is not None
+        }
         for path in self.folder.glob("tensors-*.json"):
-            if path not in kept:
+            if path not in kept_paths:
                 path.unlink(missing_ok=True)
 
         return latest
 
     def latest_version(self) -> Latest | None:
-        """None before the first."""
+        """The announced version; None before the first."""
         path = self.folder / LATEST_FILE
         return self._read_decoded(path, Latest) if path.exists() else None
 
     def is_whole(self, latest: Latest) -> bool:
-        """Whether this is announced, and what it has can be read."""
+        """Whether this version is announced, and its contents can be read."""
         try:
             self.contents(latest.sha256)
             return self.latest_version() == latest
@@ -184,12 +188,12 @@ class BroadcastFiles:
         return self._decode(path, raw, Contents)
 
     def ask(self, ask: PlaceRequest) -> None:
-        """Writes it, or writes it again."""
+        """Writes the ask, also a second time."""
         write_atomic(self._ask(ask.id), msgspec.json.encode(ask))
 
     def renew(self, ask: PlaceRequest) -> bool:
-        """False if it was taken, or deleted. An answer that is there is seen from now on: on a
-        network's disk, that there was none may be remembered until the folder changes."""
+        """Renews the ask. False if it was taken, or deleted. An existing answer is visible from now
+        on: on a network disk, its absence may be cached until the folder changes."""
         probe = self._answers / f".{ask.engine}"
         probe.touch()
         probe.unlink()
@@ -202,7 +206,7 @@ class BroadcastFiles:
         return True
 
     def withdraw(self, ask: PlaceRequest) -> bool:
-        """False if it was taken, or deleted."""
+        """Deletes the ask. False if it was taken, or deleted."""
         try:
             self._ask(ask.id).unlink()
         except FileNotFoundError:
@@ -210,22 +214,22 @@ class BroadcastFiles:
         return True
 
     def answer(self, ask: PlaceRequest) -> PlaceAnswer | None:
-        """None if there is none yet."""
+        """The answer to the ask; None if there is none yet."""
         path = self._answer(ask.id)
         return self._read_decoded(path, PlaceAnswer) if path.exists() else None
 
     def asks(self, sha256: str) -> list[PlaceRequest]:
-        """Who waits for these weights. What no engine that lives has written is deleted."""
+        """The asks for these weights. What no living engine has written is deleted."""
         clock = self._asks / ".clock"
         clock.unlink(missing_ok=True)
-        clock.touch()  # by the clock of the machine that has the folder, which is listed anew now
+        clock.touch()  # by the clock of the folder's machine; refreshes the listing
         now = clock.stat().st_mtime
-        found = []
+        asks = []
         for entry in os.scandir(self._asks):
             match = re.fullmatch(r"([0-9a-f]{32})\.json", entry.name)
             try:
-                seen = entry.stat(follow_symlinks=False)
-                if abs(now - seen.st_mtime) > STALE_S:
+                status = entry.stat(follow_symlinks=False)
+                if abs(now - status.st_mtime) > STALE_S:
                     raise EngineError("its engine is gone")
                 if match is None:
                     continue
@@ -240,13 +244,14 @@ class BroadcastFiles:
                 continue
 
             if ask.sha256 == sha256:
-                found.append(ask)
+                asks.append(ask)
 
-        return found
+        return asks
 
     @contextmanager
     def round(self, round_id: str, answers: Mapping[str, PlaceAnswer]) -> Iterator[Path]:
-        """A round's folder, told to those who asked (ask's id -> answer), until it is over."""
+        """A round's folder, announced to the engines that asked (ask's id -> answer), until the
+        round is over."""
         folder = self.path(round_id)
         try:
             folder.mkdir(parents=True)
@@ -260,7 +265,7 @@ class BroadcastFiles:
             shutil.rmtree(folder, ignore_errors=True)
 
     def take(self, asks: Iterable[PlaceRequest]) -> list[PlaceRequest]:
-        """Those that are still there; they are not any more."""
+        """Deletes those that still exist, and returns them."""
         taken = []
         for ask in asks:
             with suppress(FileNotFoundError):
@@ -315,7 +320,7 @@ class BroadcastFiles:
 
 
 def _remove(path: Path) -> None:
-    """Of what nobody reads."""
+    """Deletes a file or folder that is not read."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

@@ -1,17 +1,17 @@
-"""A round of weights over a process group: the trainer's place is rank 0, the others receive.
+"""A round of weights over a process group: the trainer is rank 0, the others receive.
 
     join -> buckets of bytes -> sent.json -> compare -> agree
 
-A round has a group of its own, beside whatever other groups these processes are in. All calls but
-those of the tensors go over gloo; the tensors go over NCCL where trainer and receivers each have a
-CUDA device of their own, else over gloo, too. Tensors follow one another in buckets of at most
+A round has a group of its own, separate from the other groups of these processes. All calls except
+those for tensors go over gloo. Tensors go over NCCL where trainer and receivers each have a CUDA
+device of their own, and else over gloo as well. Tensors follow one another in buckets of at most
 BUCKET_BYTES, so the trainer needs one bucket and one tensor at a time.
 
 Invariant: `receive` returns exactly the bits that `send` was given, or raises WeightsLostError. The
-fingerprints that say so lie in the run's folder and don't come over the group.
+fingerprints that prove it are in the run's folder and don't come over the group.
 
-Whoever dies or hangs ends the round for all, within JOIN_S before it begins and BUCKET_S for each
-bucket. Nothing is encrypted, and nobody is asked who he is.
+A member that dies or hangs ends the round for all, within JOIN_S before it begins and BUCKET_S for
+each bucket. Nothing is encrypted, and members are not authenticated.
 """
 
 from __future__ import annotations
@@ -41,30 +41,31 @@ JOIN_S = 20.0
 BUCKET_S = 60.0
 """Longest time for one bucket, with what the trainer gathers for it."""
 SEEN_S = 15.0
-"""Longest time for a file to be seen by others after it was written, on a network's disk."""
+"""Longest time for a file to become visible to other machines after it was written, on a network
+disk."""
 INTERFACE = "GLOO_SOCKET_IFNAME"
 _CPU = torch.device("cpu")
 _ENVIRONMENT = threading.Lock()
 _KEPT: deque[object] = deque(maxlen=8)
-"""The stores of the last rounds. One whose file is deleted while it goes ends the process, in
-C++; by the time of the next round the file is gone, or stays."""
+"""The stores of the last rounds. A store whose file is deleted during its destruction ends the
+process, in C++; by the time of the next round the file is gone, or stays."""
 
 
 def check_network() -> None:
-    """Raises ConfigError where gloo finds no address to listen on, so that who would break every
-    round off says so before the first."""
-    given = os.environ.get(INTERFACE, "")
+    """Raises ConfigError where gloo finds no address to listen on, so that a process that would
+    break off every round reports it before the first one."""
+    interfaces = os.environ.get(INTERFACE, "")
     try:
-        for interface in filter(None, given.split(",")):
+        for interface in filter(None, interfaces.split(",")):
             distributed.ProcessGroupGloo.create_device(interface=interface)
-        if not given:
+        if not interfaces:
             distributed.ProcessGroupGloo.create_default_device()
     except RuntimeError as error:
-        here = ", ".join(sorted(psutil.net_if_addrs()))
+        networks = ", ".join(sorted(psutil.net_if_addrs()))
         raise ConfigError(
             "rollout.transport=broadcast: gloo finds no address to listen on with "
-            f"{INTERFACE}={given or '(unset)'}: set it to one of this machine's networks ({here}) "
-            "that trainer and engines share"
+            f"{INTERFACE}={interfaces or '(unset)'}: set it to one of this machine's networks "
+            f"({networks}) that trainer and engines share"
         ) from error
 
 
@@ -77,8 +78,8 @@ class BroadcastPiece(NamedTuple):
 
 
 def buckets(specs: Mapping[str, Spec], most: int) -> Iterator[list[BroadcastPiece]]:
-    """What each bucket has: all bytes of all tensors, in order. Tensors without bytes have a piece
-    of none."""
+    """The contents of each bucket: all bytes of all tensors, in order. Tensors without bytes have
+    one empty piece."""
     bucket = list[BroadcastPiece]()
     room = most
     for name, spec in specs.items():
@@ -102,16 +103,16 @@ def buckets(specs: Mapping[str, Spec], most: int) -> Iterator[list[BroadcastPiec
 
 
 def backend_of(places: Iterable[str]) -> Literal["gloo", "nccl"]:
-    """By which back end tensors travel between these devices (`devices.identity`)."""
+    """The back end by which tensors travel between these devices (`devices.identity`)."""
     return "nccl" if devices.are_joined_by_nccl(places) else "gloo"
 
 
 class BroadcastGroup:
-    """A member of a round. What is called here raises WeightsLostError when another one is gone."""
+    """A member of a round. Its methods raise WeightsLostError when another member is gone."""
 
     def __init__(self, answer: PlaceAnswer, store: str, rank: int, device: torch.device) -> None:
         self.device = device if answer.backend == "nccl" else _CPU
-        """Of what is broadcast."""
+        """Of the tensors that are broadcast."""
         with _broken_off():
             self._join(answer, store, rank, device)
 
@@ -127,7 +128,7 @@ class BroadcastGroup:
             timeout=timedelta(seconds=JOIN_S),
         )
         self._tensors: Any = self._control
-        if answer.backend == "nccl":  # all of them are there
+        if answer.backend == "nccl":  # all members have joined
             try:
                 meeting = distributed.PrefixStore("nccl", file)
                 self._tensors = _nccl(meeting, rank, answer.world, device)
@@ -145,7 +146,7 @@ class BroadcastGroup:
             group.broadcast([tensor], options).wait(timedelta(seconds=BUCKET_S))
 
     def refusals(self, refuses: bool) -> int:
-        """How many do."""
+        """How many members refuse."""
         count = torch.tensor([int(refuses)], dtype=torch.int64, device=_CPU)
         options = distributed.AllreduceOptions()
         options.timeout = timedelta(seconds=BUCKET_S)
@@ -154,14 +155,14 @@ class BroadcastGroup:
         return int(count)
 
     def close(self) -> None:
-        """Whoever still waits for this one sees that it is gone."""
-        for group in {id(one): one for one in (self._tensors, self._control)}.values():
+        """Members that still wait for this one see that it is gone."""
+        for group in {id(group): group for group in (self._tensors, self._control)}.values():
             group.abort()
 
 
 def _nccl(store: Any, rank: int, world: int, device: torch.device) -> Any:
-    """With TORCH_NCCL_BLOCKING_WAIT, which is read here, a member that is gone is an error of the
-    one that waits; else PyTorch ends the process."""
+    """A process group of NCCL. With TORCH_NCCL_BLOCKING_WAIT, which is read here, a missing member
+    is an error in the member that waits; else PyTorch ends the process."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     if device.index is not None:
         devices.take(device, device.index)
@@ -183,12 +184,14 @@ def _nccl(store: Any, rank: int, world: int, device: torch.device) -> Any:
 
 @contextmanager
 def _broken_off() -> Iterator[None]:
-    """Around what needs the others."""
+    """Wraps calls that need the other members."""
     try:
         yield
     except RuntimeError as error:
-        said = str(error).partition(". This is typically")[0]
-        raise WeightsLostError(f"a member of the group is gone, or hangs ({said[:300]})") from error
+        reason = str(error).partition(". This is typically")[0]
+        raise WeightsLostError(
+            f"a member of the group is gone, or hangs ({reason[:300]})"
+        ) from error
 
 
 @contextmanager
@@ -213,18 +216,18 @@ def send(
     opened: Callable[[], AbstractContextManager[Iterable[tuple[str, torch.Tensor]]]],
     device: torch.device,
 ) -> int:
-    """On the trainer: the tensors, in the order of `specs`, to all others; they are `opened` once
-    all are there. Returns how many have found other bits than these. Raises WeightsLostError, and
-    OSError for files."""
+    """On the trainer: sends the tensors, in the order of `specs`, to all others; they are `opened`
+    once all members have joined. Returns how many members have found other bits than these. Raises
+    WeightsLostError, and OSError for files."""
     with _join_group(files, answer, 0, device) as group, opened() as tensors:
         coming = iter(tensors)
-        found = dict[str, str]()
+        fingerprints = dict[str, str]()
         buffer = torch.empty(_room(specs), dtype=torch.uint8, device=group.device)
         for bucket in buckets(specs, BUCKET_BYTES):
             filled = 0
             for piece in bucket:
                 if piece.begin == 0:
-                    bits = _next_bits(coming, piece.name, specs[piece.name], found)
+                    bits = _next_bits(coming, piece.name, specs[piece.name], fingerprints)
                 size = piece.end - piece.begin
                 buffer[filled : filled + size] = bits[piece.begin : piece.end]
                 filled += size
@@ -232,22 +235,22 @@ def send(
             if filled:
                 group.broadcast(buffer[:filled])
 
-        files.write_sent(answer.round, Sent(answer.sha256, found))
+        files.write_sent(answer.round, Sent(answer.sha256, fingerprints))
         group.broadcast(torch.ones(1, dtype=torch.uint8, device=_CPU))
         return group.refusals(False)
 
 
 def _next_bits(
-    coming: Iterator[tuple[str, torch.Tensor]], name: str, spec: Spec, found: dict[str, str]
+    coming: Iterator[tuple[str, torch.Tensor]], name: str, spec: Spec, fingerprints: dict[str, str]
 ) -> torch.Tensor:
-    given, tensor = next(coming)
-    if given != name or Spec(tensor.dtype, tuple(tensor.shape)) != spec:
+    next_name, tensor = next(coming)
+    if next_name != name or Spec(tensor.dtype, tuple(tensor.shape)) != spec:
         raise EngineError(
-            f"{given} {tuple(tensor.shape)} comes in place of {name} {spec.shape}: this is a "
+            f"{next_name} {tuple(tensor.shape)} comes in place of {name} {spec.shape}: this is a "
             "defect, please report it"
         )
 
-    found[name] = fingerprint(tensor)
+    fingerprints[name] = fingerprint(tensor)
     return as_bytes(tensor.detach().contiguous())
 
 
@@ -258,11 +261,11 @@ def receive(
     place: int,
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """On a place of an engine: the tensors, on `device` if they come over NCCL, else on the CPU.
-    Raises WeightsLostError."""
+    """On a place of an engine: receives the tensors, on `device` if they come over NCCL, else on
+    the CPU. Raises WeightsLostError."""
     with _join_group(files, answer, answer.first_rank + place, device) as group:
         tensors = dict[str, torch.Tensor]()
-        found = dict[str, str]()
+        fingerprints = dict[str, str]()
         buffer = torch.empty(_room(specs), dtype=torch.uint8, device=group.device)
         for bucket in buckets(specs, BUCKET_BYTES):
             filled = sum(piece.end - piece.begin for piece in bucket)
@@ -282,20 +285,24 @@ def receive(
                 begin = end
 
                 if piece.end == spec.num_bytes:
-                    found[piece.name] = fingerprint(tensors[piece.name])
+                    fingerprints[piece.name] = fingerprint(tensors[piece.name])
 
         group.broadcast(torch.zeros(1, dtype=torch.uint8, device=_CPU))
         sent = _sent(files, answer.round)
-        wrong = sorted(name for name in found if found[name] != sent.fingerprints.get(name))
+        wrong = sorted(
+            name for name in fingerprints if fingerprints[name] != sent.fingerprints.get(name)
+        )
         is_right = (
-            sent.sha256 == answer.sha256 and not wrong and len(sent.fingerprints) == len(found)
+            sent.sha256 == answer.sha256
+            and not wrong
+            and len(sent.fingerprints) == len(fingerprints)
         )
         try:
             group.refusals(not is_right)
         except WeightsLostError:
             if not is_right:
                 raise
-            # Another one is gone. These weights are here.
+            # Another member is gone. These weights have arrived.
 
     if not is_right:
         raise WeightsLostError(
@@ -311,7 +318,7 @@ def _room(specs: Mapping[str, Spec]) -> int:
 
 
 def _sent(files: BroadcastFiles, round_id: str) -> Sent:
-    """It was written; another machine may see that later."""
+    """The trainer has written the file; another machine may see it later."""
     ends = time.monotonic() + SEEN_S
     while True:
         try:

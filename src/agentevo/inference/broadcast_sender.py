@@ -1,13 +1,14 @@
 """The trainer's side of weights that go over a process group.
 
 `publish` announces a version, waits at most EXPECT_S for the engines that had the one before, or
-asked for it, and sends it to all who ask, in rounds. `look_after` sends it to whoever asks later:
-engines that are new, or whose round was broken off. Between these calls the model changes, and
+asked for it, and sends it in rounds to all that ask. `look_after` sends it to engines that ask
+later: new ones, and those whose round was broken off. Between these calls the model changes, and
 nothing is sent.
 
-An engine that is gone costs at most one wait and one round: its ask is answered once, and whoever
-did not ask for a version is not waited for at the next one. One that asks and never joins (behind a
-firewall, say) soon has rounds of its own, seldom, and keeps nobody else from the weights.
+An engine that is gone costs at most one wait and one round: its ask is answered once, and an engine
+that did not ask for a version is not waited for at the next one. An engine that asks and never
+joins (behind a firewall, say) soon has rounds of its own, which are rare, and keeps no other engine
+from the weights.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ from agentevo.models.parts import Spec
 EXPECT_S = 10.0
 """How long `publish` waits for an engine that had the version before, or asked for it."""
 MOST_BROKEN = 3
-"""Most rounds of one `publish` that are broken off; whoever has nothing then is seen to by
-`look_after`."""
+"""Most rounds of one `publish` that are broken off; `look_after` serves engines that have nothing
+then."""
 ALONE_AFTER = 2
 """Broken rounds in a row after which an engine has rounds of its own..."""
 PAUSE_S = 60.0
-"""...and, where these are broken off too, so much longer a pause before each."""
+"""...and, where these are broken off too, the additional pause before each."""
 LONGEST_PAUSE_S = 600.0
 LOOK_S = 0.05
 
 
 class BroadcastSender:
-    """A WeightSender, see the module. `note` is told when a round was broken off."""
+    """A WeightSender, see the module. `note` gets a message when a round was broken off."""
 
     def __init__(self, folder: Path, model: nn.Module, *, note: Callable[[str], None]) -> None:
         self._files = BroadcastFiles(folder)
@@ -65,12 +66,13 @@ class BroadcastSender:
         self._expected: set[str] = set()
         """Engines that have this version, and are waited for at the next one."""
         self._broken: dict[str, tuple[int, float]] = {}
-        """Engine -> its rounds in a row that were broken off, and when it may have another one."""
+        """Engine -> its consecutive rounds that were broken off, and when it may have another
+        one."""
         self._said = ""
-        """The trouble that was told last; it is told once."""
+        """The trouble that was reported last; it is reported once."""
 
     async def begin(self, version: int) -> None:
-        """See WeightSender.begin. What engines have of a later version they keep."""
+        """See WeightSender.begin. Engines keep what they have of a later version."""
         await self.publish(version)
 
     async def publish(self, version: int) -> None:
@@ -95,40 +97,40 @@ class BroadcastSender:
                 return
 
     async def look_after(self) -> None:
-        """See WeightSender.look_after. Reads two files and lists one folder as long as nobody
+        """See WeightSender.look_after. Reads two files and lists one folder as long as no engine
         asks."""
         chosen = self._chosen(await self._waiting(set()))
         if chosen:
             await self._sent(chosen)
 
     async def _sent(self, asks: Sequence[PlaceRequest]) -> bool:
-        """See `_send`. A round that has begun reads the model to its end: whoever is cancelled
-        waits for that, and may change the model then."""
+        """See `_send`. A round that has begun reads the model to its end: a caller that is
+        cancelled waits for that, and may change the model then."""
         return await to_its_end(in_thread(self._send, asks))
 
     async def _still_asking(self) -> set[str]:
-        """Engines that want what is announced, and will want what is announced next."""
+        """Engines that wait for the announced version, and will want the next one."""
         if self._latest is None:
             return set()
         try:
             asks = await in_thread(self._files.asks, self._latest.sha256)
-        except OSError:  # which `_waiting` says
+        except OSError:  # which `_waiting` reports
             return set()
         return {ask.engine for ask in asks if self._is_due(ask.engine)}
 
     def _chosen(self, asks: Sequence[PlaceRequest]) -> list[PlaceRequest]:
-        """Who is in the next round: all together, but for engines whose last rounds were broken
-        off. Each of these has a round of its own, after the others', later and later."""
-        alone = [ask for ask in asks if self._broken_rounds(ask.engine) >= ALONE_AFTER]
+        """The engines of the next round: all together, except those whose last rounds were broken
+        off. Each of these has a round of its own, after the others', at growing intervals."""
+        isolated = [ask for ask in asks if self._broken_rounds(ask.engine) >= ALONE_AFTER]
         together = list[PlaceRequest]()
         num_places = 0
         for ask in asks:
             fits = num_places + len(ask.places) <= MOST_PLACES
-            if fits and ask not in alone:
+            if fits and ask not in isolated:
                 together.append(ask)
                 num_places += len(ask.places)
 
-        return together or [ask for ask in alone if self._is_due(ask.engine)][:1]
+        return together or [ask for ask in isolated if self._is_due(ask.engine)][:1]
 
     def _broken_rounds(self, engine: str) -> int:
         return self._broken.get(engine, (0, 0.0))[0]
@@ -137,7 +139,7 @@ class BroadcastSender:
         return time.monotonic() >= self._broken.get(engine, (0, 0.0))[1]
 
     async def _waiting(self, missing: set[str]) -> list[PlaceRequest]:
-        """Who asks for the version, once all these engines do, or EXPECT_S have gone by."""
+        """The asks for the version, once all these engines ask or EXPECT_S have passed."""
         ends = time.monotonic() + EXPECT_S
         try:
             latest = await in_thread(self._latest_version)
@@ -146,7 +148,7 @@ class BroadcastSender:
                 if missing <= {ask.engine for ask in asks} or time.monotonic() > ends:
                     return asks
                 await asyncio.sleep(LOOK_S)
-        except OSError as error:  # the folder is away, or full: again at the next look
+        except OSError as error:  # the folder is away, or full: try again at the next look
             self._say(
                 f"version {self._version} can't be sent, which is tried again while attempts are "
                 f"waited for: {self._files.folder}: {error.strerror or error}"
@@ -154,7 +156,7 @@ class BroadcastSender:
             return []
 
     def _latest_version(self) -> Latest:
-        """The version as engines find it, written again where that was damaged."""
+        """The version as engines see it, written again where it was damaged."""
         if not self._has_begun:
             self._files.begin()
             self._has_begun = True
@@ -164,9 +166,9 @@ class BroadcastSender:
         return self._latest
 
     def _send(self, asks: Sequence[PlaceRequest]) -> bool:
-        """One round, for these; whether it came to its end."""
+        """One round, for these engines; whether it was completed."""
         latest = self._latest
-        assert latest is not None  # or nobody could have asked for it
+        assert latest is not None  # otherwise no engine could have asked for it
 
         specs = self._specs()
         device = self._device()
@@ -187,8 +189,8 @@ class BroadcastSender:
                 rank += len(ask.places)
 
             with self._files.round(round_id, answers):
-                one = next(iter(answers.values()))
-                refusals = send(self._files, one, specs, self._tensors, device)
+                answer = next(iter(answers.values()))
+                refusals = send(self._files, answer, specs, self._tensors, device)
         except WeightsLostError as error:
             self._was_broken_off(asks, str(error))
             return False
@@ -240,7 +242,7 @@ class BroadcastSender:
         return next(iter(trained_weights(self._model).values())).device
 
     def _tensors(self) -> AbstractContextManager[Iterable[tuple[str, torch.Tensor]]]:
-        """In the order of `_specs`; gathered one by one from a model that lies in parts."""
+        """In the order of `_specs`; gathered one by one from a model in parts."""
         how = in_parts(self._model)
         if how is not None:
             return how.tensors(only_trained=True)

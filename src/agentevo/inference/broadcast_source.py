@@ -1,8 +1,8 @@
 """An engine's side of weights that go over a process group: it asks for the newest version, waits
 for the round that the trainer answers with, and receives.
 
-One ask is out at a time. It is renewed while somebody waits, here, and is of the version that was
-newest when it was written: once there is a newer one, that is asked for instead.
+One ask exists at a time. It is renewed while a caller waits here, and names the version that was
+newest when it was written. Once there is a newer version, the engine asks for that one instead.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from agentevo.inference.weight_transport import Latest
 from agentevo.models.parts import Spec
 
 WAIT_S = 2.0
-"""Longest wait of one call, in seconds; the ask stays."""
+"""Longest wait of one call, in seconds; the ask remains."""
 ANSWER_S = 3.0
-"""An ask that is gone for so long without an answer was deleted, and is written anew."""
+"""An ask that is gone for this long without an answer was deleted, and is rewritten."""
 LOOK_S = 0.1
 
 
@@ -92,11 +92,11 @@ class BroadcastSource:
         return Incoming(str(self._files.folder), answer)
 
     def withdraw(self) -> None:
-        """See GroupSource.withdraw. A round that is answered already is joined by the thread that
-        waits for it."""
+        """See GroupSource.withdraw. If a round is answered already, the thread that waits for it
+        joins it."""
         self._has_ended = True
         ask = self._asked
-        with suppress(OSError):  # which is stale soon
+        with suppress(OSError):  # the ask is stale soon
             if ask is not None and self._files.withdraw(ask):
                 self._asked = None
 
@@ -137,7 +137,7 @@ class BroadcastSource:
 
 
 def receive_place(incoming: Incoming, place: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """What one of an engine's places is sent, see `receive`. Raises EngineError."""
+    """What one of an engine's places receives, see `receive`. Raises EngineError."""
     files = BroadcastFiles(Path(incoming.folder))
     specs = files.contents(incoming.answer.sha256).specs
     try:

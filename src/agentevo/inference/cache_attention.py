@@ -1,24 +1,25 @@
 """Attention of an engine step: every new token against its own sequence's keys and values, and
 against a shared prefix.
 
-    build_batch (batch.py) -> CacheAttention: Rows, sequences of like length with the same prefix
+    build_batch (batch.py) -> CacheAttention: CacheRows, sequences of like length with one prefix
     attend, per layer      -> _write: new keys and values into their slots
-                           -> _summed, _multiplied: on a CPU in float32, in order
-                           -> _fused: elsewhere, with PyTorch's own attention
+                           -> _by_own_kernels, _attend_few_in_order, _attend_many_in_order: on a
+                              CPU in float32, in order
+                           -> _attend_fused: elsewhere, with PyTorch's own attention
 
 Letters in shapes: T new tokens of the step, B sequences, Q queries of a sequence, K keys, H heads,
 G key-value heads, R = H / G query heads per key-value head, D numbers of a head, P tokens of a
 shared prefix.
 
-A sequence either copied a short prefix into its slot, or refers to a long one: then its queries
-meet the segment together with those of all other sequences that refer to it, as one matrix product
-(as in Hydragen, arXiv 2402.05099).
+A sequence either copies a short prefix into its slot or refers to a long one. In the second case
+its queries meet the segment together with those of all other sequences that refer to it, as one
+matrix product (as in Hydragen, arXiv 2402.05099).
 
-In order, on a CPU in float32: the scores of a query are one row, prefix first. Its output is summed
-over the keys one after the other, whichever kernel does it, in stretches of ORDERED positions that
-are then added up. Keys that a query does not see add zeros. So a token's numbers depend on the
-tokens before it and on nothing else: not on how many queries are computed at once, on what is
-padded, or on who shares the prefix (tests/inference/test_batch_invariance.py).
+In order, on a CPU in float32: the scores of a query are one row, prefix first. Every kernel sums
+the output over the keys one after the other, in stretches of ORDERED positions that are then added
+up. Keys that a query does not see add zeros. A token's numbers therefore depend only on the tokens
+before it: not on the number of queries that are computed at once, on padding, or on the sequences
+that share the prefix (tests/inference/test_batch_invariance.py).
 
     own kernels   (`models/cpu_kernels.py`) for any number of queries, with a prefix or without;
                   not where scores are capped, or a head's numbers are no multiple of a vector
@@ -27,8 +28,8 @@ padded, or on who shares the prefix (tests/inference/test_batch_invariance.py).
                   outputs sums of the table of values weighted by attention, one call for all
     many          matrix products, one sequence and key-value head after the other
 
-Elsewhere the two parts of the softmax are joined by their log-sum-exp (cascade attention), and the
-last digits do depend on the company.
+Elsewhere the log-sum-exp joins the two parts of the softmax (cascade attention), and the last
+digits do depend on the other sequences of the step.
 """
 
 from __future__ import annotations
@@ -46,10 +47,11 @@ from agentevo.models.routers import Routing
 
 NEG_INF = float("-inf")
 FEW_QUERIES = 16
-"""Up to so many queries of a sequence and key-value head, weighted sums are faster on a CPU than
+"""Up to this many queries of a sequence and key-value head, weighted sums are faster on a CPU than
 matrix products (`benchmarks/passes.py`)."""
 FEW_SCORES = 8192
-"""So are more queries that meet few keys: up to so many scores of a sequence and key-value head."""
+"""The same holds for more queries over few keys: up to this many scores of a sequence and key-value
+head."""
 BLOCK_SCORES = 512 * 1024
 """Scores that are computed at once, so that they stay in the processor's cache."""
 FEWEST_KEYS = 32
@@ -126,12 +128,12 @@ class TableRows(NamedTuple):
 
 
 def _flat(lists: torch.Tensor) -> torch.Tensor:
-    """The lists one after the other, as embedding_bag takes them."""
+    """The lists concatenated, as embedding_bag takes them."""
     return lists.to(torch.int32).view(-1)
 
 
 def _starts(lists: torch.Tensor) -> torch.Tensor:
-    """Where each row of `lists` [n, size] starts when they lie flat."""
+    """Where each row of `lists` [n, size] starts in the flattened tensor."""
     return torch.arange(0, lists.numel(), lists.shape[1], dtype=torch.int32)
 
 
@@ -159,7 +161,7 @@ class CacheRows:
     stretches: list[Stretch]
     segment: PrefixSegment | None
     slots: torch.Tensor
-    """[B]; idle ones may lie between those in use."""
+    """[B]; there may be idle ones between those in use."""
     tokens: torch.Tensor
     queries: torch.Tensor
     lengths: torch.Tensor
@@ -172,11 +174,10 @@ class CacheRows:
     take_tokens: torch.Tensor
     """[n] the places in the step's token row that these queries are."""
     in_order: bool
-    """One query per sequence, and exactly the step's tokens in their order: nothing to gather or to
-    put back."""
+    """One query per sequence, and exactly the step's tokens in their order: no gathering or
+    scattering is needed."""
     even: bool
-    """In order, in neighbouring slots, and all of the same length: a group that started
-    together."""
+    """In order, in adjacent slots, and all of the same length: a group that started together."""
     _masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
     _stretch_masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)
     _tables: dict[tuple[int, ...], TableRows] = field(default_factory=dict)
@@ -187,10 +188,10 @@ class CacheRows:
         return 0 if self.segment is None else len(self.segment.ids)
 
     def few(self, repeat: int) -> bool:
-        """Whether weighted sums are for `repeat` queries per token and key-value head."""
+        """Whether weighted sums are used for `repeat` queries per token and key-value head."""
         num = self.tokens.shape[1] * repeat
         if self.segment is not None:
-            return num <= repeat  # what the scratch holds
+            return num <= repeat  # the capacity of the scratch rows
         return num <= FEW_QUERIES or num * self.max_length <= FEW_SCORES
 
     @property
@@ -242,19 +243,19 @@ class CacheRows:
             # The place of a query's key-value head among all slots' heads.
             heads = (self.slots[:, None] * groups + torch.arange(groups)).view(-1)  # [B * G]
             heads = heads.repeat_interleave(num_queries)  # [B * G * Q]
-            # Keys lie in blocks [D, KEY_BLOCK]: D consecutive rows per block.
+            # Keys are stored in blocks [D, KEY_BLOCK]: D consecutive rows per block.
             blocks = heads[:, None] * blocks_each + torch.arange(num_blocks(self.max_length))
             in_keys = blocks.view(-1, 1) * dim + torch.arange(dim)
 
-            # Values lie one after the other, `places` rows per head.
+            # Values are stored one after the other, `places` rows per head.
             in_values = heads[:, None] * places + torch.arange(self.max_length)
             # A sum ends wherever a stretch of ORDERED positions does.
             ends = torch.tensor(
                 range(ORDERED - self.prefix % ORDERED, self.max_length, ORDERED), dtype=torch.int64
             )
             if self.segment is not None:
-                own = torch.arange(num_queries).repeat(len(heads) // num_queries)
-                scratch = (heads + 1) * places - num_queries + own
+                query_index = torch.arange(num_queries).repeat(len(heads) // num_queries)
+                scratch = (heads + 1) * places - num_queries + query_index
                 in_values = torch.cat([scratch[:, None], in_values], dim=1)
                 ends = ends + 1
 
@@ -272,15 +273,17 @@ def _additive(
 ) -> torch.Tensor:
     """0 where a query at place `query` [..., Q] sees the key at place `key` [K], itself included,
     -inf elsewhere: [..., Q, K]."""
-    seen = key <= query[..., None]
+    is_visible = key <= query[..., None]
     if window is not None:
-        seen &= key > query[..., None] - window
-    return torch.zeros(seen.shape, dtype=dtype, device=key.device).masked_fill_(~seen, NEG_INF)
+        is_visible &= key > query[..., None] - window
+    return torch.zeros(is_visible.shape, dtype=dtype, device=key.device).masked_fill_(
+        ~is_visible, NEG_INF
+    )
 
 
 class CacheAttention:
-    """The plan of one engine step: writes the new keys and values, then lets every new token see
-    its own sequence."""
+    """The plan of one engine step: writes the new keys and values, then computes the attention of
+    every new token over its own sequence."""
 
     def __init__(
         self, cache: KVCache, slots: torch.Tensor, places: torch.Tensor, rows: list[CacheRows]
@@ -292,7 +295,7 @@ class CacheAttention:
         self.offsets = places % KEY_BLOCK
         self.rows = rows
         self.routing: Routing | None = None
-        """Hears of the experts that are chosen (models/routers.py)."""
+        """Records the experts that are chosen (models/routers.py)."""
         self._calls = 0
 
     def attend(
@@ -306,7 +309,7 @@ class CacheAttention:
     ) -> torch.Tensor:
         """See AttentionPlan.attend: q [T, H, D] -> [T, H, D]."""
         # 1. The new tokens' keys and values join their sequences in the cache. The calls of a pass
-        #    are told apart by their order: a layer may attend twice, or be passed several times.
+        # are distinguished by their order: a layer may attend twice, or be passed several times.
         layer = self._calls
         self._calls += 1
         num_tokens, num_heads, dim = q.shape
@@ -314,26 +317,26 @@ class CacheAttention:
         repeat = num_heads // groups
         in_order = available() and q.device.type == "cpu" and q.dtype == torch.float32
         keys, values = self.cache.layer(layer, k, scratch=repeat if in_order else 0)
-        own = _own_kernels(keys, values, softcap) if in_order else None
-        view = _Layer(layer, keys, values, scaling, window, softcap, own)
+        own_kernels = _own_kernels(keys, values, softcap) if in_order else None
+        view = _Layer(layer, keys, values, scaling, window, softcap, own_kernels)
 
-        if own is None:
+        if own_kernels is None:
             self._write(keys, values, k, v)
         else:
-            own[0].keep(own[1], k, v, self.slots, self.places)
+            own_kernels[0].keep(own_kernels[1], k, v, self.slots, self.places)
             q = q.contiguous()  # some models lay out their heads one after the other
 
         q = q.reshape(num_tokens, groups, repeat, dim)
         # 2. Every token against its own sequence. Decoding alone needs no gathering of queries.
         attended = _attend_few_in_order if in_order else _attend_fused
-        straight = own is None and len(self.rows) == 1 and self.rows[0].in_order
+        straight = own_kernels is None and len(self.rows) == 1 and self.rows[0].in_order
         if straight and (not in_order or repeat <= FEW_QUERIES):
             return attended(self.rows[0], q, view).reshape(num_tokens, num_heads, dim)
 
         out = torch.empty_like(q)
         for rows in self.rows:
             num_queries = rows.tokens.shape[1]
-            if own is not None:
+            if own_kernels is not None:
                 _by_own_kernels(rows, q, view, out)
                 continue
 
@@ -368,7 +371,7 @@ class CacheAttention:
 
 
 class _Layer(NamedTuple):
-    """What a layer's attention computes with besides queries."""
+    """The inputs of a layer's attention other than queries."""
 
     call: int
     keys: torch.Tensor
@@ -393,8 +396,8 @@ def _own_kernels(
 
 
 def _by_own_kernels(rows: CacheRows, q: torch.Tensor, layer: _Layer, out: torch.Tensor) -> None:
-    """Attention by our own kernels, in order: q [T, G, R, D] of the whole step, into `out`, which
-    is like it."""
+    """Attention by our own kernels, in order: q [T, G, R, D] of the whole step, into `out` of the
+    same shape."""
     assert layer.own is not None
 
     kernels, cache = layer.own
@@ -440,18 +443,18 @@ def _attend_few_in_order(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> tor
 
     mask = rows.mask(layer.window, num // rows.tokens.shape[1], q.dtype)
     weights = _softmax(_mask_scores(scores, mask, layer.softcap))
-    whole = None  # of the prefix, what its whole stretches add up to
+    prefix_sums = None  # sums over the whole stretches of the prefix
     if rows.segment is not None:
         ends = prefix // ORDERED * ORDERED
-        whole = q.new_zeros(q.shape) if ends else None
+        prefix_sums = q.new_zeros(q.shape) if ends else None
         for head, v in enumerate(rows.segment.values[layer.call]):
             of_head = weights[:, head, :, :prefix].reshape(-1, prefix)
             rest = _product(of_head[:, ends:], v[ends:].t()) if ends < prefix else q.new_zeros(())
             values[rows.where, head, places - num :] = rest.expand(batch * num, dim).view(
                 batch, num, dim
             )
-            if whole is not None:
-                whole[:, head] = _multiply_in_order(of_head[:, :ends], v[:ends]).view(
+            if prefix_sums is not None:
+                prefix_sums[:, head] = _multiply_in_order(of_head[:, :ends], v[:ends]).view(
                     batch, num, dim
                 )
 
@@ -459,7 +462,7 @@ def _attend_few_in_order(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> tor
 
     sums = weighted_sums(values.view(-1, dim), tables.values, tables.value_starts, weights)
     stretches = sums.view(*q.shape[:3], -1, dim).unbind(3)
-    out = stretches[0] if whole is None else whole + stretches[0]
+    out = stretches[0] if prefix_sums is None else prefix_sums + stretches[0]
     for stretch in stretches[1:]:
         out = out + stretch
 
@@ -467,8 +470,8 @@ def _attend_few_in_order(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> tor
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x @ weight.T for x [rows, in] and weight [out, in], of which the rows of x are summed in the
-    same order also where there is only one."""
+    """x @ weight.T for x [rows, in] and weight [out, in]. The rows of x are summed in the same
+    order also where there is only one."""
     return product(x.expand(2, -1), weight)[:1] if x.shape[0] == 1 else product(x, weight)
 
 
@@ -484,9 +487,9 @@ def _multiply_in_order(weights: torch.Tensor, values: torch.Tensor) -> torch.Ten
 def _attend_many_in_order(
     rows: CacheRows, q: torch.Tensor, layer: _Layer, out: torch.Tensor
 ) -> None:
-    """Attention of many queries per sequence, in order: q [T, G, R, D] of the whole step,
-    into `out`, which is like it. Matrix products of one stretch's key-value heads, of as many
-    queries at once as leave the scores in the processor's cache."""
+    """Attention of many queries per sequence, in order: q [T, G, R, D] of the whole step, into
+    `out` of the same shape. Matrix products of one stretch's key-value heads, of as many queries at
+    once as keep the scores in the processor's cache."""
     _, groups, repeat, dim = q.shape
     for index, (start, count, slot, length) in enumerate(rows.stretches):
         k = in_rows(layer.keys[slot, :, : num_blocks(length)])[:, :length]
@@ -499,18 +502,20 @@ def _attend_many_in_order(
         step = max(16, BLOCK_SCORES // k.shape[1] // repeat // groups)
         for first in range(0, count, step):
             last = min(first + step, count)
-            seen = k.shape[1] - count + last  # keys that the last of these queries sees
-            here = slice(start + first, start + last)
-            scaled = q[here] * layer.scaling
+            num_visible = k.shape[1] - count + last  # keys that the last of these queries sees
+            span = slice(start + first, start + last)
+            scaled = q[span] * layer.scaling
             blocks = scaled.transpose(0, 1).reshape(groups, -1, dim)  # [G, N, D]
-            by_head = zip(blocks.unbind(), k[:, :seen].unbind(), strict=True)
+            by_head = zip(blocks.unbind(), k[:, :num_visible].unbind(), strict=True)
             scores = torch.cat([_product(*of_head) for of_head in by_head])
-            scores = scores.view(groups, -1, repeat, seen)
-            weights = _softmax(_mask_scores(scores, mask[first:last, None, :seen], layer.softcap))
-            weights = weights.view(groups, -1, seen)
-            by_head = zip(weights.unbind(), v[:, :seen].unbind(), strict=True)
+            scores = scores.view(groups, -1, repeat, num_visible)
+            weights = _softmax(
+                _mask_scores(scores, mask[first:last, None, :num_visible], layer.softcap)
+            )
+            weights = weights.view(groups, -1, num_visible)
+            by_head = zip(weights.unbind(), v[:, :num_visible].unbind(), strict=True)
             parts = torch.cat([_multiply_in_order(*of_head) for of_head in by_head])
-            out[here] = parts.view(groups, -1, repeat, dim).transpose(0, 1)
+            out[span] = parts.view(groups, -1, repeat, dim).transpose(0, 1)
 
 
 def _attend_fused(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> torch.Tensor:
@@ -525,10 +530,10 @@ def _attend_fused(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> torch.Tens
     mask = rows.mask(layer.window, q.shape[2] // rows.tokens.shape[1], q.dtype)
     k = in_rows(layer.keys[where, :, : num_blocks(length)])[:, :, :length]
     v = layer.values[where, :, :length]
-    own = None if mask is None else mask[..., prefix:]
+    own_mask = None if mask is None else mask[..., prefix:]
     scaling = layer.scaling
     softcap = layer.softcap
-    out, lse = attention(q, k, v, own, scaling, softcap, rows.segment is not None)
+    out, lse = attention(q, k, v, own_mask, scaling, softcap, rows.segment is not None)
     if rows.segment is None:
         return out
 
@@ -547,6 +552,6 @@ def _attend_fused(rows: CacheRows, q: torch.Tensor, layer: _Layer) -> torch.Tens
     batch, groups, num, dim = q.shape
     part = part.view(groups, batch, num, dim).transpose(0, 1)
     of_part = of_part.view(groups, batch, num).transpose(0, 1)
-    # The share of the softmax mass that lies in the prefix.
+    # The share of the softmax mass in the prefix.
     weight = torch.sigmoid(of_part.float() - lse.float()).unsqueeze(-1).to(out.dtype)
     return out.lerp(part, weight)

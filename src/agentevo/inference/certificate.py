@@ -1,10 +1,10 @@
-"""The certificate that a run's engines show to clients on other machines: a key and a certificate
-signed by itself in RUN/engines/tls.pem, for its owner's eyes only.
+"""The certificate that a run's engines show to clients on other machines: a key and a self-signed
+certificate in RUN/engines/tls.pem, readable by its owner only.
 
-Whichever engine wants it first makes it, and it appears whole. Clients know it by its fingerprint,
-the SHA-256 of its DER form, which an engine announces: a pin, so names, dates and authorities
-decide nothing, and clocks may differ. An engine goes on with the one that it began with when the
-file is deleted; the next one to start makes another.
+The first engine that needs it creates it, and it appears whole. Clients know it by its fingerprint,
+the SHA-256 of its DER form, which an engine announces. The fingerprint is a pin: names, dates and
+authorities decide nothing, and clocks may differ. When the file is deleted, a running engine keeps
+the certificate that it started with, and the next engine to start creates another one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agentevo.files import create_atomic, write_atomic
 NAME = "tls.pem"
 PUBLIC_NAME = "certificate.pem"
 HOST = "agentevo"
-"""The name in the certificate, for people's tools: no engine is called so, and no client of ours
+"""The name in the certificate, for people's tools: no engine has this name, and no client of ours
 compares it."""
 _CERTIFICATE = re.compile(
     "-----BEGIN CERTIFICATE-----\n[^-]+-----END CERTIFICATE-----\n?", re.ASCII
@@ -33,8 +33,8 @@ _CERTIFICATE = re.compile(
 
 
 class RunCertificate:
-    """See the module. `folder` is the run's `engines`; `hosts` are names and addresses that a new
-    certificate is for, besides HOST: for clients that compare them."""
+    """See the module. `folder` is the run's `engines`. `hosts` are names and addresses, in addition
+    to HOST, that a new certificate covers: for clients that compare them."""
 
     def __init__(self, folder: Path, hosts: Sequence[str] = ()) -> None:
         self.file = folder / NAME
@@ -42,8 +42,8 @@ class RunCertificate:
         self.public_file = folder / PUBLIC_NAME
 
     def server_context(self) -> tuple[ssl.SSLContext, str]:
-        """What an engine serves with, and its fingerprint; made if there is none. Raises
-        EngineError where the file can't be used."""
+        """The context with which an engine serves, and the certificate's fingerprint; creates the
+        certificate if there is none. Raises EngineError where the file can't be used."""
         if not self.file.exists():
             self._make()
 
@@ -58,7 +58,7 @@ class RunCertificate:
         except OSError as error:
             raise self._unusable(error) from error
 
-        if self.fingerprint() != fingerprint:  # somebody replaced the file meanwhile
+        if self.fingerprint() != fingerprint:  # another process has replaced the file since
             return self.server_context()
 
         return context, fingerprint
@@ -77,8 +77,8 @@ class RunCertificate:
             raise self._damage_error() from error
 
     def publish(self) -> Path:
-        """Writes the certificate without its key beside it, for clients that are to trust it, and
-        returns that file. Raises EngineError where there is none."""
+        """Writes the certificate without its key to a separate file for clients that are to trust
+        it, and returns that file. Raises EngineError where there is none."""
         try:
             certificate = _CERTIFICATE.search(self.file.read_text(encoding="ascii"))
             if certificate is None:
@@ -122,8 +122,8 @@ def check_installed() -> None:
 
 
 def new_certificate(hosts: Sequence[str] = ()) -> str:
-    """A new key (P-256) and a certificate for it and these hosts, in PEM. It is valid for ever:
-    what ends it is that its run forgets it."""
+    """A new key (P-256) and a certificate for it and these hosts, in PEM. It does not expire: it
+    ends when its run forgets it."""
     check_installed()
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -160,7 +160,7 @@ def new_certificate(hosts: Sequence[str] = ()) -> str:
 
 
 def _host_name(host: str) -> Any:
-    """A host as a certificate has it."""
+    """A host in the form that certificates have."""
     from cryptography import x509
 
     try:
@@ -170,11 +170,11 @@ def _host_name(host: str) -> Any:
 
 
 def _usage() -> Any:
-    """What clients that check strictly want to see of an authority that is its own server."""
+    """The key usage that strict clients require of an authority that is its own server."""
     from cryptography.x509 import KeyUsage
 
     may = dict.fromkeys(("digital_signature", "key_cert_sign"), True)
-    others = (
+    denied = (
         "content_commitment",
         "key_encipherment",
         "data_encipherment",
@@ -183,4 +183,4 @@ def _usage() -> Any:
         "encipher_only",
         "decipher_only",
     )
-    return KeyUsage(**may, **dict.fromkeys(others, False))
+    return KeyUsage(**may, **dict.fromkeys(denied, False))

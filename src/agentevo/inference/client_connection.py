@@ -1,9 +1,9 @@
-"""A client's WebSocket to one engine, over which all of its requests go side by side
+"""A client's WebSocket to one engine, which carries all of its requests concurrently
 (`messages.py`; the other end is `server_connection.py`).
 
-When the connection ends, by whichever side or by nobody's wish, every request on it ends with
-LostError, and the engine drops them too. An engine that hangs keeps its connection open: that it is
-silent is for the owner to notice, by the times of its states, and to `abandon`.
+When the connection ends, whether or not a side closes it, every request on it ends with LostError,
+and the engine drops them too. An engine that hangs keeps its connection open: the owner has to
+notice its silence by the times of its states, and to `abandon` it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _WEBSOCKET_LOG = logging.getLogger(f"{__name__}.websocket")
 _WEBSOCKET_LOG.setLevel(logging.INFO)  # headers, and with them the secret, are logged at DEBUG
 CONNECT_S = 2.0
 ENCRYPTED_CONNECT_S = 5.0
-"""TLS takes three steps of the engine more, which run on the same event loop as its door."""
+"""TLS takes three more steps of the engine, which run on the same event loop as its server."""
 CLOSE_S = 1.0
 FORBIDDEN = 403
 """Status of a handshake without the run's secret."""
@@ -75,18 +75,18 @@ class LostError(Exception):
 
 
 class RefusedError(LostError):
-    """The engine does not take this client, or can't be shown who it is."""
+    """The engine does not accept this client, or the client can't prove its identity."""
 
 
 class _connect(connect):
-    """Never goes where a server sends it: the secret is for the engine alone."""
+    """Follows no redirect: the secret is for the engine alone."""
 
     def process_redirect(self, exc: Exception) -> Exception | str:
         return exc
 
 
 def _tls() -> ssl.SSLContext:
-    """The engine is known by its fingerprint, which `_pinned_to` compares: nothing else counts."""
+    """The client identifies the engine only by its fingerprint, which `_pinned_to` compares."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -95,7 +95,7 @@ def _tls() -> ssl.SSLContext:
 
 
 def _pinned_to(address: EngineAddress) -> type[WebSocket]:
-    """Connections that compare the certificate before a word of the request is sent."""
+    """Connections that compare the certificate before any part of the request is sent."""
 
     class Pinned(WebSocket):
         async def handshake(self, *args: Any, **options: Any) -> None:
@@ -130,7 +130,7 @@ class ClientConnection:
         self._streams: dict[int, StreamedTokens] = {}
         self._watches: dict[int, asyncio.Future[None]] = {}
         self.lost: LostError | None = None
-        """Why the connection has ended; None while it stands."""
+        """Why the connection has ended; None while it is open."""
         self._tasks = [
             asyncio.ensure_future(self._close_at_end(self._read)),
             asyncio.ensure_future(self._close_at_end(self._write)),
@@ -146,9 +146,9 @@ class ClientConnection:
         every_s: float,
         hear: Callable[[StateReport], None],
     ) -> ClientConnection:
-        """Connects to the engine; `hear` is called with its state every `every_s`. Raises LostError
-        if it can't be reached, and RefusedError if it belongs to another run or shows another
-        certificate than that of its address: then it is told nothing."""
+        """Connects to the engine; `on_report` is called with its state every `every_s`. Raises
+        LostError if it can't be reached. Raises RefusedError if it belongs to another run or shows
+        another certificate than that of its address, and sends it nothing then."""
         url = address.url
         tls: dict[str, Any] = {"ssl": _tls()} if address.certificate else {}
         try:
@@ -174,7 +174,7 @@ class ClientConnection:
                 f"{url} is of another run: it refuses the secret in {secret.file}; put its own "
                 "run's there"
             ) from error
-        except (OSError, WebSocketException, ValueError) as error:  # ValueError: a URL that is none
+        except (OSError, WebSocketException, ValueError) as error:  # ValueError: an invalid URL
             raise LostError(f"{url}: {type(error).__name__} {error}".rstrip()) from error
 
         return cls(websocket, url, every_s, hear)
@@ -192,8 +192,8 @@ class ClientConnection:
         deadline_s: float,
         streamed: StreamedTokens | None = None,
     ) -> Completion:
-        """See Engine.generate. `streamed` is told the tokens as they come, and in the end those
-        that haven't come. Raises LostError when the connection ends before the answer has come."""
+        """See Engine.generate. `streamed` gets the tokens as they come, and at the end those that
+        have not come yet. Raises LostError when the connection ends before the answer has come."""
         message = Generate(
             id=next(self._ids),
             prompt_ids=prompt_ids,
@@ -255,19 +255,19 @@ class ClientConnection:
         raise LostError(str(answer)) if isinstance(answer, LostError) else error_of(answer)
 
     def release(self, session: str) -> None:
-        """See Engine.release: the engine is told with the next frame."""
+        """See Engine.release: the next frame carries it to the engine."""
         if self.lost is None:
             self._outbox.put(Release(session=session))
 
     async def look(self) -> None:
-        """Returns when a state has been heard that is younger than this call, or the connection has
-        ended. Without a deadline."""
+        """Returns when a state younger than this call has arrived, or the connection has ended.
+        Without a deadline."""
         if self.lost is None:
             await self._watch()
 
     def abandon(self, reason: str) -> None:
-        """Ends the connection at once, without a word to the other side, and every request on it
-        with LostError."""
+        """Ends the connection at once, without a close frame, and every request on it with
+        LostError."""
         if self.lost is not None:
             return
 
@@ -287,7 +287,7 @@ class ClientConnection:
         self._websocket.transport.abort()
 
     async def close(self) -> None:
-        """Sends what is still waiting, if the engine takes it, and ends the connection."""
+        """Sends the waiting messages, if the engine takes them, and ends the connection."""
         with suppress(ConnectionClosed, TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 while self.lost is None and (frame := self._outbox.frame()) is not None:
@@ -303,7 +303,7 @@ class ClientConnection:
         return future
 
     async def _close_at_end(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Whatever ends reading or writing ends the connection, with its reason."""
+        """The end of reading or writing ends the connection, with its reason."""
         reason = "the connection broke"
         try:
             await work()
@@ -326,7 +326,8 @@ class ClientConnection:
                     future.set_result(message)
 
     def _pass_on(self, tokens: DrawnTokens) -> None:
-        """Tells the listener of their request, which ends when that goes wrong."""
+        """Passes tokens to the listener of their request; a failure of the listener ends the
+        request."""
         streamed = self._streams.get(tokens.id)
         future = self._answers.get(tokens.id)
         if streamed is None or future is None or future.done():

@@ -1,14 +1,15 @@
 """One conversation with the policy, recorded token for token as a tree of turns. The agent's handle
-(agents/policy.py) wraps it, and so can any other door to the same engine.
+(agents/policy.py) wraps it, and so can any other interface to the same engine.
 
-`complete(messages)` takes the whole history, as a chat API does. The longest recorded history that
-it begins with is found (history.py), and only the messages after it are encoded, so what the model
-said is never encoded again. A history that was edited matches less, and its turn starts a new
-branch or root (types.Turn.parent); so do other tools, which the template writes before the first
-message. What comes back otherwise than it was recorded is counted (drift.py). Token ids in place of
-messages are matched against the recorded ids, and so is a plain text (plain_prompts.py).
+`complete(messages)` takes the whole history, as a chat API does. It finds the longest recorded
+history that the messages begin with (history.py) and encodes only the messages after it, so the
+model's own text is never encoded again. A history that was edited matches less, and its turn starts
+a new branch or root (types.Turn.parent). So do other tools, because the template writes them before
+the first message. Messages that come back in another form than recorded are counted (drift.py).
+Token ids in place of messages are matched against the recorded ids, and so is a plain text
+(plain_prompts.py).
 
-Every request gets a seed of its own, made from the conversation's seed and the number of the
+Every request gets a seed of its own, derived from the conversation's seed and the number of the
 request. Calls may overlap: turns are numbered in the order in which they end.
 """
 
@@ -58,8 +59,8 @@ from agentevo.types import (
 )
 
 CompletionListener = Callable[[int, Sequence[int], Sequence[float]], None]
-"""Is told the tokens of a call's completions as they are drawn: the number of the completion, from
-0, ids, and the log-prob of each (see TokenListener)."""
+"""Gets the tokens of a call's completions as they are drawn: the number of the completion, from 0,
+ids, and the log-prob of each (see TokenListener)."""
 MAX_COMPLETIONS = 1024
 """Completions that one call may ask for."""
 COUNTED_CHARACTERS = 16
@@ -74,7 +75,7 @@ def check_count(n: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """What a call asks, and how it joins what is recorded."""
+    """The prompt of a call, and how it joins the recorded turns."""
 
     parent: int | None
     added: list[int]
@@ -83,7 +84,7 @@ class _Prompt:
     """The whole prompt."""
     new_messages: list[Message]
     asked: HistoryNode | None = None
-    """The last message that was asked; None where token ids or a text were given."""
+    """The last message of the history; None where token ids or a text were given."""
     text: str | None = None
     """The whole prompt where a plain text was given."""
 
@@ -121,17 +122,17 @@ class Conversation:
         self._texts = PlainTexts(chat, self._context)
         self._discarded: set[int] = set()
         self._malformed: dict[int, int] = {}
-        """Turn -> what it began as a tool call and is none."""
+        """Turn -> the number of its malformed tool calls."""
         self._pending: Counter[int] = Counter()
         """Version when a call was made -> calls without an answer."""
         self._closed = False
         self.calls = calls or AttemptCalls(None, name)
         """Where its calls are recorded."""
         self.drift = Drift()
-        """What came back otherwise than it was recorded."""
+        """Messages that came back in another form than recorded."""
         self.broken: BaseException | None = None
-        """The engine's first failure, whatever the agent made of it. A request that is too long is
-        the agent's own."""
+        """The engine's first failure, even if the agent handled it. A request that is too long is
+        the agent's own failure."""
 
     @property
     def name(self) -> str:
@@ -154,7 +155,7 @@ class Conversation:
 
     @property
     def slept_s(self) -> float:
-        """Seconds that the engine has slept so far: nobody's fault."""
+        """Seconds that the engine has slept so far, which count against no caller."""
         return self._engine.slept_s if isinstance(self._engine, SleepingEngine) else 0.0
 
     async def complete(
@@ -170,17 +171,17 @@ class Conversation:
         top_logprobs: int = 0,
         drawn: Callable[[Sequence[Completion]], None] | None = None,
     ) -> list[Turn]:
-        """`n` answers of the policy to a history that ends with someone else's message, to token
-        ids, or to a plain text: recorded turns with one parent. All of them are recorded, or
-        none. `tools` are JSON schemas in OpenAI's form, which the chat template writes into the
-        prompt. `form`: what the answers have to look like. `listen` is told every token of every
-        completion, each completion's in order, before this returns; `sized`, before the first
-        of them, how many tokens the prompt has, and how many of them were recorded; `drawn`, the
+        """`n` answers of the policy to a history that ends with another party's message, to token
+        ids, or to a plain text: recorded turns with one parent. All of them are recorded, or none.
+        `tools` are JSON schemas in OpenAI's form, which the chat template writes into the prompt.
+        `form`: the form that the answers must have. `listen` gets every token of every completion,
+        each completion's in order, before this returns. `sized` gets, before the first token, the
+        number of tokens of the prompt and how many of them were recorded. `drawn` gets the
         completions, each with the likeliest `top_logprobs` tokens at its places.
 
         Raises BadRequestError for what can't be asked, RequestTooLongError when the context is
-        full, GrammarError for a form that can't be followed, DeadlineExceededError when the
-        engine is late, ListenerError when `listen` raises.
+        full, GrammarError for a form that can't be followed, DeadlineExceededError when the engine
+        is late, ListenerError when `listen` raises.
         """
         check_count(n)
         grammar = grammar_of(form, self._chat, tools, prompt)
@@ -196,13 +197,13 @@ class Conversation:
         if sized is not None:
             sized(len(joined.ids), len(joined.ids) - len(joined.added))
 
-        asked = {
+        request_fields = {
             "grammar": grammar,
             "top_logprobs": top_logprobs,
             "routed_from": max(len(joined.ids) - len(joined.added) - 1, 0),
         }
         requests = [
-            msgspec.structs.replace(self._request(overrides, number, room), **asked)
+            msgspec.structs.replace(self._request(overrides, number, room), **request_fields)
             for number in range(n)
         ]
         call = self.calls.call("policy", "generate", prompt_tokens=len(joined.ids))
@@ -227,8 +228,8 @@ class Conversation:
         tools: Sequence[Mapping[str, Any]] | None,
         ids: Sequence[int],
     ) -> None:
-        """What is recorded of a call: small facts for the store, and for its span, if the run is
-        traced, what was said. `ids`: the whole prompt that the turns answered."""
+        """Records a call: small facts for the store and, if the run is traced, the messages for its
+        span. `ids`: the whole prompt that the turns answered."""
         versions = [version for turn in turns for version in turn.versions]
         call.note(
             turn=turns[0].index,
@@ -259,11 +260,11 @@ class Conversation:
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> int:
         """How many tokens the prompt has that `complete` would send for this history, which may be
-        longer than the model's context. Nothing is recorded, and nothing is counted as drift.
-        Raises RequestTooLongError for what is far longer."""
+        longer than the model's context. Records nothing, and counts no drift. Raises
+        RequestTooLongError for a history that is far longer."""
         written = ToolSchemas.of(tools)
-        found = self._histories.find(written, messages)
-        new = list(messages[found.known :])
+        match = self._histories.find(written, messages)
+        new = list(messages[match.known :])
         characters = num_characters(new) + len(written.as_json)
         longest = max(COUNTED_CHARACTERS * self._context_length, LONG_TEXT)
         if characters > longest or len(new) > max(self._context_length, LONG_TEXT):
@@ -272,16 +273,16 @@ class Conversation:
                 f"than the model's context of {self._context_length} tokens: shorten them"
             )
 
-        added = await self._encode_new(found, new)
-        return len(self._recorded_of(found)) + len(added)
+        added = await self._encode_new(match, new)
+        return len(self._recorded_of(match)) + len(added)
 
     async def check(self, prompt: str | Sequence[int | Message]) -> None:
-        """Raises what `complete` raises of a text or of token ids, and does nothing else."""
+        """Raises what `complete` raises for a text or token ids, and does nothing else."""
         await self._join(prompt, ToolSchemas())
 
     def recognise(self, turn: int, message: Message) -> None:
-        """From now on `message` in the place of what turn `turn` said is that turn as well: for a
-        caller that passes answers on in another form, with tool calls and reasoning read out of
+        """From now on `message` in the place of turn `turn`'s answer means that turn as well: for a
+        caller that passes answers on in another form, with tool calls and reasoning parsed from
         their text. A client may write it in a form of its own (equivalence.py)."""
         answer = self._answers[turn]
         if answer is None:
@@ -292,14 +293,14 @@ class Conversation:
             self.drift.record(answer, message)
 
     def note_malformed(self, turn: int, count: int) -> None:
-        """What turn `turn` said has so many malformed calls of tools, for a caller that reads calls
-        out of its text."""
+        """The answer of turn `turn` has this many malformed tool calls, for a caller that parses
+        calls from its text."""
         self._malformed[turn] = count
 
     def discard(self, turn: int) -> None:
-        """Nobody received what turn `turn` said. Nobody acted on it, so it earned nothing, and it
-        is no part of what is recorded of the attempt; but where a turn goes on from it, somebody
-        has received it."""
+        """The answer of turn `turn` was not delivered. No one acted on it, so it earned nothing and
+        is not recorded with the attempt. A turn that continues from it proves that it was delivered
+        after all."""
         self._discarded.add(turn)
         answer = self._answers[turn]
         if answer is not None:
@@ -310,12 +311,12 @@ class Conversation:
 
     @property
     def received(self) -> list[int]:
-        """The indices of all turns but those that nobody received."""
+        """The indices of all turns except those that were not delivered."""
         return [turn.index for turn in self._turns if not self._is_lost(turn.index)]
 
     def turns_to_record(self, rewards: Mapping[int, float]) -> list[Turn]:
-        """The turns for the trajectory, with their rewards by index: without those that nobody
-        received, and numbered anew where some are missing."""
+        """The turns for the trajectory, with their rewards by index: without those that were not
+        delivered, and renumbered where some are missing."""
         numbers = {index: number for number, index in enumerate(self.received)}
         return [
             msgspec.structs.replace(
@@ -328,8 +329,8 @@ class Conversation:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """For the trajectory; nothing where nothing drifted, all was received, and every call of a
-        tool was well formed."""
+        """For the trajectory; empty where nothing drifted, all was received, and every tool call
+        was well formed."""
         received = self.received
         counts = {
             "num_undelivered": len(self._turns) - len(received),
@@ -342,8 +343,8 @@ class Conversation:
         return context_of(self._turns, turn)
 
     def first_difference(self, place: DriftPlace) -> TokenDifference | None:
-        """The first token that encoding a request as a whole would have made another than it was
-        recorded. None where there is none. Raises ModelError for what the template refuses."""
+        """The first token that would differ from the recorded one if a request were encoded as a
+        whole. None where there is none. Raises ModelError for what the template refuses."""
         recorded = self._context(place.turn)
         rendered = self._chat.first_prompt(place.messages, place.tools)
         return first_difference(
@@ -352,15 +353,15 @@ class Conversation:
 
     @property
     def chat(self) -> ChatFormat:
-        """How its messages read as tokens."""
+        """The format that turns its messages into tokens."""
         return self._chat
 
     def opening(self, turn: Turn) -> str:
-        """What the prompt of a turn said in the assistant's place, such as "<think>\\n"."""
+        """The text that the prompt of a turn put in the assistant's place, such as "<think>\\n"."""
         return self._chat.opening_of(turn.prompt_ids)
 
     async def close(self) -> None:
-        """Frees the engine's memory of the conversation, which takes no further call."""
+        """Frees the engine's memory of the conversation, which then takes no further call."""
         self._closed = True
         await self._engine.release(self._name)
 
@@ -371,44 +372,44 @@ class Conversation:
             return self._join_ids(cast("Sequence[int]", prompt))
 
         messages = cast("Sequence[Message]", prompt)
-        found = self._histories.find(tools, messages)
-        before = self._recorded_of(found)
-        new = list(messages[found.known :])
+        match = self._histories.find(tools, messages)
+        before = self._recorded_of(match)
+        new = list(messages[match.known :])
         self._check_length(len(before), num_characters(new) + len(tools.as_json), len(new))
-        added = await self._encode_new(found, new)
-        parent = None if found.answer is None else found.answer.turn
-        self.drift.count(found)
+        added = await self._encode_new(match, new)
+        parent = None if match.answer is None else match.answer.turn
+        self.drift.count(match)
 
-        return _Prompt(parent, added, before + added, new, self._histories.add(found))
+        return _Prompt(parent, added, before + added, new, self._histories.add(match))
 
-    def _recorded_of(self, found: HistoryMatch) -> list[int]:
-        """Ids up to the answer that a request goes on from."""
-        turn = None if found.answer is None else found.answer.turn
+    def _recorded_of(self, match: HistoryMatch) -> list[int]:
+        """Ids up to the answer that a request continues from."""
+        turn = None if match.answer is None else match.answer.turn
         return [] if turn is None else self._context(turn)
 
-    async def _encode_new(self, found: HistoryMatch, new: list[Message]) -> list[int]:
+    async def _encode_new(self, match: HistoryMatch, new: list[Message]) -> list[int]:
         """Ids of the messages after that answer."""
-        tools = found.root.tools
-        parent = None if found.answer is None else found.answer.turn
+        tools = match.root.tools
+        parent = None if match.answer is None else match.answer.turn
 
         def encode() -> list[int]:
             if parent is None:
                 return self._chat.first_prompt(new, tools)
-            ended = self._turns[parent].completion_ids[-1] in self._chat.end_ids
-            return self._chat.continuation(new, ended_with_stop=ended, tools=tools)
+            ended_with_stop = self._turns[parent].completion_ids[-1] in self._chat.end_ids
+            return self._chat.continuation(new, ended_with_stop=ended_with_stop, tools=tools)
 
-        # Short ones on the spot: the order of events decides which requests share a step.
+        # Short ones in this thread: the order of events decides which requests share a step.
         return await in_thread(encode) if is_long(new) else encode()
 
     def _context(self, turn: int) -> list[int]:
         """Every id up to and including the turn's completion."""
         return context_of(self._turns, turn) + list(self._turns[turn].completion_ids)
 
-    def _check_length(self, known: int, added: int, messages: int = 0) -> None:
-        """Raises RequestTooLongError for so many characters in so many messages, after so many
-        tokens, that are too long however well they can be encoded: a message has a token that ends
-        it."""
-        tokens = known + max(added // self._chat.longest_token, messages)
+    def _check_length(self, num_recorded: int, added: int, messages: int = 0) -> None:
+        """Raises RequestTooLongError if `added` characters in `messages` messages, after
+        `num_recorded` tokens, are too long even in the shortest encoding: each message has a token
+        that ends it."""
+        tokens = num_recorded + max(added // self._chat.longest_token, messages)
         if tokens >= self._context_length:
             raise RequestTooLongError(
                 f"{added} characters are added to the conversation, which are {tokens} tokens at "
@@ -432,28 +433,30 @@ class Conversation:
             )
 
         ids = checked_ids(prompt, self._chat.num_tokens)
-        known, parent = recorded_beginning(ids, self._turns, self._children)
-        return _Prompt(parent, ids[known:], ids, [])
+        num_recorded, parent = recorded_beginning(ids, self._turns, self._children)
+        return _Prompt(parent, ids[num_recorded:], ids, [])
 
     def _request(
         self, overrides: SamplingOverrides | None, number: int, room: int
     ) -> SamplingParams:
         """Sampling of the `number`th completion of a call. A seed that the call gives is the first
         completion's; the others' are made from it."""
-        given = {} if overrides is None else overrides.given()
-        self._check_penalties(given.get("penalties"))
-        longest = min(given.pop("max_new_tokens", self._sampling.max_new_tokens), room)
+        override_values = {} if overrides is None else overrides.given()
+        self._check_penalties(override_values.get("penalties"))
+        longest = min(override_values.pop("max_new_tokens", self._sampling.max_new_tokens), room)
 
         seed = derive_seed(self._seed, "turn", self._num_requests)
-        if "seed" in given:
-            first = given.pop("seed")
+        if "seed" in override_values:
+            first = override_values.pop("seed")
             seed = derive_seed(first, "completion", number) if number else first
 
         self._num_requests += 1
-        return msgspec.structs.replace(self._sampling, **given, seed=seed, max_new_tokens=longest)
+        return msgspec.structs.replace(
+            self._sampling, **override_values, seed=seed, max_new_tokens=longest
+        )
 
     def _check_penalties(self, penalties: Penalties | None) -> None:
-        """Raises BadRequestError for what nothing can be drawn under."""
+        """Raises BadRequestError for penalties under which nothing can be drawn."""
         if penalties is None:
             return
 
@@ -465,7 +468,7 @@ class Conversation:
             raise BadRequestError(f"penalties: {problem}")
 
     def _record(self, joined: _Prompt, sampling: SamplingParams, completion: Completion) -> Turn:
-        said = Message("assistant", self._chat.text(completion.ids))
+        message = Message("assistant", self._chat.text(completion.ids))
         turn = Turn(
             index=len(self._turns),
             parent=joined.parent,
@@ -484,7 +487,7 @@ class Conversation:
             else None,
             penalties=sampling.penalties,
             routed_experts=completion.routed_experts,
-            messages=[*joined.new_messages, said],
+            messages=[*joined.new_messages, message],
             tools=joined.asked.tools.as_json if joined.asked and joined.parent is None else "",
         )
         if turn.routed_experts is not None and (wrong := why_misaligned(turn)):
@@ -492,20 +495,21 @@ class Conversation:
 
         self._turns.append(turn)
         self._children.setdefault(turn.parent, []).append(turn.index)
-        answer = None if joined.asked is None else joined.asked.add(said, -1)
+        answer = None if joined.asked is None else joined.asked.add(message, -1)
         self._answers.append(answer)
 
         if answer is not None:
             answer.turn = turn.index
-            self.drift.record(answer, said)
+            self.drift.record(answer, message)
 
         if joined.text is not None:
-            self._texts.note_answer(joined.text, said.text, turn.index, turn.completion_ids)
+            self._texts.note_answer(joined.text, message.text, turn.index, turn.completion_ids)
 
         return turn
 
     def _changed_overrides(self, sampling: SamplingParams) -> SamplingOverrides | None:
-        """What a request changed of the distribution that this conversation draws from."""
+        """The settings in which a request differs from the distribution that this conversation
+        draws from."""
         base = self._sampling
         changed = {
             name: getattr(sampling, name)
@@ -542,7 +546,7 @@ class Conversation:
     async def _complete(
         self, ids: list[int], sampling: SamplingParams, listen: TokenListener | None
     ) -> Completion:
-        """The engine's answer; `broken` remembers what it fails with."""
+        """The engine's answer; `broken` keeps its failure."""
         streamed = None if listen is None else StreamedTokens(listen)
         try:
             with outside_scopes():  # the engine's own tasks outlive the attempt

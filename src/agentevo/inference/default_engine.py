@@ -1,10 +1,10 @@
-"""Which engine a run takes whose recipe names none: on a CUDA GPU vLLM or SGLang where it is
-installed, since each step of the embedded engine is hundreds of small kernels there; elsewhere the
-embedded one.
+"""The engine of a run whose recipe names none: on a CUDA GPU vLLM or SGLang where one of them is
+installed, because each step of the embedded engine is hundreds of small kernels on a GPU; elsewhere
+the embedded one.
 
-The choice is made once, by whatever begins the run, and stands in the run's config.yaml: whoever
-comes later takes it from there, whatever its own machine has. Processes that are started apart and
-share no folder would each see another machine, so there the recipe has to name an engine.
+The process that starts the run makes the choice once and writes it to the run's config.yaml. Later
+processes read it from there, regardless of their own machine. Processes that are started separately
+and share no folder would each see another machine, so there the recipe has to name an engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FOR_GPUS = ("vllm", "sglang")
 
 
 class EngineChoice(NamedTuple):
-    """An engine, and in words why it is this one."""
+    """An engine, and the reason for it in words."""
 
     type: str
     why: str
@@ -30,7 +30,7 @@ class EngineChoice(NamedTuple):
 
 def choose_engine(device: str, installed: Collection[str], embedded_for: str = "") -> EngineChoice:
     """The engine of a run on a kind of device, with these packages installed. `embedded_for`: what
-    in the recipe only the embedded engine does."""
+    in the recipe needs the embedded engine."""
     if device != CUDA:
         return EngineChoice(OWN, f"which is the one for {device}")
 
@@ -53,13 +53,13 @@ def choose_engine(device: str, installed: Collection[str], embedded_for: str = "
 
 
 def embedded_for(config: RunConfig, *, apart: bool = False) -> str:
-    """What in a recipe only the embedded engine does, by its key; empty where nothing is. `apart`:
-    engines are processes of their own, also if the recipe starts none."""
+    """The key of a setting in the recipe that only the embedded engine supports; empty where there
+    is none. `is_separate`: engines are processes of their own, also if the recipe starts none."""
     engine = config.engine
     rollout = config.rollout
     lora = config.model.lora
     apart = apart or rollout.samplers > 0
-    asked = {
+    requirements = {
         "model.name=tiny": config.model.name == "tiny",
         "engine.batch_invariant": engine.batch_invariant,
         "engine.routed_experts": engine.routed_experts,
@@ -78,7 +78,7 @@ def embedded_for(config: RunConfig, *, apart: bool = False) -> str:
             or lora.alpha_pattern
         ),
     }
-    return next((key for key, holds in asked.items() if holds), "")
+    return next((key for key, holds in requirements.items() if holds), "")
 
 
 def installed_engines() -> list[str]:
@@ -89,8 +89,8 @@ def installed_engines() -> list[str]:
 def load_with_engine(
     load: Callable[[list[str]], RunConfig], *, note: Callable[[str], None], apart: bool
 ) -> RunConfig:
-    """The configuration that `load` reads with further overrides, with the engine of its run where
-    that has begun, else with the one of `engine_override`."""
+    """The configuration that `load` reads with further overrides: with the engine of its run if the
+    run has begun, else with the one of `engine_override`."""
     config = load([])
     if apart and (config.rollout.weights.url is not None or find_spec("torch") is None):
         return config  # another machine's engine is not known here
@@ -107,17 +107,17 @@ def engine_override(
     apart: bool = False,
 ) -> list[str]:
     """The override that names the engine where no recipe of these runs does, empty for the embedded
-    one. A resumed run has the engine that it began with; of a new one on a GPU `note` hears which
-    engine it is, and why. `apart` as in `embedded_for`. Raises ModelError for a device that is not
-    there."""
+    one. A resumed run keeps the engine that it began with. For a new run on a GPU, `note` gets the
+    engine and the reason for it. `is_separate` as in `embedded_for`. Raises ModelError for a device
+    that does not exist."""
     if any("type" in config.engine.model_fields_set for config in configs):
         return []
 
     first = configs[0]
     recorded = first.run_dir / "config.yaml"
     if resume and recorded.is_file():
-        began = sources.read_yaml(recorded).get("engine")
-        type_ = began.get("type", OWN) if isinstance(began, Mapping) else OWN
+        recorded_engine = sources.read_yaml(recorded).get("engine")
+        type_ = recorded_engine.get("type", OWN) if isinstance(recorded_engine, Mapping) else OWN
         return [] if type_ == OWN else [f"engine.type={type_}"]
 
     if first.model.device not in ("auto", CUDA):

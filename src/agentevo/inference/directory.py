@@ -30,16 +30,16 @@ from agentevo.inference.address import EngineAddress
 
 HEARTBEAT_S = 1.0
 DEAD_S = 15.0
-"""Another engine under our name that has shown no sign of life for so long is dead."""
+"""Another engine under our name that has shown no sign of life for this long is dead."""
 ENDING_S = 5.0
 """How long an engine waits for its name: the one that has it may be about to end."""
 FORGET_S = 3600.0
-"""Announcements that have been dead for so long are deleted by the next engine that starts."""
+"""Announcements that have been dead for this long are deleted by the next engine that starts."""
 LOCK = ".lock"
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine says of itself."""
+    """What an engine reports of itself."""
 
     url: str
     name: str
@@ -49,11 +49,11 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     certificate: str = ""
     """SHA-256 of the certificate that the engine shows; empty where it does not encrypt."""
     version: int | None = None
-    """Of the weights that it served at its last heartbeat; None where it does not say. For those
-    who look: requests ask the engine itself."""
+    """The version of the weights that it served at its last heartbeat; None where it does not
+    report one. For observers: requests ask the engine itself."""
 
     def is_of_same(self, other: Announcement | None) -> bool:
-        """Whether the same process has made both."""
+        """Whether both were made by the same process."""
         return other is not None and self == msgspec.structs.replace(other, version=self.version)
 
     @property
@@ -73,8 +73,8 @@ class EngineDirectory:
 
     @contextmanager
     def hold_name(self, name: str) -> Iterator[None]:
-        """The name is this process's while the block runs. Raises ConfigError if another engine
-        keeps it for longer than ENDING_S."""
+        """Holds the name for this process while the block runs. Raises ConfigError if another
+        engine keeps it for longer than ENDING_S."""
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self._lock(name)
         lock = FileLock(file)
@@ -93,13 +93,14 @@ class EngineDirectory:
             lock.release()
 
     def announce(self, announcement: Announcement) -> None:
-        """From now on readers find it; replaces what an earlier engine of that name has left."""
+        """Makes the announcement visible to readers; replaces one that an earlier engine of that
+        name has left."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomic(self._file(announcement.name), msgspec.json.encode(announcement))
 
     def beat(self, announcement: Announcement) -> None:
-        """Shows that this engine lives. Announces it again if somebody has deleted the file, or if
-        an engine that is dead by now has replaced it."""
+        """Shows that this engine lives. Announces it again if the file was deleted, or if an engine
+        that is dead by now has replaced it."""
         file = self._file(announcement.name)
         announced = self._read(file)
         if announced == announcement:
@@ -112,14 +113,14 @@ class EngineDirectory:
         return self._read(self._file(name))
 
     def withdraw(self, announcement: Announcement) -> None:
-        """Takes the caller's own announcement back, not that of a later engine of the same name."""
+        """Deletes the caller's own announcement, not that of a later engine of the same name."""
         if announcement.is_of_same(self.find(announcement.name)):
             self._file(announcement.name).unlink(missing_ok=True)
 
     def forget_dead(self, mine: Announcement, *, after_s: float = FORGET_S) -> None:
-        """Deletes what has not changed for `after_s` before `mine` was announced, by the clock of
-        the files. An engine that lives after all announces itself again with its next beat, and
-        keeps its name."""
+        """Deletes files that have not changed for `after_s` before `mine` was announced, by the
+        clock of the files. An engine that still lives announces itself again with its next beat,
+        and keeps its name."""
         with suppress(OSError):  # nothing depends on it
             now = self._file(mine.name).stat().st_mtime
             for file in self.folder.iterdir():
@@ -143,9 +144,9 @@ class EngineDirectory:
         serves: Callable[[], int | None] = lambda: None,
         every_s: float = HEARTBEAT_S,
     ) -> AsyncIterator[None]:
-        """Keeps the engine announced while the block runs, with a heartbeat from this event loop: a
-        loop that hangs is not taken for alive. `serves`: the version of its weights, which each
-        heartbeat tells."""
+        """Keeps the engine announced while the block runs, with a heartbeat from this event loop,
+        so that a hanging loop does not appear alive. `serves`: the version of its weights, which
+        each heartbeat reports."""
 
         def now() -> Announcement:
             return msgspec.structs.replace(announcement, version=serves())
@@ -155,7 +156,7 @@ class EngineDirectory:
                 await asyncio.sleep(every_s)
                 with suppress(
                     OSError
-                ):  # a file system that is away for a moment: the next beat tells
+                ):  # a file system that is away for a moment: the next beat follows
                     self.beat(now())
 
         self.announce(now())
@@ -171,22 +172,22 @@ class EngineDirectory:
     def living(self, max_age_s: float) -> list[Announcement]:
         """Engines whose heart has beaten within `max_age_s`, by name."""
         living: list[Announcement] = []
-        seen: dict[str, tuple[int, float]] = {}
+        beats: dict[str, tuple[int, float]] = {}
         for file in sorted(self.folder.glob("*.json")):
             announcement = self._read(file)
             beaten = self._last_beat(file)
             if announcement is None or beaten is None:
                 continue  # withdrawn while we looked
-            seen[file.name] = beaten
+            beats[file.name] = beaten
             if time.monotonic() - beaten[1] <= max_age_s:
                 living.append(announcement)
 
-        self._seen = seen
+        self._seen = beats
         return living
 
     def _last_beat(self, file: Path) -> tuple[int, float] | None:
-        """(the file's time of change in ns, the monotonic time in s at which it came to be
-        that)."""
+        """(the file's time of change in ns, the monotonic time in s since which it has that
+        value)."""
         try:
             changed = file.stat().st_mtime_ns
         except FileNotFoundError:
@@ -198,8 +199,8 @@ class EngineDirectory:
         return before if before[0] == changed else (changed, time.monotonic())
 
     def _other_is_dead(self, file: Path) -> bool:
-        """Whether the heart of the engine that announces itself there, instead of us, has not
-        beaten for DEAD_S while we looked."""
+        """Whether the engine that has announced itself there in our place has shown no heartbeat
+        for DEAD_S while we looked."""
         changed = file.stat().st_mtime_ns
         if self._others is None or self._others[0] != changed:
             self._others = (changed, time.monotonic())

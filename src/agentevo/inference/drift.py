@@ -1,13 +1,13 @@
-"""Drift: answers of the policy that come back otherwise than they were recorded.
+"""Drift: answers of the policy that come back in another form than they were recorded.
 
     undone    the client wrote an answer in a form of its own (equivalence.py): its ids are reused
     branched  the history can't be joined exactly: it was edited, cut, or asked with other tools
 
 A request branches where an answer comes back that is none of those recorded in its place, though
-others are, or that is recorded somewhere else: what was before it has changed. A recorded history
-with other messages after it is no drift, nor is an assistant's message that nobody said here (an
-example in the prompt). Each answer is counted as undone once, and each request as branched once, by
-the first message that differs.
+there are others, or that is recorded in another place, because the messages before it have changed.
+A recorded history with other messages after it is no drift. Neither is an assistant's message that
+the policy did not write (an example in the prompt). Each answer is counted as undone once, and each
+request as branched once, by the first message that differs.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ NEAR = 12
 
 @dataclass(frozen=True, slots=True)
 class DriftPlace:
-    """Where a class of drift was first met."""
+    """The first occurrence of a class of drift."""
 
     kind: str
     message: int
     """Number of the message in the request, from 1."""
     recorded: str
-    """What was recorded there, shortened and escaped; empty for nothing."""
+    """The recorded message, shortened and escaped; empty where there is none."""
     came: str
-    """What came there."""
+    """The message that came in its place."""
     turn: int
     """The recorded answer that the request was compared with."""
     messages: tuple[Message, ...]
@@ -49,8 +49,8 @@ class DriftPlace:
 
 
 class _Met(NamedTuple):
-    """Drift that a request shows: its class, the number of the message (from 0), what was recorded
-    there and what came, and the recorded answer that it was compared with."""
+    """Drift in a request: its class, the number of the message (from 0), the recorded text and the
+    text that came, and the recorded answer that it was compared with."""
 
     kind: str
     number: int
@@ -65,11 +65,11 @@ class Drift:
         self.counts: Counter[str] = Counter()
         """Class -> how often; those that were undone begin with `joined/`."""
         self.first: dict[str, DriftPlace] = {}
-        """Class -> where it was first met."""
+        """Class -> its first occurrence."""
         self.extended = 0
-        """Requests that go on from a recorded answer and reuse all that it holds."""
+        """Requests that continue from a recorded answer and reuse all that it holds."""
         self.branched = 0
-        """Requests that should, and could not be joined."""
+        """Requests that should have been joined, and could not be."""
         self._said: dict[Hashable, list[HistoryNode]] = {}
         self._with_call: dict[str, HistoryNode] = {}
 
@@ -81,21 +81,21 @@ class Drift:
         return self.extended / requests if requests else None
 
     def metrics(self) -> dict[str, float]:
-        """For the trajectory: nothing where nothing drifted."""
+        """For the trajectory: empty where nothing drifted."""
         metrics = {f"drift/{kind}": float(count) for kind, count in sorted(self.counts.items())}
         if metrics and self.merge_rate is not None:
             metrics["merge_rate"] = self.merge_rate
         return metrics
 
     def record(self, answer: HistoryNode, form: Message) -> None:
-        """Knows an answer from now on, in this form."""
+        """Registers an answer, in this form."""
         self._said.setdefault(key_of(form, -1), []).append(answer)
         for call in form.tool_calls:
             if call.id:
                 self._with_call[call.id] = answer
 
     def count(self, found: HistoryMatch) -> None:
-        """Counts what a request says of drift."""
+        """Counts the drift of a request."""
         branch = self._branch(found)
         if branch is not None:
             self.branched += 1
@@ -111,84 +111,84 @@ class Drift:
                     self._add(_Met(JOINED + kind, number, texts, found.answer), found)
             node.came = message
 
-    def _add(self, met: _Met, found: HistoryMatch) -> None:
-        self.counts[met.kind] += 1
-        if met.kind not in self.first and met.answer.turn is not None:
-            recorded, came = _shown(*met.texts)
-            self.first[met.kind] = DriftPlace(
-                kind=met.kind,
-                message=met.number + 1,
+    def _add(self, finding: _Met, match: HistoryMatch) -> None:
+        self.counts[finding.kind] += 1
+        if finding.kind not in self.first and finding.answer.turn is not None:
+            recorded, came = _shown(*finding.texts)
+            self.first[finding.kind] = DriftPlace(
+                kind=finding.kind,
+                message=finding.number + 1,
                 recorded=recorded,
                 came=came,
-                turn=met.answer.turn,
-                messages=tuple(found.messages),
-                tools=found.root.tools,
+                turn=finding.answer.turn,
+                messages=tuple(match.messages),
+                tools=match.root.tools,
             )
 
-    def _branch(self, found: HistoryMatch) -> _Met | None:
-        """Where a request does not extend what it brings back."""
+    def _branch(self, match: HistoryMatch) -> _Met | None:
+        """Where a request does not extend the answers that it brings back."""
         answers = [
             number
-            for number in range(found.num_matched, len(found.messages))
-            if found.messages[number].role == "assistant"
+            for number in range(match.num_matched, len(match.messages))
+            if match.messages[number].role == "assistant"
         ]
         for number in reversed(answers):
-            original = self._original(found, number)
+            original = self._original(match, number)
             if original is not None:
-                return _compare_request(found, number, original)
+                return _compare_request(match, number, original)
 
-        if answers and answers[0] == found.num_matched:
+        if answers and answers[0] == match.num_matched:
             siblings = [
                 child
-                for end in found.ends
+                for end in match.ends
                 for child in end.children
                 if child.turn is not None and not child.is_lost
             ]
             if siblings:
-                message = found.messages[answers[0]]
+                message = match.messages[answers[0]]
                 original = _nearest(siblings, message)
                 texts = _line(original.forms[-1]), _line(message)
                 return _Met(edit(original.forms, message), answers[0], texts, original)
 
         return None
 
-    def _original(self, found: HistoryMatch, number: int) -> HistoryNode | None:
-        """The recorded answer that an assistant's message is, wherever it was said; the likeliest
-        of several."""
-        message = found.messages[number]
+    def _original(self, match: HistoryMatch, number: int) -> HistoryNode | None:
+        """The recorded answer that an assistant's message repeats, in any place; the likeliest of
+        several."""
+        message = match.messages[number]
         named = [self._with_call[c.id] for c in message.tool_calls if c.id in self._with_call]
         candidates = named or self._said.get(key_of(message, -1), [])
         return max(
             candidates,
-            key=lambda node: (node.tools == found.root.tools, node.size == number + 1, node.turn),
+            key=lambda node: (node.tools == match.root.tools, node.size == number + 1, node.turn),
             default=None,
         )
 
 
-def _compare_request(found: HistoryMatch, number: int, original: HistoryNode) -> _Met:
+def _compare_request(match: HistoryMatch, number: int, original: HistoryNode) -> _Met:
     """A request up to the message `number`, compared with the history of a recorded answer."""
     recorded = original.path()
     came = list(range(number + 1))
-    first = _common(recorded, came, found)
-    if original.tools != found.root.tools:
-        texts = original.tools.as_json, found.root.tools.as_json
+    first = _common(recorded, came, match)
+    if original.tools != match.root.tools:
+        texts = original.tools.as_json, match.root.tools.as_json
         return _Met("tools_changed", first, texts, original)
 
-    last = _common(recorded[first:][::-1], came[first:][::-1], found)
-    there = [node.forms[-1] for node in recorded[first : len(recorded) - last]]
-    instead = [found.messages[n] for n in came[first : len(came) - last]]
+    last = _common(recorded[first:][::-1], came[first:][::-1], match)
+    replaced = [node.forms[-1] for node in recorded[first : len(recorded) - last]]
+    instead = [match.messages[n] for n in came[first : len(came) - last]]
     kind = _class_of(recorded[first : len(recorded) - last], instead)
-    texts = _line(there[0]) if there else "", _line(found.messages[first])
+    texts = _line(replaced[0]) if replaced else "", _line(match.messages[first])
     return _Met(kind, first, texts, original)
 
 
-def _common(recorded: Sequence[HistoryNode], came: Sequence[int], found: HistoryMatch) -> int:
+def _common(recorded: Sequence[HistoryNode], came: Sequence[int], match: HistoryMatch) -> int:
     """How many messages both begin with."""
     count = 0
     for node, number in zip(recorded, came, strict=False):
-        message = found.messages[number]
-        place = found.places[number]
-        if not node.means(message, place, serves_clients=found.serves_clients):
+        message = match.messages[number]
+        place = match.places[number]
+        if not node.means(message, place, serves_clients=match.serves_clients):
             break
         count += 1
 
@@ -196,7 +196,7 @@ def _common(recorded: Sequence[HistoryNode], came: Sequence[int], found: History
 
 
 def _class_of(recorded: Sequence[HistoryNode], came: Sequence[Message]) -> str:
-    """What happened between what both begin with and what both end with."""
+    """The class of the change between the common beginning and the common end."""
     roles = {*(node.forms[-1].role for node in recorded), *(message.role for message in came)}
     if roles == {"system"}:
         return "system_changed"
@@ -251,9 +251,9 @@ class TokenDifference:
 
     position: int
     before: str
-    """What the last tokens before it say, escaped."""
+    """The text of the last tokens before it, escaped."""
     recorded: str
-    """What the recorded tokens say from there on; empty at their end."""
+    """The text of the recorded tokens from there on; empty at their end."""
     rendered: str
 
 
@@ -269,12 +269,12 @@ def first_difference(
     start = max(0, position - NEAR)
     end = position + NEAR
     before = text(recorded[start:position])
-    there = text(recorded[position:end])
+    recorded_text = text(recorded[position:end])
     instead = text(rendered[position:end])
 
     return TokenDifference(
         position,
         before=_escape_line(before, False),
-        recorded=_escape_line(there, False),
+        recorded=_escape_line(recorded_text, False),
         rendered=_escape_line(instead, False),
     )

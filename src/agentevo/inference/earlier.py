@@ -31,7 +31,7 @@ class EarlierWeights:
     @own_torch_state()
     @torch.no_grad()
     def keep(self, version: int, count: int) -> None:
-        """A copy of the weights as they are now, as `version`; the newest `count` stay."""
+        """Keeps a copy of the current weights as `version`; the newest `count` copies stay."""
         older = sorted(number for number in self._copies if number != version)
         spare = [self._copies.pop(number) for number in older[: max(0, len(older) - count + 1)]]
         if version in self._copies or not count:
@@ -49,8 +49,8 @@ class EarlierWeights:
         self._copies[version] = spare[0]
 
     def model_serving(self, wanted: int | None, newest: int) -> tuple[int, PreTrainedModel]:
-        """The version that serves who wants that one: itself, or else the next that is there, up to
-        `newest`, which is the model's own."""
+        """The version that serves requests for that one: itself, or else the next one that exists,
+        up to `newest`, which is the model's own."""
         later = (
             number for number in self._copies if wanted is not None and wanted <= number < newest
         )
@@ -68,7 +68,7 @@ class PinnedEngine:
 
     @property
     def version(self) -> int:
-        """See Engine.version: that of the weights that draw for it now."""
+        """See Engine.version: that of the weights that serve its requests now."""
         return self._engine.version_for(self._pinned)
 
     @property

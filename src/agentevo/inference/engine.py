@@ -2,10 +2,9 @@
 each token was really drawn from.
 
 An engine knows nothing of agents, rewards or text. It stamps every token with the version of the
-weights that emitted it. Agents and samplers need an `Engine`; who trains needs an
-`UpdatableEngine`, whose weights can be replaced. What an engine may be able to do besides is a
-protocol of its own that is checked at run time: `SleepingEngine`, `EmbeddedEngine`,
-`ScoringEngine`.
+weights that emitted it. Agents and samplers need an `Engine`. Trainers need an `UpdatableEngine`,
+whose weights can be replaced. Each optional ability of an engine is a protocol of its own that is
+checked at run time: `SleepingEngine`, `EmbeddedEngine`, `ScoringEngine`.
 
 `engine.type` in a recipe names an `EngineFactory`. Other packages add theirs under the entry-point
 group `agentevo.engines` (docs/engines.md).
@@ -37,22 +36,22 @@ if TYPE_CHECKING:
 Weights = Mapping[str, "torch.Tensor"]
 """Tensors by the name of the model's parameter."""
 InFlight = Literal["continue", "finish"]
-"""What happens to running requests when an engine gets new weights or goes to sleep: they go on
-afterwards from where they are, or end first."""
+"""What happens to running requests when an engine gets new weights or goes to sleep: they continue
+afterwards from their current state, or end first."""
 TokenListener = Callable[[Sequence[int], Sequence[float]], None]
-"""Is told the tokens of one request as they are drawn: ids, and the log-prob of each. It is called
-on the engine's event loop, between the engine's steps, so it returns at once."""
+"""Gets the tokens of one request as they are drawn: ids, and the log-prob of each. It is called on
+the engine's event loop, between the engine's steps, so it must return at once."""
 CANT_SCORE = (
     "this engine can't tell log-probs of given tokens, which rewards by the policy's probability "
     "need: use engine.type=torch, or an engine with `score` (docs/engines.md)"
 )
 NO_VERSION = -1
-"""The version of an engine that has had no weights of the run yet, or of no engine at all."""
+"""The version of an engine that has not had any weights of the run yet, or of no engine at all."""
 
 
 def check_request(sampling: SamplingParams, deadline_s: float) -> None:
-    """Raises EngineError for what no engine can draw tokens by, wherever it comes from: a log-prob
-    that is no number would be trained on."""
+    """Raises EngineError for sampling that no engine can follow, from any caller: a log-prob that
+    is no number would be trained on."""
     ranges = (
         (
             "temperature",
@@ -101,8 +100,8 @@ def check_request(sampling: SamplingParams, deadline_s: float) -> None:
 
 
 def check_tokens(ids: Sequence[int], vocabulary: int) -> None:
-    """Raises EngineError for ids that a model of so many tokens does not know: in a step they would
-    fail for everybody."""
+    """Raises EngineError for ids outside the model's vocabulary: in a step they would fail for all
+    requests."""
     if min(ids) < 0 or max(ids) >= vocabulary:
         unknown = next(token for token in ids if not 0 <= token < vocabulary)
         raise EngineError(
@@ -114,7 +113,7 @@ def check_tokens(ids: Sequence[int], vocabulary: int) -> None:
 def check_score(
     context_ids: Sequence[int], ids: Sequence[int], temperature: float, deadline_s: float
 ) -> None:
-    """Raises EngineError for what no engine can score, wherever it comes from."""
+    """Raises EngineError for tokens that no engine can score, from any caller."""
     if not context_ids or not ids:
         raise EngineError(
             "score: the context and the tokens must have at least one token each: there is nothing "
@@ -132,7 +131,7 @@ def check_score(
 
 
 class TokenScores(NamedTuple):
-    """What a policy thinks of given tokens."""
+    """How likely a policy finds given tokens."""
 
     logprobs: list[float]
     """Natural log-probs, one for each token. 0 is the highest, and none is infinite."""
@@ -141,7 +140,7 @@ class TokenScores(NamedTuple):
 
     @classmethod
     def of(cls, completion: Completion) -> TokenScores:
-        """Of the answer in the form that draws have."""
+        """From an answer in the form that draws have."""
         return cls(completion.logprobs, completion.versions[0])
 
     def completion(self, ids: list[int]) -> Completion:
@@ -153,7 +152,7 @@ class TokenScores(NamedTuple):
 
 
 class Engine(Protocol):
-    """Anything that generates tokens."""
+    """An engine that generates tokens."""
 
     @property
     def version(self) -> int:
@@ -173,14 +172,14 @@ class Engine(Protocol):
 
         `session` names a conversation whose key-value cache is kept: the next call with the same
         name costs only its new tokens. Raises EngineError for what `check_request` refuses,
-        GrammarError for a grammar that it can't follow, RequestTooLongError if the tokens can
-        never fit, DeadlineExceededError after `deadline_s` seconds. Cancelling the await frees
-        whatever the request held.
+        GrammarError for a grammar that it can't follow, RequestTooLongError if the tokens can never
+        fit, DeadlineExceededError after `deadline_s` seconds. Cancelling the await frees all that
+        the request held.
 
-        `listen` is told the completion's tokens as they are drawn, in order and each once, before
-        the next step begins. The completion is the truth: what was told is a beginning of it, and
-        an engine may tell nothing. A listener that raises ends this request alone, with
-        ListenerError.
+        `listen` gets the completion's tokens as they are drawn, in order and each once, before the
+        next step begins. The completion is authoritative: the tokens that `listen` got are a
+        beginning of it, and an engine may call `listen` for none of them. A listener that raises
+        ends this request alone, with ListenerError.
         """
         ...
 
@@ -201,15 +200,15 @@ class UpdatableEngine(Engine, Protocol):
     async def begin(
         self, version: int, weights: Weights | None = None, *, deadline_s: float = 60.0
     ) -> None:
-        """Numbers the weights at the start of a run, fresh or resumed: from now on those that the
-        engine holds are `version`, which may be lower than the one before. `weights` replaces them
-        first; None means that they are right, or were changed in place. Nothing that was cached is
-        used any more. Called while no request is running. Raises EngineError for `weights` that the
-        engine can't take over."""
+        """Numbers the weights at the start of a run, fresh or resumed: from now on the weights that
+        the engine holds are `version`, which may be lower than the one before. `weights` replaces
+        them first; None means that they are right, or were changed in place. Cached keys and values
+        are not used afterwards. Called while no request is running. Raises EngineError for
+        `weights` that the engine can't take over."""
         ...
 
     def verify(self, weights: Weights) -> Weights:
-        """The first phase of `publish`, for any thread, while requests go on: checks everything and
+        """The first phase of `publish`, for any thread, while requests run: checks everything and
         changes nothing. Returns the weights in the form in which `publish` takes them over at once.
         Raises EngineError for weights that the engine can't take over."""
         ...
@@ -224,22 +223,22 @@ class UpdatableEngine(Engine, Protocol):
     ) -> None:
         """Serves newer weights from now on; verifies all of them before it changes any, unless they
         come from `verify`. None: they were changed in place. Weights that are not trained (the base
-        under adapters) may be left out. Whatever fails or is cancelled leaves the old version
-        serving. Raises EngineError, and DeadlineExceededError if requests do not end in time."""
+        under adapters) may be left out. A failure or cancellation leaves the old version serving.
+        Raises EngineError, and DeadlineExceededError if requests do not end in time."""
         ...
 
     async def forget_cache(self) -> None:
-        """Drops every cached key and value, so that what comes next does not depend on what came
-        before; but a conversation that goes on keeps its recorded experts, where there are any."""
+        """Drops every cached key and value, so that later results do not depend on earlier
+        requests. A conversation that continues keeps its recorded experts, where there are any."""
         ...
 
     def check(self) -> None:
-        """Raises EngineError when all that the engine still does is fail, so that somebody else
-        should have its requests."""
+        """Raises EngineError when the engine can only fail, so that its requests should go to
+        another one."""
         ...
 
     async def close(self) -> None:
-        """Gives back whatever it holds. Nothing is asked of it afterwards."""
+        """Gives back all that it holds. No method is called afterwards."""
         ...
 
 
@@ -267,18 +266,18 @@ class SleepingEngine(Protocol):
     async def sleep(self, *, in_flight: InFlight, deadline_s: float) -> None:
         """Computes nothing from now on and gives the key-value memory back, until `wake`.
         `in_flight`: running requests end first, or are queued again with what they have completed.
-        Requests that come meanwhile wait. Weights may be published. Raises DeadlineExceededError,
-        then awake as before, if requests do not end in time."""
+        New requests wait. Weights may be published. If requests do not end in time, raises
+        DeadlineExceededError and stays awake as before."""
         ...
 
     async def wake(self) -> None:
-        """Goes on; nothing happens to an engine that is awake."""
+        """Resumes; an engine that is awake ignores it."""
         ...
 
 
 @runtime_checkable
 class ScoringEngine(Protocol):
-    """An engine that tells what it thinks of tokens that it has not drawn."""
+    """An engine that scores tokens that it has not drawn."""
 
     async def score(
         self,
@@ -288,25 +287,25 @@ class ScoringEngine(Protocol):
         temperature: float = 1.0,
         deadline_s: float,
     ) -> TokenScores:
-        """The log-prob of each of `ids` behind `context_ids` and those before it, under the newest
-        weights at this temperature, without filters. Raises EngineError for what can't be scored,
-        RequestTooLongError for tokens that can never fit, DeadlineExceededError after `deadline_s`
-        seconds. Cancelling the await frees whatever the request held."""
+        """The log-prob of each of `ids` after `context_ids` and those before it, under the newest
+        weights at this temperature, without filters. Raises EngineError for tokens that can't be
+        scored, RequestTooLongError for tokens that can never fit, DeadlineExceededError after
+        `deadline_s` seconds. Cancelling the await frees all that the request held."""
         ...
 
 
 @runtime_checkable
 class VersionedEngine(Protocol):
-    """An engine that can go on with earlier weights for those who ask for them."""
+    """An engine that can keep earlier weights for requests that ask for them."""
 
     def keep(self, count: int) -> None:
-        """Keeps a copy of what is trained as it is now, so that it serves on beside newer weights
-        until `count` publishes from now; older ones go."""
+        """Keeps a copy of what is trained as it is now, which serves alongside newer weights until
+        `count` publishes from now; older copies are dropped."""
         ...
 
     def serving(self, version: int) -> Engine:
         """This engine for requests that are all drawn from that version, or from the next one that
-        is still there."""
+        still exists."""
         ...
 
 

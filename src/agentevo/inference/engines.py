@@ -16,9 +16,9 @@ engines: Registry[EngineFactory] = Registry("engines")
 
 
 def check_engine(section: EngineSection) -> None:
-    """Tells, before anything is created, what would fail when the engine is made: an unknown one,
-    and a missing package or options that one of ours does not know. Raises UnknownNameError and
-    ConfigError."""
+    """Checks, before anything is created, what would fail when the engine is made: an unknown
+    engine, a missing package, and options that one of our engines does not know. Raises
+    UnknownNameError and ConfigError."""
     engines.get(section.type)
     if section.type == "torch" and section.options:
         raise ConfigError(

@@ -1,15 +1,16 @@
-"""When a message that a client sends back means a recorded one, though it is written otherwise.
+"""When a message that a client sends back means a recorded one, though it is written in another
+way.
 
-Clients keep a conversation in records of their own. On the way through these an answer's tool calls
-lose the order of their keys, their spaces and escapes; text is stripped; reasoning is left out or
-moves into the content; ids of calls are left out or made anew, in a call and in its result alike.
-None of it changes what was said: such a message has the same `key_of` as the recorded one, and is
-`compatible` with it. All that decides what a tool does, or what the model has read, is in the key:
-1 and 1.0 differ. Where an id of ours comes back with a call, the recorded call is meant even if the
-client's JSON has lost some of it (`names_calls`).
+Clients keep a conversation in records of their own. These change an answer: tool calls lose the
+order of their keys, their spaces and escapes; text is stripped; reasoning is left out or moves into
+the content; ids of calls are left out or replaced, in a call and in its result alike. None of it
+changes the meaning: such a message has the same `key_of` as the recorded one, and is `compatible`
+with it. All that decides what a tool does, or what the model has read, is in the key: 1 and 1.0
+differ. Where one of our ids comes back with a call, the recorded call is meant even if the client's
+JSON has lost some of it (`names_calls`).
 
-What may be missing (reasoning, the name of a tool, ids) is no part of a key, since what is missing
-is like anything: `compatible` compares it where both have it.
+Parts that may be missing (reasoning, the name of a tool, ids) are not in a key, because a missing
+part matches any other. `compatible` compares them where both messages have them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ Content = str | tuple[TextPart | ImagePart, ...]
 
 
 class Parts(NamedTuple):
-    """What an assistant's message says, in a form that all ways to write it share."""
+    """The content of an assistant's message, in a form that all ways to write it share."""
 
     content: Content
     """Without whitespace at its ends, and without a thought."""
@@ -61,7 +62,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(message: Message) -> Parts:
-    """A thought in the content, up to </think>, is reasoning."""
+    """Text in the content up to </think> is reasoning."""
     calls = tuple((call.name, canonical_arguments(call.arguments)) for call in message.tool_calls)
     content, reasoning = _answer_and_thought(message)
     return Parts(content, calls, reasoning)
@@ -82,8 +83,8 @@ def _answer_and_thought(message: Message) -> tuple[Content, str]:
 
 
 def canonical_arguments(text: str) -> str:
-    """The arguments of a call as JSON in one form; no arguments are an empty object. What is no
-    JSON stays as it is."""
+    """The arguments of a call as JSON in one form; no arguments are an empty object. Text that is
+    no JSON stays as it is."""
     try:
         value = json.loads(text or "{}", parse_constant=_refuse)
         return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -92,9 +93,9 @@ def canonical_arguments(text: str) -> str:
 
 
 def names_calls(form: Message, came: Message) -> bool:
-    """Whether `came` has the calls of a recorded message by their ids, and of their arguments all
-    but what JSON of JavaScript and libraries for schemas lose: 1.0 becomes 1, large numbers are
-    rounded, keys that a schema lacks are dropped, and those that are missing become null."""
+    """Whether `came` has the calls of a recorded message by their ids, and their arguments except
+    for what JavaScript's JSON and schema libraries lose: 1.0 becomes 1, large numbers are rounded,
+    keys that a schema lacks are dropped, and missing ones become null."""
     if not form.tool_calls or len(form.tool_calls) != len(came.tool_calls):
         return False
     return parts_of(form).content == parts_of(came).content and all(
@@ -140,7 +141,7 @@ def _refuse(constant: str) -> Any:
 
 
 def _content(message: Message) -> Content:
-    """A content of texts alone is one text."""
+    """A content that consists of texts is joined into one text."""
     if isinstance(message.content, str):
         return message.content
     if any(isinstance(part, ImagePart) for part in message.content):
@@ -169,16 +170,16 @@ def places_of(messages: Sequence[Message]) -> list[int]:
 def key_of(message: Message, place: int) -> Hashable:
     """Equal for all ways to write one message. `place`: see places_of."""
     if message.role == "assistant":
-        said = parts_of(message)
-        return "assistant", said.content, said.calls
+        parts = parts_of(message)
+        return "assistant", parts.content, parts.calls
     if message.role == "tool":
         return "tool", place, _content(message)
     return message.role, message.name, _content(message)
 
 
 def compatible(forms: Sequence[Message], came: Message) -> bool:
-    """Whether what `came` has of reasoning and of a tool's name is that of a recorded message,
-    which is known in these forms and has the same key."""
+    """Whether the reasoning and the tool's name of `came`, where it has them, are those of a
+    recorded message, which is known in these forms and has the same key."""
     if came.role == "assistant":
         _, thought = _answer_and_thought(came)
         return not thought or any(_answer_and_thought(form)[1] == thought for form in forms)
@@ -214,7 +215,7 @@ def _find_rewrites(form: Message, came: Message) -> list[Undone]:
 
 
 def _find_restyling(form: Message, came: Message) -> list[Undone]:
-    """What differs of an assistant's text and reasoning."""
+    """The differences in an assistant's text and reasoning."""
     recorded = parts_of(form).reasoning
     returned = parts_of(came).reasoning
     if recorded and not returned:
@@ -227,8 +228,8 @@ def _find_restyling(form: Message, came: Message) -> list[Undone]:
 
 
 def edit(forms: Sequence[Message], came: Message) -> Edit | Undone:
-    """What was edited between a recorded message and the one that came in its place; where nothing
-    was, how it is written otherwise."""
+    """The edit between a recorded message and the one that came in its place; where there is none,
+    how it is written differently."""
     recorded = forms[-1]
     if recorded.role != came.role:
         return "system_changed" if came.role == "system" else "other"

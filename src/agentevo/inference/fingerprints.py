@@ -1,11 +1,12 @@
 """A tensor's fingerprint: 128 bits that its own bits and their places determine, the same on every
 device.
 
-Of the tensor's 64-bit words x(c, i), the i-th of chunk c (its bytes, with zeros up to a multiple of
-eight), the sum of x(c, i) * f(i) * g(c) modulo 2**64, twice, with other factors. They are odd
-numbers made by SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
-2014), so a change of one word is always found: an odd factor has an inverse. It is no cryptographic
-checksum: whoever can choose bits can find others of the same fingerprint.
+The fingerprint is a sum over the tensor's 64-bit words x(c, i), the i-th of chunk c (its bytes,
+with zeros up to a multiple of eight): the sum of x(c, i) * f(i) * g(c) modulo 2**64, twice, with
+different factors. The factors are odd numbers made by SplitMix64 (Steele, Lea and Flood, "Fast
+splittable pseudorandom number generators", 2014). An odd factor has an inverse, so a change of one
+word is always found. It is no cryptographic checksum: an attacker who can choose bits can find
+others with the same fingerprint.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _MASK = 2**64 - 1
 
 @torch.no_grad()
 def fingerprint(tensor: torch.Tensor) -> str:
-    """32 hexadecimal digits. Shape and dtype are not in it. Computed where the tensor lies, on a
-    CUDA device too."""
+    """32 hexadecimal digits. Shape and dtype do not enter. Computed on the tensor's own device,
+    also on a CUDA device."""
     where = tensor if wraps_around(tensor.device.type) else tensor.cpu()
     bits = as_bytes(where.detach().contiguous())
     factors = _factors(bits.device)
@@ -37,15 +38,15 @@ def fingerprint(tensor: torch.Tensor) -> str:
             of_chunk = (words * factors[which, : len(words)]).sum()
             sums[which] += of_chunk * _as_signed(_odd(2 * number + which + 2**40))
 
-    first, second = (int(one) & _MASK for one in sums.tolist())
+    first, second = (int(total) & _MASK for total in sums.tolist())
     return f"{first:016x}{second:016x}"
 
 
 def _words(bits: torch.Tensor) -> torch.Tensor:
     """As int64, with zeros at the end. A view where that is possible."""
-    whole = math.ceil(len(bits) / 8) * 8
-    if whole != len(bits) or bits.storage_offset() % 8 or bits.data_ptr() % 8:
-        padded = torch.zeros(whole, dtype=torch.uint8, device=bits.device)
+    padded_size = math.ceil(len(bits) / 8) * 8
+    if padded_size != len(bits) or bits.storage_offset() % 8 or bits.data_ptr() % 8:
+        padded = torch.zeros(padded_size, dtype=torch.uint8, device=bits.device)
         padded[: len(bits)] = bits
         bits = padded
     return bits.view(torch.int64)
@@ -54,8 +55,8 @@ def _words(bits: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=8)
 def _factors(device: torch.device) -> torch.Tensor:
     """[2, CHUNK]"""
-    made = [[_as_signed(_odd(2 * place + which)) for place in range(CHUNK)] for which in (0, 1)]
-    return torch.tensor(made, dtype=torch.int64, device=device)
+    factors = [[_as_signed(_odd(2 * place + which)) for place in range(CHUNK)] for which in (0, 1)]
+    return torch.tensor(factors, dtype=torch.int64, device=device)
 
 
 def _odd(number: int) -> int:

@@ -1,4 +1,5 @@
-"""Grammars at an engine: compiled beside its event loop, so that nobody waits for a large one."""
+"""Grammars at an engine: compiled outside its event loop, so that other requests do not wait for a
+large one."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _COMPILER = ThreadPoolExecutor(1, thread_name_prefix="agentevo-grammars")
-"""Compiles grammars, one after the other: a flood of them takes one core and no more."""
+"""Compiles grammars, one after the other: many of them take one core and no more."""
 
 
 class EngineGrammars:
@@ -36,7 +37,7 @@ class EngineGrammars:
         if self._grammars is not None and self._grammars.is_ready(*key):
             return self._grammars.begin(
                 *key
-            )  # at once: the order of events decides who shares a step
+            )  # at once: the order of events decides which requests share a step
 
         compiling = asyncio.get_running_loop().run_in_executor(_COMPILER, self._begin, *key)
         try:

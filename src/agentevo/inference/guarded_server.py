@@ -1,9 +1,9 @@
-"""A server that is started as a child and ends with this process, however that ends.
+"""A server that is started as a child and ends with this process, however this process ends.
 
-Between the two stands a guard (this file as a program): it reads a pipe that nobody writes to, and
-when that ends, because whoever held it is gone, it ends the server with everything that it started.
-Other children of this process may hold the pipe too (`held_by`): then the server ends with the last
-of them.
+Between the two runs a guard (this file as a program). It reads a pipe that is never written to. The
+pipe ends when its last holder is gone; then the guard ends the server with everything that the
+server started. Other children of this process may hold the pipe too (`held_by`), so the server ends
+with the last of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class GuardedServer:
     def __init__(
         self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
     ) -> None:
-        """`environment`: variables that it has beside ours."""
+        """`environment`: variables that it has in addition to ours."""
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
@@ -42,12 +42,13 @@ class GuardedServer:
 
     @property
     def held_by(self) -> int:
-        """The file descriptor that keeps it alive, for `pass_fds` of a process that uses it."""
+        """The file descriptor that keeps the server alive, for `pass_fds` of a process that uses
+        it."""
         assert self._guard.stdin is not None
         return self._guard.stdin.fileno()
 
     def describe_end(self) -> str:
-        """How it ended, with the last lines of its log; empty while it runs."""
+        """How the server ended, with the last lines of its log; empty while it runs."""
         code = self._guard.poll()
         if code is None:
             return ""
@@ -55,7 +56,7 @@ class GuardedServer:
         return "\n".join([f"exit code {code}; {self.log} ends with:", *lines[-SHOWN_LINES:]])
 
     def close(self) -> None:
-        """Returns when it has ended, whoever else holds it."""
+        """Returns when it has ended, even if other processes hold it."""
         if self._guard.stdin is not None:
             self._guard.stdin.close()
 
@@ -69,17 +70,17 @@ class GuardedServer:
 
 def guard(command: Sequence[str]) -> int:
     """Runs the command until it ends, standard input does, or SIGTERM comes."""
-    asked = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    stop_event = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop_event.set())
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def wait_for_parent() -> None:
         while os.read(sys.stdin.fileno(), 4096):
             pass
-        asked.set()
+        stop_event.set()
 
     def end_when_asked() -> None:
-        asked.wait()
+        stop_event.wait()
         for number, wait_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
             try:
                 os.killpg(server.pid, number)
@@ -92,7 +93,7 @@ def guard(command: Sequence[str]) -> int:
 
     code = server.wait()
     with suppress(ProcessLookupError):
-        os.killpg(server.pid, signal.SIGKILL)  # what it has left behind
+        os.killpg(server.pid, signal.SIGKILL)  # processes that it has left behind
 
     return code if code >= 0 else 128 - code
 

@@ -1,18 +1,18 @@
-"""The histories of one conversation as a tree of messages, and the place that a request has in it.
+"""The histories of one conversation as a tree of messages, and the place of a request in it.
 
-A node is one message after all before it. Answers of the policy are nodes with their turn, one node
-for each, even where two say the same. `find` walks down the messages of a request and returns the
-deepest answer on the way:
+A node is one message after all those before it. Answers of the policy are nodes with their turn,
+one node for each answer, even where two have the same text. `find` walks down the messages of a
+request and returns the deepest answer on the way:
 
     what was recorded of a request = the path to that answer, whose token ids are reused
     what is new                    = the messages after it
 
-Messages match by equality, with any form in which the message is known. Answers that were passed on
-to a client (`recognise`) also match as equivalence.py says, and so do, from then on, the messages
-of others. Where several answers match, the one that leads furthest wins; then the one that is
-written exactly so, the one whose tool-call ids came, and the newest.
+Messages match by equality with any form in which the message is known. Answers that were passed on
+to a client (`recognise`) also match as equivalence.py says; from then on, so do the messages of
+others. Where several answers match, the one that leads furthest wins; then the one with exactly the
+same form, the one whose tool-call ids came, and the newest.
 
-A request costs one step per message; only what has several equivalents costs more.
+A request costs one step per message; only messages with several equivalents cost more.
 """
 
 from __future__ import annotations
@@ -40,15 +40,16 @@ class HistoryNode:
         self.size: int = 0 if parent is None else parent.size + 1
         """Messages up to and including this one."""
         self.forms: list[Message] = []
-        """How the message is written: as it was said or first came, then as it was passed on."""
+        """How the message is written: first as the policy wrote it or as it first came, then as it
+        was passed on."""
         self.place = -1
         """Of a tool's result: see equivalence.places_of."""
         self.turn: int | None = None
-        """The turn that said it."""
+        """The turn that produced it."""
         self.is_given = False
         """It is an answer that was passed on to a client."""
         self.is_lost = False
-        """It is an answer that nobody received."""
+        """It is an answer that was not delivered."""
         self.came: Message | None = None
         """The last other form in which it came back."""
         self.children: list[HistoryNode] = []
@@ -56,7 +57,7 @@ class HistoryNode:
         """By the id of a call."""
         self._by_form: dict[Message, list[HistoryNode]] = {}
         self._by_key: dict[Hashable, list[HistoryNode]] = {}
-        """Of the first `_num_keyed` children alone: most are never looked for so."""
+        """Of the first `_num_keyed` children alone: most are never looked up by key."""
         self._num_keyed = 0
         self._is_keyed = False
 
@@ -69,7 +70,7 @@ class HistoryNode:
         return child
 
     def recognise(self, message: Message) -> None:
-        """From now on the node is written so as well."""
+        """Adds a form in which the node is written."""
         if self.parent is not None:
             self.parent._write(self, message)
 
@@ -81,14 +82,14 @@ class HistoryNode:
             self._by_key.setdefault(key_of(form, child.place), []).append(child)
 
     def exact(self, message: Message) -> list[HistoryNode]:
-        """The children that are written so, the oldest first."""
+        """The children that have this form, the oldest first."""
         if len(self.children) == 1:
             only = self.children[0]
             return self.children if message in only.forms else []
         return self._by_form.get(message, [])
 
     def alike(self, message: Message, place: int) -> list[HistoryNode]:
-        """The children that mean the same and may be written otherwise."""
+        """The children that mean the same and may be written differently."""
         if len(self.children) == 1 and self.children[0].came == message:
             return self.children
 
@@ -108,7 +109,8 @@ class HistoryNode:
         return [child for child in dict.fromkeys([*similar, *by_name]) if child._is_alike(message)]
 
     def means(self, message: Message, place: int, *, serves_clients: bool) -> bool:
-        """Whether the message is this one. `serves_clients`: also where it is written otherwise."""
+        """Whether the message is this one. `serves_clients`: also where it is written
+        differently."""
         if message in self.forms:
             return True
 
@@ -141,11 +143,11 @@ class _Reached:
 
     node: HistoryNode
     num_alike: int = 0
-    """Messages on the way that were written otherwise."""
+    """Messages on the way that were written differently."""
     num_named: int = 0
     """Answers on the way whose tool-call ids came."""
     otherwise: _HistoryStep | None = None
-    """The last message on the way that was written otherwise."""
+    """The last message on the way that was written differently."""
 
     def rank(self) -> tuple[bool, bool, int, int, int]:
         turn = -1 if self.node.turn is None else self.node.turn
@@ -153,7 +155,7 @@ class _Reached:
 
 
 class _HistoryStep(NamedTuple):
-    """A message that was written otherwise, and the one before it."""
+    """A message that was written differently, and the one before it."""
 
     node: HistoryNode
     number: int
@@ -168,7 +170,7 @@ class HistoryMatch:
     """The deepest recorded answer on the way."""
     root: HistoryNode
     serves_clients: bool
-    """Messages match that are written otherwise."""
+    """Messages that are written differently match."""
     messages: Sequence[Message]
     places: list[int]
     num_matched: int
@@ -176,8 +178,8 @@ class HistoryMatch:
     ends: list[HistoryNode]
     """Where those lead; the newest last."""
     otherwise: list[tuple[HistoryNode, int]]
-    """Up to the answer, what was written otherwise: nodes and the numbers of messages, from 0; the
-    last first."""
+    """Up to the answer, the messages that were written differently: nodes and the numbers of
+    messages, from 0; the last first."""
 
     @property
     def known(self) -> int:
@@ -190,13 +192,13 @@ class Histories:
     """See the module."""
 
     roots: dict[ToolSchemas, HistoryNode] = field(default_factory=dict)
-    """By the tools that the histories were asked with."""
+    """By the tools that the histories were requested with."""
     serves_clients: bool = False
     """Some answer was passed on to a client."""
 
     def find(self, tools: ToolSchemas, messages: Sequence[Message]) -> HistoryMatch:
-        """The last message is a new one unless it is an assistant's: a client goes on from an
-        answer without a word of its own, such as from one that was cut off. Nothing is added."""
+        """The last message is a new one unless it is an assistant's: a client may continue from an
+        answer without adding a message, such as from one that was cut off. Nothing is added."""
         root = self.roots.get(tools) or HistoryNode(tools)
         places = places_of(messages)
         goes_on = bool(messages) and messages[-1].role == "assistant"
@@ -211,7 +213,9 @@ class Histories:
                 reached[0].node = first.children[0]
             else:
                 following = [
-                    step for one in reached for step in self._steps(one, message, number, places)
+                    step
+                    for candidate in reached
+                    for step in self._steps(candidate, message, number, places)
                 ]
                 if not following:
                     break
@@ -234,7 +238,7 @@ class Histories:
             messages=messages,
             places=places,
             num_matched=matched,
-            ends=[one.node for one in reached],
+            ends=[candidate.node for candidate in reached],
             otherwise=list(_steps_back(otherwise)),
         )
 
@@ -259,26 +263,28 @@ class Histories:
         for message, place in zip(
             found.messages[found.known :], found.places[found.known :], strict=True
         ):
-            known = node.exact(message)
-            if not known and self.serves_clients:
-                known = node.alike(message, place)
-            node = known[-1] if known else node.add(message, place)
+            matches = node.exact(message)
+            if not matches and self.serves_clients:
+                matches = node.alike(message, place)
+            node = matches[-1] if matches else node.add(message, place)
 
         return node
 
 
 def _count_named(reached: Sequence[_Reached], messages: Sequence[Message], number: int) -> None:
-    """Counts for each answer whether the message, or a result behind it, has ids of its calls."""
+    """Counts for each answer whether the message, or a result after it, has ids of its calls."""
     ids = {call.id for call in messages[number].tool_calls}
     for result in messages[number + 1 :]:
         if result.role != "tool":
             break
         ids.add(result.tool_call_id or "")
 
-    for one in reached:
-        if one.node.turn is not None:
-            one.num_named += any(
-                call.id and call.id in ids for form in one.node.forms for call in form.tool_calls
+    for candidate in reached:
+        if candidate.node.turn is not None:
+            candidate.num_named += any(
+                call.id and call.id in ids
+                for form in candidate.node.forms
+                for call in form.tool_calls
             )
 
 

@@ -1,5 +1,5 @@
-"""Listening for HTTP: a socket, its URL, and a uvicorn server on it whose connections are admitted
-(`admission.py`)."""
+"""HTTP servers: a listening socket, its URL, and a uvicorn server on it whose connections are
+admitted (`admission.py`)."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from agentevo.inference.admission import Admission, AdmissionLimits
 
 MAX_HEADER_BYTES = 16 * 2**10
 GRACE_S = 2
-"""How long answers that are on their way get when the server ends, in seconds."""
+"""How long unfinished answers get when the server ends, in seconds."""
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """Bound and listening; port 0 takes a free one. Raises ConfigError where that can't be had."""
+    """A socket that is bound and listening; port 0 takes a free one. Raises ConfigError where that
+    fails."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(
             family, kind, protocol
-        )  # without the protocol asyncio does not see that it is TCP, and answers wait 40 ms
+        )  # without the protocol asyncio does not recognise TCP, and answers wait 40 ms
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
@@ -49,8 +50,8 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 def is_own_host(header: str, names: Collection[str] = ("localhost",)) -> bool:
     """Whether a `Host` header names this server: by one of its names in lower case, or by any
-    address, which can't be somebody else's name for it. A page in a browser whose host was pointed
-    at this machine (DNS rebinding) sends its own name."""
+    address, which no other site can have as its name. A page in a browser whose host was pointed at
+    this machine (DNS rebinding) sends its own name."""
     name = header.rpartition(":")[0] if not header.endswith("]") and ":" in header else header
     name = name.lower().rstrip(".")
     if name in names:
@@ -65,7 +66,7 @@ def is_own_host(header: str, names: Collection[str] = ("localhost",)) -> bool:
 
 
 def url_of(listening: socket.socket, *, encrypted: bool = False) -> str:
-    """The URL at which other processes reach the socket; one that listens on all interfaces goes by
+    """The URL at which other processes reach the socket; one that listens on all interfaces uses
     the machine's name."""
     host, port = listening.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
@@ -119,13 +120,13 @@ async def serving(
     **settings: Any,
 ) -> AsyncIterator[None]:
     """Serves on the socket while the block runs, then awaits `close` and ends. `lifespan`: whether
-    the application is told of its start and end. `settings` are uvicorn's. Raises EngineError if
-    the server does not start."""
+    the application is notified of its start and end. `settings` are uvicorn's. Raises EngineError
+    if the server does not start."""
     server = _HttpServer(
         uvicorn.Config(
             app,
             log_config=None,
-            log_level="error",  # what strangers send is no news, and headers are logged at DEBUG
+            log_level="error",  # strangers' input is no news, and headers are logged at DEBUG
             access_log=False,
             server_header=False,
             proxy_headers=False,

@@ -1,11 +1,11 @@
 """Key-value memory of the embedded engine.
 
 Layout, per layer (more exactly, per call of attention in a pass): keys [slots, Hkv, capacity /
-KEY_BLOCK, D, KEY_BLOCK], values [slots, Hkv, capacity + scratch, D]; a sequence owns one slot,
-attention the few scratch rows behind each head's values. In a block of keys the positions lie side
-by side, in values the numbers of a head: so each is a table whose rows are to be summed, which is
-what attention does with them (`cache_attention.py`). Shared prefixes lie outside of the slots, once
-each, as `PrefixSegment`s, and so do idle sessions, as `KeysAndValues`.
+KEY_BLOCK, D, KEY_BLOCK], values [slots, Hkv, capacity + scratch, D]. A sequence owns one slot;
+attention owns the few scratch rows behind each head's values. In a block of keys the positions are
+adjacent, in values the numbers of a head. Each is therefore a table whose rows are to be summed,
+which is what attention does with them (`cache_attention.py`). Shared prefixes are stored outside of
+the slots, once each, as `PrefixSegment`s, and so are idle sessions, as `KeysAndValues`.
 
 Invariant: a sequence's visible keys are segment[0:offset] + slot[0:length], in the order of
 positions; `offset` is 0 without a reference. Memory: slots x capacity + places outside of them <=
@@ -28,7 +28,7 @@ KEY_BLOCK = 32
 
 
 def num_blocks(tokens: int) -> int:
-    """The number of blocks that hold so many tokens."""
+    """The number of blocks that hold `tokens` tokens."""
     return -(-tokens // KEY_BLOCK)
 
 
@@ -45,7 +45,7 @@ def kv_bytes_per_token(model: PreTrainedModel) -> int:
 
 
 class KeysAndValues(NamedTuple):
-    """Those of consecutive tokens, outside of the slots."""
+    """Keys and values of consecutive tokens, outside of the slots."""
 
     keys: list[torch.Tensor]
     """One tensor per layer, [Hkv, blocks, D, KEY_BLOCK]."""
@@ -63,7 +63,7 @@ class PrefixSegment:
     values: list[torch.Tensor]
     """One tensor per layer, [Hkv, len(ids), D]."""
     version: int | None = None
-    """The weights that computed it: Request.version."""
+    """The weights that computed it: EngineRequest.version."""
     users: int = 0
     """The number of live sequences that refer to it; at 0 it may be dropped."""
     last_used: int = 0
@@ -76,7 +76,7 @@ class PrefixSegment:
 
 
 class KVCache:
-    """The slots' buffers. Layers appear as the first forward pass meets them."""
+    """The slots' buffers. A layer is added when the first forward pass reaches it."""
 
     def __init__(self) -> None:
         self.keys: list[torch.Tensor] = []

@@ -1,10 +1,10 @@
-"""Telling a listener of a request's tokens (engine.TokenListener).
+"""Passing a request's tokens to its listener (engine.TokenListener).
 
-Invariant: what the listener has been told is a beginning of the completion, and after `finish` the
-whole of it. A request that begins again, because its engine has died, is drawn again with the same
-seed: the tokens that the listener knows are compared and not told again. Where others are drawn
-(under newer weights, or on hardware that rounds otherwise) the request ends. Log-probs are told
-once and not compared: those of the completion are the truth.
+Invariant: the tokens that the listener has received are a beginning of the completion, and after
+`finish` the whole of it. A request that begins again, because its engine has died, is drawn again
+with the same seed. The tokens that the listener knows are then compared and not passed again. Where
+others are drawn (under newer weights, or on hardware with other rounding), the request ends.
+Log-probs are passed once and not compared: those of the completion are authoritative.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentevo.types import Completion
 
 
 def tell(listen: TokenListener, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-    """Raises ListenerError for whatever the listener raises."""
+    """Passes tokens to the listener. Raises ListenerError for all that the listener raises."""
     try:
         listen(ids, logprobs)
     except ListenerError:
@@ -30,37 +30,39 @@ def tell(listen: TokenListener, ids: Sequence[int], logprobs: Sequence[float]) -
 
 
 class StreamedTokens:
-    """What the listener of one request has been told. See the module."""
+    """The tokens that the listener of one request has received. See the module."""
 
     def __init__(self, listen: TokenListener) -> None:
         self._listen = listen
         self._ids: list[int] = []
         self._place = 0
-        """How many tokens have been drawn since the request began, for the last time."""
+        """How many tokens have been drawn since the request last began."""
 
     def begin(self) -> None:
-        """An engine begins to draw the request from its first token on."""
+        """An engine begins to draw the request from its first token."""
         self._place = 0
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """The next tokens that the engine has drawn. Raises ListenerError, and StreamDivergedError
-        where the listener was told others."""
-        known = self._ids[self._place : self._place + len(ids)]
-        for place, (told, drawn) in enumerate(zip(known, ids, strict=False), start=self._place):
-            if told != drawn:
+        where the listener has received others."""
+        streamed_ids = self._ids[self._place : self._place + len(ids)]
+        for place, (streamed, drawn) in enumerate(
+            zip(streamed_ids, ids, strict=False), start=self._place
+        ):
+            if streamed != drawn:
                 raise StreamDivergedError(
-                    f"token {place} was streamed as {told} by one engine and drawn as {drawn} by "
-                    "the next, which has newer weights or rounds otherwise: ask again"
+                    f"token {place} was streamed as {streamed} by one engine and drawn as {drawn} "
+                    "by the next, which has newer weights or rounds otherwise: ask again"
                 )
 
         self._place += len(ids)
-        if len(ids) > len(known):
-            new = list(ids[len(known) :])
+        if len(ids) > len(streamed_ids):
+            new = list(ids[len(streamed_ids) :])
             self._ids += new
-            tell(self._listen, new, list(logprobs[len(known) :]))
+            tell(self._listen, new, list(logprobs[len(streamed_ids) :]))
 
     def finish(self, completion: Completion) -> None:
-        """Tells what is still missing of the request's completion. Raises as `add` does."""
+        """Passes the missing rest of the request's completion. Raises as `add` does."""
         self.begin()
         self.add(completion.ids, completion.logprobs)
         if len(self._ids) > len(completion.ids):

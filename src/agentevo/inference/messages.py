@@ -1,9 +1,10 @@
-"""What an engine's server and its clients say to one another, and how errors travel.
+"""The messages between an engine's server and its clients, and how errors travel.
 
 Requests go over one WebSocket per client and engine (`/requests`). A frame is a list of messages in
-MessagePack, `list[ToEngine]` one way and `list[FromEngine]` the other; whoever sends puts into one
-frame what is to be sent at that moment (`Outbox`). An answer has the id that the client has given
-its request; it comes whenever it is ready, in any order. People's scripts use JSON over HTTP.
+MessagePack, `list[ToEngine]` one way and `list[FromEngine]` the other. The sender puts into one
+frame all that is to be sent at that moment (`Outbox`). An answer has the id that the client has
+given its request. Answers come when they are ready, in any order. People's scripts use JSON over
+HTTP.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ SessionName = Annotated[str, msgspec.Meta(max_length=1024)]
 PATH = "/requests"
 """Path of the WebSocket, after the engine's URL."""
 MAX_BYTES = 16 * 2**20
-"""The longest frame: whoever receives a longer one refuses it."""
+"""The longest frame: a receiver refuses a longer one."""
 MAX_MESSAGES = 4096
-"""As many are in a frame at most."""
+"""The most messages of a frame."""
 FRAME_BYTES = 2**20
 """A frame of this length is sent, and the rest goes into the next one."""
 MAX_TOKENS = 4096
-"""As many are in a message of Tokens at most."""
+"""The most tokens of a DrawnTokens message."""
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,21 +50,21 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
-    """Answered by Completed or Failed, unless it is cancelled."""
+    """Answered by Completed or FailedRequest, unless it is cancelled."""
 
     id: int
-    """Higher than any that the client has sent before, those of Watch among them."""
+    """Higher than any that the client has sent before, including those of WatchRequest."""
     prompt_ids: list[int]
     sampling: SamplingParams
     session: SessionName | None = None
     deadline_s: float
     stream: bool = False
-    """Tokens are wanted as they are drawn, before Completed."""
+    """The client wants tokens as they are drawn, before Completed."""
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="score"):
-    """Answered by Completed, with the given tokens and their log-probs, or Failed, unless it is
-    cancelled."""
+    """Answered by Completed, with the given tokens and their log-probs, or FailedRequest, unless it
+    is cancelled."""
 
     id: int
     """As that of Generate."""
@@ -74,7 +75,7 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True, tag="score"):
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
-    """Nobody waits for this request any more. No answer."""
+    """The client no longer waits for this request. No answer."""
 
     id: int
 
@@ -86,15 +87,16 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
 
 
 class WatchRequest(msgspec.Struct, frozen=True, kw_only=True, tag="watch"):
-    """Asks for State now and every `every_s` from now on, and whenever version or sleep change."""
+    """Asks for StateReport now and every `every_s` from now on, and whenever version or sleep
+    change."""
 
     id: int
     every_s: float
 
 
 class DrawnTokens(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
-    """The next tokens of a request that wants them as they are drawn. Those that no frame has taken
-    when Completed is sent are in there alone."""
+    """The next tokens of a request that wants them as they are drawn. Tokens that no frame has
+    taken when Completed is sent are only in Completed."""
 
     id: int
     ids: list[int]
@@ -114,13 +116,13 @@ class FailedRequest(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 
 
 class StateReport(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
-    """Comes unasked: first of all, and then as Watch says."""
+    """Sent without a request: first of all, and then as WatchRequest asks."""
 
     state: EngineState
     yours: int
     """Requests of this client that are in the engine now."""
     watch: int = 0
-    """Id of the last Watch that has come."""
+    """Id of the last WatchRequest that has come."""
 
 
 ToEngine = Generate | ScoreRequest | Cancel | Release | WatchRequest
@@ -135,7 +137,7 @@ class SleepRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of every HTTP answer that is no success, in JSON."""
+    """Body of every HTTP error answer, in JSON."""
 
     error: str
     """A name in ERRORS."""
@@ -179,9 +181,9 @@ read_answers = msgspec.msgpack.Decoder(list[FromEngine]).decode
 
 
 class Outbox:
-    """Messages that are to be sent, encoded when they are put in and sent in that order, as many in
-    a frame as there are. Tokens go into what room a frame has left: a request's wait as one list,
-    however slowly frames are taken."""
+    """Messages to be sent, encoded when they are put in and sent in that order, as many per frame
+    as there are. Tokens fill the remaining room of a frame: those of a request wait as one list,
+    even if frames are taken slowly."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
@@ -214,11 +216,11 @@ class Outbox:
         self._filled.set()
 
     def drop_tokens(self, request: int) -> None:
-        """Those that no frame has taken: the request has ended."""
+        """Drops the tokens that no frame has taken: the request has ended."""
         self._tokens.pop(request, None)
 
     def frame(self) -> bytes | None:
-        """The next one; None when nothing is left."""
+        """The next frame; None when nothing is left."""
         taken: list[msgspec.Raw] = []
         size = 0
         while (
@@ -247,7 +249,7 @@ class Outbox:
         return DrawnTokens(id=request, ids=ids[:MAX_TOKENS], logprobs=logprobs[:MAX_TOKENS])
 
     async def next_frame(self) -> bytes:
-        """Waits until there is one."""
+        """Waits until there is a frame."""
         while (frame := self.frame()) is None:
             await self._filled.wait()
         return frame

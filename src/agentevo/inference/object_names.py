@@ -1,20 +1,21 @@
-"""What lies under rollout.weights.url beside the weights, and whose it is. Needs no package."""
+"""The objects under rollout.weights.url other than the weights, and which run they belong to. Needs
+no package."""
 
 CONFIG_FILE = "config.yaml"
-"""The run's."""
+"""The run's configuration."""
 WRITER_FILE = "writer.json"
-"""An id that the folder of the run's trainer has too, in ID_FILE."""
+"""An id that is also in the folder of the run's trainer, in ID_FILE."""
 ID_FILE = "weights/writer"
 
 
 def is_others(there: str, own: str) -> bool:
-    """Whether the id in WRITER_FILE is another run's. It is not where nothing is there yet, or the
-    beginning of ours, of an upload that broke off."""
+    """Whether the id in WRITER_FILE is another run's. It is not where there is no id yet, or the
+    beginning of ours, from an upload that broke off."""
     return bool(there) and not own.startswith(there)
 
 
 def others_weights(url: str) -> str:
-    """What is told then."""
+    """The message for that case."""
     return (
         f"rollout.weights.url={url} has the weights of another run: give this one an address of "
         "its own, or delete what is there if nobody trains it any more"

@@ -1,14 +1,14 @@
 """Weights on their way through an object store, for engines that share no folder with the trainer:
 any file system that fsspec knows (`objects.py`), under rollout.weights.url.
 
-An object appears whole or not at all, but there is no renaming of folders. So a version's files are
-uploaded, side by side, each looked at again by its size, then its manifest, then latest.json. An
-upload that breaks off, or that a reader meets halfway, is found out by the checksums. Nothing is
-looked for by listing, which may lag behind: lists are for deleting old versions alone.
+An object appears whole or not at all, but folders can't be renamed. A version's files are therefore
+uploaded concurrently, and the size of each is checked; then follow its manifest and latest.json.
+Checksums detect an upload that breaks off, or that a reader meets halfway. Nothing is found by
+listing, which may lag behind: lists serve only to delete old versions.
 
-`writer.json` has a random id that the trainer's run folder has too: another run's trainer, which
-would give its weights to this one's engines, is refused. `config.yaml` is the run's, for machines
-that join it without its folder (runs/identity.py); engines announce themselves under `engines/`
+`writer.json` has a random id that is also in the trainer's run folder. Another run's trainer, which
+would give its weights to this run's engines, is refused. `config.yaml` is the run's, for machines
+that join it without its folder (runs/identity.py). Engines announce themselves under `engines/`
 (`announcements.py`).
 """
 
@@ -41,12 +41,13 @@ from agentevo.models.parts import Spec
 from agentevo.models.tensor_file import TensorFile
 
 LOOK_S = 1.0
-"""An engine asks the store for latest.json at most so often."""
+"""An engine requests latest.json from the store at most this often."""
 
 
 class ObjectStoreWeights(WeightVersions):
-    """See the module. `id_file`: where the trainer keeps the id of its run's weights, and `config`
-    what it puts beside them; None reads alone."""
+    """See the module. `id_file`: where the trainer keeps the id of its run's weights; None for a
+    reader. `config`: the configuration that the trainer stores next to the weights; None for a
+    reader."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class ObjectStoreWeights(WeightVersions):
         return self.objects.url
 
     def versions(self) -> list[int]:
-        """See WeightVersions.versions. As the store lists them."""
+        """See WeightVersions.versions. In the store's own listing."""
         return version_numbers(self.objects.under())
 
     def latest_version(self) -> Latest | None:
@@ -85,37 +86,37 @@ class ObjectStoreWeights(WeightVersions):
         return latest
 
     def state(self, version: int) -> tuple[str, ...]:
-        """See WeightVersions.state. Of what the version builds on, its manifest has the names."""
+        """See WeightVersions.state. The manifest names what the version builds on."""
         paths = (LATEST_FILE, _path(version, MANIFEST_FILE))
         return tuple(self.objects.state(path) for path in paths)
 
     def write(
         self, version: int, model: torch.nn.Module, *, keep: int, in_full: bool = False
     ) -> str:
-        """See WeightVersions.write. Raises EngineError where another run's weights are."""
+        """See WeightVersions.write. Raises EngineError where another run has its weights."""
         self._claim()
         return super().write(version, model, keep=keep, in_full=in_full)
 
     def _claim(self) -> None:
-        """The place is this run's from now on."""
+        """Claims the place for this run."""
         assert self._id_file is not None, "who only reads writes nothing"
         try:
-            own = self._id_file.read_text()
+            writer_id = self._id_file.read_text()
         except FileNotFoundError:
-            own = uuid.uuid4().hex
+            writer_id = uuid.uuid4().hex
             self._id_file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(self._id_file, own, durable=True)
+            write_atomic(self._id_file, writer_id, durable=True)
 
         try:
-            there = self._get(None, WRITER_FILE).decode(errors="replace")
+            stored_id = self._get(None, WRITER_FILE).decode(errors="replace")
         except FileNotFoundError:
-            there = ""
+            stored_id = ""
 
-        if there != own and not is_others(there, own):
-            self.objects.put(WRITER_FILE, own.encode())
-            there = self._get(None, WRITER_FILE).decode(errors="replace")
+        if stored_id != writer_id and not is_others(stored_id, writer_id):
+            self.objects.put(WRITER_FILE, writer_id.encode())
+            stored_id = self._get(None, WRITER_FILE).decode(errors="replace")
 
-        if there != own:
+        if stored_id != writer_id:
             raise EngineError(others_weights(self.place))
 
         if self._config is not None:
@@ -136,9 +137,9 @@ class ObjectStoreWeights(WeightVersions):
             self.objects.put(_path(version, content.file), raw)
             return ManifestPart(content.file, hashlib.sha256(raw).hexdigest(), len(raw))
 
-        made = manifest(side_by_side(upload, contents))
-        self.objects.put(_path(version, MANIFEST_FILE), made)
-        return made
+        manifest_bytes = manifest(side_by_side(upload, contents))
+        self.objects.put(_path(version, MANIFEST_FILE), manifest_bytes)
+        return manifest_bytes
 
     def _put_gathered(
         self,
@@ -157,9 +158,9 @@ class ObjectStoreWeights(WeightVersions):
             self.objects.put(_path(version, file), raw)
             parts.append(ManifestPart(file, hashlib.sha256(raw).hexdigest(), len(raw)))
 
-        made = manifest(parts)
-        self.objects.put(_path(version, MANIFEST_FILE), made)
-        return made
+        manifest_bytes = manifest(parts)
+        self.objects.put(_path(version, MANIFEST_FILE), manifest_bytes)
+        return manifest_bytes
 
     def _put_latest(self, content: bytes) -> None:
         self._claim()
@@ -169,19 +170,19 @@ class ObjectStoreWeights(WeightVersions):
         try:
             self.objects.delete(folder_name(version), recursive=True)
         except OSError:
-            return  # it is old, and tried again with the next version
+            return  # it is old, and deleting is retried with the next version
 
     def _check_part(self, version: int, part: ManifestPart) -> None:
-        """That it is there, by its size: reading everything again would cost what the store sells.
-        Who reads compares the bits."""
+        """Compares the size only: reading everything again would cost what the store charges for
+        it. Readers compare the bits."""
         try:
-            found = self.objects.info(_path(version, part.file)).get("size")
+            size = self.objects.info(_path(version, part.file)).get("size")
         except OSError as error:
             raise self._unreadable(version, error) from error
 
-        if found != part.bytes:
+        if size != part.bytes:
             raise EngineError(
-                f"{self._name(version)}/{part.file} has {found} bytes and not {part.bytes}: torn"
+                f"{self._name(version)}/{part.file} has {size} bytes and not {part.bytes}: torn"
             )
 
 

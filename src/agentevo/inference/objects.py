@@ -1,10 +1,10 @@
 """Objects under an address of an object store: any file system that fsspec knows.
 
-An object appears whole or not at all: object stores promise it, and of file:// this module sees to
-it (a killed writer leaves a hidden file behind, which no list has). What is uploaded is looked at
-again by its size. Every call has a deadline, and is made on a thread of its own that is left behind
-where it hangs. What a store's package raises becomes OSError here. Credentials come from the
-environment, as the store's own package reads them. Needs no torch.
+An object appears whole or not at all. Object stores promise it; for file:// this module ensures it
+(a killed writer leaves a hidden file behind, which no list has). The size of each upload is
+checked. Every call has a deadline, and is made on a thread of its own that is left behind where it
+hangs. Exceptions of a store's package become OSError here. Credentials come from the environment,
+as the store's own package reads them. Needs no torch.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from agentevo.errors import ConfigError, MissingExtraError
 from agentevo.files import PARTIAL
 
 CALL_S = 30.0
-"""Deadline of a call that moves nothing, and what each gets besides its bytes."""
+"""Deadline of a call that moves no content, and what each call gets in addition to the time for its
+bytes."""
 LOWEST_RATE = 2**20
-"""Bytes per second that an upload or download is given time for."""
+"""Bytes per second for which an upload or download gets time."""
 MAX_HANGING = 64
-"""Calls that may hang before no further one is made."""
+"""The number of hanging calls from which no further one is made."""
 CHANGES = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created", "size", "ino")
-"""What the packages' answers say that an object was written anew by."""
+"""The keys of the packages' answers that change when an object is rewritten."""
 
 T = TypeVar("T")
 
@@ -48,20 +49,20 @@ class Objects:
         self._hanging: set[threading.Thread] = set()
 
     def info(self, path: str) -> dict[str, Any]:
-        """What the store says of an object. Raises FileNotFoundError, OSError."""
+        """The store's information on an object. Raises FileNotFoundError, OSError."""
         place = self._at(path)
-        found: dict[str, Any] = self._call(lambda: self.files.info(place), place)
-        return found
+        info: dict[str, Any] = self._call(lambda: self.files.info(place), place)
+        return info
 
     def state(self, path: str) -> str:
-        """Changes whenever the object is written anew; empty where it can't be asked for."""
+        """Changes whenever the object is rewritten; empty where it can't be read."""
         try:
             return state_of(self.info(path))
         except OSError:
             return ""
 
     def get(self, path: str) -> bytes:
-        """What is there. An object that is written anew between the question for its size and the
+        """The content. An object that is rewritten between the request for its size and the
         download is read again. Raises FileNotFoundError, OSError."""
         place = self._at(path)
         info = self.info(path)
@@ -80,7 +81,7 @@ class Objects:
                 raise OSError(f"{place}: it was written anew during each of its downloads")
 
     def put(self, path: str, content: bytes) -> None:
-        """Raises OSError where it has not arrived whole."""
+        """Writes the object. Raises OSError where it has not arrived whole."""
         place = self._at(path)
         if "file" not in self._protocols:
             self._upload(place, content)
@@ -100,24 +101,24 @@ class Objects:
 
     def _upload(self, place: str, content: bytes) -> None:
         self._call(lambda: self.files.pipe_file(place, content), place, len(content))
-        found = self._call(lambda: self.files.info(place), place).get("size")
-        if found != len(content):
-            raise OSError(f"{place}: {found} of {len(content)} bytes have arrived")
+        size = self._call(lambda: self.files.info(place), place).get("size")
+        if size != len(content):
+            raise OSError(f"{place}: {size} of {len(content)} bytes have arrived")
 
     def under(self, path: str = "") -> dict[str, dict[str, Any]]:
-        """What lies directly under a path, as the store lists it, which may lag behind: last part
-        of the name -> what it says of it. What a `put` is still writing is left out. Raises
-        OSError."""
+        """The objects directly under a path, as the store lists them, which may lag behind: last
+        part of the name -> the store's information on it. What a `put` is still writing is left
+        out. Raises OSError."""
         place = self._at(path)
         try:
-            found = self._call(lambda: self.files.ls(place, detail=True), f"the list of {place}")
+            entries = self._call(lambda: self.files.ls(place, detail=True), f"the list of {place}")
         except FileNotFoundError:
             return {}
-        named = {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in found}
+        named = {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in entries}
         return {name: entry for name, entry in named.items() if not name.endswith(PARTIAL)}
 
     def delete(self, path: str, *, recursive: bool = False) -> None:
-        """Raises FileNotFoundError, OSError."""
+        """Deletes the object. Raises FileNotFoundError, OSError."""
         place = self._at(path)
         self._call(lambda: self.files.rm(place, recursive=recursive), place)
 
@@ -137,7 +138,7 @@ class Objects:
         def work() -> None:
             try:
                 answer.set_result(function())
-            except BaseException as error:  # noqa: BLE001, told to who waits, below
+            except BaseException as error:  # noqa: BLE001, passed to the caller that waits, below
                 answer.set_exception(error)
 
         self._hanging = {thread for thread in self._hanging if thread.is_alive()}
@@ -158,7 +159,7 @@ class Objects:
 
 
 def state_of(info: dict[str, Any]) -> str:
-    """See `Objects.state`; of what `info` or `under` say."""
+    """See `Objects.state`; from what `info` or `under` return."""
     return repr([info.get(key) for key in CHANGES])
 
 

@@ -1,16 +1,17 @@
-"""What changed of weights that lie in parts on several processes: each compares what it has with
-what it had when they were published, and only what differs travels to the first one.
+"""The changes of weights in parts on several processes: each process compares what it has with what
+it had when they were published, and only the difference travels to the first one.
 
     keep      each process copies the boxes that it gives: these were published
-    compare   each compares them with what it has now, and tells the first one the sizes of what
+    compare   each compares them with what it has now, and sends the first one the sizes of what
               changed, and the checksum of each box
     give      the others send what changed; the first one writes it (`PartsDelta.taken`)
 
-A box that several processes have (a replica, a norm under tensor parallelism) is kept and compared
-by the first of them alone, so all copies together are one model. What changed of a box is packed
-where it lies: its elements count within the box, and a reader applies it to the box (`Grid`). All
-processes make each of these calls, in the same order; what the first one has written in the end,
-and whether it has, is for it to know, so the others keep what they have until they are told.
+Where several processes have a box (a replica, a norm under tensor parallelism), only the first of
+them keeps and compares it, so all copies together are one model. Changes of a box are packed on the
+process that has it: the elements count within the box, and a reader applies them to the box
+(`Grid`). All processes make each of these calls, in the same order. Only the first one knows what
+it has written in the end, and whether it has, so the others keep what they have until it calls for
+`keep`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from agentevo.models.parts import (
 
 
 class BoxDifference(NamedTuple):
-    """What a process says of a box that it has compared."""
+    """A process's report on a box that it has compared."""
 
     box: Box
     changes: dict[str, Spec]
@@ -57,8 +58,8 @@ class PublishedParts:
         own: Callable[[], Mapping[str, WeightPart]],
         group: distributed.ProcessGroup | None = None,
     ) -> None:
-        """`own`: this process's parts of what is published, as they are now; the same names in the
-        same order everywhere. `group`: all processes, for tensors on the CPU."""
+        """`own_parts`: this process's parts of what is published, as they are now; the same names
+        in the same order everywhere. `group`: all processes, for tensors on the CPU."""
         self._own = own
         self._group = group
         self._kept: dict[str, tuple[Box, torch.Tensor]] = {}
@@ -66,36 +67,36 @@ class PublishedParts:
         """What changed of the boxes that are not given whole."""
 
     def keep(self) -> None:
-        """What is there now is what was published."""
+        """Keeps a copy of what was published: the current weights."""
         self._changes = {}
         old = self._kept
         self._kept = {}
         for name, part in self._given().items():
-            kept = old.pop(name, None)
+            previous = old.pop(name, None)
             spec = Spec(part.spec.dtype, part.box.sizes)
-            if kept is None or Spec(kept[1].dtype, tuple(kept[1].shape)) != spec:
+            if previous is None or Spec(previous[1].dtype, tuple(previous[1].shape)) != spec:
                 copy = torch.empty(spec.shape, dtype=spec.dtype)
             else:
-                copy = kept[1]
+                copy = previous[1]
             self._kept[name] = (part.box, copy.copy_(part.given))
 
     def compare(self) -> PartsDelta | None:
-        """On the first process: what changed, unless it can't be said, because nothing was kept or
-        other tensors are trained now. None on the others."""
-        own = self._own()
-        found = self._compare_boxes()
-        of_all: list[dict[str, BoxDifference] | None] = [found]
+        """On the first process: what changed; None where the change is unknown, because nothing was
+        kept or other tensors are trained now. None on the others."""
+        own_parts = self._own()
+        differences = self._compare_boxes()
+        of_all: list[dict[str, BoxDifference] | None] = [differences]
         if distributed.is_initialized():
             first = distributed.get_rank(self._group) == 0
             of_all *= distributed.get_world_size(self._group)
             distributed.gather_object(
-                found, of_all if first else None, group=self._group, group_dst=0
+                differences, of_all if first else None, group=self._group, group_dst=0
             )
             if not first:
                 return None
 
-        known = [one for one in of_all if one is not None]
-        return PartsDelta.of(own, known, self) if len(known) == len(of_all) else None
+        answers = [answer for answer in of_all if answer is not None]
+        return PartsDelta.of(own_parts, answers, self) if len(answers) == len(of_all) else None
 
     def give(self) -> None:
         """On the others: sends what `compare` has found."""
@@ -104,7 +105,7 @@ class PublishedParts:
                 distributed.send(as_bytes(tensor.contiguous()), group=self._group, group_dst=0)
 
     def pop(self, name: str) -> dict[str, torch.Tensor]:
-        """What changed of this process's box, which is let go."""
+        """What changed of this process's box; it is dropped here."""
         changes = self._changes.pop(name)
         return changes or {"whole": self._own()[name].given}
 
@@ -116,34 +117,36 @@ class PublishedParts:
 
     def _given(self) -> dict[str, WeightPart]:
         """This process's parts without those that another one gives."""
-        own = self._own()
-        boxes = boxes_of_all(own, self._group)
+        own_parts = self._own()
+        boxes = boxes_of_all(own_parts, self._group)
         me = distributed.get_rank(self._group) if distributed.is_initialized() else 0
         return {
             name: part
-            for name, part in own.items()
+            for name, part in own_parts.items()
             if me in givers_of([of_one[name] for of_one in boxes])
         }
 
     def _compare_boxes(self) -> dict[str, BoxDifference] | None:
         """Of each box that this process gives; None where it has not kept the same ones."""
-        given = self._given()
+        parts = self._given()
         self._changes = {}
 
-        wanted = {name: (p.box, p.spec.dtype) for name, p in given.items()}
-        if wanted != {name: (box, kept.dtype) for name, (box, kept) in self._kept.items()}:
+        expected = {name: (p.box, p.spec.dtype) for name, p in parts.items()}
+        if expected != {name: (box, tensor.dtype) for name, (box, tensor) in self._kept.items()}:
             return None
 
-        found = {}
-        for name, part in given.items():
+        differences = {}
+        for name, part in parts.items():
             now = part.given
             change = change_of(self._kept[name][1], now)
-            specs = {kind: Spec(one.dtype, tuple(one.shape)) for kind, one in change.items()}
-            if change:  # what is given whole is made again when it is given
+            specs = {
+                kind: Spec(tensor.dtype, tuple(tensor.shape)) for kind, tensor in change.items()
+            }
+            if change:  # a box that is given whole is read again when it is given
                 self._changes[name] = {} if "whole" in change else change
-            found[name] = BoxDifference(part.box, specs, checksum(now))
+            differences[name] = BoxDifference(part.box, specs, checksum(now))
 
-        return found
+        return differences
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,9 +154,9 @@ class PartsDelta:
     """On the first process: what changed of the whole tensors."""
 
     specs: dict[str, Spec]
-    """What a delta's files have, in this order."""
+    """The contents of a delta's files, in this order."""
     grids: dict[str, Grid]
-    """Of the tensors that lie in several boxes."""
+    """Of the tensors that are split into several boxes."""
     state: dict[str, str]
     """Checksum of every tensor as it is now."""
     _givers: list[tuple[str, int, dict[str, str]]]
@@ -167,41 +170,43 @@ class PartsDelta:
         found: list[dict[str, BoxDifference]],
         parts: PublishedParts,
     ) -> PartsDelta:
-        """`found`: of each process. Raises ModelError where it is not all of a tensor."""
-        made = cls({}, {}, {}, [], parts)
+        """`differences`: of each process. Raises ModelError where it is not all of a tensor."""
+        delta = cls({}, {}, {}, [], parts)
         for name, part in own.items():
             of_boxes = {
                 of_one[name].box: (process, of_one[name])
                 for process, of_one in enumerate(found)
                 if name in of_one
             }
-            made._add(name, part.spec, of_boxes)
+            delta._add(name, part.spec, of_boxes)
 
-        return made
+        return delta
 
-    def _add(self, name: str, spec: Spec, found: Mapping[Box, tuple[int, BoxDifference]]) -> None:
+    def _add(
+        self, name: str, spec: Spec, differences: Mapping[Box, tuple[int, BoxDifference]]
+    ) -> None:
         if not math.prod(spec.shape):
             self.state[name] = checksum(torch.empty(spec.shape, dtype=spec.dtype))
             return
 
         try:
-            grid = grid_of(list(found), spec.shape)
+            grid = grid_of(list(differences), spec.shape)
         except ValueError as error:
             raise ModelError(
                 f"{name}: processes have {error}: this is a defect, please report it"
             ) from error
 
         boxes = boxes_of(grid, spec.shape)
-        checksums = [found[box][1].sha256 for box in boxes]
+        checksums = [differences[box][1].sha256 for box in boxes]
         self.state[name] = checksums[0] if len(boxes) == 1 else combine_checksums(checksums)
         if len(boxes) > 1:
             self.grids[name] = grid
 
         for key, box in zip(box_keys(name, len(boxes)), boxes, strict=True):
-            process, one = found[box]
-            keys = {kind: f"{kind}:{key}" for kind in one.changes}
+            process, difference = differences[box]
+            keys = {kind: f"{kind}:{key}" for kind in difference.changes}
             if keys:
-                self.specs.update({keys[kind]: one.changes[kind] for kind in keys})
+                self.specs.update({keys[kind]: difference.changes[kind] for kind in keys})
                 self._givers.append((name, process, keys))
 
     @property
@@ -211,8 +216,8 @@ class PartsDelta:
 
     @contextmanager
     def taken(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        """What changed, by its key in `specs` and in that order, while the others `give`. Whoever
-        breaks off takes the rest, too, so that they come to their end."""
+        """What changed, by its key in `specs` and in that order, while the others `give`. A caller
+        that breaks off takes the rest, too, so that the others finish."""
         waiting = iter(self._givers)
 
         def coming() -> Iterator[tuple[str, torch.Tensor]]:

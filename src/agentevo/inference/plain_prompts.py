@@ -1,10 +1,10 @@
-"""Prompts that are no chats in one conversation: token ids, and plain texts.
+"""Prompts of one conversation that are no chats: token ids, and plain texts.
 
-A text that begins with a recorded prompt and all that the policy said to it keeps those ids, and
-only what comes after them is encoded. The token that ended a completion is not part of what the
-client was told: a client that writes it itself goes on from the whole turn, one that goes on
-without it starts anew with the drawn ids before it. A text that differs earlier, such as from the
-place of a stop string on, is encoded from there.
+A text that begins with a recorded prompt and the policy's whole answer to it keeps those ids, and
+only the rest of the text is encoded. The token that ended a completion is not in the text that the
+client received. A client that writes it itself continues from the whole turn; one that continues
+without it starts a new branch with the drawn ids before it. A text that differs earlier, such as
+from the place of a stop string on, is encoded from there.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ class PlainTexts:
         self._context = context
         self._known: dict[str, tuple[int, int]] = {}
         """A text -> the turn whose prompt and completion it is, and how many of their last ids it
-        does not have."""
+        lacks."""
 
     def ids_of(self, text: str) -> list[int]:
-        """Ids of a prompt. Raises ModelError for what the tokenizer has no token for."""
-        begun = [known for known in list(self._known) if text.startswith(known)]
-        known = max(begun, key=len, default="")
-        if not known:
+        """Ids of a prompt. Raises ModelError for text that the tokenizer can't encode."""
+        prefixes = [prefix for prefix in list(self._known) if text.startswith(prefix)]
+        longest = max(prefixes, key=len, default="")
+        if not longest:
             return self._chat.plain(text)
-        turn, unsaid = self._known[known]
+        turn, unsaid = self._known[longest]
         ids = self._context(turn)
-        return ids[: len(ids) - unsaid] + self._chat.plain(text[len(known) :], begins=False)
+        return ids[: len(ids) - unsaid] + self._chat.plain(text[len(longest) :], begins=False)
 
     def note_answer(self, prompt: str, said: str, turn: int, completion_ids: Sequence[int]) -> None:
-        """Turn `turn` has answered a prompt with `said`."""
-        ended = completion_ids[-1] in self._chat.end_ids
-        if ended:
+        """Turn `turn` has answered a prompt with `answer`."""
+        has_end_token = completion_ids[-1] in self._chat.end_ids
+        if has_end_token:
             (end,) = self._chat.token_texts(completion_ids[-1:])
             self._known[prompt + said + end.text] = (turn, 0)
-        self._known[prompt + said] = (turn, int(ended))
+        self._known[prompt + said] = (turn, int(has_end_token))
 
 
 def checked_ids(prompt: Sequence[int], vocabulary: int) -> list[int]:
-    """The ids of a prompt. Raises BadRequestError for what is none."""
+    """The ids of a prompt. Raises BadRequestError for invalid ids."""
     ids = list(prompt)
     for place, token in enumerate(ids):
         if not isinstance(token, int) or not 0 <= token < vocabulary:
@@ -63,11 +63,11 @@ def checked_ids(prompt: Sequence[int], vocabulary: int) -> list[int]:
 def recorded_beginning(
     ids: list[int], turns: Sequence[Turn], children: Mapping[int | None, Sequence[int]]
 ) -> tuple[int, int | None]:
-    """How many of the ids are recorded, and the turn that they go on from: the one with the longest
-    context that they begin with, the newest of several. `children`: turn -> those that extend it,
-    None -> roots."""
-    given = array(TURN_COLUMNS["prompt_ids"], ids)
-    known = 0
+    """How many of the ids are recorded, and the turn that they continue from: the one with the
+    longest context that they begin with, the newest of several. `children`: turn -> those that
+    extend it, None -> roots."""
+    id_array = array(TURN_COLUMNS["prompt_ids"], ids)
+    num_recorded = 0
     parent = -1
     reached: list[tuple[int, int | None]] = [(0, None)]
     while reached:
@@ -77,10 +77,10 @@ def recorded_beginning(
             end = middle + len(turns[child].completion_ids)
             if (
                 end < len(ids)
-                and given[start:middle] == turns[child].prompt_ids
-                and given[middle:end] == turns[child].completion_ids
+                and id_array[start:middle] == turns[child].prompt_ids
+                and id_array[middle:end] == turns[child].completion_ids
             ):
-                known, parent = max((known, parent), (end, child))
+                num_recorded, parent = max((num_recorded, parent), (end, child))
                 reached.append((end, child))
 
-    return known, parent if known else None
+    return num_recorded, parent if num_recorded else None

@@ -1,10 +1,10 @@
-"""The trainer's side of weights in files (RUN/weights, an object store): the newest version is
-there, whole, for as long as engines may want it.
+"""The trainer's side of weights in files (RUN/weights, an object store): it keeps the newest
+version there, whole, for as long as engines may want it.
 
-Whatever keeps it from being written, or damages it afterwards, would leave engines on the version
-before, and a trainer that waits for attempts of the new one would wait for ever. So a trainer that
-waits looks after it, and writes it again: its model still has those weights. Of the last version,
-for which nobody waits any more, the checkpoint has them too.
+A version that can't be written, or is damaged afterwards, would leave engines on the version
+before, and a trainer that waits for attempts of the new one would wait without end. A trainer that
+waits therefore checks the version and writes it again: its model still has those weights. The last
+version, for which no trainer waits, is also in the checkpoint.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ VERIFY_S = 60.0
 
 
 class Publication:
-    """A WeightSender, see the module. `note` is told when something had to be mended, or can't
-    be."""
+    """A WeightSender, see the module. `note` gets a message when something had to be repaired, or
+    can't be."""
 
     def __init__(
         self,
@@ -47,19 +47,18 @@ class Publication:
         """The state of its files when they were last read whole."""
         self._verified_at = 0.0
         self._in_full = False
-        """What the last version built on may be damaged: the next builds on nothing."""
+        """The versions that the last one built on may be damaged: the next builds on none."""
         self._advised = False
         self._said = ""
-        """The trouble that was told last; it is told once."""
+        """The trouble that was reported last; it is reported once."""
 
     async def begin(self, version: int) -> None:
-        """See WeightSender.begin. What engines have of a later version they keep."""
+        """See WeightSender.begin. Engines keep what they have of a later version."""
         await self.publish(version)
 
     async def publish(self, version: int) -> None:
-        """See WeightSender.publish. What a trainer before
-        this one has published of this version or a later one stays, if it is whole. What can't be
-        written now, `look_after` writes later."""
+        """See WeightSender.publish. If an earlier trainer has published this version or a later
+        one, and it is whole, it stays. What can't be written now, `look_after` writes later."""
         latest = await in_thread(self._latest_version)
         self._version = version
         self._latest = latest
@@ -68,8 +67,8 @@ class Publication:
         await self.look_after()
 
     async def look_after(self) -> None:
-        """See WeightSender.look_after. Cheap as long as the files look untouched, but for once
-        every VERIFY_S."""
+        """See WeightSender.look_after. Cheap as long as the files look untouched, except once every
+        VERIFY_S."""
         if self._latest is not None:
             late = time.monotonic() - self._verified_at >= VERIFY_S
             state = await in_thread(self._folder.state, self._latest.version)
@@ -91,7 +90,7 @@ class Publication:
 
         try:
             await self._write()
-        except OSError as error:  # the folder is away, or full: again at the next look
+        except OSError as error:  # the folder is away, or full: try again at the next look
             why = f"{self._folder.place}: {error.strerror or error}"
             self._say(
                 f"version {self._version} could not be written, and is tried again while attempts "

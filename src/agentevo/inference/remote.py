@@ -1,22 +1,21 @@
 """Engines in other processes, as one engine.
 
-A conversation stays with the engine that holds its cache; a new one goes to the engine with the
-least to do, of those that are awake and serve the newest version. When an engine dies, hangs or
-refuses, the same request (same ids, same seed) goes to another one within the same deadline: what
-the first has computed of it is lost, and nothing else, since engines keep no state that an answer
-depends on. Only when none is left until the deadline is the request given up
-(EngineUnavailableError). Whoever listens to its tokens is told those that go beyond what the first
-engine told; where the other one draws others, under newer weights, the request ends
-(StreamDivergedError).
+A conversation stays with the engine that holds its cache. A new one goes to the engine with the
+least load, among those that are awake and serve the newest version. When an engine dies, hangs or
+refuses, the same request (same ids, same seed) goes to another one within the same deadline. Only
+what the first has computed of it is lost, because engines keep no state that an answer depends on.
+The request is given up only when no engine is left until the deadline (EngineUnavailableError). The
+listener to its tokens gets those that go beyond what the first engine sent. Where the other engine
+draws different ones, under newer weights, the request ends (StreamDivergedError).
 
 `version` is the smallest of the engines that may be asked, so no token is older than it says. An
-engine that stays at an older version than others for LATE_S is not asked any more, and does not
-count, until it has newer weights or nobody has: alone it would hold up everybody.
+engine that stays at an older version than others for LATE_S gets no requests, and does not count,
+until it has newer weights or no engine has: one such engine would hold up all others.
 
-Each engine is reached over one connection (`client_connection.py`), on which it tells its state
-every `poll_s`; `version` and `stats` are as it said last. An engine is lost when its connection
-ends, and taken for dead when it has said nothing for `max_age_s`; either way the requests that it
-holds are moved.
+Each engine is reached over one connection (`client_connection.py`), on which it reports its state
+every `poll_s`; `version` and `stats` are those of the last report. An engine is lost when its
+connection ends, and counts as dead when it has sent no report for `max_age_s`. In both cases its
+requests are moved.
 """
 
 from __future__ import annotations
@@ -62,28 +61,28 @@ GAUGES = (
     "engine/kv_tokens",
     "engine/kv_capacity_tokens",
 )
-"""Statistics that say how things stand; the others count up, and an engine's count stays in the sum
-when the engine is gone."""
+"""Statistics that are momentary values. The others are counters, and an engine's count stays in the
+sum when the engine is gone."""
 LATE_S = 60.0
-"""Long enough for an engine to load new weights, and to look at weights that it has refused once
-more."""
+"""Long enough for an engine to load new weights, and to check once more weights that it has
+refused."""
 
 
 @dataclass(eq=False)
 class _KnownEngine:
-    """One engine, from when it is first heard of until it is gone."""
+    """One engine, from its first appearance until it is gone."""
 
     address: EngineAddress
     heard: float
-    """When it last said something, by the monotonic clock."""
+    """When its last report came, by the monotonic clock."""
     state: EngineState | None = None
     yours: int = 0
-    """Requests of this client that it held when it said its state."""
+    """Requests of this client that it held at its last report."""
     suspect: bool = True
-    """Nothing new goes there until it says its state again: it has just been connected to, or
+    """The engine gets nothing new until its next report: it has just been connected to, or has
     refused."""
     behind: tuple[int, float] | None = None
-    """(its version, when another engine was first seen to have a newer one), if that is so."""
+    """(its version, when another engine was first seen with a newer one), if there is one."""
     connection: ClientConnection | None = None
     connecting: asyncio.Task[None] | None = None
     homes: set[str] = field(default_factory=set)
@@ -115,18 +114,18 @@ class _KnownEngine:
         return self.connection.num_open if self.connection is not None else 0
 
     def load(self) -> int:
-        """The number of requests at the engine: those that others had there when it last said its
-        state, and ours."""
+        """The number of requests at the engine: those of other clients at its last report, and
+        ours."""
         stats = self.state.stats if self.state is not None else {}
-        there = int(stats.get("engine/running", 0) + stats.get("engine/waiting", 0))
-        return max(there - self.yours, 0) + self.open
+        num_requests = int(stats.get("engine/running", 0) + stats.get("engine/waiting", 0))
+        return max(num_requests - self.yours, 0) + self.open
 
 
 class RemoteEngine:
     """See the module. `engines`: where they announce themselves, or their URLs as
-    `EngineAddress.read` takes them, and then the `secret` that they know; `also`: URLs beside
-    them; `lookout`: for those that announce themselves in the object store. Belongs to one event
-    loop; `close` it there."""
+    `EngineAddress.read` takes them, and then the `secret` of their run; `also`: further URLs;
+    `lookout`: for those that announce themselves in the object store. Belongs to one event loop;
+    `close` it there."""
 
     def __init__(
         self,
@@ -151,18 +150,18 @@ class RemoteEngine:
         self._engines = engines
         self._poll_s = poll_s
         self._max_age_s = max_age_s
-        given = also if isinstance(engines, EngineDirectory) else [*engines, *also]
-        self._given = {address.url: address for address in map(EngineAddress.read, given)}
+        urls = also if isinstance(engines, EngineDirectory) else [*engines, *also]
+        self._given = {address.url: address for address in map(EngineAddress.read, urls)}
         self._known: dict[str, _KnownEngine] = {}
         self._homes: dict[str, _KnownEngine] = {}
         self._counts: dict[tuple[str, int], dict[str, float]] = {}
-        """(URL, process) -> what it has counted, also of those that are gone."""
+        """(URL, process) -> its counters, also of engines that are gone."""
         self._watcher: asyncio.Task[None] | None = None
         self._lookout_watch: asyncio.Task[None] | None = None
         self._trouble = "none was found"
-        """The last thing that went wrong."""
+        """The last failure."""
         self._warned: set[str] = set()
-        """Refusals and late engines that were warned of, once each."""
+        """Refusals and late engines that were logged, once each."""
         self._closed = False
 
     @property
@@ -180,12 +179,12 @@ class RemoteEngine:
         listen: TokenListener | None = None,
     ) -> Completion:
         """See Engine.generate. Raises EngineUnavailableError if no engine has answered until the
-        deadline, and StreamDivergedError if another one than that which has died draws other
-        tokens than `listen` was told."""
+        deadline, and StreamDivergedError if, after an engine's death, another one draws other
+        tokens than `listen` has received."""
         streamed = None if listen is None else StreamedTokens(listen)
         return await self._ask_engines(
-            lambda connection, left: connection.generate(
-                prompt_ids, sampling, session, left, streamed
+            lambda connection, remaining_s: connection.generate(
+                prompt_ids, sampling, session, remaining_s, streamed
             ),
             session,
             deadline_s,
@@ -202,7 +201,9 @@ class RemoteEngine:
         """See ScoringEngine.score. Raises as `generate`."""
         check_score(context_ids, ids, temperature, deadline_s)
         return await self._ask_engines(
-            lambda connection, left: connection.score(context_ids, ids, temperature, left),
+            lambda connection, remaining_s: connection.score(
+                context_ids, ids, temperature, remaining_s
+            ),
             None,
             deadline_s,
         )
@@ -213,23 +214,23 @@ class RemoteEngine:
         session: str | None,
         deadline_s: float,
     ) -> T:
-        """What an engine answers within the time that is left, one after the other."""
+        """The answer of an engine within the time that is left; asks one after the other."""
         deadline = time.monotonic() + deadline_s
         refused: dict[str, EngineError] = {}
-        while (left := deadline - time.monotonic()) > 0:
+        while (remaining_s := deadline - time.monotonic()) > 0:
             self._watch()
             engine = self._choose(session, refused)
             if engine is None or engine.connection is None:
                 if refused:
                     raise list(refused.values())[-1]  # by every engine that there is
-                await asyncio.sleep(min(self._poll_s, left))
+                await asyncio.sleep(min(self._poll_s, remaining_s))
                 continue
 
             if session is not None:
                 self._move_home(session, engine)
 
             try:
-                return await ask(engine.connection, left)
+                return await ask(engine.connection, remaining_s)
             except (
                 RequestTooLongError,
                 GrammarError,
@@ -250,8 +251,8 @@ class RemoteEngine:
         )
 
     async def release(self, session: str) -> None:
-        """See Engine.release. An engine that is lost has nothing to be told: it gives up idle
-        conversations by itself."""
+        """See Engine.release. A lost engine gets no message: it drops idle conversations by
+        itself."""
         engine = self._homes.pop(session, None)
         if engine is not None:
             engine.homes.discard(session)
@@ -275,7 +276,7 @@ class RemoteEngine:
         return sums
 
     async def refresh(self) -> None:
-        """Looks at every engine now: who lives, at which version, with how much to do. Goes on
+        """Looks at every engine now: which ones live, at which version, and their load. Keeps
         looking in the background."""
         self._watch()
         if self._lookout is not None:
@@ -288,7 +289,7 @@ class RemoteEngine:
         if looks:
             _, late = await asyncio.wait(
                 looks, timeout=CONNECT_S
-            )  # a long step, or it hangs: `heard` tells
+            )  # a long step, or it hangs: `last_report_at` shows it
             for look in late:
                 look.cancel()
 
@@ -309,7 +310,7 @@ class RemoteEngine:
             self._forget(engine)
 
     def _watch(self) -> None:
-        """Keeps looking in the background, whatever has ended the looking before."""
+        """Keeps looking in the background, also after a failure has ended the looking."""
         if self._closed:
             raise EngineUnavailableError(
                 "this client of the engines is closed: make another RemoteEngine"
@@ -326,11 +327,11 @@ class RemoteEngine:
             )
 
     async def _look_once(self) -> None:
-        """Looks once. What goes wrong (a file system that is away) is told once, and in the error
-        of requests that find no engine."""
+        """Looks once. A failure (a file system that is away) is logged once, and is in the error of
+        requests that find no engine."""
         try:
             await self._look()
-        except Exception as error:  # noqa: BLE001 (whatever it is, requests under way need somebody who goes on looking)
+        except Exception as error:  # noqa: BLE001 (whatever it is, requests under way need the looking to continue)
             trouble = f"looking for engines failed: {type(error).__name__}: {error}"
             if trouble != self._trouble:
                 LOG.warning(trouble)
@@ -344,12 +345,12 @@ class RemoteEngine:
             self._excuse(time.monotonic() - asleep_since - self._poll_s)
 
     def _excuse(self, late_s: float) -> None:
-        """This process itself stood still, and may have left unread what engines said."""
+        """This process itself stood still, and may have left reports of engines unread."""
         for engine in self._known.values():
             engine.heard += late_s
 
     async def _look(self) -> None:
-        """Finds out who is announced, connects to each, and forgets the dead."""
+        """Finds the announced engines, connects to each, and forgets the dead."""
         if isinstance(self._engines, EngineDirectory):
             reading_since = time.monotonic()
             announcements = await in_thread(self._engines.living, self._max_age_s)
@@ -359,8 +360,8 @@ class RemoteEngine:
             addresses = self._given
 
         if self._lookout is not None:
-            found = self._lookout.found
-            addresses = {engine.url: engine.address for engine in found} | addresses
+            announced = self._lookout.found
+            addresses = {engine.url: engine.address for engine in announced} | addresses
             self._trouble = self._lookout.trouble or self._trouble
 
         for engine in list(self._known.values()):
@@ -371,13 +372,13 @@ class RemoteEngine:
 
         for url, address in addresses.items():
             engine = self._known.setdefault(url, _KnownEngine(address, time.monotonic()))
-            # Another that came after it there may have another certificate.
+            # A later engine at this URL may have another certificate.
             engine.address = address
             if not engine.connected and (engine.connecting is None or engine.connecting.done()):
                 engine.connecting = asyncio.ensure_future(self._connect(engine))
 
     async def _connect(self, engine: _KnownEngine) -> None:
-        def hear(message: StateReport) -> None:
+        def on_report(message: StateReport) -> None:
             state = message.state
             engine.state = state
             engine.yours = message.yours
@@ -390,7 +391,7 @@ class RemoteEngine:
         engine.suspect = True
         try:
             engine.connection = await ClientConnection.open(
-                engine.address, secret=self._secret, every_s=self._poll_s, hear=hear
+                engine.address, secret=self._secret, every_s=self._poll_s, hear=on_report
             )
         except LostError as error:
             if isinstance(error, RefusedError):
@@ -428,9 +429,10 @@ class RemoteEngine:
     def _choose(
         self, session: str | None, refused: Mapping[str, EngineError]
     ) -> _KnownEngine | None:
-        """The conversation's engine if it may be asked, else the one with the least to do among
+        """The conversation's engine if it may be asked, else the one with the least load among
         those of the newest version: an engine that is late with new weights gets no more
-        conversations whose tokens would be old. One that sleeps is asked when all of them do."""
+        conversations whose tokens would be old. A sleeping engine is asked when all of them
+        sleep."""
         able = [engine for engine in self._able() if engine.url not in refused]
         home = self._homes.get(session) if session is not None else None
         if (
@@ -465,7 +467,8 @@ class RemoteEngine:
         engine.homes.add(session)
 
     def _forget(self, engine: _KnownEngine) -> None:
-        """It is dead: its requests go to others, its conversations too when they go on."""
+        """The engine is dead: its requests go to others, and so do its conversations when they
+        continue."""
         self._known.pop(engine.url, None)
         for session in engine.homes:
             self._homes.pop(session, None)

@@ -1,4 +1,4 @@
-"""What the embedded engine has been asked: one request, from the queue to its answer."""
+"""A request to the embedded engine, from the queue to its answer."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class EngineRequest:
     future: asyncio.Future[Completion] | None
     session: str | None = None
     version: int | None = None
-    """The weights that it asks for; None for the newest, whatever they are."""
+    """The weights that it asks for; None for the newest at any time."""
     listen: TokenListener | None = None
     grammar: GrammarState | None = None
     """Decides which tokens may come next."""
     penalties: PenaltyState | None = None
     scored: list[int] | None = None
-    """Given tokens whose log-probs are asked for; all but the last end `ids`. Nothing is drawn."""
+    """Given tokens whose log-probs are requested; all but the last end `ids`. Nothing is drawn."""
     is_begun: bool = False
     """It has run before."""
     completion: list[int] = field(default_factory=list)
@@ -62,12 +62,12 @@ class EngineRequest:
 
     @property
     def num_context(self) -> int:
-        """Tokens at the beginning whose keys and values may come from a cache: nothing is asked
-        about those that follow them, but for the last, which predicts."""
+        """Tokens at the beginning whose keys and values may come from a cache: the tokens after
+        them are not scored, except the one after the last, which predicts."""
         return len(self.ids) if self.scored is None else len(self.ids) - len(self.scored) + 1
 
     def drawn(self, reason: FinishReason, routed: RoutedExperts | None = None) -> Completion:
-        """What has been drawn, as the answer."""
+        """The drawn tokens, as the answer."""
         return Completion(
             ids=self.completion,
             logprobs=self.logprobs,
@@ -81,8 +81,8 @@ class EngineRequest:
     def restart_from(
         self, ids: list[int], rows: np.ndarray | None, known_rows: TokenRows | None
     ) -> None:
-        """It is to be computed again, from `ids`, under other weights or the same. What was drawn
-        stays drawn, with its `rows`; given tokens are all scored under the same weights."""
+        """The request is computed again, from `ids`, under other weights or the same. Drawn tokens
+        stay, with their `rows`; given tokens are all scored under the same weights."""
         self.is_begun = True
         self.ids = ids
         self.drawn_rows = rows
@@ -92,8 +92,8 @@ class EngineRequest:
             self.versions = []
 
     def tell(self, token: int, logprob: float) -> None:
-        """Tells penalties, grammar and listener of the newest token. Where one of them raises, this
-        request alone ends."""
+        """Passes the newest token to penalties, grammar and listener. If one of them raises, only
+        this request ends."""
         if self.penalties is not None:
             self.penalties.take(token)
         if self.future is None or self.future.done():
@@ -108,8 +108,8 @@ class EngineRequest:
             self.future.set_exception(error)
 
     def allowed_tokens(self) -> np.ndarray | None:
-        """The tokens that may come next, as in `sampling.keep_allowed`. A grammar that can't go on
-        ends this request alone."""
+        """The tokens that may come next, as in `sampling.keep_allowed`. A grammar that can't
+        continue ends only this request."""
         if self.grammar is None or self.future is None or self.future.done():
             return None
         try:

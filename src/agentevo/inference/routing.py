@@ -1,12 +1,12 @@
-"""Which experts the embedded engine chose: rows of tokens, kept beside their keys and values.
+"""Which experts the embedded engine chose: rows of tokens, stored alongside their keys and values.
 
 A sequence has a row for every token that has keys and values (`Sequence.cached`), from the pass
-that computed these; a shared prefix likewise. It may have rows of tokens beyond: the same weights
-have computed these before (`routing_memory.py`), and they go to the same experts when they are
-computed again. What a completion tells of a token is the row of the pass that the token after it
-was drawn in. It differs from the sequence's after new weights: keys and values are computed again,
-under the choices of the new ones, but what was drawn stays drawn, so a request keeps the rows that
-its drawn tokens came from (`Request.interrupted`).
+that computed these. So has a shared prefix. A sequence may have rows of further tokens: the same
+weights have computed these before (`routing_memory.py`), and they go to the same experts when they
+are computed again. For each token a completion has the row of the pass in which the next token was
+drawn. After new weights this row differs from the sequence's: keys and values are computed again,
+under the choices of the new weights, but drawn tokens stay, so a request keeps the rows that its
+drawn tokens came from (`EngineRequest.restart_from`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Weights = tuple[int, int]
 
 
 class TokenRows:
-    """Rows [tokens, layers, top_k] of the tokens from the first on, all chosen by the same weights.
-    They are added to and never changed, so that several may hold the same ones."""
+    """Rows [tokens, layers, top_k] of consecutive tokens from the first on, all chosen by the same
+    weights. Rows are added and never changed, so that several owners may share them."""
 
     def __init__(self, weights: Weights | None = None) -> None:
         self.weights = weights
@@ -42,12 +42,12 @@ class TokenRows:
 
     @property
     def num_bytes(self) -> int:
-        """What they take in memory, with room to grow."""
+        """Their size in memory, with room to grow."""
         return 0 if self._rows is None else self._rows.nbytes
 
     def put(self, place: int, rows: np.ndarray) -> None:
-        """The rows of the tokens from `place` on, no further than where they end; of those that are
-        here already nothing is taken."""
+        """Adds the rows of the tokens from `place` on, which must not begin after the last known
+        row; known rows are kept."""
         rows = rows[self.count - place :]
         stop = self.count + len(rows)
         if self._rows is None or len(self._rows) < stop:
@@ -60,7 +60,7 @@ class TokenRows:
         self.count = stop
 
     def first(self, count: int) -> np.ndarray:
-        """[count, layers, top_k] of the first tokens, all of which have been put."""
+        """[count, layers, top_k] of the first tokens, for all of which `put` was called."""
         assert self._rows is not None and count <= self.count
         return self._rows[:count]
 
@@ -82,7 +82,8 @@ class TokenRows:
 
 
 def engine_routers(model: PreTrainedModel) -> Routers:
-    """Those that an engine records. Raises EngineError for a model that can't tell."""
+    """The routers that an engine records. Raises EngineError for a model that can't report its
+    choices."""
     routers = routers_of(model)
     if routers is None:
         raise EngineError(
@@ -93,8 +94,8 @@ def engine_routers(model: PreTrainedModel) -> Routers:
 
 
 def recording_of(batch: StepBatch, routers: Routers | None) -> Recording | None:
-    """What takes down the choices in the pass of a step; None for an engine that doesn't. Tokens
-    whose rows are known already go to these experts again."""
+    """The recording of the choices in the pass of a step; None for an engine that does not record.
+    Tokens whose rows are known already go to these experts again."""
     if routers is None:
         return None
     if all(sequence.routed.count <= sequence.cached for sequence, _ in batch.work):
@@ -104,17 +105,17 @@ def recording_of(batch: StepBatch, routers: Routers | None) -> Recording | None:
     rows = np.full((total, routers.layers, routers.top_k), OWN, dtype=np.int64)
     begin = 0
     for sequence, count in batch.work:
-        known = min(sequence.routed.count, sequence.cached + count)
-        if known > sequence.cached:
-            again = sequence.routed.first(known)[sequence.cached :]
-            rows[begin : begin + len(again)] = again
+        num_known = min(sequence.routed.count, sequence.cached + count)
+        if num_known > sequence.cached:
+            known_rows = sequence.routed.first(num_known)[sequence.cached :]
+            rows[begin : begin + len(known_rows)] = known_rows
         begin += count
 
     return Recording(routers, RouterReplay(torch.as_tensor(rows, device=batch.input_ids.device)))
 
 
 def record(batch: StepBatch, recording: Recording) -> None:
-    """Takes down what was chosen in the pass of a step, before its tokens count as cached."""
+    """Records the choices in the pass of a step, before its tokens count as cached."""
     rows = recording.rows().astype(row_dtype(recording.routers.num_experts))
     begin = 0
     for sequence, count in batch.work:
@@ -122,11 +123,11 @@ def record(batch: StepBatch, recording: Recording) -> None:
         begin += count
 
 
-def told(
+def routed_experts_of(
     sequence: Sequence, request: EngineRequest, routers: Routers | None
 ) -> RoutedExperts | None:
-    """What the completion of a request says, whose tokens but the last are all cached; None of an
-    engine that doesn't record."""
+    """The routed experts in the completion of a request, all of whose tokens but the last are
+    cached; None for an engine that does not record."""
     if routers is None:
         return None
     rows = drawn_rows(sequence, request)
@@ -137,12 +138,12 @@ def told(
 def drawn_rows(sequence: Sequence, request: EngineRequest) -> np.ndarray | None:
     """[ids - 1, layers, top_k]: of every token that has a next one, the row of the pass that drew
     that; None before anything was drawn."""
-    kept = request.drawn_rows
+    earlier_rows = request.drawn_rows
     count = len(sequence.ids) - 1
     if not request.completion:
         return None
-    if kept is None:
+    if earlier_rows is None:
         return sequence.routed.first(count)
-    if len(kept) == count:  # nothing was drawn since they were kept
-        return kept
-    return np.concatenate([kept, sequence.routed.first(count)[len(kept) :]])
+    if len(earlier_rows) == count:  # nothing was drawn since they were kept
+        return earlier_rows
+    return np.concatenate([earlier_rows, sequence.routed.first(count)[len(earlier_rows) :]])

@@ -1,20 +1,20 @@
-"""Which experts an engine has told of, for the day that the context is computed again.
+"""Which experts an engine has reported, for the case that the context is computed again.
 
-A client holds one row for each token of its conversation, and its later tokens are drawn on keys
-and values that may have been computed since: the cache was dropped, or given to another
-branch. So the engine keeps the rows of what it answered by the name of the session, and of a
-request that was interrupted with the request, and replays them as long as the same weights serve:
+A client holds one row for each token of its conversation. Its later tokens are drawn on keys and
+values that may have been computed since, because the cache was dropped or given to another branch.
+The engine therefore keeps the rows of its answers by the name of the session, and the rows of an
+interrupted request with the request, and replays them as long as the same weights serve:
 
     known(request) = the longest beginning of its ids whose rows these weights have chosen for it
 
-Other weights choose for themselves: what they draw is theirs alone, as where they meet the context
-for the first time. A cache is used as far as its rows are the known ones.
+Other weights choose for themselves: what they draw is independent of the old rows, as where they
+compute the context for the first time. A cache is used as far as its rows are the known ones.
 
-Bounded: a session's rows go when it is released, those that no serving version has chosen when
-weights are published, and else the oldest ones, so that all of them never take more than a share of
-the memory for keys and values (`SHARE`). Not promised: anything about rows that are gone, about
-requests without a session, or which turn is meant where two of a session have the same ids and
-other rows.
+Bounded: a session's rows are dropped when it is released. Rows that no serving version has chosen
+are dropped when weights are published, and else the oldest ones, so that all of them never take
+more than a share of the memory for keys and values (`SHARE`). Not promised: anything about rows
+that were dropped, about requests without a session, or which turn is meant where two of a session
+have the same ids and other rows.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from agentevo.inference.scheduler import Sequence
 
 SHARE = 1 / 8
-"""Of the bytes of key-value memory: what the rows of sessions take at most, in the memory of the
-processor."""
+"""The most that the rows of sessions take, in the memory of the processor, as a share of the bytes
+of key-value memory."""
 
 
 class KnownPrefix(NamedTuple):
@@ -51,8 +51,8 @@ class KnownPrefix(NamedTuple):
         return count if agreed == both else agreed
 
     def of_resumed(self, rows: TokenRows, common: int) -> TokenRows:
-        """Those that a session's cache with these rows goes on with, whose first `common` tokens
-        begin the new prompt."""
+        """The rows with which a session's cache with these rows continues, where the first `common`
+        tokens begin the new prompt."""
         longer = common > self.num_tokens and self.agrees(rows, common) == common
         best = KnownPrefix(rows, common) if longer else self
         goes_on = best.rows is rows and best.num_tokens == rows.count
@@ -63,11 +63,11 @@ class _Path(NamedTuple):
     ids: np.ndarray
     """[T] int32"""
     rows: TokenRows
-    """Of these ids, and perhaps of what has followed them since."""
+    """Of these ids, and perhaps of tokens that have followed them since."""
     num_bytes: int
 
     def begins(self, other: _Path) -> bool:
-        """Whether the other one has all that this one knows."""
+        """Whether the other path has all rows of this one."""
         size = len(self.ids)
         return (
             self.rows.weights == other.rows.weights
@@ -79,8 +79,8 @@ class _Path(NamedTuple):
 
 
 class RoutingMemory:
-    """See the module. `serves` tells which version serves requests for one, None being the
-    newest."""
+    """See the module. `serves` returns the version that serves requests for a version; None means
+    the newest."""
 
     def __init__(
         self, routers: Routers, max_bytes: int, serves: Callable[[int | None], int]
@@ -97,22 +97,22 @@ class RoutingMemory:
     def of(
         cls, model: PreTrainedModel, kv_tokens: int, serves: Callable[[int | None], int]
     ) -> RoutingMemory:
-        """Of an engine with so many tokens of key-value memory. Raises EngineError for a model that
-        can't tell what it chooses."""
+        """For an engine with this many tokens of key-value memory. Raises EngineError for a model
+        that can't report its choices."""
         routers = engine_routers(model)
         return cls(routers, int(SHARE * kv_tokens * kv_bytes_per_token(model)), serves)
 
     def weights(self, version: int | None) -> Weights:
-        """Those that compute now for requests for that version: how often numbers have begun anew,
-        and the version."""
+        """The weights that compute now for requests for that version: how often numbering has
+        restarted, and the version."""
         return self._beginnings, self._serves(version)
 
     def known(self, request: EngineRequest) -> KnownPrefix:
         """See the module. Nothing is copied."""
         weights = self.weights(request.version)
-        own = request.known_rows
-        if own is not None and own.weights == weights:
-            return KnownPrefix(own, min(own.count, len(request.ids)))
+        known_rows = request.known_rows
+        if known_rows is not None and known_rows.weights == weights:
+            return KnownPrefix(known_rows, min(known_rows.count, len(request.ids)))
 
         best = KnownPrefix(TokenRows(weights), 0)
         paths = self._paths.get(request.session, []) if request.session is not None else []
@@ -143,9 +143,9 @@ class RoutingMemory:
         ids = np.array(sequence.ids[: rows.count], dtype=np.int32)
         path = _Path(ids, rows, ids.nbytes + rows.num_bytes)
         before = self._paths.pop(session, [])
-        self._paths[session] = [one for one in before if not one.begins(path)] + [path]
-        self.num_bytes += sum(one.num_bytes for one in self._paths[session])
-        self.num_bytes -= sum(one.num_bytes for one in before)
+        self._paths[session] = [old for old in before if not old.begins(path)] + [path]
+        self.num_bytes += sum(stored.num_bytes for stored in self._paths[session])
+        self.num_bytes -= sum(old.num_bytes for old in before)
         while self.num_bytes > self.max_bytes:
             oldest = next(iter(self._paths))
             self.num_bytes -= self._paths[oldest].pop(0).num_bytes
@@ -157,7 +157,7 @@ class RoutingMemory:
         self.num_bytes -= sum(path.num_bytes for path in self._paths.pop(session, []))
 
     def forget_outdated(self) -> None:
-        """Weights may have changed: forgets what none that serve have chosen."""
+        """Weights may have changed: forgets rows that no serving weights have chosen."""
         for session in list(self._paths):
             serving = [
                 path
@@ -174,7 +174,7 @@ class RoutingMemory:
                 del self._paths[session]
 
     def begin(self) -> None:
-        """Versions are numbered anew: forgets everything, that of interrupted requests too."""
+        """Versions are renumbered: forgets everything, also the rows of interrupted requests."""
         self._beginnings += 1
         self.forget_outdated()
 

@@ -1,8 +1,8 @@
-"""The run's engines in other processes, in place of one in the trainer's: a trainer whose model
-lies in parts on several processes evaluates through them, and needs no whole model.
+"""The run's engines in other processes, in place of one in the trainer's. A trainer whose model is
+in parts on several processes evaluates through them, and needs no whole model.
 
-Weights reach them as they reach whoever samples; here it is only said which version is meant, and
-requests wait until it serves.
+Weights reach these engines as they do for sampling. This module only sets the version that is
+meant; requests wait until it serves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from agentevo.types import Completion, SamplingParams
 
 LOOK_S = 1.0
 TOLD_S = 10.0
-"""After how long a wait it is said what is waited for."""
+"""The wait after which a message says what is waited for."""
 
 
 class RunEngines:
@@ -53,26 +53,27 @@ class RunEngines:
         return self._engines.version
 
     def fed_by(self, look_after: Callable[[], Awaitable[None]]) -> None:
-        """What sees to it that versions reach them, every LOOK_S while they are waited for: see
-        WeightSender.look_after."""
+        """Sets the function that makes versions reach them, called every LOOK_S while they are
+        waited for: see WeightSender.look_after."""
         self._look_after = look_after
 
     async def reach(
         self, version: int, stop: Callable[[], bool], note: Callable[[str], None]
     ) -> None:
-        """Waits until the engines serve the version, or a newer one, or `stop` says so."""
-        began = time.monotonic()
-        told = False
-        looked = began
+        """Waits until the engines serve the version, or a newer one, or until `stop` returns
+        True."""
+        started_at = time.monotonic()
+        has_noted = False
+        looked = started_at
         await self._engines.refresh()
 
         while self._engines.version < version and not stop():
-            if not told and time.monotonic() - began > TOLD_S:
+            if not has_noted and time.monotonic() - started_at > TOLD_S:
                 note(
                     f"waiting for an engine with version {version}: is `agentevo serve` running "
                     f"and announced in {self._place}?"
                 )
-                told = True
+                has_noted = True
 
             if self._look_after is not None and time.monotonic() - looked > LOOK_S:
                 await self._look_after()
@@ -82,8 +83,8 @@ class RunEngines:
 
     @asynccontextmanager
     async def looked_after(self) -> AsyncIterator[None]:
-        """A block that asks them, in which the version still reaches those that have lost it or are
-        new. After it nothing reads the trainer's weights any more."""
+        """A block that sends requests to them, during which the version still reaches engines that
+        have lost it or are new. After the block nothing reads the trainer's weights."""
         over = asyncio.Event()
         looking = asyncio.create_task(self._look_until(over))
         try:
@@ -106,7 +107,7 @@ class RunEngines:
         self._meant = version
 
     def verify(self, weights: Weights) -> Weights:
-        """See UpdatableEngine.verify: who reads them from the transport does that."""
+        """See UpdatableEngine.verify: the process that reads them from the transport does that."""
         return weights
 
     async def publish(
@@ -130,9 +131,9 @@ class RunEngines:
         listen: TokenListener | None = None,
     ) -> Completion:
         """See RemoteEngine.generate."""
-        left = await self._wait_for_version(deadline_s)
+        remaining_s = await self._wait_for_version(deadline_s)
         return await self._engines.generate(
-            prompt_ids, sampling, session=session, deadline_s=left, listen=listen
+            prompt_ids, sampling, session=session, deadline_s=remaining_s, listen=listen
         )
 
     async def score(
@@ -144,11 +145,13 @@ class RunEngines:
         deadline_s: float,
     ) -> TokenScores:
         """See RemoteEngine.score."""
-        left = await self._wait_for_version(deadline_s)
-        return await self._engines.score(context_ids, ids, temperature=temperature, deadline_s=left)
+        remaining_s = await self._wait_for_version(deadline_s)
+        return await self._engines.score(
+            context_ids, ids, temperature=temperature, deadline_s=remaining_s
+        )
 
     async def _wait_for_version(self, deadline_s: float) -> float:
-        """Waits for the version that is meant; the seconds that are left."""
+        """Waits for the version that is meant; returns the remaining seconds."""
         deadline = time.monotonic() + deadline_s
         if self._engines.version < self._meant:
             await self._engines.refresh()

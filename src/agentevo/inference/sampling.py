@@ -44,7 +44,7 @@ def filter_logits(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def keep_allowed(logits: torch.Tensor, masks: Sequence[np.ndarray | None]) -> None:
-    """Tokens of logits [B, V] that a row's mask [W] does not have become -inf, in place. A row
+    """Sets tokens of logits [B, V] that are not in a row's mask [W] to -inf, in place. A row
     without a mask stays as it is."""
     for row, mask in enumerate(masks):
         if mask is not None:
@@ -53,8 +53,8 @@ def keep_allowed(logits: torch.Tensor, masks: Sequence[np.ndarray | None]) -> No
 
 
 def penalise(logits: torch.Tensor, changes: Sequence[PenaltyChanges | None]) -> None:
-    """Logits [B, V] float32 under the penalties of each row, in place. A row without any stays as
-    it is."""
+    """Applies the penalties of each row to logits [B, V] float32, in place. A row without penalties
+    stays as it is."""
     for row, change in enumerate(changes):
         if change is not None:
             tokens, offsets, repeated = (torch.from_numpy(a).to(logits.device) for a in change)
@@ -70,8 +70,9 @@ def draw(
     changes: Sequence[PenaltyChanges | None] = (),
 ) -> tuple[list[int], list[float]]:
     """One token per row of logits [B, V], by inverting the cumulative distribution at `uniforms`
-    [B] in [0, 1); greedy at temperature 0. `masks`: for each row the tokens that it may draw, as
-    in `keep_allowed`; none where nothing is constrained. `changes` likewise: see `penalise`.
+    [B] in [0, 1); greedy at temperature 0. `masks`: for each row the tokens that it may draw, as in
+    `keep_allowed`; empty where nothing is constrained. `changes`: see `penalise`; empty where no
+    row has penalties.
 
     A row's result depends on that row alone. Returns token ids and natural log-probs. Overwrites
     `logits`.
@@ -104,12 +105,14 @@ def draw_with_alternatives(
     most_likely = logits.argmax(dim=-1) if not all(temperatures) else None
     if most_likely is not None and not any(temperatures):
         certain: list[int] = most_likely.tolist()
-        alone = [[(t, 0.0)] if p.top_logprobs else [] for t, p in zip(certain, params, strict=True)]
-        return certain, [0.0] * len(params), alone
+        greedy_alternatives = [
+            [(t, 0.0)] if p.top_logprobs else [] for t, p in zip(certain, params, strict=True)
+        ]
+        return certain, [0.0] * len(params), greedy_alternatives
 
     weights = logits.sub_(
         logits.amax(dim=-1, keepdim=True)
-    ).exp_()  # [B, V], in place: the logits are large, and ours
+    ).exp_()  # [B, V], in place: the logits are large, and our own
     tokens, totals = _invert(
         weights, torch.tensor(uniforms, dtype=torch.float64, device=logits.device)
     )

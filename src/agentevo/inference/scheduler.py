@@ -1,14 +1,14 @@
-"""Who computes next, and where its keys and values lie: the waiting queue, slots, sessions, shared
-prefixes and the memory budget.
+"""Which sequences compute next, and where their keys and values are stored: the waiting queue,
+slots, sessions, shared prefixes and the memory budget.
 
 Lifecycle of a sequence: waiting -> running (owns a slot) -> done, or idle (a session between two
-turns: its keys and values lie outside of the slots until the next turn, a release, or eviction). A
-slot grows with the tokens that are there, whatever the request may come to draw.
+turns: its keys and values are outside of the slots until the next turn, a release, or eviction). A
+slot grows with the tokens that exist, not with those that the request may still draw.
 
-Memory never exceeds the budget: a request that does not fit now waits, in order; one that can never
-fit is refused at the door. Idle sessions and unused prefixes are dropped, oldest first, before
-anyone waits; what was dropped is computed again when needed. If a running sequence has no room to
-grow, the youngest one goes back to the head of the queue with what it has drawn. The oldest one
+Memory never exceeds the budget. A request that does not fit now waits, in order; one that can never
+fit is refused at once. Idle sessions and unused prefixes are dropped, oldest first, before any
+request waits; what was dropped is computed again when needed. If a running sequence has no room to
+grow, the youngest one returns to the head of the queue with what it has drawn. The oldest one
 always has room: it was admitted only because it fits the budget alone, to its last token.
 """
 
@@ -38,17 +38,17 @@ MIN_REFERRED_TOKENS = 128
 """From this length on, sequences refer to a shared prefix; a shorter one is copied into their
 slots, which costs less per step."""
 GROWTH_TOKENS = 256
-"""Room for so many tokens that are still to be drawn, at most, is made at once."""
+"""The most tokens to be drawn for which room is made at once."""
 
 
 PrefixKey = tuple[int | None, tuple[int, ...]]
-"""Request.version, and the ids."""
+"""EngineRequest.version, and the ids."""
 
 
 @dataclass(eq=False)
 class Sequence:
     """Tokens of a request or an idle session. `ids[:cached]` have keys and values; the first
-    `offset` of them in `segment`, the others in the slot while it runs, in `kept` while it is
+    `offset` of them in `segment`, the others in the slot while it runs, in `saved` while it is
     idle."""
 
     slot: int
@@ -63,8 +63,8 @@ class Sequence:
     kept: KeysAndValues | None = None
     last_used: int = 0
     routed: TokenRows = field(default_factory=TokenRows)
-    """Of `ids[:cached]`, where the engine records them; of tokens behind them, those that they are
-    to be computed with again."""
+    """Of `ids[:cached]`, where the engine records them; of later tokens, the rows with which they
+    are to be computed again."""
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
@@ -86,7 +86,7 @@ class Scheduler:
         context_advice: str = "",
         routing: RoutingMemory | None = None,
     ) -> None:
-        """`routing`: where the engine records which experts it chooses."""
+        """`routing`: where the engine records the experts that it chooses."""
         self.config = config
         self.routing = routing
         self.context_length = context_length
@@ -102,8 +102,8 @@ class Scheduler:
         """Shared prefixes: length -> version and ids -> segment."""
         self.pending_prefixes: dict[PrefixKey, EngineRequest] = {}
         self.unshareable: set[PrefixKey] = set()
-        """Prefixes that there was no memory to keep, until the queue is empty: computing them again
-        and again could go on for ever."""
+        """Prefixes for which there was no memory, until the queue is empty: otherwise they could be
+        computed again and again without end."""
         self.clock = 0
         self.prefix_hit_tokens = 0
         self.session_hit_tokens = 0
@@ -131,7 +131,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def drop_abandoned(self) -> None:
-        """Frees what cancelled and expired requests hold."""
+        """Frees the memory of cancelled and expired requests."""
         self.waiting = deque(r for r in self.waiting if not r.abandoned)
         for sequence in [s for s in self.running if s.request is not None and s.request.abandoned]:
             self.retire(sequence)
@@ -142,7 +142,7 @@ class Scheduler:
         return bool(self.running) or any(request.is_begun for request in self.waiting)
 
     def admit(self, *, begun_only: bool = False) -> None:
-        """Moves waiting requests into slots, in order, as far as memory goes. `begun_only`: only
+        """Moves waiting requests into slots, in order, as far as memory allows. `begun_only`: only
         those that have run before."""
         if self.config.prefix_sharing and not begun_only:
             self._request_prefixes()
@@ -176,7 +176,7 @@ class Scheduler:
                     break
 
     def finish(self, sequence: Sequence) -> None:
-        """The request is answered: keep the sequence as an idle session, or free it."""
+        """The request is answered: keeps the sequence as an idle session, or frees it."""
         request = sequence.request
         if request is None or request.session is None:
             self.retire(sequence)
@@ -199,7 +199,7 @@ class Scheduler:
         self.sessions[request.session] = sequence
 
     def finish_prefix(self, sequence: Sequence) -> None:
-        """A shared prefix is computed: file it, free the slot."""
+        """A shared prefix is computed: stores it and frees the slot."""
         assert sequence.request is not None
 
         version = sequence.request.version
@@ -253,8 +253,8 @@ class Scheduler:
             self.retire(sequence)
 
     def forget_cache(self) -> None:
-        """Nothing cached is used any more, as under new weights. Running requests go back to the
-        head of the queue with what they have completed."""
+        """Drops all that is cached, as under new weights. Running requests return to the head of
+        the queue with what they have completed."""
         if self.routing is not None:
             self.routing.forget_outdated()
 
@@ -291,12 +291,12 @@ class Scheduler:
         return self.clock
 
     def _tokens_outside(self) -> int:
-        """Those of shared prefixes and of idle sessions."""
+        """Tokens of shared prefixes and of idle sessions."""
         shared = sum(_round_up(length) * len(group) for length, group in self.segments.items())
         return shared + sum(_round_up(s.cached - s.offset) for s in self.sessions.values())
 
     def _match(
-        self, version: int | None, ids: list[int], known: KnownPrefix | None = None
+        self, version: int | None, ids: list[int], known_prefix: KnownPrefix | None = None
     ) -> PrefixSegment | None:
         """The longest segment of that version that is a proper prefix of `ids` (one token must be
         left to predict from) and was computed with the experts that are known."""
@@ -304,7 +304,7 @@ class Scheduler:
             if (
                 length < len(ids)
                 and (segment := self.segments[length].get((version, tuple(ids[:length]))))
-                and (known is None or known.agrees(segment.routed, length) == length)
+                and (known_prefix is None or known_prefix.agrees(segment.routed, length) == length)
             ):
                 return segment
 
@@ -337,23 +337,23 @@ class Scheduler:
             key = tuple(request.ids[: request.num_context])
             by_prompt[key] = by_prompt.get(key, 0) + 1
 
-        wanted = [list(key[:-1]) for key, count in by_prompt.items() if count > 1]
+        shared_prompts = [list(key[:-1]) for key, count in by_prompt.items() if count > 1]
         singles = sorted(list(key) for key, count in by_prompt.items() if count == 1)
-        for ids in wanted + _shared_beginnings(singles):
+        for ids in shared_prompts + _shared_beginnings(singles):
             matched = self._match(version, [*ids, -1])
-            wanted_key = (version, tuple(ids))
+            prefix_key = (version, tuple(ids))
             have = len(matched.ids) if matched else 0
             if (
                 len(ids) - have >= MIN_SHARED_TOKENS
-                and wanted_key not in self.pending_prefixes
-                and wanted_key not in self.unshareable
+                and prefix_key not in self.pending_prefixes
+                and prefix_key not in self.unshareable
             ):
                 request = EngineRequest(
                     ids, SamplingParams(max_new_tokens=0), None, version=version
                 )
                 if self.routing is not None:
                     request.known_rows = self.routing.known_to_any(fresh, ids)
-                self.pending_prefixes[wanted_key] = request
+                self.pending_prefixes[prefix_key] = request
                 self.waiting.appendleft(request)
 
     def _place(self, request: EngineRequest) -> bool:
@@ -364,9 +364,9 @@ class Scheduler:
             return self._resume(idle, request)
 
         context = request.ids[: request.num_context]
-        known = None if self.routing is None else self.routing.known(request)
+        known_prefix = None if self.routing is None else self.routing.known(request)
         sharing = self.config.prefix_sharing
-        segment = self._match(request.version, context, known) if sharing else None
+        segment = self._match(request.version, context, known_prefix) if sharing else None
         offset = (
             len(segment.ids)
             if segment is not None
@@ -389,15 +389,15 @@ class Scheduler:
                 return False
             self._drop_segment(
                 segment
-            )  # nobody will leave, and its own prefix is what takes the room
+            )  # no request will leave, and its own prefix is what takes the room
             return self._place(request)
 
         sequence = Sequence(slot, list(request.ids), request, need=need)
         if segment is not None:
             segment.last_used = self._tick()
             sequence.cached = len(segment.ids)
-            if known is not None and known.num_tokens < len(segment.ids):
-                known = KnownPrefix(segment.routed, len(segment.ids))
+            if known_prefix is not None and known_prefix.num_tokens < len(segment.ids):
+                known_prefix = KnownPrefix(segment.routed, len(segment.ids))
 
             self.prefix_hit_tokens += len(segment.ids)
             if offset:
@@ -407,8 +407,8 @@ class Scheduler:
                 prefix = KeysAndValues(segment.keys, segment.values)
                 self.cache.paste(slot, prefix, len(segment.ids))
 
-        if known is not None:
-            sequence.routed = known.rows.beginning(known.num_tokens)
+        if known_prefix is not None:
+            sequence.routed = known_prefix.rows.beginning(known_prefix.num_tokens)
 
         self.running.append(sequence)
         return True
@@ -419,9 +419,9 @@ class Scheduler:
 
         common = min(common_prefix(idle.ids, request.ids), idle.cached)
         keep = min(common, len(request.ids) - 1)
-        known = None if self.routing is None else self.routing.known(request)
-        if known is not None:
-            keep = known.agrees(idle.routed, keep)
+        known_prefix = None if self.routing is None else self.routing.known(request)
+        if known_prefix is not None:
+            keep = known_prefix.agrees(idle.routed, keep)
 
         left_prefix = keep < idle.offset
         if left_prefix or (idle.segment and not self._fits_beside(idle.segment, request)):
@@ -432,7 +432,9 @@ class Scheduler:
         slot = self._take_slot(need)
         if slot is None:
             self.sessions[request.session] = idle
-            if not self.running:  # nobody will leave: give up the cache rather than wait for ever
+            if (
+                not self.running
+            ):  # no request will leave: give up the cache rather than wait without end
                 self._evict(request.session)
                 return self._place(request)
             return False
@@ -445,8 +447,8 @@ class Scheduler:
         idle.cached = keep
         idle.request = request
         idle.need = need
-        if known is not None:
-            idle.routed = known.of_resumed(idle.routed, common)
+        if known_prefix is not None:
+            idle.routed = known_prefix.of_resumed(idle.routed, common)
 
         self.session_hit_tokens += keep
         self.running.append(idle)
@@ -460,7 +462,8 @@ class Scheduler:
         return next(slot for slot in range(self.cache.num_slots) if slot not in used)
 
     def _fits_beside(self, segment: PrefixSegment, request: EngineRequest) -> bool:
-        """Whether a request that refers to the segment has room to its last token, alone."""
+        """Whether a request that refers to the segment has room to its last token, if it runs
+        alone."""
         size = len(segment.ids)
         return _round_up(size) + _round_up(request.max_tokens - size) <= self.kv_tokens
 
@@ -540,8 +543,8 @@ class Scheduler:
             return False
 
         places = generous if num_slots * generous <= budget else least
-        wanted = min(num_slots + len(self.waiting), self.config.max_running)
-        num_slots = max(num_slots, min(max(wanted, self.cache.num_slots), budget // places))
+        desired_slots = min(num_slots + len(self.waiting), self.config.max_running)
+        num_slots = max(num_slots, min(max(desired_slots, self.cache.num_slots), budget // places))
         self._move(num_slots, places)
 
         return True
@@ -560,7 +563,7 @@ def _length(sequence: Sequence) -> int:
 
 
 def _room_to_draw(request: EngineRequest, ids: list[int]) -> int:
-    """Tokens that there is room for behind these `ids` and with them."""
+    """The number of tokens that there is room for, including these `ids`."""
     return min(request.max_tokens, len(ids) + GROWTH_TOKENS)
 
 

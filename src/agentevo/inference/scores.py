@@ -2,10 +2,10 @@
 
     score(context, ids)[j] = log pi(ids[j] | context, ids[:j])
 
-A request of this kind is a prompt that is computed once, beside everybody else's, and is answered
-with numbers in place of new tokens. What is cached of its context is used; all of its numbers come
-from one version of the weights. They are those that `generate` would give had it drawn these
-tokens, to the last bit where the engine promises that (torch_engine.py).
+A request of this kind is a prompt that is computed once, in the same steps as all other requests,
+and is answered with numbers in place of new tokens. It uses what is cached of its context. All of
+its numbers come from one version of the weights. They are those that `generate` would give had it
+drawn these tokens, to the last bit where the engine promises that (torch_engine.py).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def score_request(
     temperature: float,
     version: int | None,
 ) -> EngineRequest:
-    """The request that computes it, for the running event loop. Its future gets a Completion of
-    the given tokens."""
+    """The request that computes the scores, for the running event loop. Its future gets a
+    Completion of the given tokens."""
     future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
     params = SamplingParams(temperature=temperature, max_new_tokens=0)
-    whole = [*context_ids, *ids[:-1]]  # nothing is predicted from the last one
-    return EngineRequest(whole, params, future, version=version, scored=list(ids))
+    input_ids = [*context_ids, *ids[:-1]]  # nothing is predicted from the last one
+    return EngineRequest(input_ids, params, future, version=version, scored=list(ids))
 
 
 def given_logprobs(logits: torch.Tensor, ids: Tokens[int], temperature: float) -> list[float]:
@@ -59,8 +59,8 @@ def given_logprobs(logits: torch.Tensor, ids: Tokens[int], temperature: float) -
 def take_scores(
     batch: StepBatch, logits: torch.Tensor, version: int
 ) -> Iterator[tuple[Sequence, EngineRequest]]:
-    """Takes down what logits [n, V] say of the given tokens that a step of that version predicts.
-    Gives the requests that have all of their numbers now."""
+    """Records the scores that logits [n, V] give to the given tokens that a step of that version
+    predicts. Yields the requests that have all of their scores now."""
     begin = 0
     for sequence, count in batch.scored:
         request = sequence.request
@@ -77,7 +77,7 @@ def take_scores(
 
 
 def scored_completion(request: EngineRequest) -> Completion:
-    """The answer to a request all of whose tokens have their numbers."""
+    """The answer to a request all of whose tokens have their scores."""
     assert request.scored is not None
     return Completion(
         ids=request.scored,

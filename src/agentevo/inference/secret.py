@@ -1,9 +1,9 @@
-"""What proves that a client belongs to an engine's run: 32 random bytes in hex in
-RUN/engines/secret, for its owner's eyes only; or, where machines share no folder, in an environment
-variable that the recipe names (`reference`, ${env:NAME}).
+"""The proof that a client belongs to an engine's run: 32 random bytes in hex in RUN/engines/secret,
+readable by its owner only; or, where machines share no folder, in an environment variable that the
+recipe names (`reference`, ${env:NAME}).
 
-Whichever process wants it first makes it, and it appears whole. Both sides read it at every
-handshake, so one that was deleted or replaced counts from the next one on. It travels as
+The first process that needs it creates it, and it appears whole. Both sides read it at every
+handshake, so a deleted or replaced secret takes effect at the next one. It travels as
 `Authorization: Bearer ...`, beyond one machine inside of TLS (`certificate.py`).
 """
 
@@ -30,7 +30,7 @@ class RunSecret:
         self._reference = reference
 
     def check(self) -> None:
-        """Raises ConfigError where the environment was to hold a secret and holds none."""
+        """Raises ConfigError where the environment should hold a secret and holds none."""
         self._given()
 
     def _given(self) -> str | None:
@@ -43,11 +43,11 @@ class RunSecret:
         return secret
 
     def value(self) -> str:
-        """The secret, 64 hexadecimal digits; made if there is none. Raises EngineError where the
-        file can't be used. Where the environment holds it, no file is made or read."""
-        given = self._given()
-        if given is not None:
-            return given
+        """The secret, 64 hexadecimal digits; created if there is none. Raises EngineError where the
+        file can't be used. Where the environment holds the secret, no file is created or read."""
+        configured = self._given()
+        if configured is not None:
+            return configured
 
         try:
             try:
@@ -75,8 +75,8 @@ class RunSecret:
         return {"Authorization": f"Bearer {self.value()}"}
 
     def is_in(self, authorization: str | None) -> bool:
-        """Whether that header, as it came, has the secret; takes as long for any wrong one of its
-        form. The file is read for nothing else."""
+        """Whether the header, as received, has the secret; takes the same time for every wrong one
+        of its form. The file is read for no other header."""
         if authorization is None or not _HEADER.fullmatch(authorization):
             return False
         return hmac.compare_digest(authorization.encode(), f"Bearer {self.value()}".encode())

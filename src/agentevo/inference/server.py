@@ -1,14 +1,14 @@
-"""An engine's door for other processes: requests over a WebSocket, and three things for people and
-scripts.
+"""An engine's server for other processes: requests over a WebSocket, and three routes for people
+and scripts.
 
     WS   /requests   see `messages.py`, `server_connection.py`; `remote.py` is the client
     GET  /state      {version, asleep, stats, name, pid}
     POST /sleep      {in_flight, deadline_s} -> state      POST /wake -> state
 
 HTTP bodies are JSON, one request on a connection. Errors travel by name, so the client raises what
-the engine raised. Who does not send the run's secret (`secret.py`) is refused before anything is
-read of the request, and cut off within seconds (`admission.py`). Beyond one machine all of it is
-encrypted (`certificate.py`).
+the engine raised. A client that does not send the run's secret (`secret.py`) is refused before
+anything is read of the request, and cut off within seconds (`admission.py`). Beyond one machine all
+traffic is encrypted (`certificate.py`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from agentevo.inference.messages import (
 from agentevo.inference.secret import NAME, RunSecret
 
 try:
-    import websockets  # noqa: F401 (uvicorn takes it, and drops WebSockets without it)
+    import websockets  # noqa: F401 (uvicorn uses it, and drops WebSockets without it)
     from fastapi import FastAPI, Request, Response, WebSocket
     from starlette.datastructures import Headers
     from starlette.requests import ClientDisconnect
@@ -64,7 +64,7 @@ BODY_S = 5.0
 """How long the body of a request may take to come, in seconds."""
 PING_S = 20.0
 SILENT_S = 60.0
-"""A client that has not answered a ping for so long is gone, with its machine or its network."""
+"""A client that has not answered a ping for this long is gone, with its machine or its network."""
 REFUSAL = (
     "the run's secret is wrong or missing: send `Authorization: Bearer` with what is in "
     f"engines/{NAME} of the run's folder"
@@ -72,14 +72,15 @@ REFUSAL = (
 FULL = f"the engine has {MAX_CLIENTS} clients already: use another one, or fewer samplers"
 UNAUTHORIZED = 401
 CLIENT_GONE = 499
-"""Status of an answer that nobody reads."""
+"""Status of an answer whose client is gone."""
 TRY_AGAIN_LATER = 1013
 """Close code, from the registry of RFC 6455, section 11.7."""
 
 
 class EngineDoor:
-    """The application over one engine. `close` ends the connections of whoever still waits: they go
-    to another engine. `stats`: what it tells of the engine, by default what that counts."""
+    """The application over one engine. `close` ends the connections of clients that still wait:
+    they use another engine. `stats`: the statistics that it reports, by default the engine's
+    own."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class EngineDoor:
         self.app.get("/state")(self.state)
 
     async def close(self) -> None:
-        """Returns when all are told, or after GRACE_S."""
+        """Returns when all clients are notified, or after GRACE_S."""
         self._closed.set()
         if self._serving:
             await asyncio.wait(self._serving, timeout=GRACE_S)
@@ -158,7 +159,7 @@ class EngineDoor:
         return self._sleeping
 
     async def _while_wanted(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
-        """Cancels the work when the client has hung up, or the door is closed."""
+        """Cancels the work when the client has hung up, or the server is closed."""
         task = asyncio.ensure_future(work)
         gone = asyncio.ensure_future(_hung_up(request))
         closed = asyncio.ensure_future(self._closed.wait())
@@ -174,9 +175,9 @@ class EngineDoor:
 
 
 class _EngineGuard:
-    """Around the application: lets those in who have the secret, as long as there is room. Others
-    get 401 and the reason, or for a WebSocket 403 alone: uvicorn logs an answer with more to say as
-    a failure of ours. Either way the connection ends with its answer."""
+    """Wraps the application: admits clients that have the secret, as long as there is room. Others
+    get 401 and the reason, or for a WebSocket only 403, because uvicorn logs a longer answer as a
+    failure of ours. Either way the connection ends with its answer."""
 
     def __init__(self, app: ASGIApp, secret: RunSecret) -> None:
         self._app = app
@@ -202,7 +203,7 @@ class _EngineGuard:
             connection.leave()
 
     def _refusal(self, scope: Scope) -> tuple[int, ErrorAnswer] | None:
-        """Status and answer for who has not shown the secret."""
+        """Status and answer for a client that has not shown the secret."""
         try:
             if self._secret.is_in(Headers(scope=scope).get("authorization")):
                 return None
@@ -211,7 +212,7 @@ class _EngineGuard:
         return UNAUTHORIZED, ErrorAnswer(error="EngineError", message=REFUSAL)
 
     async def _refuse(self, websocket: WebSocket, status: int, answer: ErrorAnswer) -> None:
-        if answer.message == FULL:  # to be told that, it is taken for a moment
+        if answer.message == FULL:  # accepted for a moment, so that it can be given the reason
             await websocket.accept()
             await websocket.close(TRY_AGAIN_LATER, FULL)
         else:
@@ -219,7 +220,7 @@ class _EngineGuard:
 
 
 def _closing(send: Send) -> Send:
-    """Sends answers over HTTP as the last ones on their connection."""
+    """Marks each HTTP answer as the last one on its connection."""
 
     async def send_last(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -256,7 +257,7 @@ async def _hung_up(request: Request) -> None:
 
 
 async def _answer(work: Coroutine[Any, Any, Any]) -> Response:
-    """The one place where what an engine raises becomes an HTTP answer."""
+    """The only place where an engine's exception becomes an HTTP answer."""
     try:
         content = await work
         status = 200

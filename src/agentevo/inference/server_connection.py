@@ -1,12 +1,12 @@
-"""The engine's end of a client's WebSocket (`messages.py`): requests come in and run side by side
-in the engine, answers go out when they are ready, and so does the engine's state. When the
+"""The engine's end of a client's WebSocket (`messages.py`). Requests come in and run concurrently
+in the engine. Answers are sent when they are ready, and so is the engine's state. When the
 connection ends, all of the client's requests are cancelled in the engine.
 
-What a client can pile up is bounded: requests that run (MAX_RUNNING; more are refused), answers
-that it does not take (MAX_UNREAD; nothing more is read from it then), and conversations that are to
-be forgotten (MAX_RELEASES; the engine drops the rest by itself when it needs the room). The tokens
-of a request that streams wait as one list, and its answer takes their place. Request ids only grow,
-so none can be used twice.
+The load of a client is bounded: running requests (MAX_RUNNING; more are refused), answers that it
+does not take (MAX_UNREAD; nothing more is read from it then), and conversations that are to be
+forgotten (MAX_RELEASES; the engine drops the rest by itself when it needs the room). The tokens of
+a request that streams wait as one list, and its answer takes their place. Request ids only grow, so
+none can be used twice.
 """
 
 from __future__ import annotations
@@ -48,32 +48,32 @@ from agentevo.types import Completion
 LOG = logging.getLogger(__name__)
 
 CHANGE_S = 0.05
-"""How often version and sleep are looked at. A new version is told before the first answer under it
-in any case."""
+"""How often version and sleep are checked. A new version is reported before the first answer under
+it in any case."""
 LEAST_S = 0.01
 """A state is sent at most this often."""
 RELEASE_S = 5.0
 RELEASED_AT_ONCE = 64
-"""Then it is the engine's turn: its steps run on the same event loop."""
+"""Then the engine continues: its steps run on the same event loop."""
 MAX_RELEASES = 65_536
 MAX_RUNNING = 16_384
 MAX_UNREAD = 65_536
 UNREAD_S = 0.05
-"""How often it is looked at whether the client has taken its answers."""
+"""How often to check whether the client has taken its answers."""
 FLUSH_S = 1.0
-"""How long answers that are ready get when the engine leaves, in seconds."""
+"""How long finished answers get when the engine leaves, in seconds."""
 GOING_AWAY = 1001
 """Close code, RFC 6455 section 7.4.1."""
 UNSUPPORTED = 1003
-"""Likewise."""
+"""Close code of the same section."""
 POLICY = 1008
-"""Likewise."""
+"""Close code of the same section."""
 MAX_REASON_BYTES = 123
 """RFC 6455, section 5.5."""
 
 
 class ServerConnection:
-    """See the module. `state` says how the engine stands."""
+    """See the module. `state` returns the engine's state."""
 
     def __init__(
         self, websocket: WebSocket, engine: Engine, state: Callable[[], EngineState]
@@ -85,7 +85,7 @@ class ServerConnection:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._newest_id = -1
         self._releases: dict[str, None] = {}
-        """Conversations that are to be forgotten, each once, in the order in which that came."""
+        """Conversations that are to be forgotten, each once, in the order of their requests."""
         self._any_releases = asyncio.Event()
         self._every_s = float("inf")
         self._watch = 0
@@ -95,8 +95,8 @@ class ServerConnection:
         self._told_at = 0.0
 
     async def serve(self, closing: asyncio.Event) -> None:
-        """Serves until the client goes, or `closing` is set: then it is told to go elsewhere.
-        Raises this side's faults, not the client's."""
+        """Serves until the client goes, or `closing` is set: then the client is sent to another
+        engine. Raises this side's faults, not the client's."""
         try:
             await self._websocket.accept()
         except WebSocketDisconnect:
@@ -130,7 +130,7 @@ class ServerConnection:
             task.result()
 
     async def _read(self) -> None:
-        """Returns when the client has gone, or what it sends is not understood."""
+        """Returns when the client has gone, or sends something invalid."""
         while (event := await self._websocket.receive())["type"] == "websocket.receive":
             try:
                 messages = read_requests(event.get("bytes") or b"")
@@ -176,7 +176,7 @@ class ServerConnection:
             self._every_s = message.every_s if message.every_s >= LEAST_S else LEAST_S
 
     async def _complete(self, request: Generate | ScoreRequest) -> None:
-        """The one place where what an engine raises becomes an answer."""
+        """The only place where an engine's exception becomes an answer."""
         try:
             if isinstance(request, ScoreRequest):
                 completion = await self._score(request)
@@ -197,7 +197,7 @@ class ServerConnection:
         finally:
             self._outbox.drop_tokens(
                 request.id
-            )  # an answer has them all, and nobody wants the rest
+            )  # an answer has them all, and the rest is not needed
 
     async def _generate(self, request: Generate) -> Completion:
         check_request(request.sampling, request.deadline_s)
@@ -244,8 +244,8 @@ class ServerConnection:
             LOG.warning("conversation %s was not released: %s", session, error)
 
     async def _write(self) -> None:
-        """Returns when the client has gone. One that takes nothing is found out by the server's
-        pings, after which it may not be sent anything (RuntimeError)."""
+        """Returns when the client has gone. The server's pings detect a client that takes nothing,
+        after which nothing may be sent to it (RuntimeError)."""
         with suppress(WebSocketDisconnect, RuntimeError):
             while True:
                 await self._websocket.send_bytes(await self._outbox.next_frame())

@@ -3,13 +3,13 @@
     verify -> write the whole model -> pause, requests put back -> load -> drop cached keys and
     values -> go on
 
-Invariants: a token's version is the label under which SGLang drew it, and a label that this engine
-has not given (another run's weights, a server that was started anew) is an error, never a version.
-No token is drawn over keys and values of other weights. A load that fails may leave a mixture: the
+Invariants: a token's version is the label under which SGLang drew it. A label that this engine has
+not given (another run's weights, a server that was restarted) is an error, never a version. No
+token is drawn over keys and values of other weights. A load that fails may leave a mixture: the
 version before is loaded again, and where that fails too, every request fails with EngineError until
 a whole version is in. A request whose answer is lost is not sent again: its caller does that.
 
-Not promised: the same numbers in other company, penalties, grammars and scores.
+Not promised: the same numbers with other requests in a step, penalties, grammars and scores.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class SglangEngine:
         self._label = ""
         self._version = NO_VERSION
         self._good: Path | None = None
-        """Folder of what the server computes with, where that is known."""
+        """Folder of the weights that the server computes with, where it is known."""
         self._failure: EngineError | None = None
         self._facts: ServerFacts | None = None
         self._server: GuardedServer | None = None
@@ -201,15 +201,15 @@ class SglangEngine:
             self._draws.discard(draw)
 
     async def _awake_within(self, draw: asyncio.Task[Completion], deadline_s: float) -> Completion:
-        """Its result within so many seconds, those of sleep not counted."""
-        begun = time.monotonic()
+        """The task's result within `deadline_s` seconds, without those of sleep."""
+        started_at = time.monotonic()
         slept = self.slept_s
         try:
             while not draw.done():
-                left = deadline_s - (time.monotonic() - begun) + (self.slept_s - slept)
-                if left <= 0:
+                remaining_s = deadline_s - (time.monotonic() - started_at) + (self.slept_s - slept)
+                if remaining_s <= 0:
                     raise DeadlineExceededError(f"SGLang did not answer within {deadline_s:g} s")
-                await asyncio.wait({draw}, timeout=left)
+                await asyncio.wait({draw}, timeout=remaining_s)
 
             if draw.cancelled():
                 self._check_whole()
@@ -291,7 +291,7 @@ class SglangEngine:
         try:
             await in_thread(write_version, self._model, self._tokenizer, weights, folder)
             async with self._quiet(until):
-                # Not to be cancelled: half of it is a server that waits for ever.
+                # Not to be cancelled: half of it is a server that waits without end.
                 replacing = asyncio.ensure_future(self._replace(version, label, folder))
                 await _to_its_end(replacing)
         finally:
@@ -299,14 +299,14 @@ class SglangEngine:
                 await in_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _replace(self, version: int, label: str, folder: Path) -> None:
-        begun = time.monotonic()
+        started_at = time.monotonic()
         try:
             await self._load(folder, label)
         except EngineError as error:
             await self._restore(error)
             raise
         finally:
-            self._swap_s += time.monotonic() - begun
+            self._swap_s += time.monotonic() - started_at
 
         before = self._good
         self._good = folder
@@ -318,7 +318,7 @@ class SglangEngine:
             await in_thread(shutil.rmtree, before, ignore_errors=True)
 
     async def _load(self, folder: Path, label: str) -> None:
-        """The server computes with that version from now on, over nothing of another one."""
+        """The server computes with that version from now on, and keeps nothing of another one."""
         await self._client.pause()
         await self._client.load(folder, label, LOAD_S)
         await self._client.flush()
@@ -326,19 +326,20 @@ class SglangEngine:
             await self._client.go_on()
 
     async def _restore(self, error: EngineError) -> None:
-        """After a load that may have left a mixture: the version before is loaded again, or nothing
-        is served any more."""
-        again: EngineError | None = None
+        """After a load that may have left a mixture: loads the version before again; where that
+        fails, nothing is served."""
+        restore_error: EngineError | None = None
         if self._good is not None:
             try:
                 await self._load(self._good, self._label)
                 return
-            except EngineError as one:
-                again = one
+            except EngineError as failure:
+                restore_error = failure
 
         self._failure = EngineError(
             f"SGLang holds no whole weights: {error}; the version before could not be loaded again "
-            f"({again or 'it is not known here'}): it serves again when a whole version is in"
+            f"({restore_error or 'it is not known here'}): it serves again when a whole version "
+            "is in"
         )
         for draw in self._draws:
             draw.cancel()
@@ -444,9 +445,9 @@ class SglangEngine:
         self._check_whole()
 
     def _check_alive(self) -> None:
-        ended = self._server.describe_end() if self._server is not None else ""
-        if ended:
-            raise EngineError(f"SGLang has ended: {ended}")
+        end_text = self._server.describe_end() if self._server is not None else ""
+        if end_text:
+            raise EngineError(f"SGLang has ended: {end_text}")
 
     def _check_whole(self) -> None:
         if self._failure is not None:
@@ -483,7 +484,7 @@ class SglangEngine:
 
 
 async def _to_its_end(task: asyncio.Future[None]) -> None:
-    """Waits for it whatever happens; a cancellation is raised when it has ended."""
+    """Waits for the task in any case; a cancellation is raised when the task has ended."""
     cancelled = False
     while not task.done():
         try:

@@ -1,4 +1,4 @@
-"""What `engine.options` may say of an SGLang server (`engine.type: sglang`), read before anything
+"""The options of an SGLang server in `engine.options` (`engine.type: sglang`), read before anything
 is started."""
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class SglangOptions(Section):
 
 
 def read_options(section: EngineSection) -> SglangOptions:
-    """Raises ConfigError for what SGLang can't be told, and for an address to which keys would go
-    unprotected."""
+    """Raises ConfigError for options that SGLang does not have, and for an address to which keys
+    would go unprotected."""
     if section.batch_invariant:
         raise ConfigError(
             "engine.batch_invariant: SGLang's numbers may depend on what is computed beside a "
@@ -90,7 +90,7 @@ def check_options(section: EngineSection) -> None:
 
 
 def check_keys(options: SglangOptions) -> tuple[str | None, str | None]:
-    """(key, key for control), as the environment has them. Raises ConfigError."""
+    """(key, key for control), from the environment. Raises ConfigError."""
     return (
         key_of("engine.options.api_key", options.api_key),
         key_of("engine.options.admin_api_key", options.admin_api_key),
@@ -100,14 +100,14 @@ def check_keys(options: SglangOptions) -> tuple[str | None, str | None]:
 def _describe_unknown(error: pydantic.ValidationError) -> str:
     wrong = error.errors()[0]
     key = ".".join(["engine.options", *map(str, wrong["loc"])])
-    known = list(SglangOptions.model_fields)
+    option_names = list(SglangOptions.model_fields)
 
     if wrong["type"] != "extra_forbidden":
         return f"{key}: {wrong['msg'].removeprefix('Value error, ')}"
 
-    guess = nearest(str(wrong["loc"][-1]), known)
+    guess = nearest(str(wrong["loc"][-1]), option_names)
     hint = f"did you mean {guess}? " if guess else ""
-    return f"{key}: there is no such option: {hint}give one of {', '.join(known)}"
+    return f"{key}: there is no such option: {hint}give one of {', '.join(option_names)}"
 
 
 def _check_url(options: SglangOptions, url: str) -> None:

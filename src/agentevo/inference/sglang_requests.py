@@ -1,7 +1,7 @@
-"""The requests that are under way at an SGLang server.
+"""The running requests at an SGLang server.
 
-Invariant: one that has not been answered to its end, for whatever reason, is aborted there by name,
-and counts as running until that was answered.
+Invariant: a request that has not been answered to its end, for any reason, is aborted there by
+name, and counts as running until the abort was answered.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CLOSE_S = 10.0
 
 
 class SglangRequests:
-    """See the module. `versions`: label of weights -> version, for those that the run has given;
+    """See the module. `versions`: label of weights -> version, for labels that the run has given;
     `check_whole` raises EngineError when the server holds no whole weights."""
 
     def __init__(
@@ -52,7 +52,7 @@ class SglangRequests:
         self.generated = self.prompt_tokens = 0
 
     async def close(self) -> None:
-        """Returns when what was given up is aborted."""
+        """Returns when abandoned requests are aborted."""
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=CLOSE_S)
 
@@ -65,44 +65,45 @@ class SglangRequests:
         listen: TokenListener | None,
     ) -> Completion:
         """One request of SGLang, or several, where an end-of-text token that was not asked for has
-        ended one: positions decide what a seed draws, so they go on as one would have."""
-        found = Completion(ids=[], logprobs=[], versions=[], finish_reason="length")
+        ended one. Positions decide what a seed draws, so several draw the same tokens as one would
+        have."""
+        drawn = Completion(ids=[], logprobs=[], versions=[], finish_reason="length")
         deadline = asyncio.get_running_loop().time() + deadline_s
         reason: FinishReason | None = None
         while reason is None:
             rid = f"{self._mark}-{next(self._numbers)}"
             body = generate_body(
                 rid,
-                prompt + found.ids,
+                prompt + drawn.ids,
                 sampling,
                 facts,
                 vocabulary=self._vocabulary,
-                max_new_tokens=sampling.max_new_tokens - len(found.ids),
+                max_new_tokens=sampling.max_new_tokens - len(drawn.ids),
                 seeded=self._seeded,
                 stream=listen is not None,
             )
             self.running.add(rid)
 
-            ended = False
+            is_answered = False
             try:
-                last = await self._part(body, sampling, facts, deadline, found, listen)
-                ended = True
+                last = await self._part(body, sampling, facts, deadline, drawn, listen)
+                is_answered = True
             finally:
-                if ended:
+                if is_answered:
                     self.running.discard(rid)
                 else:
                     self._abort(rid)
 
-            reason = self._reason(last, sampling, found)
+            reason = self._reason(last, sampling, drawn)
 
-        self.generated += len(found.ids)
+        self.generated += len(drawn.ids)
         self.prompt_tokens += len(prompt)
         return Completion(
-            ids=found.ids,
-            logprobs=found.logprobs,
-            versions=found.versions,
+            ids=drawn.ids,
+            logprobs=drawn.logprobs,
+            versions=drawn.versions,
             finish_reason=reason,
-            top_logprobs=found.top_logprobs,
+            top_logprobs=drawn.top_logprobs,
         )
 
     async def _part(
@@ -111,18 +112,18 @@ class SglangRequests:
         sampling: SamplingParams,
         facts: ServerFacts,
         deadline: float,
-        found: Completion,
+        drawn: Completion,
         listen: TokenListener | None,
     ) -> SglangTokens:
-        """One request; what it draws is added to `found`. Returns its last piece."""
-        before = len(found.ids)
+        """One request; what it draws is added to `drawn`. Returns its last piece."""
+        before = len(drawn.ids)
         last = None
         async for answer in self._client.answers(body, deadline):
-            known = 0 if facts.incremental or not body["stream"] else len(found.ids) - before
-            last = read_answer(answer, sampling, facts, self._vocabulary, done=known)
-            found.ids.extend(last.ids)
-            found.logprobs.extend(last.logprobs)
-            found.top_logprobs.extend(last.top)
+            num_known = 0 if facts.incremental or not body["stream"] else len(drawn.ids) - before
+            last = read_answer(answer, sampling, facts, self._vocabulary, done=num_known)
+            drawn.ids.extend(last.ids)
+            drawn.logprobs.extend(last.logprobs)
+            drawn.top_logprobs.extend(last.top)
             if listen is not None and last.ids:
                 tell(listen, last.ids, last.logprobs)
 
@@ -134,30 +135,30 @@ class SglangRequests:
             raise EngineError(f"SGLang has ended the request: {last.finish.get('message')}")
 
         unknown = set(last.labels) - set(self._versions)
-        if unknown or len(last.labels) != len(found.ids) - before:
+        if unknown or len(last.labels) != len(drawn.ids) - before:
             raise EngineError(
                 f"SGLang drew tokens under weights {sorted(unknown)[:3]} that this run has not "
                 "given it: it was started anew, or somebody else replaces its weights"
             )
 
-        found.versions.extend(self._versions[label] for label in last.labels)
+        drawn.versions.extend(self._versions[label] for label in last.labels)
         return last
 
     def _reason(
-        self, last: SglangTokens, sampling: SamplingParams, found: Completion
+        self, last: SglangTokens, sampling: SamplingParams, drawn: Completion
     ) -> FinishReason | None:
-        """Why the request ends; None where it goes on."""
-        whole = len(found.ids) >= sampling.max_new_tokens
+        """Why the request ends; None where it continues."""
+        is_full = len(drawn.ids) >= sampling.max_new_tokens
         finish = last.finish or {}
         if finish["type"] == "stop":
             matched = finish.get("matched")
             if isinstance(matched, str) or matched in sampling.stop_token_ids:
                 return "stop"
-            return "length" if whole else None
+            return "length" if is_full else None
 
-        if not whole:
+        if not is_full:
             raise EngineError(
-                f"SGLang has ended a request after {len(found.ids)} of {sampling.max_new_tokens} "
+                f"SGLang has ended a request after {len(drawn.ids)} of {sampling.max_new_tokens} "
                 "tokens: it was started with a lower limit"
             )
 

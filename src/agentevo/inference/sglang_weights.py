@@ -1,9 +1,9 @@
 """Versions of a model's weights as folders in Hugging Face's format, for a server that reads them
 from the disk.
 
-Invariant: a folder is whole before it has its name, and it holds the whole model: what is not
-trained as the model has it, and adapters summed into their base, so that a version is served
-without knowing what was trained.
+Invariant: a folder is whole before it gets its name, and it holds the whole model: untrained
+weights as the model has them, and adapters summed into their base, so that a server of the version
+need not know what was trained.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def write_version(
     folder: Path,
 ) -> Path:
     """Writes the model with these of its parameters, and returns the folder."""
-    state = {name: one.detach() for name, one in model.state_dict().items()}
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     state |= dict(weights)
     plain: Any = model.get_base_model() if is_adapted(model) else model  # type: ignore[operator]
 
@@ -65,7 +65,7 @@ def write_version(
 
     with atomic_folder(folder) as staging, no_progress_bars():
         plain.save_pretrained(
-            staging, state_dict={name: one.contiguous() for name, one in state.items()}
+            staging, state_dict={name: tensor.contiguous() for name, tensor in state.items()}
         )
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
@@ -75,10 +75,10 @@ def write_version(
 
 def _merge_adapters(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """W + scale B A for every adapted layer, under the names of the plain model."""
-    found = {}
-    for name, one in state.items():
+    merged = {}
+    for name, tensor in state.items():
         if ".lora_" not in name:
-            found[name.removeprefix("base_model.model.").replace(_BASE, ".")] = one
+            merged[name.removeprefix("base_model.model.").replace(_BASE, ".")] = tensor
 
     for name, module in model.named_modules():
         if not hasattr(module, "lora_A"):
@@ -88,7 +88,7 @@ def _merge_adapters(model: Any, state: dict[str, torch.Tensor]) -> dict[str, tor
         down = state[f"{name}.lora_A.{adapter}.weight"].float()
         up = state[f"{name}.lora_B.{adapter}.weight"].float()
         target = f"{name.removeprefix('base_model.model.')}.weight"
-        base = found[target]
-        found[target] = (base.float() + module.scaling[adapter] * (up @ down)).to(base.dtype)
+        base = merged[target]
+        merged[target] = (base.float() + module.scaling[adapter] * (up @ down)).to(base.dtype)
 
-    return found
+    return merged

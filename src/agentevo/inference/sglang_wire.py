@@ -1,15 +1,16 @@
-"""SGLang's HTTP server as version 0.5.23 speaks it: routes, fields and flags are named here alone.
+"""The protocol of SGLang's HTTP server, version 0.5.23: only this module names its routes, fields
+and flags.
 
-What was read there, and what this module therefore does:
+Its behaviour, and what this module therefore does:
 
 - Log-probs (`output_token_logprobs`) are after temperature and before top-k, top-p and min-p. Under
   those the sampling mask is asked for, whose log-probs are of what was drawn from. It needs a
   finite top_k; top_p counts before top_k there and after it here: both together are refused.
 - `ignore_eos` also ignores `stop_token_ids`, and without it every end-of-text token ends a request.
-- Seeds count under --enable-deterministic-inference alone, where min_p ends the whole server.
+- Seeds count only under --enable-deterministic-inference, where min_p ends the whole server.
 - `retract` leaves keys and values of the old weights in the prefix cache; /flush_cache drops them
   while paused, though requests wait. `flush_cache` of the update itself is false, so that a failed
-  flush is not taken for a failed load.
+  flush does not count as a failed load.
 - A load that fails halfway is rolled back from the new path, not from the old one.
 - `release_memory_occupation` ends the server unless it is paused or idle.
 """
@@ -39,7 +40,7 @@ SHOWN = 300
 
 
 class ServerFacts(NamedTuple):
-    """What a running server says of itself."""
+    """What a running server reports of itself."""
 
     longest: int
     """Most tokens of a sequence, prompt and answer together."""
@@ -62,11 +63,11 @@ class SglangTokens(NamedTuple):
     labels: list[str]
     """For each token the label of the weights, at the end of an answer."""
     finish: Mapping[str, Any] | None
-    """`type`: stop, length or abort, and what else SGLang says; None before the end."""
+    """`type`: stop, length or abort, and SGLang's other fields; None before the end."""
 
 
 def launch_arguments(model: Path, host: str, port: int, facts: Mapping[str, Any]) -> list[str]:
-    """The words of a server, but for its keys, which go into `launch_config`."""
+    """The command-line arguments of a server, without its keys, which go into `launch_config`."""
     words = ["--model-path", str(model), "--host", host, "--port", str(port)]
     words += ["--enable-memory-saver", "--incremental-streaming-output"]
     words += ["--enable-deterministic-inference"] if facts["seeded"] else []
@@ -77,12 +78,13 @@ def launch_arguments(model: Path, host: str, port: int, facts: Mapping[str, Any]
 
 
 def launch_config(api_key: str) -> str:
-    """Content of the file of --config: the key, which nobody shall see among the processes."""
+    """Content of the file of --config: the key, which must not be visible in the list of
+    processes."""
     return f"api-key: {api_key}\n"
 
 
 def why_unsupported(sampling: SamplingParams, facts: ServerFacts, seeded: bool) -> str:
-    """Why no tokens can be drawn as the request wants, or an empty text."""
+    """Why the tokens can't be drawn as the request wants, or an empty text."""
     if sampling.penalties is not None:
         return "penalties are not what AgentEvo means by them there: leave them out"
     if len(sampling.stop_strings) > MAX_STOPS:
@@ -128,7 +130,7 @@ def generate_body(
     seeded: bool,
     stream: bool,
 ) -> dict[str, Any]:
-    """The request for these tokens to go on."""
+    """The request that continues these tokens."""
     cut = _is_cut(sampling)
     params: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
@@ -138,9 +140,9 @@ def generate_body(
         "no_stop_trim": True,
     }
     if cut:
-        whole = min(vocabulary, facts.mask_tokens)
+        most_tokens = min(vocabulary, facts.mask_tokens)
         params |= {
-            "top_k": min(sampling.top_k, vocabulary) or whole,
+            "top_k": min(sampling.top_k, vocabulary) or most_tokens,
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
         }
@@ -179,11 +181,11 @@ def read_answer(
     done: int = 0,
 ) -> SglangTokens:
     """An answer, or a piece of one; `done`: how many of its tokens are known. Raises EngineError
-    for one that is not what this module asks for."""
+    for an answer that does not fit this module's request."""
     try:
         meta = answer["meta_info"]
         finish = meta["finish_reason"]
-        ids = [int(one) for one in answer["output_ids"]]
+        ids = [int(token) for token in answer["output_ids"]]
         if finish is not None and finish["type"] == "abort" and not ids:
             return SglangTokens([], [], [], [], finish)
 
@@ -216,31 +218,36 @@ def _numbers(
     """Log-probs and alternatives of the distribution that was drawn from."""
     count = sampling.top_logprobs
     if sampling.temperature == 0:
-        return [0.0] * len(ids), [[(one, 0.0)] for one in ids] if count else []
+        return [0.0] * len(ids), [[(token, 0.0)] for token in ids] if count else []
 
     if not _is_cut(sampling):
         entries = meta["output_token_logprobs"]
         if [entry[1] for entry in entries] != ids:
             raise ValueError("log-probs of other tokens")
         rows = meta["output_top_logprobs"] if count else []
-        top = [[(int(one[1]), float(one[0])) for one in row[:count]] for row in rows]
+        top = [[(int(entry[1]), float(entry[0])) for entry in row[:count]] for row in rows]
         return [float(entry[0]) for entry in entries], top
 
     masks = meta["output_token_sampling_mask"]
     values = meta["output_token_sampling_logprobs"]
 
-    whole = min(vocabulary, facts.mask_tokens)
-    if not sampling.top_k and whole < vocabulary and any(len(mask) >= whole for mask in masks):
+    most_tokens = min(vocabulary, facts.mask_tokens)
+    if (
+        not sampling.top_k
+        and most_tokens < vocabulary
+        and any(len(mask) >= most_tokens for mask in masks)
+    ):
         raise EngineError(
-            f"top_p or min_p keeps more than {whole} tokens somewhere, and SGLang tells log-probs "
-            "for no more: give top_k, or start it with a higher --sampling-mask-max-tokens"
+            f"top_p or min_p keeps more than {most_tokens} tokens somewhere, and SGLang tells "
+            "log-probs for no more: give top_k, or start it with a higher "
+            "--sampling-mask-max-tokens"
         )
 
     if not count:
         return [float(value) for value in values], []
 
     top = [
-        sorted(zip(mask, row, strict=True), key=lambda one: -one[1])[:count]
+        sorted(zip(mask, row, strict=True), key=lambda pair: -pair[1])[:count]
         for mask, row in zip(masks, values, strict=True)
     ]
     chosen = [
@@ -250,8 +257,8 @@ def _numbers(
 
 
 class SglangClient:
-    """One server. Belongs to one event loop. What it raises is EngineError, and
-    EngineUnavailableError where nobody answers or the answer was lost on its way."""
+    """One server. Belongs to one event loop. It raises EngineError, and EngineUnavailableError
+    where the server does not answer or the answer was lost."""
 
     def __init__(
         self, url: str, api_key: str | None, admin_key: str | None, ca_file: Path | None
@@ -297,7 +304,7 @@ class SglangClient:
             ) from error
 
     async def ready(self) -> bool:
-        """Whether it answers, and takes requests."""
+        """Whether the server answers, and takes requests."""
         try:
             answer = await self._http.get("/health", timeout=CONNECT_S)
         except httpx.HTTPError:
@@ -308,8 +315,8 @@ class SglangClient:
         self, body: Mapping[str, Any], deadline: float
     ) -> AsyncIterator[Mapping[str, Any]]:
         """The pieces of a stream, or the one answer. A request is sent again only when no
-        connection came about, so nothing is drawn twice. `deadline`: until when to try, by the
-        loop's clock."""
+        connection was made, so nothing is drawn twice. `deadline`: until when to try, by the loop's
+        clock."""
         while True:
             try:
                 async with self._http.stream(
@@ -398,15 +405,15 @@ def _lost(where: str, error: Exception) -> EngineUnavailableError:
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """The lines of an answer as they come: a line feed ends one, and not U+2028 in a text, as
-    httpx's own reader has it."""
-    begun = bytearray()
+    """The lines of an answer as they come. Only a line feed ends one; httpx's own reader also ends
+    lines at U+2028 in a text."""
+    partial_line = bytearray()
     async for part in response.aiter_bytes():
-        *ended, rest = part.split(b"\n")
-        for line in ended:
-            yield bytes(begun) + line
-            begun.clear()
-        begun += rest
+        *lines, rest = part.split(b"\n")
+        for line in lines:
+            yield bytes(partial_line) + line
+            partial_line.clear()
+        partial_line += rest
 
 
 def _content(raw: bytes, status: int, path: str) -> Mapping[str, Any]:
@@ -418,13 +425,13 @@ def _content(raw: bytes, status: int, path: str) -> Mapping[str, Any]:
         )
 
     try:
-        found = json.loads(text) if text.strip() else {}
+        content = json.loads(text) if text.strip() else {}
     except ValueError:
-        found = {"text": text}
+        content = {"text": text}
 
-    found = found if isinstance(found, dict) else {"content": found}
-    if status == 200 and "error" not in found:
-        return found
+    content = content if isinstance(content, dict) else {"content": content}
+    if status == 200 and "error" not in content:
+        return content
 
     message = f"SGLang's {path} has answered {status}: {text[:SHOWN]}"
     raise EngineUnavailableError(message) if status in (502, 503, 504) else EngineError(message)

@@ -2,18 +2,19 @@
 weights.
 
 Each step computes the new tokens of every running sequence in one forward pass (prompts in chunks,
-completions one token each), draws a token for those that are up to date, and lets finished ones go.
-Steps run on the event loop; agents wake between steps, so their next turns join the next step.
+completions one token each), draws a token for those that are up to date, and releases finished
+ones. Steps run on the event loop; agents wake between steps, so their next turns join the next
+step.
 
-New weights come in two phases: `verify` looks at all of them while requests go on (in any thread),
-`publish` swaps. Whatever fails or is cancelled before the swap leaves the old version serving. An
-engine that sleeps computes nothing and holds no key-value memory.
+New weights come in two phases: `verify` checks all of them while requests run (in any thread), and
+`publish` swaps. A failure or cancellation before the swap leaves the old version serving. An engine
+that sleeps computes nothing and holds no key-value memory.
 
-Promises: a token's log-prob is that of the distribution it was drawn from; the same request
-(prompt, parameters, seed, weights) gives the same tokens and log-probs, to the last bit, in any
-company, in chunks of any size, with or without a cached prefix, and after an interruption, where
-`models/invariance.py` finds nothing against it, and up to float rounding elsewhere; memory stays
-within `engine.kv_cache_tokens`.
+Promises. A token's log-prob is that of the distribution it was drawn from. The same request
+(prompt, parameters, seed, weights) gives the same tokens and log-probs, to the last bit, with any
+other requests in a step, in chunks of any size, with or without a cached prefix, and after an
+interruption, where `models/invariance.py` finds nothing against it, and up to float rounding
+elsewhere. Memory stays within `engine.kv_cache_tokens`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from agentevo.inference.engine import (
 from agentevo.inference.grammars import EngineGrammars
 from agentevo.inference.kv_cache import kv_bytes_per_token
 from agentevo.inference.requests import EngineRequest
-from agentevo.inference.routing import record, recording_of, told
+from agentevo.inference.routing import record, recording_of, routed_experts_of
 from agentevo.inference.routing_memory import RoutingMemory
 from agentevo.inference.sampling import draw_with_alternatives
 from agentevo.inference.scheduler import Scheduler, Sequence
@@ -60,9 +61,9 @@ from agentevo.penalties import PenaltyState
 from agentevo.types import Completion, SamplingParams
 
 LOOK_S = 0.05
-"""How often, at most, to look whether an engine that sleeps has been woken."""
+"""The shortest interval at which a request checks whether a sleeping engine has been woken."""
 MAX_FAILED_STEPS = 3
-"""So many failed steps in a row are no accident."""
+"""This many failed steps in a row are no accident."""
 
 
 class TorchEngine:
@@ -102,13 +103,14 @@ class TorchEngine:
         self._grammars = EngineGrammars(tokenizer, int(model.config.get_text_config().vocab_size))
         self._version = 0
         self.failed_steps = 0
-        """How many steps have failed in a row, up to now."""
+        """The number of consecutive failed steps until now."""
         self.failure: EngineError | None = None
-        """The answer that everybody got when a step failed last."""
+        """The answer that every request got when a step failed last."""
         self._refused_publishes = 0
         """Rejected publishes."""
         self._held = False
-        """Nobody is admitted: weights are about to be swapped, or the engine is about to sleep."""
+        """No request is admitted: weights are about to be swapped, or the engine is about to
+        sleep."""
         self._asleep_since: float | None = None
         self._pump: asyncio.Task[None] | None = None
         self._generated = self._computed = self._steps = self._publishes = 0
@@ -156,8 +158,8 @@ class TorchEngine:
         began_at = time.monotonic()
         slept_s = self.slept_s
         grammar = await self._grammars.begin(sampling, deadline_s)
-        given = sampling.penalties
-        penalties = None if given is None else PenaltyState(given, prompt_ids)
+        penalty_settings = sampling.penalties
+        penalties = None if penalty_settings is None else PenaltyState(penalty_settings, prompt_ids)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         ids = list(prompt_ids)
         request = EngineRequest(ids, sampling, future, session, version, listen, grammar, penalties)
@@ -193,10 +195,12 @@ class TorchEngine:
         self._start_pump()
         try:
             while not future.done():
-                left = ends + (self.slept_s - slept_s) - time.monotonic()
-                if left <= 0:
+                remaining_s = ends + (self.slept_s - slept_s) - time.monotonic()
+                if remaining_s <= 0:
                     raise self._late(deadline_s)
-                await asyncio.wait([future], timeout=max(left, LOOK_S) if self.asleep else left)
+                await asyncio.wait(
+                    [future], timeout=max(remaining_s, LOOK_S) if self.asleep else remaining_s
+                )
             return future.result()
         finally:
             future.cancel()  # of a request that is given up: the scheduler drops it
@@ -254,9 +258,9 @@ class TorchEngine:
         adapter: str | None = None,
     ) -> None:
         """See UpdatableEngine.publish. `in_flight`: "finish" lets running requests end on the old
-        weights (new ones wait); "continue" recomputes their context under the new weights and goes
-        on, each token stamped with the version that emitted it. `adapter`: which of the model's
-        adapters serves from now on."""
+        weights (new ones wait); "continue" recomputes their context under the new weights and
+        continues, each token stamped with the version that emitted it. `adapter`: which of the
+        model's adapters serves from now on."""
         verified = (
             weights
             if isinstance(weights, VerifiedWeights) or weights is None
@@ -292,8 +296,8 @@ class TorchEngine:
             )
 
     async def sleep(self, *, in_flight: InFlight = "finish", deadline_s: float = 60.0) -> None:
-        """See SleepingEngine.sleep. No deadline runs down meanwhile: whoever puts the engine to
-        sleep wakes it."""
+        """See SleepingEngine.sleep. Sleep counts towards no deadline: the caller that puts the
+        engine to sleep wakes it."""
         if self.asleep:
             return
         async with self._nobody_admitted("sleep", in_flight, deadline_s):
@@ -316,7 +320,7 @@ class TorchEngine:
         self.scheduler.forget_cache()
 
     def _weights_changed(self) -> None:
-        """The weights were changed in place: nothing made from the old ones is used any more."""
+        """The weights were changed in place: drops what was made from the old ones."""
         drop_packed(self.model)
         self.scheduler.forget_cache()
 
@@ -363,8 +367,8 @@ class TorchEngine:
     async def _nobody_admitted(
         self, what: str, in_flight: InFlight, deadline_s: float
     ) -> AsyncIterator[None]:
-        """Queued requests wait while it is open. With "finish" it opens when no request that has
-        begun is left; until then, failing or being cancelled leaves all as it was. One at a
+        """Queued requests wait while the block is open. With "finish" it opens when no request that
+        has begun is left; a failure or cancellation before that changes nothing. One block at a
         time."""
         holding = False
         try:
@@ -373,7 +377,7 @@ class TorchEngine:
                     while self._held:
                         await asyncio.sleep(0.001)
                     holding = self._held = True
-                    # Whoever was sent back before an engine fell asleep goes on when it wakes.
+                    # Requests that were sent back before the engine fell asleep continue on waking.
                     while in_flight == "finish" and self.scheduler.has_begun and not self.asleep:
                         await asyncio.sleep(
                             0
@@ -395,10 +399,9 @@ class TorchEngine:
             self._pump = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
-        """Steps until there is nothing to do. A failure answers every open request with the
-        error."""
+        """Steps until no work is left. A failure answers every open request with the error."""
         scheduler = self.scheduler
-        await asyncio.sleep(0)  # requests made in the same breath join the first step
+        await asyncio.sleep(0)  # requests made at the same moment join the first step
         try:
             while True:
                 scheduler.drop_abandoned()
@@ -423,7 +426,7 @@ class TorchEngine:
     @own_torch_state()
     @torch.inference_mode()
     def _admit(self) -> None:
-        """While nobody new is admitted, those that have begun go on."""
+        """While no new request is admitted, those that have begun continue."""
         self.scheduler.grow()
         self.scheduler.admit(begun_only=self._held)
 
@@ -435,8 +438,8 @@ class TorchEngine:
         started = time.perf_counter()
         by_version: dict[int, list[Sequence]] = {}
         for sequence in self.scheduler.running:
-            wanted = None if sequence.request is None else sequence.request.version
-            version, _ = self._earlier.model_serving(wanted, self._version)
+            requested = None if sequence.request is None else sequence.request.version
+            version, _ = self._earlier.model_serving(requested, self._version)
             by_version.setdefault(version, []).append(sequence)
 
         finished = sum(self._pass(version, running) for version, running in by_version.items())
@@ -515,7 +518,7 @@ class TorchEngine:
             reason = request.finish_reason(self.tokenizer)
             if reason is not None:
                 finished += 1
-                routed = told(sequence, request, self._routers)
+                routed = routed_experts_of(sequence, request, self._routers)
                 self._answer(sequence, request, request.drawn(reason, routed))
 
         self._generated += len(tokens)

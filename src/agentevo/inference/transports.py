@@ -1,5 +1,6 @@
-"""Our own ways for trained weights to reach an engine (shared memory, a copy in this process, the
-run's folder, an object store, a process group), and the choice among all that are registered."""
+"""The built-in ways for trained weights to reach an engine (shared memory, a copy in this process,
+the run's folder, an object store, a process group), and the choice among all that are
+registered."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ class SharedWeights:
 
 
 class CopiedWeights:
-    """The engine is handed what is trained, tensor by tensor, and goes on while the next step
+    """The engine is handed what is trained, tensor by tensor, and serves it while the next step
     changes the trainer's."""
 
     def __init__(
@@ -104,7 +105,7 @@ class CopiedWeights:
 
 
 def shares(engine: UpdatableEngine, model: nn.Module) -> bool:
-    """Does the engine compute with this very model?"""
+    """Whether the engine computes with this very model."""
     return isinstance(engine, EmbeddedEngine) and engine.model is model
 
 
@@ -149,7 +150,7 @@ def _asking(config: RunConfig) -> WeightSource:
     return BroadcastSource(config.run_dir / "weights", devices.find(config.model.device))
 
 
-def _object_store(recipe: RunConfig, **given: Any) -> ObjectStoreWeights:
+def _object_store(recipe: RunConfig, **options: Any) -> ObjectStoreWeights:
     from agentevo.inference.object_store import ObjectStoreWeights
 
     url = recipe.rollout.weights.url
@@ -159,7 +160,7 @@ def _object_store(recipe: RunConfig, **given: Any) -> ObjectStoreWeights:
             "s3://BUCKET/FOLDER"
         )
 
-    return ObjectStoreWeights(url, full_every=_full_every(recipe), **given)
+    return ObjectStoreWeights(url, full_every=_full_every(recipe), **options)
 
 
 def _full_every(config: RunConfig) -> int:
@@ -193,8 +194,8 @@ transports.register("broadcast")(
 
 
 def local_transport(config: RunConfig, *, apart: bool) -> str:
-    """Name of the transport to this process's engine. `apart`: what is sampled for training comes
-    from engines in other processes, and this one only evaluates."""
+    """Name of the transport to this process's engine. `is_separate`: what is sampled for training
+    comes from engines in other processes, and this one only evaluates."""
     if apart:
         return "shared"
     overlaps = config.rollout.staleness > 0 and config.rollout.sharing == "overlap"
@@ -208,15 +209,15 @@ def open_local(
     config: RunConfig,
     note: Callable[[str], None],
 ) -> WeightSender:
-    """The way of that name to this process's engine. `shared`, unless the recipe asks for it, is
-    `copy` for an engine that does not compute with the trainer's model."""
+    """The transport of that name to this process's engine. `shared`, unless the recipe asks for it,
+    is `copy` for an engine that does not compute with the trainer's model."""
     if name == "shared" != config.rollout.transport and not shares(engine, model):
         name = "copy"
     return transports.get(name).sender(model, engine, config, note)
 
 
 def remote_source(config: RunConfig) -> WeightSource:
-    """What engines in other processes read. Raises ConfigError, see `_remote`."""
+    """The source that engines in other processes read. Raises ConfigError, see `_remote`."""
     return _remote(config)[1](config)
 
 

@@ -1,8 +1,8 @@
-"""The first phase of publishing: new weights as the engine will hold them, every one checked,
-before the engine's own change.
+"""The first phase of publishing: new weights in the engine's form, every one checked, before the
+engine itself changes.
 
 Invariant: copying `VerifiedWeights` into the model that they were verified for can't fail halfway:
-names, shapes, device and dtype are its own, and every number is finite.
+names, shapes, device and dtype are the model's own, and every number is finite.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from agentevo.models.own_state import own_torch_state
 
 
 class VerifiedWeights(Mapping[str, torch.Tensor]):
-    """What `verify_weights` found in order: tensors by the name of the parameter, on its device and
-    of its dtype."""
+    """Weights that `verify_weights` has accepted: tensors by the name of the parameter, on its
+    device and of its dtype."""
 
     def __init__(self, model: PreTrainedModel, tensors: Weights) -> None:
         self.model = model
@@ -39,9 +39,9 @@ class VerifiedWeights(Mapping[str, torch.Tensor]):
     @torch.no_grad()
     def swap_in(self) -> None:
         """The second phase: the model computes with them from now on."""
-        own = dict(self.model.named_parameters())
+        parameters = dict(self.model.named_parameters())
         for name, tensor in self.items():
-            own[name].copy_(tensor)
+            parameters[name].copy_(tensor)
 
 
 def check_publish(
@@ -66,10 +66,10 @@ def verify_weights(model: PreTrainedModel, weights: Weights) -> VerifiedWeights:
     other shapes, numbers that are not finite (also after rounding to the model's dtype). Parameters
     that are not trained may be missing. Changes nothing; any thread may call it."""
     check_shapes(model, {name: tuple(tensor.shape) for name, tensor in weights.items()})
-    own = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     fitted = dict[str, torch.Tensor]()
     for name, tensor in weights.items():
-        fitted[name] = tensor.detach().to(own[name])
+        fitted[name] = tensor.detach().to(parameters[name])
         if not torch.isfinite(fitted[name]).all():
             raise EngineError(f"weights refused, nothing changed: {name} holds NaN or infinity")
 
@@ -78,10 +78,10 @@ def verify_weights(model: PreTrainedModel, weights: Weights) -> VerifiedWeights:
 
 def check_shapes(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raises EngineError for unknown or missing names, and other shapes than the model's."""
-    own = dict(model.named_parameters())
-    unknown = sorted(set(shapes) - set(own))
+    parameters = dict(model.named_parameters())
+    unknown = sorted(set(shapes) - set(parameters))
     missing = sorted(
-        {name for name, parameter in own.items() if parameter.requires_grad} - set(shapes)
+        {name for name, parameter in parameters.items() if parameter.requires_grad} - set(shapes)
     )
     if unknown or missing:
         raise EngineError(
@@ -90,8 +90,8 @@ def check_shapes(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) 
         )
 
     for name, shape in shapes.items():
-        if shape != own[name].shape:
+        if shape != parameters[name].shape:
             raise EngineError(
                 f"weights refused, nothing changed: {name} has shape {shape}, the engine "
-                f"{tuple(own[name].shape)}"
+                f"{tuple(parameters[name].shape)}"
             )

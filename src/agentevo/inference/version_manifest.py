@@ -31,7 +31,7 @@ class VersionManifest(msgspec.Struct, frozen=True, omit_defaults=True):
     bytes: int
     """Of all its files."""
     tensors: int
-    """The number of tensors of the model that it is about."""
+    """The number of tensors of the model."""
     parts: list[ManifestPart]
     chain: list[Latest] = []
     """What a delta builds on: a full version, then the deltas in between. Empty: a full version."""
@@ -40,8 +40,7 @@ class VersionManifest(msgspec.Struct, frozen=True, omit_defaults=True):
     state: dict[str, str] = {}
     """Checksum of every tensor after a delta."""
     grids: dict[str, list[list[int]]] = {}
-    """Tensors of which the delta has, and `state` is made of, several boxes: see
-    part_deltas.py."""
+    """Tensors for which the delta and `state` have several boxes: see part_deltas.py."""
 
 
 class Base(NamedTuple):
@@ -52,7 +51,7 @@ class Base(NamedTuple):
 
 
 def folder_name(version: int) -> str:
-    """Of a version, beside latest.json."""
+    """Name of a version's folder, next to latest.json."""
     return f"version-{version:06d}"
 
 
@@ -63,7 +62,7 @@ def version_numbers(names: Iterable[str]) -> list[int]:
 
 
 def full_manifest(version: int, tensors: int) -> Callable[[list[ManifestPart]], bytes]:
-    """What makes a full version's manifest of its files."""
+    """The function that makes a full version's manifest from its files."""
     return lambda parts: msgspec.json.encode(
         VersionManifest(version, sum(part.bytes for part in parts), tensors, parts)
     )
@@ -75,7 +74,8 @@ def delta_manifest(
     state: dict[str, str],
     grids: Mapping[str, Grid] = MappingProxyType({}),
 ) -> Callable[[list[ManifestPart]], bytes]:
-    """What makes a delta's manifest of its files. `state`: checksum of every tensor."""
+    """The function that makes a delta's manifest from its files. `state`: checksum of every
+    tensor."""
 
     def manifest(parts: list[ManifestPart]) -> bytes:
         size = sum(part.bytes for part in parts)

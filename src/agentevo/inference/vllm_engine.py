@@ -1,17 +1,18 @@
-"""vLLM as an engine. With `vllm_words` and `vllm_weights` this is all that knows its names.
+"""vLLM as an engine. Only this module, `vllm_words` and `vllm_weights` know vLLM's names.
 
-vLLM runs in processes of its own, which this one starts and ends; nothing of it listens on a
+vLLM runs in processes of its own, which this one starts and ends; none of them listens on a
 network. It begins with the model's weights as files in a temporary folder, and is handed new ones
 the same way:
 
     verify -> write -> pause, every cached key and value dropped -> load -> label -> resume
 
 Invariants: a token's log-prob is that of the distribution it was drawn from (vLLM's
-`processed_logprobs`); its version is the label under which vLLM drew it; no token is drawn over
-keys and values of other weights. Weights of which vLLM could hold a part are never served: when a
-load fails, every request fails with EngineError from then on, and `check` says so.
+`processed_logprobs`). Its version is the label under which vLLM drew it. No token is drawn over
+keys and values of other weights. Weights that vLLM may hold only in part are never served: when a
+load fails, every request fails with EngineError from then on, and `check` raises it.
 
-Not promised: the same numbers in other company (they differ by rounding), and sleep.
+Not promised: the same numbers with other requests in a step (they differ by rounding), and
+sleep.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class VllmEngine:
         self._base = self._folder / "base"
         self._llm = self._start(options)
         self._adapter: Any = None
-        """What vLLM calls the adapter that serves, if the model has one."""
+        """vLLM's name for the adapter that serves, if the model has one."""
         self._version = NO_VERSION
         self._failure: EngineError | None = None
         self._publishing = asyncio.Lock()
@@ -163,7 +164,7 @@ class VllmEngine:
         listen: TokenListener | None = None,
     ) -> Completion:
         """See Engine.generate. vLLM finds a conversation's keys and values by its tokens, so
-        `session` says nothing more."""
+        `session` adds nothing."""
         check_request(sampling, deadline_s)
         check_sampling(sampling)
         last = sampling.penalties.last_token if sampling.penalties else 0
@@ -181,7 +182,7 @@ class VllmEngine:
         async with self._open_request(prompt_ids, params, deadline_s) as (name, outputs):
             async for answer in outputs:
                 (output,) = answer.outputs
-                if stopped:  # what vLLM draws until it hears of that
+                if stopped:  # what vLLM draws until the abort reaches it
                     drawn.end(output)
                     continue
 
@@ -235,35 +236,38 @@ class VllmEngine:
                 "temperature 1 only: ask for that, or use engine.type=torch"
             )
 
-        whole = [*context_ids, *ids]
-        self._check_room(whole, 1)
+        all_ids = [*context_ids, *ids]
+        self._check_room(all_ids, 1)
 
         ends = time.monotonic() + deadline_s
         while True:  # once more when new weights have come in the middle
-            began = self._version
-            one = VllmTokens()
-            async with self._open_request(whole, scoring(), ends - time.monotonic()) as (
+            version = self._version
+            tokens = VllmTokens()
+            async with self._open_request(all_ids, scoring(), ends - time.monotonic()) as (
                 _,
                 outputs,
             ):
                 async for answer in outputs:
                     (output,) = answer.outputs
-                    one.add(output, SamplingParams())
+                    tokens.add(output, SamplingParams())
 
-            if one.finish_reason == "abort":
+            if tokens.finish_reason == "abort":
                 raise self._failure or EngineError("vLLM has ended the request: ask again")
 
-            self._count_context(len(whole), 0)
-            if one.versions() == [began]:
-                told = answer.prompt_logprobs
-                places = [told.start_indices[at] for at in range(len(context_ids), len(whole))]
-                return TokenScores([told.logprobs[place] for place in places], began)
+            self._count_context(len(all_ids), 0)
+            if tokens.versions() == [version]:
+                prompt_logprobs = answer.prompt_logprobs
+                places = [
+                    prompt_logprobs.start_indices[at]
+                    for at in range(len(context_ids), len(all_ids))
+                ]
+                return TokenScores([prompt_logprobs.logprobs[place] for place in places], version)
 
     async def release(self, session: str) -> None:
-        """See Engine.release: vLLM keeps nothing by that name."""
+        """See Engine.release: vLLM stores nothing by that name."""
 
     def stats(self) -> dict[str, float]:
-        """See Engine.stats. What vLLM keeps waiting counts as running."""
+        """See Engine.stats. Requests that wait in vLLM count as running."""
         cache = self._llm.vllm_config.cache_config
         return {
             "engine/generated_tokens": self._generated,
@@ -303,8 +307,8 @@ class VllmEngine:
         in_flight: InFlight = "finish",
         deadline_s: float = 60.0,
     ) -> None:
-        """See UpdatableEngine.publish. Being cancelled while vLLM loads comes after it: then the
-        new version serves."""
+        """See UpdatableEngine.publish. A cancellation while vLLM loads takes effect after the load:
+        then the new version serves."""
         if weights is None:
             raise EngineError(
                 "vLLM has weights of its own, which nobody changes in place: publish the weights"
@@ -333,7 +337,7 @@ class VllmEngine:
     async def receive(
         self, version: int, incoming: Incoming, *, in_flight: InFlight, deadline_s: float
     ) -> None:
-        """See ReceivingEngine.receive. vLLM computes on until its workers have all of them."""
+        """See ReceivingEngine.receive. vLLM keeps computing until its workers have all weights."""
         published = False
         try:
             with self._changing_nothing(f"receive version {version}"):
@@ -356,7 +360,7 @@ class VllmEngine:
         in_flight: InFlight,
         deadline_s: float,
     ) -> None:
-        """The weights (None: those that it has) serve as that version from now on."""
+        """Serves the weights (None: the current ones) as that version from now on."""
         self.check()
         path = None if weights is None else self._folder / f"weights-{next(self._numbers)}"
         before = self._adapter
@@ -380,7 +384,7 @@ class VllmEngine:
 
     @contextmanager
     def _changing_nothing(self, what: str) -> Iterator[None]:
-        """Around what workers do before they change anything."""
+        """Wraps what workers do before they change anything."""
         try:
             yield
         except WeightsLostError:
@@ -393,8 +397,8 @@ class VllmEngine:
             ) from error
 
     async def _pause(self, in_flight: InFlight, deadline_s: float) -> None:
-        """Nothing is computed any more, and nothing that was computed is kept: tokens over keys and
-        values of other weights would be of neither version. What fails leaves vLLM going."""
+        """Stops all computation and drops all that was computed: tokens over keys and values of
+        other weights would be of neither version. If this fails, vLLM resumes."""
         mode = "wait" if in_flight == "finish" else "keep"
         try:
             async with asyncio.timeout(deadline_s):
@@ -409,9 +413,9 @@ class VllmEngine:
             raise
 
     async def _take_over(self, version: int, path: Path | None = None, *, came: bool) -> None:
-        """Of a vLLM that pauses; `came`: weights lie in `path`, or in the workers. When it fails,
-        vLLM may hold some of the new weights and some of the old ones: it draws nothing any
-        more."""
+        """Switches a paused vLLM to new weights; `came`: weights are in `path`, or in the workers.
+        When it fails, vLLM may hold some of the new weights and some of the old ones, and draws
+        nothing from then on."""
         started = time.perf_counter()
         try:
             async with asyncio.timeout(LOAD_S):
@@ -460,14 +464,14 @@ class VllmEngine:
         await in_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     def _check_room(
-        self, prompt_ids: Sequence[int], max_new_tokens: int, others: Sequence[int] = ()
+        self, prompt_ids: Sequence[int], max_new_tokens: int, extra_ids: Sequence[int] = ()
     ) -> None:
         if not prompt_ids:
             raise EngineError(
                 "the prompt is empty: an engine needs at least one token to predict from"
             )
 
-        check_tokens((*prompt_ids, *others), self._vocabulary)
+        check_tokens((*prompt_ids, *extra_ids), self._vocabulary)
         if len(prompt_ids) + max_new_tokens > self._context:
             raise RequestTooLongError(
                 f"prompt of {len(prompt_ids)} tokens + max_new_tokens {max_new_tokens} is more "
@@ -483,8 +487,8 @@ class VllmEngine:
     async def _open_request(
         self, prompt_ids: Sequence[int], params: Any, deadline_s: float
     ) -> AsyncIterator[tuple[str, AsyncIterator[Any]]]:
-        """A request to vLLM, under its name there, and what comes of it. Whatever ends the block
-        ends the request."""
+        """A request to vLLM: its name there, and its outputs. The end of the block ends the
+        request."""
         self.check()
         name = str(next(self._numbers))
         prompt = prompt_of(prompt_ids)

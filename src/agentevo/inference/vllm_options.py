@@ -1,4 +1,5 @@
-"""What `engine.options` may say to vLLM (`engine.type: vllm`), read before anything is started."""
+"""The options of vLLM in `engine.options` (`engine.type: vllm`), read before anything is
+started."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ class VllmOptions(Section):
 
 
 def read_options(section: EngineSection) -> VllmOptions:
-    """Raises ConfigError for what vLLM can't be told, and for keys of `engine` that it can't
-    follow."""
+    """Raises ConfigError for options that vLLM does not take from here, and for keys of `engine`
+    that it can't follow."""
     if section.batch_invariant:
         raise ConfigError(
             "engine.batch_invariant: vLLM's numbers may depend on what is computed beside a "
@@ -47,18 +48,18 @@ def read_options(section: EngineSection) -> VllmOptions:
     except pydantic.ValidationError as error:
         wrong = error.errors()[0]
         key = ".".join(map(str, wrong["loc"]))
-        known = list(VllmOptions.model_fields)
+        option_names = list(VllmOptions.model_fields)
 
         if wrong["type"] != "extra_forbidden":
             raise ConfigError(
                 f"engine.options.{key}: got {wrong['input']!r}: {wrong['msg']}"
             ) from error
 
-        guess = nearest(key, known)
+        guess = nearest(key, option_names)
         hint = f"did you mean {guess}? " if guess else ""
         raise ConfigError(
             f"engine.options.{key}: vLLM is not told of that from here: {hint}give one of "
-            f"{', '.join(known)}"
+            f"{', '.join(option_names)}"
         ) from error
 
 

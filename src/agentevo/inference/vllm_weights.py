@@ -1,8 +1,9 @@
-"""New weights on their way into vLLM: what the engine writes into a file and vLLM's workers, which
-are other processes, read; or what these receive themselves, from the trainer.
+"""New weights on their way into vLLM. Either the engine writes them into a file that vLLM's
+workers, which are other processes, read; or the workers receive them from the trainer themselves.
 
-Invariant: a worker has all of them, and found nothing unknown, before it changes anything. What
-fails after that leaves a mixture of old and new weights, and is said (`VllmEngine` then ends).
+Invariant: a worker has all of them, and found nothing unknown, before it changes anything. A
+failure after that leaves a mixture of old and new weights, and is reported (`VllmEngine` then
+ends).
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ def write_base(model: PreTrainedModel, folder: Path) -> None:
             model.save_pretrained(folder)
             return
 
-        whole: Any = model.get_base_model()  # type: ignore[operator]
-        kept = {
+        base: Any = model.get_base_model()  # type: ignore[operator]
+        state = {
             name.replace(".base_layer.", "."): tensor
-            for name, tensor in whole.state_dict().items()
+            for name, tensor in base.state_dict().items()
             if ".lora_" not in name
         }
-        whole.save_pretrained(folder, state_dict=kept)
+        base.save_pretrained(folder, state_dict=state)
 
 
 def adapter_refusal(model: Any) -> str | None:
@@ -90,23 +91,25 @@ def write_adapter_weights(model: Any, weights: Weights, folder: Path) -> None:
 
 def saves_as_it_is(model: PreTrainedModel, names: Iterable[str]) -> bool:
     """Whether a checkpoint has tensors of these names as the model's modules do."""
-    whole = {
+    placeholders = {
         name: torch.empty_like(model.get_parameter(name), device="meta", requires_grad=False)
         for name in names
     }
-    saved = revert_weight_conversion(model, dict(whole))
-    return saved.keys() == whole.keys() and all(saved[name] is whole[name] for name in whole)
+    saved = revert_weight_conversion(model, dict(placeholders))
+    return saved.keys() == placeholders.keys() and all(
+        saved[name] is placeholders[name] for name in placeholders
+    )
 
 
 def write_weights(model: PreTrainedModel, weights: Weights, path: Path) -> None:
-    """Writes what `model` would save of them: checkpoints may name and cut tensors otherwise than
-    the modules that compute with them."""
+    """Writes what `model` would save of them: a checkpoint may name and split tensors differently
+    from the modules that compute with them."""
     saved = revert_weight_conversion(model, dict(weights))
-    save_file({name: one.detach().cpu().contiguous() for name, one in saved.items()}, path)
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in saved.items()}, path)
 
 
 def remove_weights(path: Path | None) -> None:
-    """Of weights that nobody reads any more."""
+    """Deletes weights that are not read any longer."""
     if path is not None and path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     elif path is not None:
@@ -116,7 +119,7 @@ def remove_weights(path: Path | None) -> None:
 async def places_of_workers(
     call: Call, model: PreTrainedModel, specs: Mapping[str, Spec]
 ) -> list[str]:
-    """The workers' devices; none with an adapter, which vLLM reads from files, and where a
+    """The workers' devices; empty with an adapter, which vLLM reads from files, and where a
     checkpoint of the model has other tensors than its modules. Raises EngineError for weights that
     are not the model's."""
     check_shapes(model, {name: spec.shape for name, spec in specs.items()})
@@ -127,8 +130,8 @@ async def places_of_workers(
 
 
 async def receive_in_workers(call: Call, incoming: Incoming, base: Path) -> None:
-    """Every worker has them, and has changed nothing. It ends whatever happens: each step of a
-    worker has a deadline of its own. Raises EngineError."""
+    """Returns when every worker has the weights, and has changed nothing. It always ends: each step
+    of a worker has a deadline of its own. Raises EngineError."""
     arguments = (msgspec.json.encode(incoming).decode(), str(base))
     async with asyncio.timeout(CALL_S):
         await call("begin_agentevo_weights", args=arguments)
@@ -147,18 +150,18 @@ async def receive_in_workers(call: Call, incoming: Incoming, base: Path) -> None
 
 
 class WeightLoader:
-    """What vLLM's workers are extended by: each of its processes has one beside its model."""
+    """The extension of vLLM's workers: each of its processes has one alongside its model."""
 
     model_runner: Any
     rank: int
     device: torch.device
     agentevo_weights: ClassVar[dict[str, torch.Tensor]] = {}
-    """What was read or received and is not yet loaded."""
+    """Weights that were read or received and are not yet loaded."""
     agentevo_receiving: ClassVar[Future[dict[str, torch.Tensor]] | None] = None
 
     def read_agentevo_weights(self, path: str, base: str) -> None:
-        """Reads the tensors of the file `path` and, for what it has not, those of the folder
-        `base`, from which vLLM has begun. Changes nothing of the model."""
+        """Reads the tensors of the file `path` and, for those that it lacks, the folder `base`,
+        from which vLLM has begun. Changes nothing of the model."""
         WeightLoader.agentevo_weights = _over_base(base, load_file(path))
 
     def place_of_agentevo_weights(self) -> str:
@@ -166,22 +169,23 @@ class WeightLoader:
         return identity(self.device)
 
     def begin_agentevo_weights(self, incoming: str, base: str) -> None:
-        """As `read_agentevo_weights`, of what this worker receives from now on, in a thread: the
-        model goes on computing."""
+        """As `read_agentevo_weights`, for the weights that this worker receives from now on, in a
+        thread: the model keeps computing."""
 
         def work() -> dict[str, torch.Tensor]:
-            given = msgspec.json.decode(incoming, type=Incoming)
-            changed = receive_place(given, self.rank, self.device)
+            decoded = msgspec.json.decode(incoming, type=Incoming)
+            changed = receive_place(decoded, self.rank, self.device)
             for name, tensor in changed.items():
                 if not torch.isfinite(tensor).all():
                     raise EngineError(f"{name} holds NaN or infinity")
             return _over_base(base, changed)
 
         self._forget_agentevo_weights()  # of a round that another worker has lost
-        WeightLoader.agentevo_receiving = _begun(work)
+        WeightLoader.agentevo_receiving = _run_in_thread(work)
 
     def end_agentevo_weights(self) -> list[str] | None:
-        """None as long as they come; then `here`, or `lost` or `refused` and why."""
+        """None while they are being received; then `here`, or `lost` or `refused` and the
+        reason."""
         coming = WeightLoader.agentevo_receiving
         if coming is None or not coming.done():
             return None
@@ -207,32 +211,32 @@ class WeightLoader:
 
 
 def _over_base(base: str, changed: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """These and, for what is not among them, those of the folder. Raises ValueError for what has no
-    place there."""
+    """These tensors and, for missing ones, those of the folder. Raises ValueError for a tensor that
+    the folder does not have."""
     tensors = dict(changed)
-    known = dict[str, list[int]]()
+    shapes = dict[str, list[int]]()
     for path in sorted(Path(base).glob("*.safetensors")):
         with safe_open(str(path), framework="pt") as file:
             for name in file.keys():  # noqa: SIM118
-                known[name] = file.get_slice(name).get_shape()
+                shapes[name] = file.get_slice(name).get_shape()
                 if name not in changed:
                     tensors[name] = file.get_tensor(name)
 
     for name, tensor in changed.items():
-        if known.get(name) != list(tensor.shape):
+        if shapes.get(name) != list(tensor.shape):
             raise ValueError(f"{name} {tuple(tensor.shape)} is none of the model's tensors")
 
     return tensors
 
 
-def _begun(work: Callable[[], T]) -> Future[T]:
-    """In a thread that keeps no process from ending."""
+def _run_in_thread(work: Callable[[], T]) -> Future[T]:
+    """Runs the work in a thread that keeps no process from ending."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 (handed to whoever asks for the result)
+        except BaseException as error:  # noqa: BLE001 (handed to the caller that asks for the result)
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()

@@ -1,7 +1,6 @@
-"""Our words in vLLM's, and its answers in ours: what it is started with, what a request asks, and
-what comes of it.
+"""The translation between our terms and vLLM's: its start, its requests, and its outputs.
 
-What vLLM would compute otherwise than every other engine is refused, with the reason.
+What vLLM would compute differently from every other engine is refused, with the reason.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 VERSIONS = ((0, 32), (0, 33))
-"""vLLM's releases that this module is written for: from the first, below the second. Labels of
-weights are younger than 0.30, and what is called here changes between minor releases."""
+"""The vLLM releases that this module supports: from the first, below the second. Labels of weights
+were introduced after 0.30, and the interfaces that are called here change between minor
+releases."""
 
 
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM makes room for."""
+"""The ranks that vLLM supports."""
 LOWEST = 0.01
-"""The lowest temperature above 0 that vLLM draws at: it raises lower ones without a word to the
-caller."""
+"""The lowest temperature above 0 at which vLLM draws: it raises lower ones without notice."""
 HIGHEST = 2.0
-"""The highest temperature that vLLM draws at: it refuses higher ones."""
+"""The highest temperature at which vLLM draws: it refuses higher ones."""
 NEVER = -1e9
 """The bias of an id that is no token: next to any other logit it has no probability."""
 
 
 def check_sampling(sampling: SamplingParams) -> None:
     """Raises EngineError for what vLLM computes in another order than every other engine, and for
-    what it tells too little of."""
-    given = sampling.penalties
+    what it reports too little of."""
+    penalties = sampling.penalties
     if sampling.grammar:
         raise GrammarError(
             "vLLM does not tell which tokens a grammar let it draw from, so a turn under one could "
@@ -65,7 +64,7 @@ def check_sampling(sampling: SamplingParams) -> None:
             "which gives another distribution: set one of them"
         )
 
-    if given is not None and given.logit_bias and given.repetition != 1:
+    if penalties is not None and penalties.logit_bias and penalties.repetition != 1:
         raise EngineError(
             "sampling: penalties: vLLM scales a logit for repetition after it adds the bias, and "
             "every other engine before: give logit_bias or repetition"
@@ -74,7 +73,7 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 def load_vllm(start_timeout_s: float = 600.0) -> Any:
     """The package, imported now. Raises MissingExtraError, and ConfigError for a release that this
-    module is not written for."""
+    module does not support."""
     for name, value in {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, and may have a GPU
         "VLLM_NO_USAGE_STATS": "1",
@@ -86,9 +85,9 @@ def load_vllm(start_timeout_s: float = 600.0) -> Any:
     vllm: Any = load_extra("vllm", "vllm", "engine.type=vllm", ", or set engine.type=torch")
     release = tuple(int(part) for part in vllm.__version__.split(".")[:2])
     if not VERSIONS[0] <= release < VERSIONS[1]:
-        wanted = " and below ".join(".".join(map(str, one)) for one in VERSIONS)
+        supported = " and below ".join(".".join(map(str, version)) for version in VERSIONS)
         raise ConfigError(
-            f"engine.type=vllm needs vLLM from {wanted}, and {vllm.__version__} is installed: "
+            f"engine.type=vllm needs vLLM from {supported}, and {vllm.__version__} is installed: "
             "pip install 'agentevo[vllm]'"
         )
 
@@ -96,15 +95,15 @@ def load_vllm(start_timeout_s: float = 600.0) -> Any:
 
 
 def adapter_of(folder: Path, *, fresh: bool = True) -> Any:
-    """What vLLM calls the adapter in that folder. A `fresh` one takes the place of the one before,
-    also in requests that are running."""
+    """vLLM's object for the adapter in that folder. A `fresh` one takes the place of the one
+    before, also in requests that are running."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("policy", 1, str(folder), load_inplace=fresh)
 
 
 def prompt_of(ids: Sequence[int]) -> Any:
-    """What vLLM calls a prompt of tokens."""
+    """vLLM's object for a prompt of tokens."""
     from vllm.inputs.engine import tokens_input
 
     return tokens_input(list(ids))
@@ -119,7 +118,8 @@ def output_kind(name: str) -> Any:
 def engine_arguments(
     model: PreTrainedModel, section: EngineSection, options: VllmOptions
 ) -> dict[str, Any]:
-    """The section in the words of vLLM's `AsyncEngineArgs`, and what makes its numbers ours."""
+    """The section as arguments of vLLM's `AsyncEngineArgs`, with those that make its numbers match
+    ours."""
     from vllm.platforms import current_platform
 
     memory: dict[str, Any] = {"gpu_memory_utilization": options.gpu_memory_utilization}
@@ -141,7 +141,7 @@ def engine_arguments(
     if is_adapted(model):
         adapted: Any = model
         rank = adapted.peft_config[adapted.active_adapter].r
-        room = min(known for known in LORA_RANKS if known >= rank)
+        room = min(lora_rank for lora_rank in LORA_RANKS if lora_rank >= rank)
         adapters = {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
 
     eager = options.enforce_eager
@@ -167,9 +167,9 @@ def engine_arguments(
 def drawing(
     sampling: SamplingParams, vocabulary: int, unused: Iterable[int], *, streams: bool
 ) -> Any:
-    """What vLLM calls it. The end-of-text token ends a request only if it is asked to, and
-    `logprobs` counts those beside the drawn one's. `unused`: ids of the model that are no tokens,
-    which are never drawn."""
+    """The request in vLLM's terms. The end-of-text token ends a request only if it is asked to, and
+    `logprobs` counts those in addition to the drawn one's. `unused`: ids of the model that are no
+    tokens, which are never drawn."""
     penalties = sampling.penalties or Penalties()
     biases = dict(penalties.logit_bias) | dict.fromkeys(unused, NEVER)
     return load_vllm().SamplingParams(
@@ -193,7 +193,7 @@ def drawing(
 
 
 def scoring() -> Any:
-    """What vLLM calls a request for the log-probs of its prompt. A token has to be drawn, too."""
+    """vLLM's object for a request for the log-probs of its prompt. A token has to be drawn, too."""
     return load_vllm().SamplingParams(
         max_tokens=1,
         temperature=0.0,
@@ -208,55 +208,58 @@ def scoring() -> Any:
 
 @dataclass
 class VllmTokens:
-    """What one request has been given so far."""
+    """The tokens that one request has received so far."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[Alternatives] = field(default_factory=list)
     spans: list[Any] = field(default_factory=list)
-    """vLLM's `WeightVersionSpan`s, which come with its last word."""
+    """vLLM's `WeightVersionSpan`s, which come with its last output."""
     finish_reason: str | None = None
 
     def add(self, output: Any, sampling: SamplingParams) -> int:
-        """Takes down the next tokens of a vLLM output; returns how many."""
-        told = output.logprobs
+        """Records the next tokens of a vLLM output; returns how many."""
+        flat = output.logprobs
         for place, token in enumerate(output.token_ids):
-            begin = told.start_indices[place]
-            end = told.end_indices[place]
+            begin = flat.start_indices[place]
+            end = flat.end_indices[place]
             greedy = sampling.temperature == 0
             self.ids.append(token)
-            self.logprobs.append(0.0 if greedy else told.logprobs[begin])
+            self.logprobs.append(0.0 if greedy else flat.logprobs[begin])
 
             if sampling.top_logprobs:
-                known = dict(zip(told.token_ids[begin:end], told.logprobs[begin:end], strict=True))
+                token_logprobs = dict(
+                    zip(flat.token_ids[begin:end], flat.logprobs[begin:end], strict=True)
+                )
                 self.top_logprobs.append(
-                    [(token, 0.0)] if greedy else _likeliest(known, sampling.top_logprobs)
+                    [(token, 0.0)] if greedy else _likeliest(token_logprobs, sampling.top_logprobs)
                 )
 
         self.end(output)
         return len(output.token_ids)
 
     def end(self, output: Any) -> None:
-        """Takes down why nothing follows a vLLM output, if nothing does."""
+        """Records why nothing follows a vLLM output, if nothing does."""
         self.finish_reason = output.finish_reason
         self.spans = output.weight_versions or []
 
     def cut(self, count: int) -> None:
-        """Keeps so many tokens."""
+        """Keeps the first `count` tokens."""
         del self.ids[count:], self.logprobs[count:], self.top_logprobs[count:]
 
     def versions(self) -> list[int]:
-        """Of each token. Raises EngineError where vLLM has not said which weights drew it."""
-        found = [int(span.version) for span in self.spans for _ in range(span.start, span.end)]
-        if len(found) < len(self.ids):
+        """The version of each token. Raises EngineError where vLLM has not reported which weights
+        drew it."""
+        versions = [int(span.version) for span in self.spans for _ in range(span.start, span.end)]
+        if len(versions) < len(self.ids):
             raise EngineError(
-                f"vLLM has told the versions of {len(found)} of {len(self.ids)} tokens, so none of "
-                "them can be used: install a release that engine.type=vllm is written for"
+                f"vLLM has told the versions of {len(versions)} of {len(self.ids)} tokens, so none "
+                "of them can be used: install a release that engine.type=vllm is written for"
             )
-        return found[: len(self.ids)]
+        return versions[: len(self.ids)]
 
 
-def _likeliest(known: dict[int, float], count: int) -> Alternatives:
-    """Of one token's log-probs, in which the drawn one is whether or not it is among them."""
-    ordered = sorted(known.items(), key=lambda one: -one[1])[:count]
+def _likeliest(logprobs: dict[int, float], count: int) -> Alternatives:
+    """The likeliest of one token's log-probs, which always include the drawn one."""
+    ordered = sorted(logprobs.items(), key=lambda item: -item[1])[:count]
     return [(token, logp) for token, logp in ordered if math.isfinite(logp)]

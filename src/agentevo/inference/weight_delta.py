@@ -1,16 +1,16 @@
 """What changed between two versions of the weights, bit for bit.
 
 At the learning rates of RL most bfloat16 weights keep their bits from one step to the next, since
-an update is smaller than their last digit. A delta holds the others: `changed` compares bits, not
-numbers, so that `applied(base, delta)` is the new tensor to the last bit, NaN and -0 included.
+an update is smaller than their last digit. A delta holds the others. `find_change` compares bits,
+not numbers, so `apply_change` gives the new tensor to the last bit, NaN and -0 included.
 
     gaps[i] + 1 = index[i] - index[i - 1], index[-1] = -1     values[i]: the new element, whole
 
-Gaps are of 8 or 16 bits, whichever makes the tensor smaller; where one is too long, elements in
-between that did not change are listed too. Indices therefore only grow and never need 64 bits.
-Values are new elements and not differences: what is applied twice is the same. Measured on
-SmolLM2-135M (benchmarks/weights.py), that is smaller than int32 indices and quicker than xor with a
-compressor. Nothing here says that a delta fits its base; the checksums of weight_versions.py do.
+Gaps have 8 or 16 bits, whichever makes the tensor smaller. Where a gap is too long, unchanged
+elements in between are listed too. Indices therefore only grow and never need 64 bits. Values are
+new elements and not differences, so applying a delta twice gives the same result. Measured on
+SmolLM2-135M (benchmarks/weights.py), this is smaller than int32 indices and quicker than xor with a
+compressor. Nothing here proves that a delta fits its base; the checksums of weight_versions.py do.
 
     gaps:NAME values:NAME    of one tensor               whole:NAME    all of it, where smaller
     gaps:NAME#2 ...          of its third box, where processes have compared a box each
@@ -41,14 +41,14 @@ class TensorChange(NamedTuple):
 
 
 def find_change(old: torch.Tensor, new: torch.Tensor) -> TensorChange:
-    """What differs in its bits."""
+    """The elements whose bits differ."""
     flat = new.detach().reshape(-1)
     indices = _differs(old, new).nonzero().squeeze(1)
     return TensorChange(indices, flat[indices])
 
 
 def pack_change(change: TensorChange, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gaps, values) as they are stored, of at least one element. `whole` is the new tensor: what
+    """(gaps, values) as they are stored, of at least one element. `new` is the new tensor: what
     is listed only to bridge a gap is taken from it."""
     narrow = _bridge_gaps(change.indices, 1 << 8)
     wide = _bridge_gaps(change.indices, 1 << 16)
@@ -81,8 +81,8 @@ def apply_change(base: torch.Tensor, gaps: torch.Tensor, values: torch.Tensor) -
 
 
 def checksum(tensor: torch.Tensor, grid: Grid | None = None) -> str:
-    """SHA-256 of dtype, shape and bits of a tensor on the CPU. `grid`: of the boxes' checksums, one
-    after the other (`combined`), as processes make it that have a box each."""
+    """SHA-256 of dtype, shape and bits of a tensor on the CPU. `grid`: SHA-256 of the boxes'
+    checksums in their order (`combine_checksums`), as processes compute it that have a box each."""
     if grid is not None:
         boxes = boxes_of(grid, tensor.shape)
         return combine_checksums(checksum(tensor[box.slices]) for box in boxes)
@@ -106,20 +106,20 @@ def change_of(base: torch.Tensor, new: torch.Tensor) -> dict[str, torch.Tensor]:
     count = int(torch.count_nonzero(_differs(base, new)))  # a sum would make int64 of it
     if 2 * count < new.numel():
         gaps, values = pack_change(find_change(base, new), new)
-        found = {"gaps": gaps, "values": values}
-        if num_bytes(found) < num_bytes({"whole": new}):
-            return found if count else {}
+        packed = {"gaps": gaps, "values": values}
+        if num_bytes(packed) < num_bytes({"whole": new}):
+            return packed if count else {}
     return {"whole": new} if count else {}
 
 
 def delta_of(
     base: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """What a delta's files have of whole tensors."""
+    """The contents of a delta's files, for whole tensors."""
     return {
-        f"{kind}:{name}": found
+        f"{kind}:{name}": packed
         for name, tensor in new.items()
-        for kind, found in change_of(base[name], tensor).items()
+        for kind, packed in change_of(base[name], tensor).items()
     }
 
 
@@ -144,34 +144,34 @@ def with_delta(
         if kind == "whole":
             if tensor.dtype != old.dtype or tensor.shape != old.shape:
                 raise EngineError(f"{entry} is {tensor.dtype} {tuple(tensor.shape)}")
-            made = tensor
+            updated = tensor
         else:
             values = change.get(f"values:{key}")
             if values is None:
                 raise EngineError(f"no values for {key}")
-            made = apply_change(old, tensor, values)
+            updated = apply_change(old, tensor, values)
 
         if box is None:
-            new[name] = made
+            new[name] = updated
             continue
 
         if new[name] is base[name]:
             new[name] = base[name].clone(memory_format=torch.contiguous_format)
 
-        new[name][box.slices] = made
+        new[name][box.slices] = updated
 
     return new
 
 
 def box_keys(name: str, count: int) -> list[str]:
-    """What stands for the boxes of a tensor in a delta, which has so many of them."""
+    """The keys of the `count` boxes of a tensor in a delta."""
     return [name] if count == 1 else [f"{name}#{number}" for number in range(count)]
 
 
 def _places(
     base: Mapping[str, torch.Tensor], grids: Mapping[str, Grid]
 ) -> dict[str, tuple[str, Box | None]]:
-    """Key of an entry -> the tensor, and its box, that it is about."""
+    """Key of an entry -> its tensor, and its box."""
     places: dict[str, tuple[str, Box | None]] = {name: (name, None) for name in base}
     for name, grid in grids.items():
         try:

@@ -1,10 +1,10 @@
-"""How what the trainer trains reaches the engines.
+"""How the trained weights reach the engines.
 
 The trainer holds a `WeightSender`; an engine in another process reads a `WeightSource`.
 `rollout.transport` in a recipe names a `WeightTransport`, which knows both. Other packages add
 theirs under the entry-point group `agentevo.transports` (docs/engines.md).
 
-Invariant: an engine serves exactly the weights that `begin` or `publish` were called for, under
+Invariant: an engine serves exactly the weights for which `begin` or `publish` were called, under
 that version; a version is served whole or not at all.
 """
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 LAST_VERSION = 2**53
-"""Larger ones than a run can reach are no names of folders."""
+"""A run can't reach larger ones, and they are no names of folders."""
 
 
 class Latest(msgspec.Struct, frozen=True):
-    """What a WeightSource has newest."""
+    """The newest version of a WeightSource."""
 
     version: Annotated[int, msgspec.Meta(ge=0, le=LAST_VERSION)]
     sha256: str
@@ -48,19 +48,19 @@ class WeightSender(Protocol):
         ...
 
     async def publish(self, version: int) -> None:
-        """The model's weights as they are now are `version`, and engines serve them from now on, or
-        as soon as they can."""
+        """The model's weights as they are now are `version`. Engines serve them from now on, or as
+        soon as they can."""
         ...
 
     async def look_after(self) -> None:
-        """Mends what was lost of the newest version on its way. Called again and again while the
-        trainer waits, so cheap when nothing was."""
+        """Repairs what was lost of the newest version on its way. Called repeatedly while the
+        trainer waits, so it is cheap when nothing was lost."""
         ...
 
 
 class WeightSource(Protocol):
-    """The side of an engine in another process. Blocking; called from a thread. All but `place`
-    raise EngineError for what can't be read."""
+    """The side of an engine in another process. Blocking; called from a thread. All members but
+    `place` raise EngineError for weights that can't be read."""
 
     @property
     def place(self) -> str:
@@ -72,8 +72,8 @@ class WeightSource(Protocol):
         ...
 
     def state(self, version: int) -> object:
-        """Compares unequal whenever the version was written anew: who was refused may try again
-        then."""
+        """Compares unequal whenever the version was rewritten: an engine that was refused may try
+        again then."""
         ...
 
     def read(self, version: int, *, sha256: str | None = None) -> Weights:
@@ -87,16 +87,16 @@ class GroupSource(Protocol):
     join in place of the one that reads. Blocking."""
 
     def specs(self, latest: Latest) -> Mapping[str, Spec]:
-        """What the version has. Raises EngineError."""
+        """The contents of the version. Raises EngineError."""
         ...
 
     def incoming(self, latest: Latest, places: Sequence[str]) -> Incoming:
-        """Asks for it, for these places, and waits for the trainer to send it: they join at once
-        then. Raises WeightsNotSentError after some seconds, and EngineError."""
+        """Asks for the version, for these places, and waits for the trainer to send it: the places
+        must join at once then. Raises WeightsNotSentError after some seconds, and EngineError."""
         ...
 
     def withdraw(self) -> None:
-        """Asks for nothing any more: nobody is to wait for an engine that ends."""
+        """Withdraws the ask: the trainer must not wait for an engine that ends."""
         ...
 
 
@@ -105,8 +105,9 @@ class ReceivingEngine(Protocol):
     """An engine whose processes receive weights themselves."""
 
     async def places(self, specs: Mapping[str, Spec]) -> list[str]:
-        """The device of each of them, in their order (`devices.identity`); none where the engine is
-        to be handed the weights. Raises EngineError for weights that it can't take over."""
+        """The device of each of the processes, in their order (`devices.identity`); empty where the
+        engine is to be handed the weights. Raises EngineError for weights that it can't take
+        over."""
         ...
 
     async def receive(
@@ -127,8 +128,8 @@ class SenderFactory(Protocol):
         config: RunConfig,
         note: Callable[[str], None],
     ) -> WeightSender:
-        """`model` is what is trained, `engine` this process's engine; `note` is told what somebody
-        should know. Raises ConfigError."""
+        """`model` is what is trained, `engine` this process's engine; `note` gets messages for the
+        user. Raises ConfigError."""
         ...
 
 

@@ -1,11 +1,11 @@
-"""Versions of the trained weights in files, whole or as what changed, wherever the files lie.
+"""Versions of the trained weights in files, whole or as what changed, in any place of files.
 
     latest.json  version-000012/manifest.json  version-000012/weights.safetensors
                  version-000013/manifest.json  version-000013/delta.safetensors
 
 A version's checksum is the SHA-256 of its manifest, which has that of each of its files, so it
-stands for every bit. A delta's manifest names besides all versions that it builds on, back to a
-full one, each with its checksum, and the checksum of every tensor as it has to be afterwards.
+covers every bit. A delta's manifest also names all versions that it builds on, back to a full one,
+each with its checksum, and the checksum that every tensor must have afterwards.
 
 Invariants: what `read` returns is bit for bit what `write` was given, or it raises EngineError. A
 delta is applied to nothing but its base, and never in place. `latest` names a version only after
@@ -74,16 +74,16 @@ class HeldVersion(NamedTuple):
 
 
 class WeightVersions(ABC):
-    """See the module. What a place of files has to do is abstract; its methods raise OSError.
-    `full_every`: at most so many versions to a full one; 1 writes and expects no deltas, and holds
-    no copy of the weights."""
+    """See the module. The methods of a place of files are abstract; they raise OSError.
+    `full_every`: at most this many versions to a full one; 1 writes and expects no deltas, and
+    holds no copy of the weights."""
 
     def __init__(self, *, full_every: int = 1) -> None:
         self._full_every = full_every
         self._held: HeldVersion | None = None
-        """The version that was written or read last, in whole."""
+        """The version that was written or read last, with all its tensors."""
         self._parts: PublishedParts | None = None
-        """Of weights that lie in parts, those that were written last..."""
+        """Of weights in parts, those that were written last..."""
         self._parts_base: Base | None = None
         """...as this version; None before the first."""
         self.advice = ""
@@ -100,12 +100,12 @@ class WeightVersions(ABC):
 
     @abstractmethod
     def state(self, version: int) -> object:
-        """Changes whenever a file of the version, or latest.json, is written anew: who was refused
-        may try again then."""
+        """Changes whenever a file of the version, or latest.json, is rewritten: an engine that was
+        refused may try again then."""
 
     @abstractmethod
     def _get(self, version: int | None, file: str) -> bytes:
-        """A file of a version, or beside them. Raises FileNotFoundError, OSError."""
+        """A file of a version, or one next to the versions. Raises FileNotFoundError, OSError."""
 
     @abstractmethod
     def _put(
@@ -124,8 +124,8 @@ class WeightVersions(ABC):
         tensors: Iterator[tuple[str, torch.Tensor]],
         manifest: Callable[[list[ManifestPart]], bytes],
     ) -> bytes:
-        """The same of tensors that come one after the other, in the order of the files, and are let
-        go one by one."""
+        """The same for tensors that come one after the other, in the order of the files, and are
+        freed one by one."""
 
     @abstractmethod
     def _put_latest(self, content: bytes) -> None:
@@ -137,19 +137,19 @@ class WeightVersions(ABC):
 
     @abstractmethod
     def _check_part(self, version: int, part: ManifestPart) -> None:
-        """Raises EngineError if the file is not as it was written, as far as can be found out at a
-        price that can be paid every minute."""
+        """Raises EngineError if the file is not as it was written, as far as a check that is cheap
+        enough for every minute can tell."""
 
     def write(
         self, version: int, model: torch.nn.Module, *, keep: int, in_full: bool = False
     ) -> str:
         """Publishes what `model` trains (its parameters that require a gradient, under their own
         names) and returns the version's checksum. Of this and older versions, the newest `keep`
-        stay, and what they build on. Whatever goes wrong leaves what was there. Replaces what is
-        there of `version`. `in_full`: no delta. Raises OSError.
+        stay, and what they build on. A failure leaves the existing versions as they were. Replaces
+        an existing `version`. `in_full`: no delta. Raises OSError.
 
-        A model that lies in parts on several processes is gathered tensor by tensor, or, for a
-        delta, what each of them finds changed.
+        A model in parts on several processes is gathered tensor by tensor, or, for a delta, what
+        each of them finds changed.
         """
         self.advice = ""
         how = in_parts(model)
@@ -159,28 +159,35 @@ class WeightVersions(ABC):
         trained = {
             name: tensor.cpu().contiguous() for name, tensor in trained_weights(model).items()
         }
-        held = None if in_full else self._base_of_delta(trained, version)
-        base, change = (None, {}) if held is None else (held.base, delta_of(held.tensors, trained))
+        held_version = None if in_full else self._base_of_delta(trained, version)
+        base, change = (
+            (None, {})
+            if held_version is None
+            else (held_version.base, delta_of(held_version.tensors, trained))
+        )
         if base is not None and not self._pays(base, num_bytes(change), _specs(trained)):
             base = None
 
         if base is None:
-            made = self._put(
+            manifest_bytes = self._put(
                 version, _split("weights", trained), full_manifest(version, len(trained))
             )
         else:
             sums = dict(zip(trained, side_by_side(checksum, trained.values()), strict=True))
-            made = self._put(version, _split("delta", change), delta_manifest(version, base, sums))
+            manifest_bytes = self._put(
+                version, _split("delta", change), delta_manifest(version, base, sums)
+            )
 
-        latest = self._written(version, made, keep)
+        latest = self._written(version, manifest_bytes, keep)
         if self._full_every > 1:
             snapshot = {name: tensor.clone() for name, tensor in trained.items()}
-            self._held = HeldVersion(base_of(latest, made), snapshot)
+            self._held = HeldVersion(base_of(latest, manifest_bytes), snapshot)
 
         return latest.sha256
 
     def _write_parts(self, version: int, how: InParts, keep: int, *, in_full: bool) -> str:
-        """`write` of what no process has whole. The others compare, give and keep with this one."""
+        """`write` for a model that no process has whole. The others compare, give and keep with
+        this one."""
         if self._parts is None:
             self._parts = PublishedParts(partial(how.own, True), how.group)
 
@@ -197,24 +204,24 @@ class WeightVersions(ABC):
             files = split_files("weights", specs, PART_BYTES)
             manifest = full_manifest(version, len(specs))
             with how.tensors(only_trained=True) as tensors:
-                made = self._put_gathered(version, files, tensors, manifest)
+                manifest_bytes = self._put_gathered(version, files, tensors, manifest)
         else:
             files = split_files("delta", delta.specs, PART_BYTES)
             manifest = delta_manifest(version, base, delta.state, delta.grids)
             how.tell("give_changes")
             with delta.taken() as changes:
-                made = self._put_gathered(version, files, changes, manifest)
+                manifest_bytes = self._put_gathered(version, files, changes, manifest)
 
-        latest = self._written(version, made, keep)
+        latest = self._written(version, manifest_bytes, keep)
         if self._full_every > 1:
             how.tell("keep")
             self._parts.keep()
-            self._parts_base = base_of(latest, made)
+            self._parts_base = base_of(latest, manifest_bytes)
 
         return latest.sha256
 
     def _written(self, version: int, manifest: bytes, keep: int) -> Latest:
-        """The version is there: announces it."""
+        """Announces the version, which is written."""
         latest = Latest(version, hashlib.sha256(manifest).hexdigest())
         self._put_latest(msgspec.json.encode(latest))
         self._delete_old(version, keep)
@@ -230,34 +237,34 @@ class WeightVersions(ABC):
         self, trained: Mapping[str, torch.Tensor], version: int
     ) -> HeldVersion | None:
         """What a delta of whole tensors builds on; None for a full version."""
-        held = self._held
-        if held is None or not self._may_follow(held.base, version):
+        held_version = self._held
+        if held_version is None or not self._may_follow(held_version.base, version):
             return None
-        return held if _specs(held.tensors) == _specs(trained) else None
+        return held_version if _specs(held_version.tensors) == _specs(trained) else None
 
     def _pays(self, base: Base, change: int, specs: Mapping[str, Spec]) -> bool:
         """Whether a delta of so many bytes is worth it."""
-        whole = sum(spec.num_bytes for spec in specs.values())
-        if change >= whole:
+        full_bytes = sum(spec.num_bytes for spec in specs.values())
+        if change >= full_bytes:
             self.advice = _advice(specs)
-        return base.manifest.deltas + change < whole
+        return base.manifest.deltas + change < full_bytes
 
     def _delete_old(self, version: int, keep: int) -> None:
-        """What stays is known from the manifests of what is kept."""
+        """The manifests of the kept versions tell which others must stay."""
         try:
-            known = [older for older in self.versions() if older <= version]
+            versions = [older for older in self.versions() if older <= version]
         except OSError:
-            return  # the version is published; they go with the next one
+            return  # the version is published; old ones are deleted with the next one
 
-        kept = set(known[-keep:])
-        for one in list(kept):
+        to_keep = set(versions[-keep:])
+        for kept_version in list(to_keep):
             try:
-                kept.update(link.version for link in self._manifest(one, None).chain)
+                to_keep.update(link.version for link in self._manifest(kept_version, None).chain)
             except EngineError:
-                continue  # it is torn and builds on nothing any more
+                continue  # it is torn and builds on nothing
 
-        for old in known:
-            if old not in kept:
+        for old in versions:
+            if old not in to_keep:
                 self._delete(old)
 
     def latest(self) -> int | None:
@@ -278,8 +285,8 @@ class WeightVersions(ABC):
             ) from error
 
     def read(self, version: int, *, sha256: str | None = None) -> dict[str, torch.Tensor]:
-        """The tensors of a version, on the CPU, which nobody may change in place. `sha256`: the
-        checksum of the version (by default it is believed as it lies there).
+        """The tensors of a version, on the CPU, which must not be changed in place. `sha256`: the
+        checksum of the version (by default the stored one is trusted).
 
         Raises EngineError if the version, or one that it builds on, is gone, or its bytes are not
         the ones that were written.
@@ -300,12 +307,12 @@ class WeightVersions(ABC):
     def _follow(self, latest: Latest, manifest: VersionManifest) -> dict[str, torch.Tensor]:
         """The tensors of a delta: from what is held, or from the full version."""
         links = manifest.chain
-        held = self._held
+        held_version = self._held
         self._held = None
 
-        if held is not None and held.base.latest in links:
-            begin = links.index(held.base.latest) + 1
-            tensors = held.tensors
+        if held_version is not None and held_version.base.latest in links:
+            begin = links.index(held_version.base.latest) + 1
+            tensors = held_version.tensors
         else:
             full = self._manifest(links[0].version, links[0].sha256)
             if full.chain:
@@ -338,12 +345,12 @@ class WeightVersions(ABC):
         checksums = side_by_side(
             lambda name: checksum(tensors[name], manifest.grids.get(name)), tensors
         )
-        found = dict(zip(tensors, checksums, strict=True))
-        if found != manifest.state:
+        actual = dict(zip(tensors, checksums, strict=True))
+        if actual != manifest.state:
             wrong = sorted(
                 name
-                for name in found.keys() | manifest.state.keys()
-                if found.get(name) != manifest.state.get(name)
+                for name in actual.keys() | manifest.state.keys()
+                if actual.get(name) != manifest.state.get(name)
             )
             raise EngineError(
                 f"{self._name(latest.version)} does not give the weights that were written "
@@ -368,22 +375,22 @@ class WeightVersions(ABC):
                 self._check_part(link.version, part)
 
     def _load(self, manifest: VersionManifest) -> dict[str, torch.Tensor]:
-        """What a version's files have, each compared with its checksum."""
+        """The contents of a version's files, each compared with its checksum."""
 
-        def one(part: ManifestPart) -> dict[str, torch.Tensor]:
+        def load_part(part: ManifestPart) -> dict[str, torch.Tensor]:
             content = self._read(manifest.version, part.file)
             self._compare(manifest.version, part, hashlib.sha256(content).hexdigest())
             try:
                 return load(content)
-            # The others are for dtypes and shapes that this torch does not know.
+            # The other errors are for dtypes and shapes that this torch does not know.
             except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
                 raise EngineError(
                     f"{self._name(manifest.version)}/{part.file} is no safetensors file ({error})"
                 ) from error
 
         tensors: dict[str, torch.Tensor] = {}
-        for found in side_by_side(one, manifest.parts):
-            tensors.update(found)
+        for loaded in side_by_side(load_part, manifest.parts):
+            tensors.update(loaded)
 
         return tensors
 
@@ -392,9 +399,9 @@ class WeightVersions(ABC):
 
     def _raw_manifest(self, version: int, sha256: str | None) -> bytes:
         raw = self._read(version, MANIFEST_FILE)
-        found = hashlib.sha256(raw).hexdigest()
-        if sha256 is not None and found != sha256:
-            raise self._change_error(f"{self._name(version)}/{MANIFEST_FILE}", found, sha256)
+        actual = hashlib.sha256(raw).hexdigest()
+        if sha256 is not None and actual != sha256:
+            raise self._change_error(f"{self._name(version)}/{MANIFEST_FILE}", actual, sha256)
         return raw
 
     def _decode_manifest(self, version: int, raw: bytes) -> VersionManifest:
@@ -417,10 +424,10 @@ class WeightVersions(ABC):
         if sha256 != part.sha256:
             raise self._change_error(f"{self._name(version)}/{part.file}", sha256, part.sha256)
 
-    def _change_error(self, what: str, found: str, wanted: str) -> EngineError:
+    def _change_error(self, what: str, actual: str, expected: str) -> EngineError:
         return EngineError(
-            f"{what} is not what was written (SHA-256 {found[:12]}… and not {wanted[:12]}…): torn "
-            "or changed, not served"
+            f"{what} is not what was written (SHA-256 {actual[:12]}… and not {expected[:12]}…): "
+            "torn or changed, not served"
         )
 
     def _read(self, version: int, file: str) -> bytes:
@@ -463,7 +470,8 @@ def _split(stem: str, tensors: dict[str, torch.Tensor]) -> list[Content]:
 
 
 def side_by_side(function: Callable[[T], U], items: Iterable[T]) -> list[U]:
-    """The function of each item, in their order, in threads: hashing and reading leave Python."""
+    """Applies the function to each item, in their order, in threads: hashing and reading release
+    Python's lock."""
     with ThreadPoolExecutor(SIDE_BY_SIDE) as threads:
         return list(threads.map(function, items))
 

@@ -1,11 +1,11 @@
 """Weights on their way from the trainer to engines in other processes: a folder that all of them
 see.
 
-Invariants, besides those of weight_versions.py: a version's folder appears whole or not at all, and
-`latest.json` names a version only after that (files and folders are synced to the disk in this
-order). What becomes of a version afterwards (a torn disk, a careless hand) is for the writer to
-find out, by `check`, and to mend by writing it again. `latest` is what was written last: a trainer
-that went back to a checkpoint may name a lower version than before.
+Invariants, in addition to those of weight_versions.py: a version's folder appears whole or not at
+all, and `latest.json` names a version only after that (files and folders are synced to the disk in
+this order). Later damage to a version (a torn disk, a careless hand) is for the writer to detect,
+by `check`, and to repair by writing it again. `latest` is what was written last: a trainer that
+went back to a checkpoint may name a lower version than before.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class WeightsFolder(WeightVersions):
             chain = []
 
         files = [self.folder / LATEST_FILE]
-        for one in (*chain, version):
-            files += sorted(self.path(one).glob("*"))
+        for number in (*chain, version):
+            files += sorted(self.path(number).glob("*"))
 
         states = []
         for file in files:
@@ -96,11 +96,11 @@ class WeightsFolder(WeightVersions):
                     raise OSError(f"{self.path(version) / content.file}: {error}") from error
                 return _part(path)
 
-            made = manifest(side_by_side(save, contents))
-            _write_manifest(staging, made)
+            manifest_bytes = manifest(side_by_side(save, contents))
+            _write_manifest(staging, manifest_bytes)
 
         sync_to_disk(self.folder)
-        return made
+        return manifest_bytes
 
     def _put_gathered(
         self,
@@ -111,10 +111,10 @@ class WeightsFolder(WeightVersions):
     ) -> bytes:
         with self._place_version(version) as staging:
             write_files(staging, files, tensors)
-            made = manifest(side_by_side(_part, (staging / file for file in files)))
-            _write_manifest(staging, made)
+            manifest_bytes = manifest(side_by_side(_part, (staging / file for file in files)))
+            _write_manifest(staging, manifest_bytes)
         sync_to_disk(self.folder)
-        return made
+        return manifest_bytes
 
     @contextmanager
     def _place_version(self, version: int) -> Iterator[Path]:
@@ -136,14 +136,14 @@ class WeightsFolder(WeightVersions):
     def _check_part(self, version: int, part: ManifestPart) -> None:
         """Reads the file again."""
         try:
-            found = _sha256(self.path(version) / part.file)
+            actual = _sha256(self.path(version) / part.file)
         except OSError as error:
             raise self._unreadable(version, error) from error
-        self._compare(version, part, found)
+        self._compare(version, part, actual)
 
 
 def _part(path: Path) -> ManifestPart:
-    """Of a file that was written, and outlasts a power cut from here on."""
+    """A file that was written; it survives a power cut from here on."""
     sync_to_disk(path)
     return ManifestPart(path.name, _sha256(path), path.stat().st_size)
 
