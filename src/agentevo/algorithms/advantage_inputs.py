@@ -203,13 +203,13 @@ def _number_ids(name: str, ids: Ids | range, like: Tensor) -> Tensor:
     )
 
 
-def _finite(name: str, values: Tensor, counted: Tensor, first: int = 0) -> Tensor:
-    """`values` as bounded float64, with 0 wherever `counted` (of the same shape) is false. Raises
-    ValueError for NaN or infinity where counted.
+def _finite(name: str, values: Tensor, mask: Tensor, first: int = 0) -> Tensor:
+    """`values` as bounded float64, with 0 wherever `mask` (of the same shape) is false. Raises
+    ValueError for NaN or infinity where it is true.
 
     `first` is the row at which this block begins; error messages count from it.
     """
-    finite = torch.where(counted, values.detach(), 0.0).double()
+    finite = torch.where(mask, values.detach(), 0.0).double()
     if not bool(torch.isfinite(finite).all()):
         row, *column = (~torch.isfinite(finite)).nonzero()[0].tolist()
         place = [first + row, *column]
@@ -233,16 +233,16 @@ def _row_sums(name: str, table: Tensor, trained: Tensor) -> Tensor:
     rows = block_rows(table.shape[1])
     blocks = enumerate(row_blocks(table, trained))
     return torch.cat(
-        [_finite(name, part, counted, rows * number).sum(1) for number, (part, counted) in blocks]
+        [_finite(name, part, mask, rows * number).sum(1) for number, (part, mask) in blocks]
     )
 
 
-def _per_row(name: str, values: Tensor, counted: Tensor) -> Tensor:
-    if values.shape != counted.shape:
+def _per_row(name: str, values: Tensor, mask: Tensor) -> Tensor:
+    if values.shape != mask.shape:
         raise ValueError(
-            f"{name} has shape {list(values.shape)}: give one number per row, [{len(counted)}]"
+            f"{name} has shape {list(values.shape)}: give one number per row, [{len(mask)}]"
         )
-    return _finite(name, values, counted)
+    return _finite(name, values, mask)
 
 
 def _turns(name: str, turns: Tensor | None, trained: Tensor) -> Tensor | None:

@@ -71,7 +71,9 @@ def bind_aggregation(name: str, hyper: Mapping[str, Value]) -> Aggregation:
             )
 
         numbers: dict[Hashable, int] = {}
-        trajectories = [numbers.setdefault(own, len(numbers)) for own in trajectory_ids]
+        trajectories = [
+            numbers.setdefault(trajectory_id, len(numbers)) for trajectory_id in trajectory_ids
+        ]
         lengths = lengths.double()
         of_row = row_weights(lengths, torch.tensor(trajectories, dtype=torch.int64))
         return torch.where(lengths > 0, of_row, 0.0)

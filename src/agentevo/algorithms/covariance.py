@@ -111,11 +111,11 @@ def _statistics(
     if not len(values):
         return statistics | {"threshold": math.inf}
 
-    wanted = min(max(1, int(fraction * trained)), len(values))
-    last = float(values.topk(wanted).values[-1])
+    num_selected = min(max(1, int(fraction * trained)), len(values))
+    last = float(values.topk(num_selected).values[-1])
     ties = last - EQUAL * abs(last)
-    others = values[values < ties]
-    threshold = (last + float(others.max())) / 2 if len(others) else ties
+    lower_values = values[values < ties]
+    threshold = (last + float(lower_values.max())) / 2 if len(lower_values) else ties
     return statistics | {"threshold": threshold}
 
 

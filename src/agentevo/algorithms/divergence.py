@@ -140,9 +140,9 @@ class AdaptiveKL:
         self.coef = float(state["coef"])
 
 
-def _settings(name: str, given: Mapping[str, Value]) -> dict[str, float]:
+def _settings(name: str, overrides: Mapping[str, Value]) -> dict[str, float]:
     return {
         key: float(value)
-        for key, value in resolve("kl", KL_CONTROLLERS, name, given).items()
+        for key, value in resolve("kl", KL_CONTROLLERS, name, overrides).items()
         if value is not None
     }

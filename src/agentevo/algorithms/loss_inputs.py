@@ -96,10 +96,10 @@ class LossTables:
 
     def cleaned_blocks(self) -> Iterator[LossInputs]:
         """The inputs of a loss without gradients, a block of rows at a time, in order."""
-        given = {name: tensor.detach() for name, tensor in self._given().items()}
+        tensors = {name: tensor.detach() for name, tensor in self._given().items()}
         return (
-            LossTables(**dict(zip(given, parts, strict=True))).clean_inputs()
-            for parts in row_blocks(*given.values())
+            LossTables(**dict(zip(tensors, parts, strict=True))).clean_inputs()
+            for parts in row_blocks(*tensors.values())
         )
 
 

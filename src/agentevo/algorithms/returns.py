@@ -384,14 +384,14 @@ def _tree_parents(inputs: Inputs, stream: TurnStream) -> list[int]:
     at = stream.index[first]
     names = inputs.turn_ids.reshape(-1)[at].tolist()
 
-    wanted = inputs.turn_parents.reshape(-1)[at].tolist()
+    parent_ids = inputs.turn_parents.reshape(-1)[at].tolist()
     owners = inputs.trajectory[stream.row[first]].tolist()
-    known: dict[tuple[int, int], int] = {}
+    turn_numbers: dict[tuple[int, int], int] = {}
     parent_of_turn = []
-    for turn, (owner, name, parent) in enumerate(zip(owners, names, wanted, strict=True)):
+    for turn, (owner, name, parent) in enumerate(zip(owners, names, parent_ids, strict=True)):
         before = turn - 1 if turn and owners[turn - 1] == owner else -1
-        parent_of_turn.append(known.get((owner, parent), before))
-        known[owner, name] = turn
+        parent_of_turn.append(turn_numbers.get((owner, parent), before))
+        turn_numbers[owner, name] = turn
 
     return parent_of_turn
 
@@ -463,7 +463,7 @@ def prime(
     )
 
     size = inputs.members.size
-    others = divide(inputs.members.total(mean) - mean, (size - 1.0).clamp(min=1.0))
-    running = discount_sums(rewards - others[owner], stream.lengths, gamma)
+    mean_of_others = divide(inputs.members.total(mean) - mean, (size - 1.0).clamp(min=1.0))
+    running = discount_sums(rewards - mean_of_others[owner], stream.lengths, gamma)
     advantages = torch.where(size[owner] > 1.0, rloo(inputs)[owner] + process_coef * running, 0.0)
     return whitened(advantages) if whiten else advantages, advantages

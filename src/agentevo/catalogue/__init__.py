@@ -96,13 +96,17 @@ def resolve(
     """All hyper-parameters of `name`: those given, checked, and the defaults of the others. Raises
     ValueError."""
     entry = find(kind, entries, name)
-    known = {hyper.name: hyper for hyper in entry.hyper}
+    hyper_by_name = {hyper.name: hyper for hyper in entry.hyper}
     for key, value in given.items():
-        if key not in known:
-            guess = nearest(key, list(known))
-            hint = f"did you mean {guess}?" if guess else f"it has {', '.join(known) or 'none'}"
+        if key not in hyper_by_name:
+            guess = nearest(key, list(hyper_by_name))
+            hint = (
+                f"did you mean {guess}?"
+                if guess
+                else f"it has {', '.join(hyper_by_name) or 'none'}"
+            )
             raise ValueError(f"{kind} {name} has no hyper-parameter {key!r}: {hint}")
-        known[key].check(f"{kind} {name}", value)
+        hyper_by_name[key].check(f"{kind} {name}", value)
 
     missing = [hyper for hyper in entry.hyper if hyper.default is None and hyper.name not in given]
     if missing:

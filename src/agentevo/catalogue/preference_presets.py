@@ -118,11 +118,11 @@ def resolve_preference(
     Raises ValueError."""
     preset = PREFERENCE_PRESETS[name]
     loss = preference_loss or preset.preference_loss
-    known = {hyper.name for hyper in find("preference loss", PREFERENCE_LOSSES, loss).hyper}
+    hyper_names = {hyper.name for hyper in find("preference loss", PREFERENCE_LOSSES, loss).hyper}
     inherited = {
         key: value
         for key, value in preset.hyper.items()
-        if key in known and preference_loss is None
+        if key in hyper_names and preference_loss is None
     }
     resolved = resolve("preference loss", PREFERENCE_LOSSES, loss, inherited | dict(hyper))
     if loss in ALONE:

@@ -279,7 +279,7 @@ def resolve_preset(
         "policy loss": policy_loss or preset.policy_loss,
         "aggregation": aggregation or preset.aggregation,
     }
-    kept = {
+    is_inherited = {
         "advantage": advantage is None,
         "policy loss": policy_loss is None,
         "aggregation": aggregation is None,
@@ -287,17 +287,19 @@ def resolve_preset(
     resolved: dict[str, Mapping[str, Value]] = {}
     used: set[str] = set()
     for kind, entries in KINDS.items():
-        known = {hyper.name for hyper in find(kind, entries, names[kind]).hyper}
+        hyper_names = {hyper.name for hyper in find(kind, entries, names[kind]).hyper}
         inherited = {
-            key: value for key, value in preset.hyper.items() if key in known and kept[kind]
+            key: value
+            for key, value in preset.hyper.items()
+            if key in hyper_names and is_inherited[kind]
         }
         resolved[kind] = resolve(
             kind,
             entries,
             names[kind],
-            inherited | {key: value for key, value in hyper.items() if key in known},
+            inherited | {key: value for key, value in hyper.items() if key in hyper_names},
         )
-        used |= known
+        used |= hyper_names
 
     check_aggregation(names["policy loss"], resolved["policy loss"], names["aggregation"])
     for key in hyper:

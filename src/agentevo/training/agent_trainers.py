@@ -50,13 +50,13 @@ class AgentTrainers:
     @property
     def numbers(self) -> TokenNumbers | None:
         """See RolloutTrainer.numbers."""
-        kept = [
+        trainer_numbers = [
             trainer.numbers for trainer in self.trainers.values() if trainer.numbers is not None
         ]
-        if not kept:
+        if not trainer_numbers:
             return None
         together = TokenNumbers()
-        for numbers in kept:
+        for numbers in trainer_numbers:
             together.add(numbers.items())
         return together
 

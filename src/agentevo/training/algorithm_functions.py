@@ -123,8 +123,8 @@ def _check_tensor(
         kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
         raise TrainingError(f"{what} are {kind}")
     if values.shape not in shapes:
-        wanted = " or ".join(str(list(shape)) for shape in shapes)
-        raise TrainingError(f"{what} have the shape {list(values.shape)} in place of {wanted}")
+        expected = " or ".join(str(list(shape)) for shape in shapes)
+        raise TrainingError(f"{what} have the shape {list(values.shape)} in place of {expected}")
     if values.device != device:
         raise TrainingError(f"{what} are on {values.device}, the inputs on {device}")
 
@@ -165,15 +165,20 @@ def _try_loss(function: Callable[[LossInputs], Any]) -> None:
         raise ValueError(f"{what}: the loss does not depend on inputs.logp: nothing would train")
 
     padded = {name: torch.nn.functional.pad(table, (0, 2)) for name, table in tables.items()}
-    found = [
+    row_trials = [
         _trial_of(function, {name: table[[row]] for name, table in tables.items()})
         for row in range(len(ROWS))
     ]
-    alone = torch.cat([one[0] for one in found]), torch.cat([one[1] for one in found])
-    wide = tuple(one[:, :-2] for one in _trial_of(function, padded))
-    for how, others in (("alone", alone), ("with padding", wide)):
-        pairs = zip((losses, gradients), others, strict=True)
-        if not all(torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in pairs):
+    separate = (
+        torch.cat([trial[0] for trial in row_trials]),
+        torch.cat([trial[1] for trial in row_trials]),
+    )
+    wide = tuple(result[:, :-2] for result in _trial_of(function, padded))
+    for how, results in (("alone", separate), ("with padding", wide)):
+        pairs = zip((losses, gradients), results, strict=True)
+        if not all(
+            torch.allclose(together, result, rtol=1e-4, atol=1e-6) for together, result in pairs
+        ):
             raise ValueError(
                 f"{what}: a row {how} has another loss or gradient than among others, so that "
                 "micro-batches would change the update: compute each row from its own tokens, "

@@ -103,8 +103,10 @@ class AssistantTokens:
         self._special = special_ids(tokenizer)
         self._special_texts = sorted(map(str, tokenizer.convert_ids_to_tokens([*self._special])))
         self._marked = "endgeneration" in str(tokenizer.get_chat_template())
-        known = {tokenizer.eos_token_id, tokenizer.bos_token_id}
-        self._unknown = tokenizer.unk_token_id if tokenizer.unk_token_id not in known else None
+        boundary_ids = {tokenizer.eos_token_id, tokenizer.bos_token_id}
+        self._unknown = (
+            tokenizer.unk_token_id if tokenizer.unk_token_id not in boundary_ids else None
+        )
         self._ends = _end_ids(tokenizer)
         self._cuts: dict[int, bool] = {}
 
@@ -143,10 +145,11 @@ class AssistantTokens:
             return messages
 
         starts = _later_turns(messages) if self.too_long == "shorten" else []
-        kept = [*accumulate(reversed(sizes))][::-1]  # characters from each message on
+        # Characters from each message on.
+        remaining_characters = [*accumulate(reversed(sizes))][::-1]
         for start in starts:
             few = len(messages) - start < max(self.max_tokens, MANY_MESSAGES)
-            if few and sum(sizes[:begins_at]) + kept[start] <= most:
+            if few and sum(sizes[:begins_at]) + remaining_characters[start] <= most:
                 return [*messages[:begins_at], *messages[start:]]
 
         raise RowError(
@@ -196,8 +199,8 @@ class AssistantTokens:
                 prompt_text, self._render(messages[: place + 1], tools), messages[place]
             )
             prompt = self._encode_after(text, ids, prompt_text)
-            whole = self._encode_after(text, ids, whole_text)
-            if whole[: len(prompt)] != prompt:
+            whole_ids = self._encode_after(text, ids, whole_text)
+            if whole_ids[: len(prompt)] != prompt:
                 if not whole_text.startswith(prompt_text):
                     raise RowError(
                         "template",
@@ -206,12 +209,12 @@ class AssistantTokens:
                         "or mark what the assistant says with {% generation %}",
                     )
 
-                whole = [
+                whole_ids = [
                     *prompt,
                     *self._encode(whole_text[len(prompt_text) :]),
                 ]  # tokens that meet at the border: the policy's begin there
 
-            end = self._end(whole, len(prompt))
+            end = self._end(whole_ids, len(prompt))
             if end is None:
                 raise RowError(
                     "template",
@@ -229,8 +232,8 @@ class AssistantTokens:
             known_mask += [False] * (len(prompt) - len(known_ids)) + [trained] * (
                 end + 1 - len(prompt)
             )
-            known_ids[:] = whole[: end + 1]
-            name = str(self.tokenizer.convert_ids_to_tokens(whole[end]))
+            known_ids[:] = whole_ids[: end + 1]
+            name = str(self.tokenizer.convert_ids_to_tokens(whole_ids[end]))
             start = min(len(prompt_text), whole_text.rindex(name))
             text = whole_text[: whole_text.index(name, start) + len(name)]
             ids = known_ids.copy()
@@ -286,28 +289,30 @@ class AssistantTokens:
         if not (tools or calling or thinking):
             return
 
-        whole = self._render(messages, tools)
-        lost = ["tools"] if tools and self._is_same(whole, messages, None) else []
+        rendering = self._render(messages, tools)
+        missing = ["tools"] if tools and self._is_same(rendering, messages, None) else []
         for place in calling:
-            if self._is_same(whole, _without(messages, "tool_calls", place), tools):
-                beside = " beside a content" if messages[place]["content"] else ""
-                lost.append(f"tool_calls{beside} (message {place + 1})")
+            if self._is_same(rendering, _without(messages, "tool_calls", place), tools):
+                content_note = " beside a content" if messages[place]["content"] else ""
+                missing.append(f"tool_calls{content_note} (message {place + 1})")
 
         last = len(messages) - 1
-        lost += [
-            key for key in thinking if self._is_same(whole, _without(messages, key, last), tools)
+        missing += [
+            key
+            for key in thinking
+            if self._is_same(rendering, _without(messages, key, last), tools)
         ]
-        if lost:
+        if missing:
             raise RowError(
                 "template",
-                f"the template leaves out {lost[0]}: choose a model whose template has a place "
+                f"the template leaves out {missing[0]}: choose a model whose template has a place "
                 "for it",
             )
 
-    def _is_same(self, whole: str, messages: Chat, tools: Chat | None) -> bool:
-        """Whether these messages are rendered as `whole`; a template may refuse them."""
+    def _is_same(self, rendering: str, messages: Chat, tools: Chat | None) -> bool:
+        """Whether these messages have this rendering; a template may refuse them."""
         try:
-            return whole == self._render(messages, tools)
+            return rendering == self._render(messages, tools)
         except RowError:
             return False
 
@@ -332,9 +337,11 @@ class AssistantTokens:
         return str(self._template(messages, tools, tokenize=False, add_generation_prompt=prompt))
 
     def _template(self, messages: Chat, tools: Chat | None, **options: Any) -> Any:
-        given = cast(Chat, self._chat_template.in_call_form(messages))
+        template_messages = cast(Chat, self._chat_template.in_call_form(messages))
         try:
-            return self.tokenizer.apply_chat_template(given, tools=cast(Any, tools), **options)
+            return self.tokenizer.apply_chat_template(
+                template_messages, tools=cast(Any, tools), **options
+            )
         except TEMPLATE_ERRORS as error:
             roles = ", ".join(message["role"] for message in messages)
             raise RowError(
@@ -363,21 +370,22 @@ class AssistantTokens:
         return self._cuts[token]
 
 
-def _finish_thought(prompt: str, whole: str, message: dict[str, Any]) -> str:
-    """The rendering `whole` of a conversation that ends with the assistant's `message`, with the
+def _finish_thought(prompt: str, rendering: str, message: dict[str, Any]) -> str:
+    """The `rendering` of a conversation that ends with the assistant's `message`, with the
     message's thought behind a prompt that opens one which the rendering leaves out."""
     opening = OPENS_THINKING.search(prompt)
-    if opening is None or whole.startswith(prompt):
-        return whole
+    if opening is None or rendering.startswith(prompt):
+        return rendering
 
     before = prompt[: opening.start()]
-    answer = whole.removeprefix(before)
-    if not whole.startswith(before):
-        return whole
+    answer = rendering.removeprefix(before)
+    if not rendering.startswith(before):
+        return rendering
 
     if answer.startswith("<think>"):
-        own = message["content"].startswith("<think>")  # and not the template's, which is to agree
-        return prompt + answer.removeprefix("<think>") if own else whole
+        # Otherwise the thought is the template's, which is to agree.
+        content_has_thought = message["content"].startswith("<think>")
+        return prompt + answer.removeprefix("<think>") if content_has_thought else rendering
 
     reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), None)
     thought, rest = thought_of(message["content"], reasoning, opening.group())

@@ -55,11 +55,11 @@ class Checkpoints:
     def __init__(
         self, folder: Path, keep_last: int, *, keep_best: bool = True, alone: bool = False
     ) -> None:
-        """`alone`: of several processes that train together only this one calls."""
+        """`is_only_caller`: of several processes that train together, only this one calls."""
         self.folder = folder
         self.keep_last = keep_last
         self._keep_best = keep_best
-        self._alone = alone
+        self._is_only_caller = alone
         self.best_value, self.best_step = self._best()
         """The highest evaluation, and the step of the newest checkpoint that has it."""
 
@@ -113,7 +113,7 @@ class Checkpoints:
         """Writes the checkpoint of `step`; returns its folder and the sha256 that stands for all of
         it (`Manifest.sha256`).
 
-        `value` is its evaluation, if there was one. `beside`: further models, each in a folder
+        `value` is its evaluation, if there was one. `further_models`: models, each in a folder
         below the checkpoint's. `prune=False` leaves `prune` to the caller, who commits the step in
         between: until then the older checkpoints may be the only ones that a
         resumed run can use. Raises CheckpointError if it can't be written, with nothing of it left
@@ -139,7 +139,7 @@ class Checkpoints:
         return self.path(step), sha256
 
     def _on_first(self, work: Callable[[], T]) -> T:
-        return work() if self._alone else on_first(work)
+        return work() if self._is_only_caller else on_first(work)
 
     def _write(
         self,
@@ -190,12 +190,12 @@ class Checkpoints:
 
     def _prune(self) -> None:
         steps = self.steps()
-        kept = set(steps[-self.keep_last :])
+        kept_steps = set(steps[-self.keep_last :])
         if self._keep_best and self.best_step is not None:
-            kept.add(self.best_step)
+            kept_steps.add(self.best_step)
 
         for old in steps:
-            if old not in kept:
+            if old not in kept_steps:
                 self._delete(self.path(old))
         self._write_index()
 
@@ -357,8 +357,8 @@ class _SharedCheckpoint:
         if self._contribution is None:
             return {}
         self._done = True
-        found = self._contribution.finish(folder / FOLDER)
-        return {f"{FOLDER}/{name}": digest for name, digest in found.items()}
+        digests = self._contribution.finish(folder / FOLDER)
+        return {f"{FOLDER}/{name}": digest for name, digest in digests.items()}
 
     def __enter__(self) -> Self:
         return self

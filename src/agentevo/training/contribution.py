@@ -50,9 +50,9 @@ class Contribution:
     def finish(self, folder: Path | None) -> dict[str, str]:
         """On the first process: name of a file in the folder -> its sha256, once all processes have
         written theirs. None: nothing is written after all. Raises PartsError."""
-        told: list[Any] = [None if folder is None else str(folder)]
+        payload: list[Any] = [None if folder is None else str(folder)]
         if distributed.is_initialized():
-            distributed.broadcast_object_list(told, group=self.group, group_src=0)
+            distributed.broadcast_object_list(payload, group=self.group, group_src=0)
         return {} if folder is None or not self.state else self._write(folder)
 
     def give(self) -> None:
@@ -60,11 +60,11 @@ class Contribution:
         if self.weights:
             give(self.weights, self.group)
 
-        told: list[Any] = [None]
-        distributed.broadcast_object_list(told, group=self.group, group_src=0)
-        if told[0] is not None and self.state:
+        payload: list[Any] = [None]
+        distributed.broadcast_object_list(payload, group=self.group, group_src=0)
+        if payload[0] is not None and self.state:
             try:
-                self._write(Path(told[0]))
+                self._write(Path(payload[0]))
             except PartsError:
                 return  # which the first process raises, too
 
@@ -73,24 +73,24 @@ class Contribution:
         write_parts(folder, self.state, self.group)
 
         process = distributed.get_rank(self.group) if distributed.is_initialized() else 0
-        own: dict[str, str] | str
+        local_result: dict[str, str] | str
         try:
             paths = sorted(folder.glob(f"__{process}_*"))
             paths += [folder / METADATA] if process == 0 else []
-            own = {path.name: _hash_and_sync(path) for path in paths}
+            local_result = {path.name: _hash_and_sync(path) for path in paths}
         except OSError as error:
-            own = f"{folder}: process {process} could not read its part again ({error})"
+            local_result = f"{folder}: process {process} could not read its part again ({error})"
 
-        of_all: list[Any] = [own]
+        of_all: list[Any] = [local_result]
         if distributed.is_initialized():
             of_all *= distributed.get_world_size(self.group)
-            distributed.all_gather_object(of_all, own, group=self.group)
+            distributed.all_gather_object(of_all, local_result, group=self.group)
 
-        failed = [one for one in of_all if isinstance(one, str)]
+        failed = [result for result in of_all if isinstance(result, str)]
         if failed:
             raise PartsError(failed[0])
 
-        return {name: digest for one in of_all for name, digest in one.items()}
+        return {name: digest for result in of_all for name, digest in result.items()}
 
 
 def _hash_and_sync(path: Path) -> str:

@@ -64,7 +64,7 @@ def make_meshes(section: ParallelSection, device_type: str) -> Meshes:
 
     inner = section.pipeline * section.context * section.tensor
     ranks = replicas * section.shard
-    whole = init_device_mesh(
+    world_mesh = init_device_mesh(
         device_type,
         (ranks, section.pipeline, section.context, section.tensor),
         mesh_dim_names=(DATA_PARALLEL, PIPELINE, CONTEXT, TENSOR),
@@ -89,7 +89,7 @@ def make_meshes(section: ParallelSection, device_type: str) -> Meshes:
         groups = split.transpose(1, 2).flatten(2).flatten(0, 1)
         both = DeviceMesh(device_type, groups, mesh_dim_names=("others", EXPERT))
 
-    use_mesh(whole)
-    stage = Stage.of(whole, PIPELINE) if section.pipeline > 1 else None
+    use_mesh(world_mesh)
+    stage = Stage.of(world_mesh, PIPELINE) if section.pipeline > 1 else None
     data = data[SHARD] if replicas == 1 else data[REPLICATE, SHARD]
-    return Meshes(section, whole, data, experts, both, stage)
+    return Meshes(section, world_mesh, data, experts, both, stage)

@@ -275,10 +275,10 @@ class Optimization:
         masters = state.get("masters")
         if masters is not None and (self.masters is not None or self.sharded):
             with torch.no_grad():
-                for (master, parameter), whole in zip(
+                for (master, parameter), stored_master in zip(
                     self._stepped_parameters(), masters, strict=True
                 ):
-                    master.copy_(self._part(whole, parameter))
+                    master.copy_(self._part(stored_master, parameter))
 
         self.steps = state["steps"]
 
@@ -286,7 +286,7 @@ class Optimization:
         """Takes the moments of another run's `state_dict`; learning rate, decay and schedule are
         this run's own, from the beginning. Raises CheckpointError where they are not of these
         parameters."""
-        own = [
+        group_settings = [
             {key: value for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         ]
@@ -301,7 +301,7 @@ class Optimization:
             if not shapes <= {tuple(parameter.shape), ()}:
                 raise CheckpointError(f"trainer.optimizer_from: moments of other shapes: {_OTHER}")
 
-        for group, settings in zip(self.optimizer.param_groups, own, strict=True):
+        for group, settings in zip(self.optimizer.param_groups, group_settings, strict=True):
             group.update(settings)
 
         self.steps = steps
@@ -315,7 +315,9 @@ class Optimization:
         """The model's parameter of an index in the optimizer's state."""
         stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
         return next(
-            parameter for one, parameter in self._stepped_parameters() if one is stepped[index]
+            parameter
+            for master, parameter in self._stepped_parameters()
+            if master is stepped[index]
         )
 
     def _kept(self, value: Any, parameter: torch.nn.Parameter) -> Any:

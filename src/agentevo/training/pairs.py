@@ -51,9 +51,9 @@ class CandidateAnswer:
     def says(self, other: CandidateAnswer) -> bool:
         """Whether the other is the same, token by token."""
         return len(self.rows) == len(other.rows) and all(
-            np.array_equal(ours.ids, theirs.ids)
-            and np.array_equal(ours.loss_mask, theirs.loss_mask)
-            for ours, theirs in zip(self.rows, other.rows, strict=True)
+            np.array_equal(row.ids, other_row.ids)
+            and np.array_equal(row.loss_mask, other_row.loss_mask)
+            for row, other_row in zip(self.rows, other.rows, strict=True)
         )
 
 
@@ -125,8 +125,8 @@ def win_probabilities(rewards: Sequence[float]) -> list[float]:
     Source: arXiv 2405.00675, whose estimate is the mean over all K samples."""
     level = levels(rewards)
     return [
-        sum((mine > other) + 0.5 * (mine == other) for other in level) / len(level)
-        for mine in level
+        sum((reward > rival) + 0.5 * (reward == rival) for rival in level) / len(level)
+        for reward in level
     ]
 
 
@@ -147,7 +147,7 @@ def _best(members: Sequence[Trajectory], limit: int) -> list[Pair]:
         if (
             len(pairs) < limit
             and trajectory.success
-            and not any(pair.answers[0].says(other.answers[0]) for other in pairs)
+            and not any(pair.answers[0].says(earlier.answers[0]) for earlier in pairs)
         ):
             pairs.append(pair)
 

@@ -198,8 +198,8 @@ def sum_gradients(
             parameters, _pipeline.group
         )  # slices of length 0 are stepped with the others
 
-    own = {id(parameter) for parameter in parameters}
-    add_parts({p: layout for p, layout in layouts.items() if id(p) in own})
+    parameter_ids = {id(parameter) for parameter in parameters}
+    add_parts({p: layout for p, layout in layouts.items() if id(p) in parameter_ids})
 
 
 def _sum_over(parameters: list[torch.nn.Parameter], group: distributed.ProcessGroup | None) -> None:
@@ -222,13 +222,13 @@ def _used_gradients(
     used = torch.tensor(flags, dtype=torch.int32, device=parameters[0].device)
     distributed.all_reduce(used, group=group)
 
-    found = []
+    gradients = []
     for parameter, count in zip(parameters, used.tolist(), strict=True):
         if count:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(
                     parameter, dtype=torch.promote_types(parameter.dtype, torch.float32)
                 )
-            found.append(parameter.grad)
+            gradients.append(parameter.grad)
 
-    return found
+    return gradients

@@ -66,25 +66,25 @@ class MinibatchLoss:
         if self.policy_loss.statistics_of is None or (len(batches) == 1 and num_ranks() == 1):
             return {}
 
-        own = []
+        local_tables = []
         for batch in batches:
             with phase("forward"):
                 logp, _ = token_logprobs(model, batch)
             tables = (batch.table(logp), batch.old_logprobs, batch.advantages, batch.mask)
-            own.append([table.cpu() for table in tables])
+            local_tables.append([table.cpu() for table in tables])
 
         for batch in nulls:
             token_logprobs(model, batch)
 
-        parts = [part for of_rank in gather(own) for part in of_rank]
+        parts = [part for of_rank in gather(local_tables) for part in of_rank]
         width = max(part[0].shape[1] for part in parts)
-        whole = [
+        minibatch_tables = [
             torch.cat(
                 [torch.nn.functional.pad(table, (0, width - table.shape[1])) for table in column]
             )
             for column in zip(*parts, strict=True)
         ]
-        return self.policy_loss.statistics(LossTables(*whole))
+        return self.policy_loss.statistics(LossTables(*minibatch_tables))
 
     def loss(
         self,

@@ -233,13 +233,17 @@ class PreferenceTrainer:
     def _kl_baseline(self, answers: Sequence[CandidateAnswer]) -> float:
         """KTO's reference point before it is cut at 0: the mean log-ratio of answers put after
         other tasks' prompts. 0 where there are none."""
-        others = [row for rows in mismatch_answers(answers, self.context_length) for row in rows]
-        if not others or self.reference is None:
+        mismatched_rows = [
+            row for rows in mismatch_answers(answers, self.context_length) for row in rows
+        ]
+        if not mismatched_rows or self.reference is None:
             return 0.0
 
         reference = self.reference
-        num_answers = len({row.trajectory_id for row in others})
-        rows = [msgspec.structs.replace(row, temperature=self.temperature) for row in others]
+        num_answers = len({row.trajectory_id for row in mismatched_rows})
+        rows = [
+            msgspec.structs.replace(row, temperature=self.temperature) for row in mismatched_rows
+        ]
 
         def log_ratio(batch: PackedBatch) -> dict[str, torch.Tensor]:
             return {"ratio": token_logprobs(self.model, batch)[0] - reference.logprobs(batch)}
@@ -288,17 +292,17 @@ def mismatch_answers(answers: Sequence[CandidateAnswer], context_length: int) ->
     rows_of_answers = []
     for place, answer in enumerate(ordered):
         group = answer.rows[0].group_id
-        others = (
+        candidates = (
             candidate
             for candidate in [*ordered[place + 1 :], *ordered[:place]]
             if candidate.rows[0].group_id != group
         )
-        other = next(others, None)
+        next_answer = next(candidates, None)
         prompt = answer.rows[0].ids[: int(answer.rows[0].loss_mask.argmax())]
         rows = (
             []
-            if other is None
-            else [_after(prompt, row, answer.name, context_length) for row in other.rows]
+            if next_answer is None
+            else [_after(prompt, row, answer.name, context_length) for row in next_answer.rows]
         )
         rows_of_answers.append([row for row in rows if row.num_trained])
 
@@ -348,9 +352,13 @@ class _PreferenceComparison:
         reference = self.reference.to(sums)
         lengths = self.lengths.to(sums.device)
         if loss == "kto":
-            alone = torch.cat([self.chosen, self.rejected]).to(sums.device)
-            desirable = torch.arange(len(alone), device=sums.device) < len(self.chosen)
-            return {"logp": sums[alone], "ref_logp": reference[alone], "desirable": desirable}
+            answer_indices = torch.cat([self.chosen, self.rejected]).to(sums.device)
+            desirable = torch.arange(len(answer_indices), device=sums.device) < len(self.chosen)
+            return {
+                "logp": sums[answer_indices],
+                "ref_logp": reference[answer_indices],
+                "desirable": desirable,
+            }
 
         inputs: dict[str, Any] = {}
         for side, places in (("chosen", self.chosen), ("rejected", self.rejected)):

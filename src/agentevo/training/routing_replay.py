@@ -34,7 +34,7 @@ class RoutingReplay:
         self.mode = mode
         self.routers = routers_of(policy)
         self._recording: Recording | None = None
-        self._heard: list[tuple[int, np.ndarray]] = []
+        self._recorded: list[tuple[int, np.ndarray]] = []
 
         if mode != "none" and self.routers is None:
             raise TrainingError(
@@ -50,7 +50,7 @@ class RoutingReplay:
     def begin(self, rows: Sequence[SampleRow]) -> list[SampleRow]:
         """The rows of a step; where nothing is replayed and some have no record, without any.
         Raises TrainingError where a record is missing or not of the policy's routers."""
-        self._heard = []
+        self._recorded = []
         samples = [row.sample for row in rows]
         if self.mode == "rollout" or all(sample.routed_experts is not None for sample in samples):
             assert self.routers is not None
@@ -75,17 +75,17 @@ class RoutingReplay:
             rows = self._recording.rows()
             self._recording = None
             paths = zip(indices, batch.plan.tree.paths, strict=True)
-            self._heard += [(index, rows[path]) for index, path in paths]
+            self._recorded += [(index, rows[path]) for index, path in paths]
 
     def finish(self, rows: Sequence[SampleRow]) -> list[SampleRow]:
         """The rows of a step, all of whose passes were made, with what these have recorded."""
         if self.mode != "update":
             return list(rows)
         assert self.routers is not None
-        found = dict(item for of_rank in gather(self._heard) for item in of_rank)
-        self._heard = []
+        recorded_rows = dict(item for of_rank in gather(self._recorded) for item in of_rank)
+        self._recorded = []
         return [
-            row._replace(sample=with_rows(row.sample, found[index], self.routers))
+            row._replace(sample=with_rows(row.sample, recorded_rows[index], self.routers))
             for index, row in enumerate(rows)
         ]
 

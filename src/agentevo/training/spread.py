@@ -75,5 +75,5 @@ def spread(model: PreTrainedModel, meshes: Meshes) -> PreTrainedModel:
         place(model, torch.device(meshes.whole.device_type))
         return model
 
-    apart = {} if meshes.experts is None else dict.fromkeys(stacks, meshes.experts[SHARING])
-    return shard(model, meshes.data, apart)
+    expert_meshes = {} if meshes.experts is None else dict.fromkeys(stacks, meshes.experts[SHARING])
+    return shard(model, meshes.data, expert_meshes)

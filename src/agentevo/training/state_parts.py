@@ -63,13 +63,15 @@ def split_state(state: Any, name: str = "") -> tuple[Any, dict[str, WeightPart]]
         plain: dict[Any, Any] = {}
         parts: dict[str, WeightPart] = {}
         for key, value in state.items():
-            plain[key], found = split_state(value, f"{name}.{key}" if name else str(key))
-            parts |= found
+            plain[key], value_parts = split_state(value, f"{name}.{key}" if name else str(key))
+            parts |= value_parts
         return plain, parts
 
     if isinstance(state, list):
         items = [split_state(value, f"{name}.{at}") for at, value in enumerate(state)]
-        return [item for item, _ in items], {k: v for _, own in items for k, v in own.items()}
+        return [item for item, _ in items], {
+            k: v for _, item_parts in items for k, v in item_parts.items()
+        }
 
     return state, {}
 
@@ -101,20 +103,22 @@ class StoredPart:
     def __init__(self, reader: _StateReader, name: str) -> None:
         self._reader = reader
         self._name = name
-        found = reader.metadata.state_dict_metadata.get(name)
-        if not isinstance(found, TensorStorageMetadata):
+        tensor_metadata = reader.metadata.state_dict_metadata.get(name)
+        if not isinstance(tensor_metadata, TensorStorageMetadata):
             raise UnusableCheckpointError(f"{reader.path} has no tensor {name}: it is not whole")
-        self.dtype = found.properties.dtype
-        self.shape = tuple(found.size)
+        self.dtype = tensor_metadata.properties.dtype
+        self.shape = tuple(tensor_metadata.size)
 
     def read(self, box: Box | None = None) -> torch.Tensor:
         """What lies in the box, or all of it, on the CPU, and the caller's own."""
         box = Box((0,) * len(self.shape), self.shape) if box is None else box
         into = torch.empty(box.sizes, dtype=self.dtype)
         if into.numel():
-            wanted = {self._name: _StateEntry(WeightPart(into, self.shape, box.offset))}
+            target_state = {self._name: _StateEntry(WeightPart(into, self.shape, box.offset))}
             try:
-                dcp.load(wanted, storage_reader=self._reader, planner=_StateLoading(), no_dist=True)
+                dcp.load(
+                    target_state, storage_reader=self._reader, planner=_StateLoading(), no_dist=True
+                )
             except dcp.CheckpointException as error:
                 raise UnusableCheckpointError(
                     f"{self._reader.path}: {self._name} can't be read ({error}): resume from an "

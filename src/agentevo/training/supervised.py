@@ -103,8 +103,8 @@ class SupervisedTrainer:
         no weight, if a number is not finite."""
         if self._dropout_seed is None:
             return self._step(samples)
-        others = [rank()] if rank() else []
-        seed = derive_seed(self._dropout_seed, "dropout", self.steps + 1, *others)
+        rank_parts = [rank()] if rank() else []
+        seed = derive_seed(self._dropout_seed, "dropout", self.steps + 1, *rank_parts)
         with dropping_out(self.model, seed):
             return self._step(samples)
 

@@ -80,18 +80,20 @@ class TokenNumbers:
 
     def items(self) -> list[tuple[str, SampleNumbers]]:
         """(id of the attempt, numbers of one of its samples)."""
-        return [(name, one) for (name, _), one in self._found.items()]
+        return [(name, sample_numbers) for (name, _), sample_numbers in self._found.items()]
 
     def add(self, items: Iterable[tuple[str, SampleNumbers]]) -> None:
         """What another process has collected."""
-        self._found.update({(name, one.path): one for name, one in items})
+        self._found.update(
+            {(name, sample_numbers.path): sample_numbers for name, sample_numbers in items}
+        )
 
     def by_attempt(self) -> Numbers:
         """All of them."""
-        found: Numbers = {}
-        for name, one in self.items():
-            found.setdefault(name, []).append(one)
-        return found
+        numbers_by_attempt: Numbers = {}
+        for name, sample_numbers in self.items():
+            numbers_by_attempt.setdefault(name, []).append(sample_numbers)
+        return numbers_by_attempt
 
 
 def _halves(values: np.ndarray) -> bytes:
@@ -119,15 +121,15 @@ def write_numbers(folder: Path, step: int, numbers: Numbers) -> None:
 def largest_moves(path: Path) -> dict[str, float]:
     """Id of an attempt -> how far the log-prob of one of its tokens has moved, at most; nothing
     where the file is missing or damaged."""
-    found: dict[str, float] = {}
+    moves: dict[str, float] = {}
     try:
         for name, samples in read_numbers(path).items():
             sizes = [np.frombuffer(sample.changes, dtype="<f2") for sample in samples]
-            found[name] = max((float(np.abs(of).max()) for of in sizes if len(of)), default=0.0)
+            moves[name] = max((float(np.abs(of).max()) for of in sizes if len(of)), default=0.0)
     except ValueError:
         return {}
 
-    return found
+    return moves
 
 
 def read_numbers(path: Path) -> Numbers:

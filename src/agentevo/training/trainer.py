@@ -175,8 +175,8 @@ class Trainer:
         if self.numbers is not None:
             self.numbers.begin()
 
-        with bar("update", len(samples) * self.section.epochs, "samples") as passed:
-            updates = [self._update(part, passed) for part in minibatches(samples, self.section)]
+        with bar("update", len(samples) * self.section.epochs, "samples") as progress:
+            updates = [self._update(part, progress) for part in minibatches(samples, self.section)]
 
         first = {}
         if updates and "actor/ppo_kl" in updates[0]:
@@ -195,7 +195,7 @@ class Trainer:
 
         return over_updates(of_first_update(updates)) | first
 
-    def _update(self, samples: list[Sample], passed: ProgressBar) -> dict[str, float]:
+    def _update(self, samples: list[Sample], progress: ProgressBar) -> dict[str, float]:
         """Makes one optimizer step of the policy over a minibatch, and one of the critic."""
         device = device_of(self.model)
         merge = self.section.prefix_merging
@@ -229,7 +229,7 @@ class Trainer:
             self.flops.count_training([samples[i] for i in indices], batch)
             with (
                 phase("forward"),
-                OutputListener(self.model) if joint is not None else nullcontext() as heard,
+                OutputListener(self.model) if joint is not None else nullcontext() as listener,
             ):
                 loss, token_sums = self.objective.loss(
                     self.model,
@@ -241,8 +241,8 @@ class Trainer:
                     listen=self._listener([samples[i] for i in indices]),
                 )
 
-            if joint is not None and heard is not None:
-                values = joint.values_of(heard.hidden, batch)
+            if joint is not None and listener is not None:
+                values = joint.values_of(listener.hidden, batch)
                 value_loss, of_values = joint.loss(values, batch, num_tokens)
                 loss = loss + joint.section.coef * value_loss
                 token_sums = token_sums | of_values
@@ -252,7 +252,7 @@ class Trainer:
             for key, value in token_sums.items():
                 sums[key] += value
 
-            passed.advance(len(indices))
+            progress.advance(len(indices))
 
         keep_pace(self.model, nulls, self.optimization.backward)
         norm = self.optimization.finish()

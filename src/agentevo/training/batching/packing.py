@@ -150,16 +150,18 @@ def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True)
 
 def _changes(samples: Sequence[Sample]) -> dict[int, PenaltyChanges]:
     """Number of a trained token, 0 to M - 1 -> what penalties change where it was drawn."""
-    found: dict[int, PenaltyChanges] = {}
+    changes_by_token: dict[int, PenaltyChanges] = {}
     first = 0
     for sample in samples:
         if sample.penalties is not None:
             places = np.flatnonzero(sample.loss_mask)
             changes = sample.penalties.changes(sample.ids, places)
-            found |= {first + n: changes[p] for n, p in enumerate(places.tolist()) if p in changes}
+            changes_by_token |= {
+                first + n: changes[p] for n, p in enumerate(places.tolist()) if p in changes
+            }
         first += sample.num_trained
 
-    return found
+    return changes_by_token
 
 
 def _logit_rows(
@@ -178,9 +180,9 @@ def _logit_rows(
     numbers: dict[bytes, int] = {}
     of_tokens = [_numbers_of_masks(sample, numbers) for sample in samples]
     kinds = len(numbers) + 1  # 0: all tokens
-    alone = np.zeros(len(predicting), dtype=np.int64)
-    alone[list(changes)] = np.arange(1, len(changes) + 1)
-    keys = (predicting * (len(changes) + 1) + alone) * kinds + np.concatenate(of_tokens)
+    change_numbers = np.zeros(len(predicting), dtype=np.int64)
+    change_numbers[list(changes)] = np.arange(1, len(changes) + 1)
+    keys = (predicting * (len(changes) + 1) + change_numbers) * kinds + np.concatenate(of_tokens)
     keys, rows = np.unique(keys, return_inverse=True)
     nodes = keys // kinds // (len(changes) + 1)
     if not numbers:
@@ -195,8 +197,10 @@ def _numbers_of_masks(sample: Sample, numbers: dict[bytes, int]) -> np.ndarray:
     """[M] of a sample's trained tokens: 0, or the number that its mask has, from 1."""
     if sample.masks is None:
         return np.zeros(sample.num_trained, dtype=np.int64)
-    own = [numbers.setdefault(mask.tobytes(), len(numbers) + 1) for mask in sample.masks.table]
-    return np.array([0, *own])[sample.masks.rows[sample.loss_mask] + 1]
+    mask_numbers = [
+        numbers.setdefault(mask.tobytes(), len(numbers) + 1) for mask in sample.masks.table
+    ]
+    return np.array([0, *mask_numbers])[sample.masks.rows[sample.loss_mask] + 1]
 
 
 def _one_temperature(samples: Sequence[Sample]) -> float:

@@ -86,14 +86,14 @@ class _CostLine:
         def path_cost(length: np.ndarray) -> np.ndarray:
             return length + pair_cost * (length * (length + 1) / 2)
 
-        again = path_cost(in_order.shared)
+        shared_costs = path_cost(in_order.shared)
         tokens = np.concatenate([[0], np.cumsum(lengths - in_order.shared)])
         return cls(
             in_order.order,
             tokens,
             in_order.shared,
-            np.concatenate([[0.0], np.cumsum(path_cost(lengths) - again)]),
-            again,
+            np.concatenate([[0.0], np.cumsum(path_cost(lengths) - shared_costs)]),
+            shared_costs,
         )
 
     @property

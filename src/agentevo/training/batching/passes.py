@@ -50,7 +50,7 @@ def micro_batches(
 def null_batches(
     samples: Sequence[Sample], made: int, device: torch.device, *, merge: bool = True
 ) -> list[PackedBatch]:
-    """What this rank, after `made` passes over its micro-batches, has still to pass through a
+    """What this rank, after `num_passes` passes over its micro-batches, has still to pass through a
     model whose passes all ranks make together (it is sharded, or its experts are spread), so that
     all make as many; what comes of it counts 0 times. Called by all ranks, before the first pass.
     Empty where each rank's passes are its own."""
@@ -136,12 +136,12 @@ def backward_through_sums(
         return loss.detach(), sums.detach()
 
     with torch.no_grad():
-        own = [_sums(model, indices, batch, owners, num).cpu() for indices, batch in batches]
+        local_sums = [_sums(model, indices, batch, owners, num).cpu() for indices, batch in batches]
         for batch in nulls:
             token_logprobs(model, batch)
 
         total = (
-            torch.stack([sums for of_rank in gather(own) for sums in of_rank])
+            torch.stack([sums for of_rank in gather(local_sums) for sums in of_rank])
             .sum(0)
             .to(device_of(model))
         )

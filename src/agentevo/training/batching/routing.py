@@ -84,8 +84,8 @@ def merge_keys(samples: Sequence[Sample]) -> list[np.ndarray]:
     if all(sample.routed_experts is None for sample in samples):
         return [sample.ids for sample in samples]
     tokens = np.concatenate([_token_bytes(sample) for sample in samples])
-    whole = tokens.view(np.dtype((np.void, tokens.shape[1]))).ravel()
-    _, keys = np.unique(whole, return_inverse=True)
+    token_records = tokens.view(np.dtype((np.void, tokens.shape[1]))).ravel()
+    _, keys = np.unique(token_records, return_inverse=True)
     ends = np.cumsum([len(sample.ids) for sample in samples])[:-1]
     return np.split(keys.astype(np.int32), ends)
 
@@ -93,11 +93,13 @@ def merge_keys(samples: Sequence[Sample]) -> list[np.ndarray]:
 def _token_bytes(sample: Sample) -> np.ndarray:
     """[T, B] uint8: of each token its id, whether it has a row, and the row."""
     rows = _rows_of(sample)
-    found = np.zeros((len(sample.ids), 5 + rows.bytes_per_token), dtype=np.uint8)
-    found[:, :4] = sample.ids.astype("<i4").view(np.uint8).reshape(-1, 4)
-    found[:-1, 4] = 1
-    found[:-1, 5:] = np.frombuffer(rows.data, dtype=np.uint8).reshape(-1, rows.bytes_per_token)
-    return found
+    token_bytes = np.zeros((len(sample.ids), 5 + rows.bytes_per_token), dtype=np.uint8)
+    token_bytes[:, :4] = sample.ids.astype("<i4").view(np.uint8).reshape(-1, 4)
+    token_bytes[:-1, 4] = 1
+    token_bytes[:-1, 5:] = np.frombuffer(rows.data, dtype=np.uint8).reshape(
+        -1, rows.bytes_per_token
+    )
+    return token_bytes
 
 
 def _rows_of(sample: Sample) -> RoutedExperts:
@@ -129,5 +131,5 @@ def node_rows(
 def with_rows(sample: Sample, rows: np.ndarray, routers: Routers) -> Sample:
     """The sample with rows [T, layers, top_k] of a pass of the trainer, the last of which is left
     out."""
-    own = RoutedExperts.of(rows[:-1], routers.num_experts)
-    return msgspec.structs.replace(sample, routed_experts=own)
+    routed_experts = RoutedExperts.of(rows[:-1], routers.num_experts)
+    return msgspec.structs.replace(sample, routed_experts=routed_experts)

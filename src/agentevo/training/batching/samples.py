@@ -230,8 +230,8 @@ def trajectory_rows(
 def with_observed_logprobs(rows: Sequence[SampleRow], logprobs: torch.Tensor) -> list[SampleRow]:
     """The rows with the trainer's own log-probs [S, T] where there are none."""
     return [
-        row._replace(sample=_with_observed(row.sample, own))
-        for row, own in zip(rows, logprobs.numpy(), strict=True)
+        row._replace(sample=_with_observed(row.sample, row_logprobs))
+        for row, row_logprobs in zip(rows, logprobs.numpy(), strict=True)
     ]
 
 
@@ -240,10 +240,10 @@ def _with_recorded(row: SampleRow, path: Sequence[Turn]) -> SampleRow:
     return row._replace(sample=msgspec.structs.replace(row.sample, routed_experts=recorded))
 
 
-def _with_observed(sample: Sample, own: np.ndarray) -> Sample:
+def _with_observed(sample: Sample, observed: np.ndarray) -> Sample:
     drawn = sample.logprobs[sample.loss_mask]
     filled = sample.logprobs.copy()
-    filled[sample.loss_mask] = np.where(np.isnan(drawn), own[: len(drawn)], drawn)
+    filled[sample.loss_mask] = np.where(np.isnan(drawn), observed[: len(drawn)], drawn)
     return msgspec.structs.replace(sample, logprobs=filled)
 
 

@@ -57,12 +57,12 @@ def mask_stale(
         versions = sample.versions[sample.loss_mask]
         aged.append(_ages_of(sample.trajectory_id, versions, trainer_version, bound))
 
-    kept = [
+    fresh_samples = [
         _only(sample, tokens)
         for sample, tokens in zip(samples, aged, strict=True)
         if tokens.fresh.any()
     ]
-    return kept, _metrics(aged, bound)
+    return fresh_samples, _metrics(aged, bound)
 
 
 def leave_out_stale(
@@ -72,7 +72,7 @@ def leave_out_stale(
     token older than `bound`, the ids of the others -> "stale", and the metrics. Raises as
     `mask_stale`."""
     _check(trainer_version, bound)
-    kept = []
+    fresh_trajectories = []
     dropped = {}
     aged = []
     for trajectory in trajectories:
@@ -80,13 +80,13 @@ def leave_out_stale(
         versions = np.concatenate(columns) if columns else np.zeros(0, dtype=np.int32)
         tokens = _ages_of(trajectory.id, versions, trainer_version, bound)
         if tokens.fresh.all():
-            kept.append(trajectory)
+            fresh_trajectories.append(trajectory)
         else:
             dropped[trajectory.id] = STALE
 
         aged.append(tokens._replace(fresh=np.full(len(versions), tokens.fresh.all())))
 
-    return kept, dropped, _metrics(aged, bound)
+    return fresh_trajectories, dropped, _metrics(aged, bound)
 
 
 def age_sums(weights: torch.Tensor, ages: torch.Tensor) -> dict[str, float]:
@@ -115,12 +115,12 @@ def effective_sizes(sums: MutableMapping[str, float]) -> dict[str, float]:
 
     It is `algorithms.importance.effective_sample_size` over the tokens of age K.
     """
-    own = {key: sums.pop(key) for key in [key for key in sums if key.startswith(_SUMS)]}
-    ages = sorted({int(key.split("/")[1]) for key in own})
+    sums_of_ages = {key: sums.pop(key) for key in [key for key in sums if key.startswith(_SUMS)]}
+    ages = sorted({int(key.split("/")[1]) for key in sums_of_ages})
     sizes = {}
     for age in ages:
         count, total, squares = (
-            own[f"{_SUMS}{age}/{name}"] for name in ("count", "total", "squares")
+            sums_of_ages[f"{_SUMS}{age}/{name}"] for name in ("count", "total", "squares")
         )
         sizes[f"{ESS}{age}"] = effective_sample_size(total, squares, count)
 

@@ -63,11 +63,11 @@ class FlexTree:
         if window not in self._masks:
             self._masks[window] = self.block_mask(window)
 
-        more = len(self.ends) - self.num_nodes
+        num_padding = len(self.ends) - self.num_nodes
         dim = q.shape[-1]
         wider = max(0, NARROWEST - dim)  # zeros add nothing to scores and outputs
         heads = [
-            (F.pad(x, (0, wider, 0, 0, 0, more)) if more or wider else x)
+            (F.pad(x, (0, wider, 0, 0, 0, num_padding)) if num_padding or wider else x)
             .transpose(0, 1)
             .unsqueeze(0)
             for x in (q, k, v)
@@ -121,10 +121,12 @@ class FlexTree:
 
 def _long_texts(tree: TokenTree) -> list[slice]:
     """The texts of a tree without branches, where they are long; else none."""
-    found = segments(tree)
-    if tree.num_nodes < LONG * len(found) or any(one.end > one.last for one in found):
+    tree_segments = segments(tree)
+    if tree.num_nodes < LONG * len(tree_segments) or any(
+        segment.end > segment.last for segment in tree_segments
+    ):
         return []
-    return [slice(one.first, one.last) for one in found]
+    return [slice(segment.first, segment.last) for segment in tree_segments]
 
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:

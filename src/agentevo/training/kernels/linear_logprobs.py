@@ -64,10 +64,10 @@ def linear_logprobs(  # noqa: PLR0913 (the factors of a score, and what bounds i
 
     z = logit_scale * (hidden @ weight.T + bias), or softcap * tanh(that / softcap). `masks` [R, W]:
     the tokens that a row may predict (token_masks.py); the others have no probability. `penalties`:
-    what is done to z before (token_penalties.py). `own`: the tokens that weight and bias are of,
-    where other processes, which call this with them, have the rest. `num_tokens`: only so many ids,
-    from 0 on, have a probability; None for all V. Once differentiable in hidden,
-    weight and bias. Products are made in their dtype, all else in float32 at least. Memory beside
+    what is done to z before (token_penalties.py). `vocabulary_slice`: the tokens of weight and
+    bias, where other processes, which all call this too, have the rest. `num_tokens`: only the
+    first so many ids have a probability; None for all V. Once differentiable in hidden, weight and
+    bias. Products are made in their dtype, everything else in float32 at least. Memory on top of
     the gradients: KEPT_BYTES and a few cells.
     """
     tail = _FusedLogprobs(temperature, softcap, logit_scale, masks, penalties, num_tokens).within(
@@ -189,8 +189,8 @@ class _FusedLogprobs(NamedTuple):
         is nothing to do."""
         scores = self.plain_scores(products, bent)
         if self.penalties is not None:
-            here = self.penalties.within(cell.rows, cell.columns)
-            scores = here.apply(scores, self.temperature)
+            cell_penalties = self.penalties.within(cell.rows, cell.columns)
+            scores = cell_penalties.apply(scores, self.temperature)
         if self.masks is None:
             return scores
         return mask_scores(scores, self.masks[cell.rows], cell.columns.start)
@@ -251,10 +251,10 @@ class _Sums:
 
     def absorb_products(self, rows: slice, products: torch.Tensor, slope: float) -> None:
         """`absorb` of scores that are the products times a number, in one kernel."""
-        found = _compile(_absorb_cell)(
+        updated = _compile(_absorb_cell)(
             products, slope, self.top[rows], self.total[rows], self.moment[rows]
         )
-        self.top[rows], self.total[rows], self.moment[rows] = found
+        self.top[rows], self.total[rows], self.moment[rows] = updated
 
     def absorb(
         self, rows: slice, scores: torch.Tensor, squares: bool
@@ -358,7 +358,7 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, top, total, mean, picked, pull, *kept = ctx.saved_tensors
+        hidden, weight, bias, top, total, mean, picked, pull, *kept_products = ctx.saved_tensors
         slopes = _Slopes.of(grads, ctx.rows, top, total, mean, ctx.tail)
         fused = bias is None and pull is None and ctx.tail.is_plain(hidden)
         slopes = slopes.of_targets(ctx.mine, ctx.cells, fused)
@@ -373,11 +373,13 @@ class _LinearLogprobs(torch.autograd.Function):
         of_weight = torch.zeros_like(weight) if needs_weight else None
         of_bias = torch.zeros_like(bias, dtype=_exact(bias)) if needs_bias else None
 
-        kept.reverse()
+        kept_products.reverse()
         for index, columns in enumerate(ctx.cells.columns):
             column: torch.Tensor | None = None
             for cell in ctx.cells.in_column(index):
-                products = kept.pop() if kept else _products(hidden, weight, bias, cell)
+                products = (
+                    kept_products.pop() if kept_products else _products(hidden, weight, bias, cell)
+                )
                 slope = slopes.of_products(products, cell)
                 if of_bias is not None:
                     of_bias[columns] += slope.sum(0)
@@ -463,8 +465,10 @@ class _Slopes(NamedTuple):
         # Step 2: the part of the targets alone, then through penalties and cap.
         slope.index_put_(cell.places, self.of_logp[cell.chosen], accumulate=True)
         if self.tail.penalties is not None:
-            here = self.tail.penalties.within(rows, cell.columns)
-            slope[here.rows, here.tokens] *= here.slopes(self.tail.plain_scores(products, bent))
+            cell_penalties = self.tail.penalties.within(rows, cell.columns)
+            slope[cell_penalties.rows, cell_penalties.tokens] *= cell_penalties.slopes(
+                self.tail.plain_scores(products, bent)
+            )
 
         return slope if bent is None else slope.mul_(_slope_of(bent))
 

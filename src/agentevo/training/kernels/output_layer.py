@@ -149,22 +149,22 @@ class OutputListener:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.layer: Any = causal_model(model).get_output_embeddings()
-        self._heard: list[torch.Tensor] = []
+        self._recorded: list[torch.Tensor] = []
 
     def __enter__(self) -> OutputListener:
-        self._hook = self.layer.register_forward_pre_hook(self._hear)
+        self._hook = self.layer.register_forward_pre_hook(self._record)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._hook.remove()
 
-    def _hear(self, layer: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        self._heard.append(given[0].squeeze(0))
+    def _record(self, layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        self._recorded.append(inputs[0].squeeze(0))
         return None
 
     @property
     def hidden(self) -> torch.Tensor:
-        return self._heard[-1]
+        return self._recorded[-1]
 
 
 class _Interceptor(OutputListener):
@@ -173,34 +173,34 @@ class _Interceptor(OutputListener):
 
     def __init__(self, model: PreTrainedModel, answer: torch.Tensor) -> None:
         super().__init__(model)
-        self.given = answer
+        self.answer = answer
 
     def __enter__(self) -> OutputListener:
-        self._answer = self.layer.register_forward_hook(
-            lambda *_: self.given.to(self.hidden.device).view(1, 1, -1)
+        self._answer_hook = self.layer.register_forward_hook(
+            lambda *_: self.answer.to(self.hidden.device).view(1, 1, -1)
         )
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__()
-        self._answer.remove()
+        self._answer_hook.remove()
 
-    def _hear(self, layer: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        super()._hear(layer, given)
-        return (given[0][..., :0, :], *given[1:])
+    def _record(self, layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        super()._record(layer, inputs)
+        return (inputs[0][..., :0, :], *inputs[1:])
 
 
 def linear_output(model: PreTrainedModel, batch: PackedBatch) -> LinearOutput | None:
     """The model's pass up to its output layer, differentiable; None where logits are more than that
     layer's products, scaled and capped."""
     layer = causal_model(model).get_output_embeddings()
-    known, tail = _known_tail(model)
-    if not _is_one_product(layer) or (known and tail is None):
+    is_known, tail = _known_tail(model)
+    if not _is_one_product(layer) or (is_known and tail is None):
         return None
 
-    answer = _zeros(layer) if known else _probes(layer)
+    answer = _zeros(layer) if is_known else _probes(layer)
     hidden, logits = _intercept(model, layer, batch.inputs, answer)
-    if not known:
+    if not is_known:
         tail = tail_of(answer, logits)
         _KNOWN[model] = (_settings(model), tail)
 
@@ -214,9 +214,9 @@ def last_hidden(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
     layer = causal_model(model).get_output_embeddings()
     if _is_one_product(layer):
         return _intercept(model, layer, batch.inputs, _zeros(layer))[0]
-    with OutputListener(model) as heard:
+    with OutputListener(model) as listener:
         model(**batch.inputs)
-    return heard.hidden
+    return listener.hidden
 
 
 def _intercept(
@@ -225,9 +225,9 @@ def _intercept(
     """Hidden states [R, H], and what the model made of `answer` in place of logits."""
     if torch.is_grad_enabled() and isinstance(layer, PackedWeights):
         layer.drop()  # as its own pass with gradients would
-    with _Interceptor(model, answer) as heard:
+    with _Interceptor(model, answer) as interceptor:
         outputs: Any = model(**inputs)
-    return heard.hidden, outputs.logits
+    return interceptor.hidden, outputs.logits
 
 
 def _known_tail(model: PreTrainedModel) -> tuple[bool, OutputTail | None]:

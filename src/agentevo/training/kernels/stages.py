@@ -70,9 +70,9 @@ class Stage:
         """To the neighbour `step` stages away, 1 or -1; may return before it has arrived."""
         group = self.onwards if step > 0 else self.back
         sent = self._sent[step]
-        given = tensor.detach().contiguous()
-        work = distributed.isend(given, group=group, group_dst=self.ranks.rank + step)
-        sent.append((cast(distributed.Work, work), given))
+        buffer = tensor.detach().contiguous()
+        work = distributed.isend(buffer, group=group, group_dst=self.ranks.rank + step)
+        sent.append((cast(distributed.Work, work), buffer))
         # The gradient of the micro-batch so many sends ago is here, or has been sent on.
         if len(sent) > (self.under_way if step > 0 else 2):
             sent.popleft()[0].wait()
@@ -151,9 +151,9 @@ def passed_on(
     """Computes this stage of a pass, and sends it on: zeros that stand for the log-probs [M] and
     entropies [R] that the last one makes."""
     decoder: Any = model.base_model
-    inputs = {name: given for name, given in batch.inputs.items() if name != "logits_to_keep"}
+    inputs = {name: value for name, value in batch.inputs.items() if name != "logits_to_keep"}
     hidden = decoder(**inputs).last_hidden_state
-    found: tuple[torch.Tensor, torch.Tensor] = _SentOn.apply(
+    placeholders: tuple[torch.Tensor, torch.Tensor] = _SentOn.apply(
         hidden, stage, len(batch.targets), len(batch.logit_nodes)
     )
-    return found
+    return placeholders

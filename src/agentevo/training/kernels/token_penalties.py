@@ -40,9 +40,9 @@ class PenaltyTable(NamedTuple):
         """Those of a cell, counted from its first row and column."""
         bounds = torch.tensor([rows.start, rows.stop], device=self.rows.device)
         first, last = torch.searchsorted(self.rows, bounds).tolist()
-        here = slice(first, last)
-        inside = (self.tokens[here] >= columns.start) & (self.tokens[here] < columns.stop)
-        of_rows, tokens, offsets, repeated = (column[here][inside] for column in self)
+        entries = slice(first, last)
+        inside = (self.tokens[entries] >= columns.start) & (self.tokens[entries] < columns.stop)
+        of_rows, tokens, offsets, repeated = (column[entries][inside] for column in self)
         return PenaltyTable(of_rows - rows.start, tokens - columns.start, offsets, repeated)
 
     def slopes(self, scores: torch.Tensor) -> torch.Tensor:

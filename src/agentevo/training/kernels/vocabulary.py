@@ -54,8 +54,8 @@ class VocabularySlice:
         """Penalties of these tokens alone."""
         if table is None:
             return None
-        whole = slice(0, int(table.rows[-1]) + 1 if len(table.rows) else 0)
-        return table.within(whole, slice(self.first, self.end))
+        all_rows = slice(0, int(table.rows[-1]) + 1 if len(table.rows) else 0)
+        return table.within(all_rows, slice(self.first, self.end))
 
     def combine(
         self,

@@ -120,29 +120,29 @@ class _ContextStretch:
             )
 
         num_nodes = kwargs["position_ids"].shape[1]
-        given = dict(kwargs)
+        local_kwargs = dict(kwargs)
         for name in ("input_ids", "position_ids", "inputs_embeds"):
-            if given.get(name) is not None:
-                given[name] = self._own(given[name])
+            if local_kwargs.get(name) is not None:
+                local_kwargs[name] = self._own(local_kwargs[name])
 
         if args:  # token classifiers give their ids by position
             args = (self._own(args[0]), *args[1:])
 
-        return args, {**given, "plan": HeadExchange(plan, num_nodes, self.ranks)}
+        return args, {**local_kwargs, "plan": HeadExchange(plan, num_nodes, self.ranks)}
 
     def _own(self, x: torch.Tensor) -> torch.Tensor:
         """This process's stretch of [1, N, ...], padded with zeros to that of the others."""
         length = -(-x.shape[1] // self.ranks.size)
         first = self.ranks.rank * length
-        own = x[:, first : first + length]
+        stretch = x[:, first : first + length]
         after = (0, 0) * (x.dim() - 2)
-        return F.pad(own, (*after, 0, length - own.shape[1]))
+        return F.pad(stretch, (*after, 0, length - stretch.shape[1]))
 
     def after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> Any:
-        whole = stretches_gathered(out.last_hidden_state[0], self.ranks)
-        out.last_hidden_state = whole[: kwargs["plan"].num_nodes].unsqueeze(0)
+        gathered = stretches_gathered(out.last_hidden_state[0], self.ranks)
+        out.last_hidden_state = gathered[: kwargs["plan"].num_nodes].unsqueeze(0)
         return out
 
 

@@ -168,24 +168,24 @@ class _Dispatch:
         # those that a tensor group shares, this process's.
         experts, order = torch.sort(chosen.flatten(), stable=True)
         if self.tensor is not None:
-            own = experts // stack.num_experts % self.tensor.size == self.tensor.rank
-            experts = experts[own]
-            order = order[own]
+            is_local = experts // stack.num_experts % self.tensor.size == self.tensor.rank
+            experts = experts[is_local]
+            order = order[is_local]
 
-        given_counts = torch.bincount(experts // of_place, minlength=self.ranks.size)
-        taken_counts = torch.empty_like(given_counts)
-        distributed.all_to_all_single(taken_counts, given_counts, group=self.ranks.group)
-        given = given_counts.tolist()
-        taken = taken_counts.tolist()
+        send_counts = torch.bincount(experts // of_place, minlength=self.ranks.size)
+        receive_counts = torch.empty_like(send_counts)
+        distributed.all_to_all_single(receive_counts, send_counts, group=self.ranks.group)
+        send_sizes = send_counts.tolist()
+        receive_sizes = receive_counts.tolist()
 
         # Step 2: their hidden states and experts travel there, each pair is computed by itself.
-        sent = exchange_rows(hidden[order // num_chosen], given, taken, self.ranks)
-        theirs = exchange_rows(experts, given, taken, self.ranks) - self.first
+        sent = exchange_rows(hidden[order // num_chosen], send_sizes, receive_sizes, self.ranks)
+        local_experts = exchange_rows(experts, send_sizes, receive_sizes, self.ranks) - self.first
         ones = torch.ones(len(sent), 1, dtype=weights.dtype, device=weights.device)
-        out = type(stack).forward(stack, sent, theirs.unsqueeze(1), ones)
+        out = type(stack).forward(stack, sent, local_experts.unsqueeze(1), ones)
 
         # Step 3: back in their order, weighted, and added up for each token.
-        back = exchange_rows(out, taken, given, self.ranks)
+        back = exchange_rows(out, receive_sizes, send_sizes, self.ranks)
         all_pairs = back.new_zeros(chosen.numel(), back.shape[1]).index_copy(0, order, back)
         out = (all_pairs.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
         return out if self.tensor is None else add_over_group(out, self.tensor)

@@ -217,6 +217,6 @@ def gather_trained(model: nn.Module, target: nn.Module | None) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        whole = whole_of(parameter, parameter, layouts.get(name))
+        full_tensor = whole_of(parameter, parameter, layouts.get(name))
         if targets is not None:
-            targets[name].copy_(whole)
+            targets[name].copy_(full_tensor)

@@ -77,10 +77,11 @@ def check_pipeline(model: PreTrainedModel, size: int) -> None:
 
     decoder: Any = model.base_model
     plan = getattr(decoder.config.get_text_config(), "base_model_pp_plan", None) or {}
-    others = [name for name in _outside(model) if name.partition(".")[0] not in PLAN]
-    others += [name for name, p in model.named_parameters() if not p.dim()]  # no slice of length 0
-    if set(plan) != PLAN or others or model.get_output_embeddings() is None:
-        what = f" ({others[0]} is something else)" if others else ""
+    unsupported = [name for name in _outside(model) if name.partition(".")[0] not in PLAN]
+    # A scalar has no slice of length 0.
+    unsupported += [name for name, p in model.named_parameters() if not p.dim()]
+    if set(plan) != PLAN or unsupported or model.get_output_embeddings() is None:
+        what = f" ({unsupported[0]} is something else)" if unsupported else ""
         raise _refusal(
             f"{type(model).__name__} is not known to be embeddings, layers that take hidden states "
             f"alone, a norm and an output layer{what}",
@@ -99,9 +100,9 @@ def _outside(model: PreTrainedModel) -> Iterator[str]:
     output layer's."""
     decoder: Any = model.base_model
     output = model.get_output_embeddings()
-    known = {id(p) for part in (decoder, output) if part is not None for p in part.parameters()}
+    known_ids = {id(p) for part in (decoder, output) if part is not None for p in part.parameters()}
     yield from (name for name, _ in decoder.named_parameters())
-    yield from (name for name, p in model.named_parameters() if id(p) not in known)
+    yield from (name for name, p in model.named_parameters() if id(p) not in known_ids)
 
 
 def _refusal(why: str, remedy: str) -> TrainingError:
