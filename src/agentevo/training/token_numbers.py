@@ -58,11 +58,11 @@ class TokenNumbers:
     """Collects them while a step is trained."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, bytes], SampleNumbers] = {}
+        self._numbers: dict[tuple[str, bytes], SampleNumbers] = {}
 
     def begin(self) -> None:
         """Forgets the step before."""
-        self._found.clear()
+        self._numbers.clear()
 
     def heard(self, samples: Sequence[Sample], logprobs: Any, entropies: Any) -> None:
         """A pass over these samples: tensors [S, T], a row for each, its trained tokens from the
@@ -74,17 +74,17 @@ class TokenNumbers:
             size = len(places)
             changes = logp[row, :size] - sample.logprobs[places]
             path = path_of(sample.ids)
-            self._found[sample.trajectory_id, path] = SampleNumbers(
+            self._numbers[sample.trajectory_id, path] = SampleNumbers(
                 path, places.tobytes(), _halves(changes), _halves(entropy[row, :size])
             )
 
     def items(self) -> list[tuple[str, SampleNumbers]]:
         """(id of the attempt, numbers of one of its samples)."""
-        return [(name, sample_numbers) for (name, _), sample_numbers in self._found.items()]
+        return [(name, sample_numbers) for (name, _), sample_numbers in self._numbers.items()]
 
     def add(self, items: Iterable[tuple[str, SampleNumbers]]) -> None:
         """What another process has collected."""
-        self._found.update(
+        self._numbers.update(
             {(name, sample_numbers.path): sample_numbers for name, sample_numbers in items}
         )
 
@@ -124,8 +124,9 @@ def largest_moves(path: Path) -> dict[str, float]:
     moves: dict[str, float] = {}
     try:
         for name, samples in read_numbers(path).items():
-            sizes = [np.frombuffer(sample.changes, dtype="<f2") for sample in samples]
-            moves[name] = max((float(np.abs(of).max()) for of in sizes if len(of)), default=0.0)
+            columns = [np.frombuffer(sample.changes, dtype="<f2") for sample in samples]
+            largest = (float(np.abs(changes).max()) for changes in columns if len(changes))
+            moves[name] = max(largest, default=0.0)
     except ValueError:
         return {}
 

@@ -112,10 +112,12 @@ def linear_logprobs_and_squares(  # noqa: PLR0913 (those of linear_logprobs)
         own
     )
     targets, outside = tail.within_tokens(targets)
-    mine = tail.mine(targets)
-    cells = Cells.of(hidden, tail.width(weight), rows[mine], targets[mine] - tail.first)
+    local_targets = tail.local_targets(targets)
+    cells = Cells.of(
+        hidden, tail.width(weight), rows[local_targets], targets[local_targets] - tail.first
+    )
     sums = _sweep(hidden, weight, bias, cells, tail, 0, squares=True)
-    sums.combine(tail.own, mine, len(targets))
+    sums.combine(tail.own, local_targets, len(targets))
     logp = sums.logprobs(rows)
     chance = sums.squares / sums.total.square()
     return (logp if outside is None else logp.masked_fill(outside, LOWEST)), chance
@@ -160,7 +162,7 @@ class _FusedLogprobs(NamedTuple):
         outside = targets >= self.num_tokens
         return targets.masked_fill(outside, 0), outside
 
-    def mine(self, targets: torch.Tensor) -> torch.Tensor | slice:
+    def local_targets(self, targets: torch.Tensor) -> torch.Tensor | slice:
         """Which of the targets [M] are tokens of the weight."""
         if self.own is None:
             return slice(None)
@@ -238,15 +240,19 @@ class _Sums:
         return (self.picked - self.top[rows]) - self.total.log()[rows]
 
     def combine(
-        self, own: VocabularySlice | None, mine: torch.Tensor | slice, num_targets: int
+        self, own: VocabularySlice | None, local_targets: torch.Tensor | slice, num_targets: int
     ) -> None:
         """Makes them sums over the whole vocabulary, where other processes have a part of it;
-        `mine` are the targets whose scores are here."""
+        `local_targets` are the targets whose scores are here."""
         if own is None:
             return
-        assert isinstance(mine, torch.Tensor)
+        assert isinstance(local_targets, torch.Tensor)
         self.top, self.total, self.moment, self.squares, self.picked = own.combine(
-            self.top, (self.total, self.moment, self.squares), self.picked, mine, num_targets
+            self.top,
+            (self.total, self.moment, self.squares),
+            self.picked,
+            local_targets,
+            num_targets,
         )
 
     def absorb_products(self, rows: slice, products: torch.Tensor, slope: float) -> None:
@@ -338,10 +344,12 @@ class _LinearLogprobs(torch.autograd.Function):
         room: int,
         ahead: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        mine = tail.mine(targets)
-        cells = Cells.of(hidden, tail.width(weight), rows[mine], targets[mine] - tail.first)
+        local_targets = tail.local_targets(targets)
+        cells = Cells.of(
+            hidden, tail.width(weight), rows[local_targets], targets[local_targets] - tail.first
+        )
         sums = _sweep(hidden, weight, bias, cells, tail, room, ahead=ahead)
-        sums.combine(tail.own, mine, len(targets))
+        sums.combine(tail.own, local_targets, len(targets))
         mean = sums.moment / sums.total
         pull = None if sums.pull is None else sums.pull.div_(sums.total.unsqueeze(1))
         ctx.save_for_backward(
@@ -350,7 +358,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.cells = cells
         ctx.tail = tail
         ctx.rows = rows
-        ctx.mine = mine
+        ctx.local_targets = local_targets
         ctx.set_materialize_grads(False)
 
         return sums.logprobs(rows), sums.total.log() - mean
@@ -361,7 +369,7 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden, weight, bias, top, total, mean, picked, pull, *kept_products = ctx.saved_tensors
         slopes = _Slopes.of(grads, ctx.rows, top, total, mean, ctx.tail)
         fused = bias is None and pull is None and ctx.tail.is_plain(hidden)
-        slopes = slopes.of_targets(ctx.mine, ctx.cells, fused)
+        slopes = slopes.of_targets(ctx.local_targets, ctx.cells, fused)
         if pull is not None and slopes.of_entropy is None:
             return slopes.of_hidden(pull, weight, picked, ctx.cells.places).to(hidden.dtype), *[
                 None
@@ -436,9 +444,9 @@ class _Slopes(NamedTuple):
         of_entropy = None if grad_entropy is None else grad_entropy * tail.slope
         return cls(of_logp, of_row, of_entropy, None, top, total, mean, tail)
 
-    def of_targets(self, mine: torch.Tensor | slice, cells: Cells, fused: bool) -> _Slopes:
+    def of_targets(self, local_targets: torch.Tensor | slice, cells: Cells, fused: bool) -> _Slopes:
         """With `of_logp` of the targets whose scores are here alone."""
-        of_logp = self.of_logp[mine]
+        of_logp = self.of_logp[local_targets]
         together = cells.together(of_logp) if fused and len(of_logp) else None
         return self._replace(of_logp=of_logp, together=together)
 

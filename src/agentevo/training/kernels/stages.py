@@ -81,9 +81,9 @@ class Stage:
         """What the neighbour `step` stages away has sent, of that shape, and of the dtype and
         device of `like`."""
         group = self.back if step > 0 else self.onwards
-        taken = like.new_empty(shape)
-        distributed.recv(taken, group=group, group_src=self.ranks.rank + step)
-        return taken
+        received = like.new_empty(shape)
+        distributed.recv(received, group=group, group_src=self.ranks.rank + step)
+        return received
 
     def __deepcopy__(self, memo: object) -> Self:
         """A copied model is computed by the same processes."""

@@ -282,10 +282,10 @@ class _Attention(torch.autograd.Function):
         # come in any order.
         for rows, keys, visible in (*layout.own, *layout.below):
             at = (rows, rows, keys, keys, rows, rows)
-            taken = [
+            part_inputs = [
                 _heads(x[where]) for x, where in zip((grad, q, k, v, out, lse), at, strict=True)
             ]
-            gradients = kernel.backward(*taken, mask=plan.mask(visible, q.dtype))
+            gradients = kernel.backward(*part_inputs, mask=plan.mask(visible, q.dtype))
             for total, where, part_grad in zip(grads, (rows, keys, keys), gradients, strict=True):
                 total[where] += _rows(part_grad)
 

@@ -62,18 +62,18 @@ class VocabularySlice:
         top: torch.Tensor,
         sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         picked: torch.Tensor,
-        mine: torch.Tensor,
+        local_targets: torch.Tensor,
         count: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of all tokens: maximum, sum, moment and sum of squares [R], and the scores [count] of the
-        targets, of which `mine` [m] are this process's, with the scores `picked` [m]."""
+        targets, of which `local_targets` [m] are this process's, with the scores `picked` [m]."""
         highest = top.clone()
         distributed.all_reduce(highest, distributed.ReduceOp.MAX, group=self.ranks.group)
 
         total, moment, squares = sums
         fall = top - highest
         fade = fall.exp()
-        chosen = picked.new_zeros(count).index_copy_(0, mine, picked)
+        chosen = picked.new_zeros(count).index_copy_(0, local_targets, picked)
         terms = torch.cat(
             [total * fade, (moment + total * fall) * fade, squares * fade.square(), chosen]
         )
