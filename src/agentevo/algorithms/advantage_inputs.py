@@ -38,7 +38,7 @@ class AdvantageTables:
     turn_ids: Tensor | None = None
     """[S, T] integers: the turn of each trained token, increasing along the trajectory."""
     turn_parents: Tensor | None = None
-    """[S, T] integers: the turn that this one goes on from."""
+    """[S, T] integers: the turn that this one continues."""
     reward_parts: Mapping[str, Tensor] | Tensor | None = None
     """Name -> [S], or [K, S]: the trajectory's score by each reward, repeated at each of its
     rows."""

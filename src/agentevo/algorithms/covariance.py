@@ -6,7 +6,7 @@ floor(fraction N)) candidates of largest cov, and every token that ties with the
 digits), so the choice depends neither on order nor on a random draw (Clip-Cov's paper draws at
 random among its candidates). Covariances of exactly 0, as where all advantages are equal, are never
 chosen. Means and threshold belong to the whole minibatch: `batch_statistics` takes them there once,
-and each part that is given them chooses the same tokens: the threshold lies halfway to the largest
+and each part that is given them chooses the same tokens: the threshold is halfway to the largest
 covariance that is not chosen, because log-probs of a part are rounded differently. Covariances are
 float64. Source: arXiv 2505.22617.
 """
@@ -126,7 +126,7 @@ def _candidates(
     low: float,
     high: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Covariances [S, T] float64, and which eligible trained tokens lie between the bounds and
+    """Covariances [S, T] float64, and which eligible trained tokens are between the bounds and
     reach the threshold."""
     covariance = _subtract_mean(inputs.advantages, statistics["mean_advantage"]) * _subtract_mean(
         inputs.logp.detach(), statistics["mean_logp"]

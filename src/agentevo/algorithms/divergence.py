@@ -52,7 +52,7 @@ def bounded_log_ratio(logp: torch.Tensor, ref_logp: torch.Tensor) -> torch.Tenso
 
 KLEstimate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(logp, ref_logp, mask), [S, T] each -> estimate of KL(policy || reference) per token, [S, T] of
-logp's dtype, 0 where the bool mask is False, whatever stands there. No gradient flows into
+logp's dtype, 0 where the bool mask is False, whatever the inputs are there. No gradient flows into
 ref_logp. Raises ValueError for different shapes."""
 
 

@@ -13,8 +13,7 @@ EQUAL = 1e-12
 
 
 def are_equal(values: Sequence[float]) -> bool:
-    """Whether no two of the values, of which there is at least one, differ by more than
-    rounding."""
+    """Whether no two of the values (at least one) differ by more than rounding."""
     return max(values) - min(values) <= EQUAL * max(map(abs, values))
 
 

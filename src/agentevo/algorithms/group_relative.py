@@ -100,8 +100,8 @@ def divide(values: Tensor, by: Tensor) -> Tensor:
 
 
 def whiten(values: Tensor, weights: Tensor | None = None) -> Tensor:
-    """(values - mean) / sqrt(variance + 1e-8), variance unbiased; `weights` says how many tokens
-    each value stands for. Same shape.
+    """(values - mean) / sqrt(variance + 1e-8), variance unbiased; `weights` is the number of tokens
+    that each value represents. Same shape.
 
     Equal values, and fewer than two tokens, give exactly 0. Values of weight 0 enter no statistic.
     """

@@ -284,13 +284,13 @@ def tree_returns(
     epsilon: float,
     turn_baseline: str,
 ) -> tuple[Tensor, Tensor]:
-    """R_k = r_k + gamma sum of R over the turns that go on from k, against other turns of the group
+    """R_k = r_k + gamma sum of R over the turns that continue k, against other turns of the group
     (`against_group`), where the place of a turn is its depth in the tree: a turn is credited with
     what its own branch earned, not with what a sibling branch earned later.
 
-    `turn_parents` names the turn that each goes on from; one whose parent is no earlier trained
-    turn of the trajectory goes on from the turn before it. Without branches this is
-    `turn_returns`. A group of one trajectory gives 0. Returns R.
+    `turn_parents` names the turn that each one continues; one whose parent is no earlier trained
+    turn of the trajectory continues the turn before it. Without branches this is `turn_returns`. A
+    group of one trajectory gives 0. Returns R.
     """
     parent = _tree_parents(inputs, stream)
     returns = _discounted_along_tree(turn_rewards(inputs, stream), parent, gamma)
@@ -445,9 +445,9 @@ def otb(inputs: Inputs, stream: TurnStream, *, handle_zero_tail: bool) -> tuple[
 def prime(
     inputs: Inputs, stream: TurnStream, *, gamma: float, process_coef: float, whiten: bool
 ) -> tuple[Tensor, Tensor]:
-    """Advantages from rewards of single steps that a process reward model gives beside the outcome:
-    leave-one-out on outcomes plus the discounted sum of process rewards over the others' mean
-    process reward.
+    """Advantages from rewards of single steps that a process reward model gives in addition to the
+    outcome: leave-one-out on outcomes plus the discounted sum of process rewards over the others'
+    mean process reward.
 
     With p_t the process rewards, m_j their mean over trajectory j, n trajectories in the group, s
     the scores: A_t = s_i - mean_{j != i} s_j + process_coef sum_{u >= t} gamma^(u - t) (p_u -

@@ -43,7 +43,7 @@ SOURCES = {
 
 def describe(name: str) -> list[str]:
     """A text for the preset of that name, for each entry of that name, and for each entry that the
-    preset is made of; empty for an unknown name."""
+    preset consists of; empty for an unknown name."""
     texts = []
     parts: dict[str, str] = {}
     if name in PRESETS:

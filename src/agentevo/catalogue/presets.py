@@ -44,7 +44,7 @@ class Preset:
     aggregation: str = "token-mean"
     hyper: Mapping[str, Value] = field(default_factory=dict)
     keys: Mapping[str, Any] = field(default_factory=dict)
-    """What else the algorithm is made of: filters, shaping, reference. Values of keys of the
+    """What else the algorithm consists of: filters, shaping, reference. Values of keys of the
     recipe's algorithm section."""
 
 

@@ -143,7 +143,7 @@ def _call_loss(function: Callable[[LossInputs], Any], inputs: LossInputs) -> Any
 
 
 def _refusal(what: str, error: Exception, remedy: str) -> TrainingError:
-    """The error of a step; where it was raised is told on stderr."""
+    """The error of a step; stderr shows where it was raised."""
     if shown := traceback_of(error):
         to_stderr(f"{what}:\n{shown}")
     if isinstance(error, AttributeError) and isinstance(error.obj, LossInputs | Inputs):

@@ -1,5 +1,5 @@
-"""Checkpoints: a Hugging Face model folder, or a PEFT adapter's, with the optimizer and the run's
-state beside it.
+"""Checkpoints: a Hugging Face model folder, or a PEFT adapter's, together with the optimizer and
+the run's state.
 
     checkpoints/step-000010/   model.safetensors, config.json, tokenizer files, trainer.pt,
                                state.json, checkpoint.json (with adapters:
@@ -9,9 +9,9 @@ state beside it.
                                readers; not read here
 
 A folder appears whole or not at all: it is written under another name, hashed (`manifest.py`),
-brought to the disk, then renamed. Deleting begins with a rename too. Damage that comes later (a
-failing disk, a careless copy) shows in its checksums. The newest `keep_last` stay, and with
-`keep_best` the best one.
+brought to the disk, then renamed. Deleting begins with a rename too. Later damage (a failing disk,
+a careless copy) shows in its checksums. The newest `keep_last` stay, and with `keep_best` the best
+one.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class Checkpoints:
         contribution: Contribution | None = None,
         copies: Mapping[str, Mapping[str, torch.Tensor]] = MappingProxyType({}),
     ) -> tuple[Path, str]:
-        """Writes the checkpoint of `step`; returns its folder and the sha256 that stands for all of
-        it (`Manifest.sha256`).
+        """Writes the checkpoint of `step`; returns its folder and the sha256 that identifies its
+        whole content (`Manifest.sha256`).
 
         `value` is its evaluation, if there was one. `further_models`: models, each in a folder
         below the checkpoint's. `prune=False` leaves `prune` to the caller, who commits the step in
@@ -120,9 +120,10 @@ class Checkpoints:
         behind and the older ones as they were. Where several processes train, all of them call it,
         and the first one writes.
 
-        `contribution`: what lies in parts of the model and of `trainer_state`, to which all
-        processes add theirs while the first one alone calls this. `copies`: folder -> the weights
-        that are written in place of that model's own (`saved_weights`), "" for the main one.
+        `contribution`: the parts of the model and of `trainer_state` that are on several processes;
+        all processes add theirs while only the first one calls this. `copies`: folder -> the
+        weights that are written in place of that model's own (`saved_weights`), "" for the main
+        one.
         """
         models = {"": (model, tokenizer), **beside}
         state = (trainer_state, run_state)
@@ -222,8 +223,8 @@ class Checkpoints:
         """The newest step, up to `limit`, whose checkpoint is whole to the last byte; None if there
         is none.
 
-        `torn` is told of every newer step whose checkpoint is not, and why. Raises CheckpointError
-        for one that can't be read now, which may be whole.
+        `torn` is called with every newer step whose checkpoint is not, and why. Raises
+        CheckpointError for one that can't be read now, which may be whole.
         """
         for step in sorted(self.folders(), reverse=True):
             if limit is not None and step > limit:
@@ -242,8 +243,8 @@ class Checkpoints:
     def load(self, path: Path, *, mapped: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
         """Trainer state and run state of a checkpoint. What several processes have saved in parts
         is `Stored` in there, to be read where it is used. `mapped`: other tensors are mapped from
-        the file, for whoever needs a part of each. Raises UnusableCheckpointError if it can't be
-        read."""
+        the file, for a caller that needs a part of each. Raises UnusableCheckpointError if it can't
+        be read."""
         try:
             if not zipfile.is_zipfile(
                 path / "trainer.pt"

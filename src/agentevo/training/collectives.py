@@ -35,7 +35,7 @@ class Ranks:
 
     @classmethod
     def imagine(cls, size: int) -> Ranks:
-        """The first of `size` processes that nobody has started, for what is checked beforehand."""
+        """The first of `size` processes that have not been started, for checks beforehand."""
         return cls(cast(distributed.ProcessGroup, None), 0, size)
 
     def __deepcopy__(self, memo: object) -> Ranks:

@@ -1,12 +1,12 @@
-"""What each of several processes adds to a checkpoint of a model that lies in parts on them.
+"""What each of several processes adds to a checkpoint of a model whose parts they hold.
 
     first    tensors -> the model's files, one whole tensor after the other
              finish(folder) ----------+-> its own part of the trainer's state, hashed
     others   give(): tensors, then ---+-> theirs, and the hashes go to the first process
 
-The first process makes the folder, and says in between whether there is one to write to: where it
-could not write its own files, nobody writes. Who fails says so to the first process, whose error
-counts.
+The first process makes the folder, and tells the others in between whether there is one to write
+to: where it could not write its own files, no process writes. A process that fails reports it to
+the first process, whose error counts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Contribution:
     """All processes, for tensors on the CPU."""
 
     def copy(self) -> Contribution:
-        """As it is now, whatever is trained meanwhile."""
+        """As it is now, even if training continues in the meantime."""
         return Contribution(
             {name: part.copy_to_cpu() for name, part in self.weights.items()},
             {name: part.copy_to_cpu() for name, part in self.state.items()},
@@ -44,7 +44,7 @@ class Contribution:
         )
 
     def tensors(self) -> Wholes:
-        """On the first process: the model's weights, all of which have to be taken."""
+        """On the first process: the model's weights; the caller has to take all of them."""
         return Wholes(self.weights, self.group)
 
     def finish(self, folder: Path | None) -> dict[str, str]:

@@ -55,7 +55,7 @@ class RolloutTrainer(Learner, Protocol):
 
     @property
     def numbers(self) -> TokenNumbers | None:
-        """What was measured of each token of the last step; None where nobody keeps it."""
+        """What was measured of each token of the last step; None where it is not kept."""
 
     def prepare(
         self,

@@ -21,7 +21,7 @@ from agentevo.training.sharding.layouts import local
 
 
 class MasterWeights:
-    """Float32 copies of parameters that lie on one device, made from their present values. Later
+    """Float32 copies of parameters that are on one device, made from their present values. Later
     changes to the parameters themselves do not last: `give_weights` overwrites them."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], *, on_cpu: bool) -> None:

@@ -55,8 +55,8 @@ class Meshes:
 
 
 def make_meshes(section: ParallelSection, device_type: str) -> Meshes:
-    """The meshes over all processes, of which "dp" is in use from then on (`use_mesh`); called
-    once by each of them. Raises ConfigError where the sizes don't divide their number."""
+    """The meshes over all processes; "dp" is in use from then on (`use_mesh`). Each process calls
+    it once. Raises ConfigError where the sizes don't divide their number."""
     try:
         replicas = section.replicas(distributed.get_world_size())
     except ValueError as error:

@@ -109,7 +109,8 @@ class Optimization:
         layouts: Mapping[torch.nn.Parameter, ShardLayout] = MappingProxyType({}),
     ) -> None:
         """`key` is the recipe's section that has this learning rate; error messages name it.
-        `layouts`: how parameters lie that processes have slices of (sharding/layouts.py)."""
+        `layouts`: how the processes divide parameters that they have slices of
+        (sharding/layouts.py)."""
         self.section = section
         self.memory = memory or MemorySection()
         self.key = key
@@ -123,7 +124,7 @@ class Optimization:
 
     @property
     def sharded(self) -> bool:
-        """Whether the parameters lie in parts on several processes; these are the masters then."""
+        """Whether several processes hold the parameters in parts; these are the masters then."""
         return any(isinstance(parameter, DTensor) for parameter in self.parameters)
 
     @cached_property
@@ -307,7 +308,7 @@ class Optimization:
         self.steps = steps
 
     def _stepped_parameters(self) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-        """What the optimizer steps, and the model's parameter that it stands for."""
+        """What the optimizer steps, and the model's parameter that it represents."""
         masters = self.parameters if self.masters is None else self.masters.masters
         return list(zip(masters, self.parameters, strict=True))
 
@@ -321,7 +322,7 @@ class Optimization:
         )
 
     def _kept(self, value: Any, parameter: torch.nn.Parameter) -> Any:
-        """What a checkpoint keeps of a tensor that lies as the parameter does (`kept`); other
+        """What a checkpoint keeps of a tensor that is divided like the parameter (`kept`); other
         values as they are."""
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return value

@@ -8,7 +8,7 @@
                  conversation on the same task as the chosen answer
 
 An answer is all that was said in an attempt: the trained tokens of its rows, several where the
-trajectory branches or starts anew.
+trajectory branches or starts again.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Pair:
 
 def answer_of(trajectory: Trajectory) -> CandidateAnswer:
     """All that the policy said in a trajectory, to be judged under its own distribution: neither
-    the masks of a grammar nor penalties are applied, whatever it was drawn under."""
+    the masks of a grammar nor penalties are applied, even if it was drawn under them."""
     rows = [row.sample for row in trajectory_rows(trajectory) if row.sample.num_trained]
     return CandidateAnswer(
         trajectory.id, tuple(msgspec.structs.replace(row, penalties=None) for row in rows)
@@ -89,8 +89,8 @@ def make_pairs(
     section: AlgorithmSection,
     demonstrations: Demonstrations | None = None,
 ) -> list[Pair]:
-    """Of every group, in order of their first members; which attempts they are made of depends on
-    ids and rewards only.
+    """The pairs of every group, in order of the groups' first members. Which attempts they consist
+    of depends on ids and rewards only.
 
     `demonstrations` is needed where `algorithm.pairs` is `demonstrations`. Two answers that are the
     same make no pair.
@@ -218,7 +218,8 @@ def _compare(
 
 class PairData:
     """Given pairs, a step's worth at a time: groups of pairs in an order that the seed shuffles
-    anew each round. What does not fill a step at a round's end waits: no step has a group twice."""
+    again each round. Pairs that do not fill a step at a round's end wait: no step has a group
+    twice."""
 
     def __init__(self, groups: Sequence[Sequence[Pair]], per_step: int, seed: int) -> None:
         self.groups = groups

@@ -1,10 +1,10 @@
 """Several processes train one model, each on its part of every minibatch (data parallelism).
 
-Whoever starts the processes initialises torch.distributed. Where they do more than that with one
-another (shard a layer, a sequence), it also makes a DeviceMesh and says so once, by `use_mesh`:
-ranks are then the coordinates of its dimension "dp", and processes that have the same one are one
-rank, whose numbers count once. Without a mesh every process is a rank of its own, and without
-torch.distributed there is one rank and everything here does nothing.
+The code that starts the processes initialises torch.distributed. Where the processes do more with
+one another (shard a layer, a sequence), it also makes a DeviceMesh and declares it once, by
+`use_mesh`: ranks are then the coordinates of its dimension "dp", and processes that have the same
+one are one rank, whose numbers count once. Without a mesh every process is a rank of its own, and
+without torch.distributed there is one rank and everything here does nothing.
 
 Each rank is given the same samples in the same order; `passes.micro_batches` hands it its own part.
 Losses are parts of the whole minibatch's, so what a single process adds up over micro-batches is
@@ -15,8 +15,8 @@ What FSDP has sharded, it has summed over data-parallel ranks itself. The stages
 mesh's dimension "pp") are one rank, too, whose numbers are those of its last stage.
 
 Store and disk belong to one process, the first of all: `on_first` is around what writes there
-(checkpoints in `checkpoint.py`). In a run the loop is one process, which tells the others what to
-compute (orchestration/ranks.py).
+(checkpoints in `checkpoint.py`). In a run the loop is one process, which sends the others their
+work (orchestration/ranks.py).
 
 A process that ends breaks its connections, on which the others fail; one that hangs leaves them
 waiting for as long as the process group's timeout allows.
@@ -49,8 +49,8 @@ PIPELINE = "pp"
 """Name of the one along which processes have the layers, a stretch each."""
 
 _group: distributed.ProcessGroup | None = None
-"""This process's data-parallel group; None for all processes. Set by `use_mesh` alone, beside the
-default group that torch.distributed keeps."""
+"""This process's data-parallel group; None for all processes. Only `use_mesh` sets it, in addition
+to the default group that torch.distributed keeps."""
 _context: Ranks | None = None
 """The processes that compute this one's passes with it; None for no others. Set by `use_mesh`."""
 

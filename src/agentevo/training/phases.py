@@ -18,7 +18,7 @@ from agentevo.observability.profile_table import PREFIX
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """For `with` and as a decorator. Phases may lie in one another: time and memory count for the
+    """For `with` and as a decorator. Phases may be nested: time and memory count for the
     innermost."""
     if not torch.autograd._profiler_enabled():
         yield

@@ -98,7 +98,8 @@ class MinibatchLoss:
         listen: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """This micro-batch's part of the loss, and sums over its tokens for the metrics. `weights`
-        [S] are those of the batch's rows. `listen` hears the log-probs and entropies, [S, T]."""
+        [S] are those of the batch's rows. `listen` is called with the log-probs and entropies, [S,
+        T]."""
         chosen_logp, node_entropy = token_logprobs(model, batch)  # [M], [R]
         logp = batch.table(chosen_logp)  # [S, T]
         entropy = node_entropy[batch.rows]  # [M]

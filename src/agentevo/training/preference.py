@@ -325,7 +325,7 @@ def _answers(pairs: Sequence[Pair]) -> list[CandidateAnswer]:
 
 
 class _PreferenceComparison:
-    """Which answers the pairs are made of; it turns sums of log-probs [N] into the loss's inputs
+    """Which answers the pairs consist of; it turns sums of log-probs [N] into the loss's inputs
     [P]."""
 
     def __init__(

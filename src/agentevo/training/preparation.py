@@ -46,7 +46,7 @@ from agentevo.types import Sample, Trajectory
 
 @dataclass(eq=False)
 class Roles:
-    """The models beside the policy; those that the algorithm does not use are None."""
+    """The models other than the policy; those that the algorithm does not use are None."""
 
     policy: PreTrainedModel
     reference: Reference | None = None

@@ -219,6 +219,6 @@ def train_reward_model(
 
 
 def keep_scale(model: PreTrainedModel, metrics: dict[str, float]) -> None:
-    """Writes into the model's config how its rewards lie, for `normalise: model`."""
+    """Writes the distribution of the model's rewards into its config, for `normalise: model`."""
     setattr(model.config, MEAN, metrics["rm/eval/reward_mean"])
     setattr(model.config, STD, metrics["rm/eval/reward_std"])

@@ -1,6 +1,6 @@
 """Routing replay in the passes of one policy (docs/routing.md):
 
-    none     the routers choose; how many choices differ from a record of the engine's is told
+    none     the routers choose; choices that differ from the engine's record are counted
     rollout  every pass replays the engine's record (R3, arXiv 2510.11370)
     update   the pass that computes the old log-probs records, the update's replay it (R2 of verl)
 

@@ -45,8 +45,8 @@ def check_spread(model: PreTrainedModel, section: ParallelSection) -> None:
 def spread(model: PreTrainedModel, meshes: Meshes) -> PreTrainedModel:
     """Has these processes compute the model together, in place; called by all of them with the same
     weights, before an optimizer is made. Of a model that was loaded on the CPU each process takes
-    its part to its device. A model beside the policy may have no experts to spread.
-    Raises ModelError or TrainingError where the model can't be divided so."""
+    its part to its device. A model other than the policy may have no experts to spread. Raises
+    ModelError or TrainingError where the model can't be divided so."""
     section = meshes.section
     if not section.is_spread:
         return model

@@ -1,9 +1,9 @@
-"""A trainer's state whose tensors lie in parts on several processes, in torch's distributed
+"""A trainer's state whose tensors several processes hold in parts, in torch's distributed
 checkpoint format (`torch.distributed.checkpoint`): each process writes what it has, and any number
 of processes reads what each needs.
 
     trainer.pt               the state, with `{"dcp": NAME}` in place of such a tensor
-    trainer/.metadata        what lies where
+    trainer/.metadata        which part is where
     trainer/__0_0.distcp     the parts of the first process, and so on
 
 Nothing here makes a folder appear whole: `checkpoint.py` does, when all have written and hashed.
@@ -110,7 +110,7 @@ class StoredPart:
         self.shape = tuple(tensor_metadata.size)
 
     def read(self, box: Box | None = None) -> torch.Tensor:
-        """What lies in the box, or all of it, on the CPU, and the caller's own."""
+        """The part in the box, or the whole tensor, on the CPU; the caller owns it."""
         box = Box((0,) * len(self.shape), self.shape) if box is None else box
         into = torch.empty(box.sizes, dtype=self.dtype)
         if into.numel():

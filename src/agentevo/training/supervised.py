@@ -1,9 +1,9 @@
 """Supervised training on conversations: the mean negative log-prob of what the assistant says. For
 `agentevo sft` and the cold start alike.
 
-A step's loss is the mean over all trained tokens of its batch, whatever the micro-batches; shared
-beginnings are computed once. Which conversations a step has follows from the seed alone, so a
-resumed run goes on with the same ones.
+A step's loss is the mean over all trained tokens of its batch, however it is cut into
+micro-batches; shared beginnings are computed once. The seed alone decides which conversations a
+step has, so a resumed run continues with the same ones.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class SupervisedTrainer:
         return self.optimization.steps
 
     def begin(self) -> None:
-        """Does nothing, because there is no model beside the policy."""
+        """Does nothing, because there is no model other than the policy."""
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
         """One optimizer step on the mean loss per trained token. Raises TrainingError, and changes

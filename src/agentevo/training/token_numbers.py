@@ -4,9 +4,9 @@ pass of the update.
 
     RUN/token_numbers/step_000012.bin     of one committed step, two half-precision numbers a token
 
-A sample is found again by its attempt and the ids of its path, so the numbers belong to tokens
-whatever order they were trained in. Nothing reads them but who looks at a run: a file that is
-missing or damaged costs what pages show, and nothing else.
+A sample is found again by its attempt and the ids of its path, so the numbers belong to tokens in
+any order of training. Only the pages that show a run read them: a missing or damaged file changes
+nothing else.
 """
 
 from __future__ import annotations

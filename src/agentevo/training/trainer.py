@@ -50,7 +50,7 @@ from agentevo.types import Sample, Trajectory
 
 class Trainer:
     """Owns the optimizer of a model that was prepared by `agentevo.models.attention.prepare`, and
-    the models beside it."""
+    the models of the other roles."""
 
     def __init__(
         self,
@@ -136,8 +136,7 @@ class Trainer:
 
         With `version`, the number of committed steps, tokens more than `bound` versions away from
         it are not trained on, and the metrics have the ages of all tokens (see `mask_stale`). A
-        trajectory of which no token is left stays in its group's baseline, so it is not in
-        `dropped`.
+        trajectory that has no token left stays in its group's baseline, so it is not in `dropped`.
         """
         if version is None and bound is not None:
             raise ValueError(

@@ -1,7 +1,7 @@
-"""What a function of the user's says that each turn has earned: asked of one group after the other,
+"""What each turn has earned, as a function of the user's says: asked for one group after the other,
 and as a table for the advantage.
 
-A group whose numbers the function can't give is left out, and the step goes on with the others;
+A group whose numbers the function can't give is left out, and the step continues with the others;
 MAX_IN_A_ROW such groups, in one step or several, end the run before its weights change.
 """
 
@@ -66,7 +66,7 @@ class CreditAsker:
         for group_id, group in groups.items():
             try:
                 credited.of_turns.update(self._of_group(group))
-            except Exception as error:  # noqa: BLE001 (whatever a user's function raises)
+            except Exception as error:  # noqa: BLE001 (anything a user's function raises)
                 self._note_failure(group_id, error, credited)
                 credited.dropped.update(dict.fromkeys((t.id for t in group), CREDIT_FAILED))
             else:
@@ -125,6 +125,6 @@ def credit_table(
     table = torch.zeros(turn_ids.shape, dtype=torch.float64)
     for row, trajectory in enumerate(owners):
         of_turns = torch.tensor([*turn_credits[trajectory.id], 0.0], dtype=torch.float64)
-        table[row] = of_turns[turn_ids[row]]  # the last number stands for -1
+        table[row] = of_turns[turn_ids[row]]  # the last number is that of -1
 
     return table

@@ -1,5 +1,5 @@
-"""Samples packed into one forward pass: the token tree, and for each trained token where it lies
-and what it weighs."""
+"""Samples packed into one forward pass: the token tree, and for each trained token its place and
+its weight."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class PackedBatch:
     """The number of tokens of all samples, counted even where they share a node."""
 
     def with_routing(self, routing: Routing) -> PackedBatch:
-        """The batch for passes of a model whose routers `routing` hears of."""
+        """The batch for passes of a model whose routers report to `routing`."""
         plan = copy.copy(self.plan)
         plan.routing = routing
         return replace(self, plan=plan)
@@ -95,9 +95,9 @@ class PackedBatch:
 
 
 def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True) -> PackedBatch:
-    """Packs samples of one temperature. Without `merge` they lie side by side, and what they share
-    is computed once for each. Either way no sample sees another's tokens, and the results are the
-    same."""
+    """Packs samples of one temperature. Without `merge` they are placed side by side, and what they
+    share is computed once for each. Either way no sample sees another's tokens, and the results are
+    the same."""
     temperature = _one_temperature(samples)
     tree = build_tree(merge_keys(samples), merge=merge)
     for sample, path in zip(samples, tree.paths, strict=True):

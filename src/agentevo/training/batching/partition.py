@@ -23,8 +23,8 @@ from agentevo.training.prefixes import sort_sequences
 
 Sequences = Sequence[Sequence[int]] | Sequence[np.ndarray]
 PAIR_COST = 1 / 6144
-"""What attention of one token to another costs beside all else that a token costs: 4 LH of 24 LH^2
-operations in a transformer of width H with L layers, which is 1 / 6H; here for H = 1024."""
+"""The cost of one token's attention to another, as a share of all else that a token costs: 4 LH of
+24 LH^2 operations in a transformer of width H with L layers, which is 1 / 6H; here for H = 1024."""
 
 
 def split_by_tokens(

@@ -50,10 +50,10 @@ def micro_batches(
 def null_batches(
     samples: Sequence[Sample], made: int, device: torch.device, *, merge: bool = True
 ) -> list[PackedBatch]:
-    """What this rank, after `num_passes` passes over its micro-batches, has still to pass through a
-    model whose passes all ranks make together (it is sharded, or its experts are spread), so that
-    all make as many; what comes of it counts 0 times. Called by all ranks, before the first pass.
-    Empty where each rank's passes are its own."""
+    """The batches that this rank, after `num_passes` passes over its micro-batches, still passes
+    through a model whose passes all ranks make together (it is sharded, or its experts are spread),
+    so that all ranks make equally many. Their results count 0 times. Called by all ranks, before
+    the first pass. Empty where each rank's passes are its own."""
     if num_ranks() == 1 or not (any_sharded() or any_joint()):
         return []
     missing = max(gather(made)) - made
@@ -84,8 +84,8 @@ def token_tables(
     """Collects what `compute` returns for the trained tokens of each micro-batch, name -> [M], in
     tables name -> [S, T] float32 on the CPU.
 
-    Row s holds the trained tokens of sample s from the left, then zeros. `listen` hears of each of
-    this rank's micro-batches, after `compute`, the indices of its samples.
+    Row s holds the trained tokens of sample s from the left, then zeros. `listen` is called after
+    `compute` with the indices of the samples of each of this rank's micro-batches.
     """
     width = max(s.num_trained for s in samples)
     batches = micro_batches(samples, max_tokens, device, merge=merge)

@@ -129,7 +129,7 @@ def node_rows(
 
 
 def with_rows(sample: Sample, rows: np.ndarray, routers: Routers) -> Sample:
-    """The sample with rows [T, layers, top_k] of a pass of the trainer, the last of which is left
+    """The sample with rows [T, layers, top_k] of a pass of the trainer; the last row is left
     out."""
     routed_experts = RoutedExperts.of(rows[:-1], routers.num_experts)
     return msgspec.structs.replace(sample, routed_experts=routed_experts)

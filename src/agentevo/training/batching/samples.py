@@ -2,8 +2,8 @@
 exactly once, each with its advantage.
 
 An advantage that is one number per attempt is made from the attempt's reward. One that runs along
-tokens or turns gets each turn's reward at the turn's last token; what the attempt earned beside its
-turns' rewards is paid at the end.
+tokens or turns gets each turn's reward at the turn's last token; what the attempt earned on top of
+its turns' rewards is paid at the end.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def _inputs_of(
     baselines: Mapping[str, float],
     weights: Mapping[str, float],
 ) -> dict[str, Any]:
-    """What an advantage needs beside rewards, groups and turns, by its name in AdvantageTables."""
+    """What an advantage needs in addition to rewards, groups and turns, by its name in
+    AdvantageTables."""
     inputs: dict[str, Any] = {name: table for name, table in tables.items() if name in needs}
     if "baseline_rewards" in needs:
         inputs["baseline_rewards"] = torch.tensor(
@@ -161,7 +162,7 @@ def _reward_table(
 
 
 def _parent_table(rows: Sequence[SampleRow], turn_ids: torch.Tensor) -> torch.Tensor:
-    """[S, T] int64: the turn from which that of each trained token goes on, -1 for a root."""
+    """[S, T] int64: the parent of the turn of each trained token, -1 for a root."""
     table = torch.full_like(turn_ids, -1)
     for index, (trajectory, _, turns) in enumerate(rows):
         parents = [-1 if turn.parent is None else turn.parent for turn in trajectory.turns]
@@ -203,7 +204,7 @@ def trajectory_rows(
     they were drawn from.
 
     `train_observations`: what the policy read between two turns of a path belongs to the later one,
-    and is trained with it. Nobody drew it: its log-probs are nan, for `with_observed_logprobs`.
+    and is trained with it. It was not drawn: its log-probs are nan, for `with_observed_logprobs`.
     `routed`: samples have the routed experts that were recorded; raises TrainingError where these
     don't fit the turns."""
     parents = {turn.parent for turn in trajectory.turns}

@@ -21,8 +21,8 @@ reason)."""
 
 
 def usable(trajectories: Sequence[Trajectory], section: AlgorithmSection) -> Selection:
-    """Leaves out trajectories that can't be trained on, whatever their group. Failed and cancelled
-    ones do not even count in their group's mean."""
+    """Leaves out trajectories that can't be trained on, irrespective of their group. Failed and
+    cancelled ones do not even count in their group's mean."""
     dropped: dict[str, str] = {t.id: t.status for t in trajectories if t.status != "completed"}
     dropped |= {
         t.id: "no-tokens"

@@ -14,7 +14,7 @@ from agentevo.types import Trajectory
 PART = "length"
 """Part of the reward that holds what the length has changed."""
 REST = "task"
-"""Part that holds a reward which nobody took apart before."""
+"""Part that holds a reward that was not divided before."""
 COSINE_REWARDS = ("success_short", "success_long", "failure_short", "failure_long", "exceeded")
 
 

@@ -68,9 +68,8 @@ def mask_stale(
 def leave_out_stale(
     trajectories: Sequence[Trajectory], *, trainer_version: int, bound: int | None = None
 ) -> tuple[list[Trajectory], dict[str, str], dict[str, float]]:
-    """For losses of whole answers, of which no token can be spared: those trajectories without a
-    token older than `bound`, the ids of the others -> "stale", and the metrics. Raises as
-    `mask_stale`."""
+    """For losses of whole answers, which need every token: the trajectories without a token older
+    than `bound`, the ids of the others -> "stale", and the metrics. Raises as `mask_stale`."""
     _check(trainer_version, bound)
     fresh_trajectories = []
     dropped = {}

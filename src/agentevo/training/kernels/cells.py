@@ -26,7 +26,7 @@ class Cell(NamedTuple):
     rows: slice
     columns: slice
     chosen: torch.Tensor
-    """Which of the M targets lie in the cell."""
+    """Which of the M targets are in the cell."""
     places: tuple[torch.Tensor, torch.Tensor]
     """Their rows and columns, counted from the cell's first."""
 

@@ -3,9 +3,9 @@ from the tree, not from all pairs of nodes; and its flash attention, which is fa
 has nothing but long texts that share nothing.
 
 Node k is seen by node q exactly when k <= q < ends[k] (training/tree.py), so a block of keys is
-seen by some query of a later block if the largest of its ends lies beyond that block's first query,
-and by all of them if the smallest lies beyond its last. 128K nodes are 1,024 blocks; their mask is
-a few numpy operations on 1,024 x 1,024 numbers.
+seen by some query of a later block if the largest of its ends is beyond that block's first query,
+and by all of them if the smallest is beyond its last. 128K nodes are 1,024 blocks; their mask is a
+few numpy operations on 1,024 x 1,024 numbers.
 """
 
 from __future__ import annotations

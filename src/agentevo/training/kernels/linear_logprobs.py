@@ -11,15 +11,16 @@ complete, in float32, before the next begins.
 
 Time against memory: the first KEPT_BYTES of products are kept for the backward pass, which is
 faster than to make them again (a write against 2 H operations per score); what exceeds that is made
-again, at the price of a fourth product beside the three that any way needs. A small batch thus runs
-at the dense speed, and a large one within a memory that depends neither on R nor on V. Where the
-output layer is frozen (adapters elsewhere), what exceeds the limit costs nothing more either: the
-gradient of log Z in the hidden states does not depend on the loss, so the forward pass makes it,
-[R, H]; only an entropy bonus then has the products made again. benchmarks/logprobs.py measures all
-that. Float32 products on a CPU go through oneDNN (models/linear.py); elsewhere they are PyTorch's.
-On a GPU a cell's arithmetic is one kernel, where the logits are the products times a number: it
-computes the softmax of a cell as fast as it reads and writes it, so operations one after the other
-cost a pass over memory each, about ten of four bytes a number, where the kernel costs one of two.
+again, at the price of a fourth product on top of the three that every method needs. A small batch
+thus runs at the dense speed, and a large one within a memory that depends neither on R nor on V.
+Where the output layer is frozen (adapters elsewhere), what exceeds the limit costs nothing more
+either: the gradient of log Z in the hidden states does not depend on the loss, so the forward pass
+makes it, [R, H]; only an entropy bonus then has the products made again. benchmarks/logprobs.py
+measures all that. Float32 products on a CPU go through oneDNN (models/linear.py); elsewhere they
+are PyTorch's. On a GPU a cell's arithmetic is one kernel, where the logits are the products times a
+number: it computes the softmax of a cell as fast as it reads and writes it, so operations one after
+the other cost a pass over memory each, about ten of four bytes a number, where the kernel costs one
+of two.
 """
 
 from __future__ import annotations
@@ -411,7 +412,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 class _Slopes(NamedTuple):
-    """The gradient that comes in, times the slope of the tail."""
+    """The incoming gradient, times the slope of the tail."""
 
     of_logp: torch.Tensor
     """[M]"""
@@ -457,8 +458,8 @@ class _Slopes(NamedTuple):
 
         bent = None if self.tail.softcap is None else self.tail.bend(products)
 
-        # Step 1: the part of every token of the vocabulary, -p times what comes in, where p is
-        # e^(z - a) / s, and log p + H is z - a - t / s.
+        # Step 1: the part of every token of the vocabulary: -p times the incoming gradient, where p
+        # is e^(z - a) / s, and log p + H is z - a - t / s.
         rows = cell.rows
         below = self.tail.scores(products, cell, bent) - self.top[rows].unsqueeze(1)
         slope = below.exp()
@@ -483,7 +484,8 @@ class _Slopes(NamedTuple):
     def _in_one_kernel(
         self, products: torch.Tensor, cell: Cell, of_targets: torch.Tensor
     ) -> torch.Tensor:
-        """`of_products` in the products' dtype; what comes of the targets is added in float32."""
+        """`of_products` in the products' dtype; the contribution of the targets is added in
+        float32."""
         top = self.top[cell.rows]
         total = self.total[cell.rows]
         mean = self.mean[cell.rows]

@@ -1,11 +1,11 @@
 """Log-probs that a model predicts, without its logits where that is possible.
 
 A pass is stopped short at the output layer: a hook takes the hidden states [R, H] that arrive there
-and hands the layer none. All before it is the model's own doing, so this holds for every
-architecture and inside of adapters. What the model does to logits afterwards (a scale, a cap, under
-whatever name its config has them) is found out rather than looked up: in place of the layer's
-output the model is given known numbers, in float64, and what it makes of them tells scale and cap;
-once for each model, and again where its settings have changed since.
+and hands the layer none. Everything before it is the model's own computation, so this holds for
+every architecture and inside of adapters. What the model does to logits afterwards (a scale, a cap,
+under any name in its config) is measured rather than looked up: the model receives known numbers,
+in float64, in place of the layer's output, and its result shows scale and cap. This is done once
+for each model, and again where its settings have changed since.
 
 An output layer that is more than one product (adapters on it, quantised, sharded, with hooks of
 others), and a model that does something else to its logits, are left alone: then the logits are
@@ -105,7 +105,7 @@ def all_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
         _, nodes = passed_on(model, stage, batch)
         return nodes[:, None].expand(-1, model.config.get_text_config().vocab_size)
     outputs: Any = model(**batch.inputs)
-    return outputs.logits.squeeze(0)  # [0] would make the gradient anew, as large as the logits
+    return outputs.logits.squeeze(0)  # [0] would allocate another gradient as large as the logits
 
 
 def allowed_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
@@ -127,8 +127,8 @@ def _limit(model: PreTrainedModel) -> int | None:
 
 
 class OutputTail(NamedTuple):
-    """What a model makes of its output layer's products x: scale * x, or cap * tanh(scale * x /
-    cap)."""
+    """A model's logits as a function of its output layer's products x: scale * x, or cap *
+    tanh(scale * x / cap)."""
 
     softcap: float | None
     logit_scale: float
@@ -222,7 +222,7 @@ def last_hidden(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
 def _intercept(
     model: PreTrainedModel, layer: nn.Module, inputs: Mapping[str, Any], answer: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states [R, H], and what the model made of `answer` in place of logits."""
+    """Hidden states [R, H], and the model's result for `answer` in place of logits."""
     if torch.is_grad_enabled() and isinstance(layer, PackedWeights):
         layer.drop()  # as its own pass with gradients would
     with _Interceptor(model, answer) as interceptor:

@@ -1,13 +1,13 @@
-"""The passes of a model that is one stage of a pipeline: what it receives and sends on, and what
-stands for the log-probs that the last stage makes.
+"""The passes of a model that is one stage of a pipeline: what it receives and sends on, and the
+placeholders of the log-probs that the last stage makes.
 
 All stages make the same calls with the same micro-batches. Where the others have no log-probs, they
-have zeros that stand for them, and a loss of those, whose value nobody looks at: its backward pass
-waits for the gradient of what this stage has sent on.
+have zeros as placeholders, and a loss of those, whose value is not used: its backward pass waits
+for the gradient of what this stage has sent on.
 
-What travels is a micro-batch's hidden states [1, N, H] and their gradient, of whatever N it has,
-between neighbours alone. A send is waited for, and what was sent let go, when so many others have
-followed that the neighbour must have received it: no two stages wait for one another.
+A micro-batch's hidden states [1, N, H], for any N, and their gradient travel between neighbours
+only. A send is waited for, and what was sent let go, when so many others have followed that the
+neighbour must have received it: no two stages wait for one another.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ def sends_on(model: nn.Module) -> Stage | None:
 def passed_on(
     model: PreTrainedModel, stage: Stage, batch: PackedBatch
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes this stage of a pass, and sends it on: zeros that stand for the log-probs [M] and
-    entropies [R] that the last one makes."""
+    """Computes this stage of a pass, and sends its output on. Returns zeros in place of the
+    log-probs [M] and entropies [R] that the last stage makes."""
     decoder: Any = model.base_model
     inputs = {name: value for name, value in batch.inputs.items() if name != "logits_to_keep"}
     hidden = decoder(**inputs).last_hidden_state

@@ -54,7 +54,7 @@ class _AttentionBlock(NamedTuple):
 
 @dataclass(eq=False)
 class _TreeLayout:
-    """Who is computed with whom, under one window."""
+    """Which queries are computed with which keys, under one window."""
 
     batches: list[_Batch] = field(default_factory=list)
     own: list[_AttentionBlock] = field(default_factory=list)
@@ -70,7 +70,7 @@ class TreeAttention:
         self.tree = tree
         self.device = device
         self.routing: Routing | None = None
-        """Hears of the experts that are chosen (models/routers.py)."""
+        """Receives the experts that are chosen (models/routers.py)."""
         self._deepest = int(tree.positions.max())
         self.flex = FlexTree(tree, device) if compiles(device.type) else None
         self._layouts: dict[int | None, _TreeLayout] = {}

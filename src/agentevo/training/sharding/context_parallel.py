@@ -1,10 +1,10 @@
 """Context parallelism: every process has a stretch of a pass's nodes, and around attention they
 exchange heads for nodes (DeepSpeed-Ulysses, arXiv 2309.14509).
 
-Nodes are cut into equal stretches, the last one padded. All that a layer does to one token is done
-for the stretch alone. Before attention an all-to-all turns [stretch, all heads] into [all nodes,
-some heads], the unchanged plan of the pass computes, and another turns its output back. Behind the
-decoder the stretches are put together, so whoever reads hidden states sees all nodes.
+Nodes are cut into equal stretches, the last one padded. Everything that a layer does to one token
+is done for the stretch alone. Before attention an all-to-all turns [stretch, all heads] into [all
+nodes, some heads], the unchanged plan of the pass computes, and another turns its output back.
+After the decoder the stretches are put together, so a reader of hidden states sees all nodes.
 
 The losses of a context group are parts of one sum: each process counts its loss `1 / size` times,
 gradients are summed over the group, and every exchange here has its true adjoint.

@@ -90,8 +90,8 @@ class Within:
 
     tensor: Ranks
     both: Ranks
-    """The processes of expert and tensor groups, the latter's side by side: all of a layer's
-    experts lie on them, in this order."""
+    """The processes of expert and tensor groups, the latter's side by side: they hold all of a
+    layer's experts, in this order."""
 
 
 def spread_over_tensor(stack: nn.Module, ranks: Ranks) -> None:
@@ -131,7 +131,7 @@ def _cut(stack: Any, ranks: Ranks, sharing: tuple[Ranks, ...] | None) -> int:
 def _own_experts(
     ranks: Ranks, first: int, stack: Any, args: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, ...]:
-    """Arguments of the experts: those of others become the number that stands for none."""
+    """Arguments of the experts: experts of other processes become the number that means none."""
     hidden, chosen, weights = args
     beyond = (chosen < first) | (chosen >= first + stack.num_experts)
     return (

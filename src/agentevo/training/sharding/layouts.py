@@ -22,13 +22,13 @@ from agentevo.models.parts import Cut, Saved, WeightPart, own_part
 from agentevo.training.collectives import Ranks, owned_given, slices_gathered
 
 _KEY = "_agentevo_layouts"
-"""Attribute of a module: name of its parameter -> layout. It stays with copies of the module and
-with what FSDP makes of it."""
+"""Attribute of a module: name of its parameter -> layout. Copies of the module keep it, and so does
+the module that FSDP makes from it."""
 
 
 @dataclass(frozen=True, eq=False)
 class ShardLayout:
-    """How a parameter lies on the processes of one group."""
+    """How the processes of one group divide a parameter."""
 
     ranks: Ranks
     dim: int | None
@@ -42,7 +42,7 @@ class ShardLayout:
 
     @property
     def cut(self) -> Cut | None:
-        """Where this process's slice lies in the whole tensor; None for a whole one."""
+        """The place of this process's slice in the whole tensor; None for a whole one."""
         if self.dim is None:
             return None
         return Cut(self.dim, sum(self.sizes[: self.ranks.rank]), sum(self.sizes))
@@ -69,7 +69,7 @@ class ShardLayout:
 
 
 def lay_out(module: nn.Module, name: str, layout: ShardLayout) -> None:
-    """Cuts this process's slice out of a module's parameter, and keeps how it lies."""
+    """Cuts this process's slice out of a module's parameter, and records its layout."""
     parameter = module._parameters[name]
     assert parameter is not None
     if layout.dim is not None:
@@ -102,7 +102,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def add_parts(layouts: Mapping[nn.Parameter, ShardLayout]) -> None:
-    """Sums the gradients of which every process of a tensor group has found a part."""
+    """Sums the gradients that each process of a tensor group has computed a part of."""
     for parameter, layout in layouts.items():
         if layout.dim is None and parameter.grad is not None:
             distributed.all_reduce(local(parameter.grad), group=layout.ranks.group)
@@ -111,8 +111,8 @@ def add_parts(layouts: Mapping[nn.Parameter, ShardLayout]) -> None:
 def gradient_norm(
     parameters: Iterable[nn.Parameter], layouts: Mapping[nn.Parameter, ShardLayout]
 ) -> torch.Tensor:
-    """The L2 norm of the gradient of the whole model, the same on every process, which all call
-    this: each number is counted once, wherever it lies."""
+    """The L2 norm of the gradient of the whole model, the same on every process; all of them call
+    this. Each number is counted once, wherever it is."""
     sums: dict[tuple[Any, ...], torch.Tensor] = defaultdict(lambda: torch.zeros(()))
     for parameter in parameters:
         grad = parameter.grad
@@ -156,9 +156,9 @@ def clip(parameters: Iterable[nn.Parameter], norm: torch.Tensor, largest: float)
 def whole_of(
     part: torch.Tensor, parameter: torch.Tensor, layout: ShardLayout | None
 ) -> torch.Tensor:
-    """What this process has of a tensor that lies as the parameter does (its weights, a moment) ->
-    the whole one on every process, detached; called by all of them. `part` may be what FSDP has
-    left here, or stand for that."""
+    """This process's part of a tensor that is divided like the parameter (its weights, a moment) ->
+    the whole tensor on every process, detached; all of them call this. `part` may be what FSDP has
+    left here, or represent that."""
     part = part.detach()
     if isinstance(parameter, DTensor):
         if not isinstance(part, DTensor):
@@ -176,7 +176,7 @@ def whole_of(
 
 
 def whole_shape(parameter: torch.Tensor, layout: ShardLayout | None) -> torch.Size:
-    """The shape of the whole tensor that a parameter lies in."""
+    """The shape of the whole tensor that a parameter is a part of."""
     shape = list(parameter.shape)
     if layout is not None and layout.dim is not None:
         shape[layout.dim] = sum(layout.sizes)
@@ -186,8 +186,8 @@ def whole_shape(parameter: torch.Tensor, layout: ShardLayout | None) -> torch.Si
 def kept(
     tensor: torch.Tensor, parameter: torch.Tensor, layout: ShardLayout | None
 ) -> torch.Tensor | WeightPart:
-    """What a checkpoint keeps of a tensor that lies as the parameter does: this process's part, or
-    all of it where every process has that. `tensor` may be what FSDP has left here."""
+    """What a checkpoint keeps of a tensor that is divided like the parameter: this process's part,
+    or all of it where every process has all. `tensor` may be what FSDP has left here."""
     cut = None if layout is None else layout.cut
     if cut is None and not isinstance(parameter, DTensor):
         return tensor.detach()
@@ -195,8 +195,8 @@ def kept(
 
 
 def part_of(saved: Saved, parameter: torch.Tensor, layout: ShardLayout | None) -> torch.Tensor:
-    """The inverse of `kept`, whoever has kept it: what lies here of a tensor of a checkpoint, as
-    FSDP has it where it has sharded the parameter."""
+    """The inverse of `kept`, which any process may have called: this process's part of a tensor of
+    a checkpoint, in FSDP's form where FSDP has sharded the parameter."""
     return own_part(saved, parameter, None if layout is None else layout.cut)
 
 
@@ -209,8 +209,8 @@ def whole_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict
 
 @torch.no_grad()
 def gather_trained(model: nn.Module, target: nn.Module | None) -> None:
-    """Writes the trained weights of a model that lies on several processes into a whole one of the
-    same names, tensor by tensor; called by all processes, of which those without a target only give
+    """Writes the trained weights of a model that several processes hold in parts into a whole one
+    of the same names, tensor by tensor. All processes call it; those without a target only give
     their parts."""
     layouts = layouts_by_name(model)
     targets = None if target is None else dict(target.named_parameters())

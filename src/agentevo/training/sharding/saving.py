@@ -1,4 +1,4 @@
-"""What a process has of a model that lies in parts, for those that write the model."""
+"""A process's part of a model that is divided among several, for the code that writes the model."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ every token (arXiv 1909.08053), the vocabulary of both embeddings included.
 
 Which matrices are cut by their outputs and which by their inputs is the architecture's own
 `base_model_tp_plan` in transformers. What the plan does not name (norms, routers) every process
-computes alike. Experts that lie stacked in one parameter are cut between experts.
+computes alike. Experts that are stacked in one parameter are cut between experts.
 
 A model is refused, before anything is changed, where that would not be exact: adapters, a plan with
 steps that are not known here, heads or widths that the number of processes doesn't divide.
