@@ -1,7 +1,8 @@
-"""A loss and an advantage by functions of the user's (config/algorithm_functions.py).
+"""A loss and an advantage that functions of the user compute (config/algorithm_functions.py).
 
-Both get copies, so that what they write into them is seen nowhere else. What they raise, and what
-is no such tensor, is a TrainingError before the weights change, with the traceback on stderr.
+Both functions get copies, so what they write into them has no effect elsewhere. An exception of
+theirs, or a result that is no such tensor, is a TrainingError before the weights change, with the
+traceback on stderr.
 
 A loss is split: a step's rows are spread over micro-batches and ranks, whose gradients add up. That
 is exact only where the loss of a row comes from its own trained tokens. `try_out` calls it on a
@@ -33,11 +34,11 @@ from agentevo.signals import Interrupt
 from agentevo.tracebacks import traceback_of
 
 LONGEST_S = 600.0
-"""How long an advantage may take for a step."""
+"""The most seconds that an advantage may take for a step."""
 LONGEST_TRIAL_S = 60.0
-"""How long a function may take for a trial."""
+"""The most seconds that a function may take for a trial."""
 OF_THE_STEP = frozenset({"pg_loss", "entropy", "kl_loss", "rollout_is_mean", "rollout_is_squares"})
-"""Names of metrics that a step has besides those of its loss."""
+"""Names of a step's metrics other than those of its loss."""
 ROWS = ((5, ()), (3, (1,)), (6, (0, 4)), (1, ()))
 """Length and untrained places of each row of a trial."""
 
@@ -57,7 +58,7 @@ def bound_advantage(section: AlgorithmSection) -> Callable[[Inputs], Tensor] | N
 
 
 def try_out(section: AlgorithmSection) -> None:
-    """Raises ConfigError for a function that can't be trained with."""
+    """Raises ConfigError for a function that training can't use."""
     try:
         if section.loss_function is not None:
             loss = POLICY_LOSSES.find(section.loss_function)

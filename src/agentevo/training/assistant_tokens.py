@@ -1,5 +1,5 @@
 """Conversations -> token ids, with a mask that is true exactly where the assistant speaks. The chat
-template says where that is.
+template determines where that is.
 
 A template with `{% generation %}` blocks marks the assistant's tokens itself. For any other, with r
 = the template's rendering and g = the same with the generation prompt,
@@ -9,18 +9,17 @@ A template with `{% generation %}` blocks marks the assistant's tokens itself. F
                                              to the end of the turn: the first token that ends an
                                              answer, or else the last special one
 
-so what is trained is what the policy would have had to say, its end-of-turn token included; what a
-template puts behind it is not: a newline, the end of the text (Phi-3). Message k continues the
-tokens of the message before it where prompt(k) begins with them. Where it does not (a template that
-strips the thinking of earlier turns, or rewrites them), a new sample begins: each turn is trained
-in the context that the template gives it. No text is looked for in another.
+so training covers what the policy would have to generate, its end-of-turn token included. It does
+not cover what a template puts after that: a newline, the end of the text (Phi-3). Message k
+continues the tokens of the message before it where prompt(k) begins with them. Where it does not (a
+template that strips the thinking of earlier turns, or rewrites them), a new sample begins: each
+turn is trained in the context that the template gives it. No text is searched for in another.
 
 Where the generation prompt opens a thought (`<think>`) that the rendering leaves out, the policy
-has to finish it: the thought of the row, or none, then `</think>`, stands before the rendered
-answer.
+has to finish it: the thought of the row, or none, then `</think>`, precedes the rendered answer.
 
-A row that can't be said this way is a RowError: the template refuses it, drops its tools or tool
-calls, or begins an answer otherwise than its own generation prompt.
+A row that can't be encoded this way raises RowError: the template refuses it, drops its tools or
+tool calls, or begins an answer differently from its own generation prompt.
 """
 
 from __future__ import annotations
@@ -49,9 +48,10 @@ from agentevo.models.chat_template import TEMPLATE_ERRORS, ChatTemplate
 from agentevo.types import Sample
 
 CHARACTERS_PER_TOKEN = 16
-"""With more of them for each token that a row may have, it is not encoded. Most texts have 4."""
+"""A row with more characters than this for each token that it may have is not encoded. Most texts
+have 4."""
 MANY_MESSAGES = 10_000
-"""Messages of a row that are encoded in any case: each has a token at least."""
+"""The number of messages of a row that are encoded in any case: each has at least one token."""
 
 TrainOn = Literal["all", "last"]
 Chat = list[dict[str, Any]]
@@ -84,8 +84,8 @@ def token_row(name: str, ids: Sequence[int], mask: Sequence[bool]) -> TokenRow:
 
 
 class AssistantTokens:
-    """Encodes conversations as the module says. Raises ModelError for a tokenizer without a chat
-    template."""
+    """Encodes conversations as the module's docstring describes. Raises ModelError for a tokenizer
+    without a chat template."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class AssistantTokens:
 
     def _near_limit(self, messages: Chat) -> Chat:
         """The messages, without the oldest turns that make them far too long to be encoded. Raises
-        RowError where that can't be, or is not asked for."""
+        RowError where that is impossible, or not requested."""
         sizes = [_num_characters(message) for message in messages]
         most = CHARACTERS_PER_TOKEN * max(self.max_tokens, LONG_TEXT)
         begins_at = 1 if messages[0]["role"] == "system" else 0
@@ -280,8 +280,9 @@ class AssistantTokens:
 
     def _check_nothing_lost(self, messages: Chat, tools: Chat | None) -> None:
         """Raises RowError if the template leaves out tools, tool calls or thinking: the assistant
-        would then learn to call what it can't see, or to say nothing where it made a call. Thinking
-        is checked in the last message only, because templates strip it from earlier ones."""
+        would then learn to call tools that it can't see, or to answer nothing where it made a call.
+        Thinking is checked in the last message only, because templates strip it from earlier
+        ones."""
         calling = [place for place, message in enumerate(messages) if "tool_calls" in message]
         thinking = [key for key in REASONING_KEYS if messages[-1].get(key)]
         if thinking and OPENS_THINKING.search(self._render(messages[:-1], tools, prompt=True)):
@@ -352,7 +353,7 @@ class AssistantTokens:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _encode_after(self, known_text: str, known_ids: list[int], text: str) -> list[int]:
-        """Encodes `text`, and uses the known ids of what it begins with, up to a special token."""
+        """Encodes `text`, reusing the known ids of its beginning up to a special token."""
         if known_ids and text.startswith(known_text) and self._is_cut(known_ids[-1]):
             return [*known_ids, *self._encode(text[len(known_text) :])]
         return self._encode(text)
@@ -372,7 +373,7 @@ class AssistantTokens:
 
 def _finish_thought(prompt: str, rendering: str, message: dict[str, Any]) -> str:
     """The `rendering` of a conversation that ends with the assistant's `message`, with the
-    message's thought behind a prompt that opens one which the rendering leaves out."""
+    message's thought after a prompt that opens a thought which the rendering leaves out."""
     opening = OPENS_THINKING.search(prompt)
     if opening is None or rendering.startswith(prompt):
         return rendering
@@ -404,7 +405,7 @@ def _end_ids(tokenizer: PreTrainedTokenizerBase) -> list[set[int]]:
 
 
 def _without(messages: Chat, key: str, place: int) -> Chat:
-    """The messages with one of them lacking a key."""
+    """The messages, one of them without a key."""
     rest = {name: value for name, value in messages[place].items() if name != key}
     return [*messages[:place], rest, *messages[place + 1 :]]
 

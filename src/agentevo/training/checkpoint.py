@@ -9,8 +9,8 @@ the run's state.
                                readers; not read here
 
 A folder appears whole or not at all: it is written under another name, hashed (`manifest.py`),
-brought to the disk, then renamed. Deleting begins with a rename too. Later damage (a failing disk,
-a careless copy) shows in its checksums. The newest `keep_last` stay, and with `keep_best` the best
+synced to the disk, then renamed. Deleting begins with a rename too. Later damage (a failing disk, a
+careless copy) shows in its checksums. The newest `keep_last` stay, and with `keep_best` the best
 one.
 """
 
@@ -45,7 +45,7 @@ from agentevo.training.state_parts import FOLDER, PartsError, join_state, split_
 
 T = TypeVar("T")
 INDEX = "index.json"
-"""Of the folder of all checkpoints."""
+"""The index in the folder of all checkpoints."""
 _NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -72,7 +72,7 @@ class Checkpoints:
         return self.folder / f"step-{step:06d}"
 
     def find(self, which: str) -> Path:
-        """The folder of the checkpoint that is named: `last`, `best`, step-NUMBER or a path. Raises
+        """The folder of the named checkpoint: `last`, `best`, step-NUMBER or a path. Raises
         UnusableCheckpointError."""
         if which not in {"last", "best"}:
             path = Path(which) if Path(which).exists() else self.folder / which
@@ -186,7 +186,7 @@ class Checkpoints:
         return sealed.sha256
 
     def prune(self) -> None:
-        """Deletes the checkpoints that need not be kept; `save` says who calls it."""
+        """Deletes the checkpoints that need not be kept; see `save` for its caller."""
         self._on_first(self._prune)
 
     def _prune(self) -> None:
@@ -241,10 +241,10 @@ class Checkpoints:
         return None
 
     def load(self, path: Path, *, mapped: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Trainer state and run state of a checkpoint. What several processes have saved in parts
-        is `Stored` in there, to be read where it is used. `mapped`: other tensors are mapped from
-        the file, for a caller that needs a part of each. Raises UnusableCheckpointError if it can't
-        be read."""
+        """Trainer state and run state of a checkpoint. State that several processes have saved in
+        parts is `Stored` in it, and is read where it is used. `mapped`: other tensors are mapped
+        from the file, for a caller that needs a part of each. Raises UnusableCheckpointError if it
+        can't be read."""
         try:
             if not zipfile.is_zipfile(
                 path / "trainer.pt"
@@ -259,7 +259,7 @@ class Checkpoints:
 
     @classmethod
     def run_state(cls, path: Path) -> dict[str, Any]:
-        """The run state of a checkpoint alone. Raises as `load`."""
+        """Only the run state of a checkpoint. Raises as `load`."""
         try:
             return read_json_object(path / "state.json")
         except Exception as error:
@@ -273,8 +273,8 @@ class Checkpoints:
         )
 
     def forget_after(self, step: int) -> None:
-        """Deletes the checkpoints after `step`, from which a resumed run starts, and what a kill
-        left half-written."""
+        """Deletes the checkpoints after `step`, from which a resumed run starts, and files that a
+        kill left half-written."""
         for torn in self.folder.glob(f".step-*{PARTIAL}"):
             shutil.rmtree(torn)
         for later in self.folders():
@@ -342,8 +342,8 @@ class Checkpoints:
 
 
 class _SharedCheckpoint:
-    """Around what the first process writes: the other processes add theirs, and are sent home
-    where it does not come to that. Without others it does nothing."""
+    """Surrounds the first process's writing: the other processes add their parts, and are released
+    where nothing is written. Without other processes it does nothing."""
 
     def __init__(self, contribution: Contribution | None) -> None:
         self._contribution = contribution
@@ -354,7 +354,7 @@ class _SharedCheckpoint:
             self.weights = contribution.tensors()
 
     def finish(self, folder: Path) -> dict[str, str]:
-        """Makes all write into the checkpoint's folder: file -> sha256."""
+        """Makes all processes write into the checkpoint's folder: file -> sha256."""
         if self._contribution is None:
             return {}
         self._done = True
@@ -373,8 +373,8 @@ class _SharedCheckpoint:
 
 
 def _write_state(state: dict[str, Any], path: Path) -> None:
-    """Writes a state with torch.save. Raises the OSError itself, which torch.save would turn into a
-    complaint about positions in its archive."""
+    """Writes a state with torch.save. Raises the OSError itself, which torch.save would replace by
+    an error about positions in its archive."""
     with path.open("wb") as file:  # given a path, it would not even know the reason
         try:
             torch.save(state, file)

@@ -1,10 +1,10 @@
-"""What processes that compute one pass together tell one another, as differentiable functions.
+"""Communication of processes that compute one pass together, as differentiable functions.
 
 There are two conventions. In a tensor group every process has the same loss, and a gradient that
-reaches a value which all of them hold is the whole one: `copied` and `added` are a pair. In a
-context or expert group the losses of the processes add up, and each function here has its true
-adjoint: `stretches_gathered`, `exchanged` and `routed`. Every process of a group calls the same
-functions in the same order, forwards and backwards.
+reaches a value that all of them hold is complete: `copied` and `added` are a pair. In a context or
+expert group the losses of the processes add up, and each function here has its true adjoint:
+`stretches_gathered`, `exchanged` and `routed`. Every process of a group calls the same functions in
+the same order, forwards and backwards.
 """
 
 from __future__ import annotations
@@ -115,20 +115,20 @@ class _Routed(torch.autograd.Function):
 
 
 def copy_to_group(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """x, which every process of a tensor group holds and uses a part of: its gradient is the sum of
-    theirs."""
+    """x, which every process of a tensor group holds and uses in part: its gradient is the sum of
+    the processes' gradients."""
     out: torch.Tensor = _Copied.apply(x, ranks)
     return out
 
 
 def add_over_group(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """The sum of the x of a tensor group, which every process of it then uses alike."""
+    """The sum of the x of a tensor group; every process of the group then uses it alike."""
     out: torch.Tensor = _Added.apply(x, ranks)
     return out
 
 
 def columns_gathered(x: torch.Tensor, ranks: Ranks, sizes: tuple[int, ...]) -> torch.Tensor:
-    """Slices [..., sizes[i]] of a tensor group -> the whole, which every process then uses
+    """Slices [..., sizes[i]] of a tensor group -> the whole tensor; every process then uses it
     alike."""
     out: torch.Tensor = _RankColumns.apply(x, ranks, sizes)
     return out
@@ -181,7 +181,7 @@ def slices_gathered(
 
 
 def owned_given(x: torch.Tensor, ranks: Ranks, owner: int, shape: Sequence[int]) -> torch.Tensor:
-    """The tensor of this shape that one process of the group has and gives to all; no gradient."""
+    """The tensor of this shape that one process of the group has and broadcasts; no gradient."""
     tensor = x.detach().contiguous() if ranks.rank == owner else x.new_empty(shape)
     distributed.broadcast(tensor, group=ranks.group, group_src=owner)
     return tensor

@@ -29,11 +29,11 @@ class Contribution:
     """See the module."""
 
     weights: Mapping[str, WeightPart]
-    """Of the model, as they are saved; empty where the first process has all of it."""
+    """The model's weights, as they are saved; empty where the first process has all of them."""
     state: Mapping[str, WeightPart]
-    """Of the trainer's state (`split_state`)."""
+    """Parts of the trainer's state (`split_state`)."""
     group: distributed.ProcessGroup | None = None
-    """All processes, for tensors on the CPU."""
+    """The group of all processes, for tensors on the CPU."""
 
     def copy(self) -> Contribution:
         """As it is now, even if training continues in the meantime."""
@@ -56,7 +56,7 @@ class Contribution:
         return {} if folder is None or not self.state else self._write(folder)
 
     def give(self) -> None:
-        """On the others, from beginning to end."""
+        """The whole contribution of the other processes."""
         if self.weights:
             give(self.weights, self.group)
 

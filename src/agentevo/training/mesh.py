@@ -1,6 +1,6 @@
-"""Which process has which part of the work: the device meshes of a training.
+"""The assignment of processes to parts of the work: the device meshes of a training.
 
-All meshes count the same processes in the same order, the innermost dimension first: tensor,
+All meshes contain the same processes in the same order, the innermost dimension first: tensor,
 context, pipeline, shard, replicas.
 
     whole    dp x pp x cp x tp     dp = replicas x shard: each has its own part of a minibatch
@@ -37,16 +37,16 @@ class Meshes:
     section: ParallelSection
     whole: DeviceMesh
     data: DeviceMesh
-    """Of one dimension, `shard`, where there are no replicas."""
+    """It has one dimension, `shard`, where there are no replicas."""
     experts: DeviceMesh | None
     """None where experts are not spread."""
     both: DeviceMesh | None
-    """With tensor parallelism: the experts' dimension and the tensor group as one."""
+    """With tensor parallelism: the experts' dimension and the tensor group, combined."""
     pipeline: Stage | None
     """None where each process has all layers."""
 
     def coordinates(self) -> Iterator[tuple[str, int, int]]:
-        """The name of each dimension, where this process stands in it, and its size."""
+        """The name of each dimension, this process's coordinate in it, and its size."""
         for mesh in (self.whole, self.data, self.experts):
             names = () if mesh is None else mesh.mesh_dim_names or ()
             for name in names:

@@ -1,5 +1,5 @@
-"""The optimizer of one model: AdamW, its learning rate schedule, gradient clipping, and the refusal
-of numbers that are not finite.
+"""The optimizer of one model: AdamW, its learning rate schedule, gradient clipping, and the
+rejection of numbers that are not finite.
 
 The learning rate warms up linearly and then follows the schedule. Gradients add up in float32, and
 the optimizer steps float32 numbers: the weights themselves, or their float32 masters
@@ -49,7 +49,7 @@ def learning_rate(
     section: TrainerSection, step: int, total_steps: int, peak: float | None = None
 ) -> float:
     """The learning rate of optimizer step `step` (counted from 0) out of `total_steps`. `peak`
-    stands in for the section's own peak."""
+    replaces the section's own peak."""
     highest = section.learning_rate if peak is None else peak
     if step < section.warmup_steps:
         return highest * (step + 1) / section.warmup_steps
@@ -95,7 +95,7 @@ class Optimization:
     """`begin`, then backward passes that add up, then `finish`: one optimizer step.
 
     The optimizer and its masters are made at the first `begin` (or when the first state is saved or
-    loaded): until then others may change the weights.
+    loaded): until then other code may change the weights.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Optimization:
         self.layouts = layouts
         self.steps = 0
         self._waiting: deque[torch.Tensor] = deque()
-        """Losses of micro-batches that are under way behind this stage of a pipeline."""
+        """Losses of micro-batches that are under way in later stages of the pipeline."""
         self.leave_out(0)
 
     @property
@@ -154,8 +154,8 @@ class Optimization:
         )
 
     def begin(self, lr: float | None = None) -> float:
-        """Clears the gradients and returns the learning rate of the step: `lr` if it is given, else
-        that of the schedule."""
+        """Clears the gradients and returns the learning rate of the step: `lr` if given, otherwise
+        the schedule's."""
         if lr is None:
             lr = learning_rate(self.section, self.steps, self.total_steps, self.peak)
 
@@ -195,7 +195,7 @@ class Optimization:
     @phase("optimizer")
     def finish(self) -> float:
         """Sums the gradients over ranks, clips their L2 norm to max_grad_norm, and steps. Returns
-        the norm from before clipping. Raises TrainingError if it is not finite."""
+        the norm before clipping. Raises TrainingError if it is not finite."""
         while self._waiting:
             self._waiting.popleft().backward()
 

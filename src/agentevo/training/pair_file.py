@@ -1,11 +1,11 @@
-"""Answers read from JSONL, one object a line, in the conversational form that TRL has:
+"""Answers read from JSONL, one object a line, in TRL's conversational form:
 
     {"prompt": [messages], "chosen": answer, "rejected": answer}
     {"prompt": [messages], "completion": answer, "label": true}
 
 A message is {"role": "user", "content": "..."}, an answer a text or a list of messages that begins
 and ends with the assistant's. Only what the assistant says in the answer is trained. Other keys of
-a line are left aside. Every error names file and line.
+a line are ignored. Every error names file and line.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PairLine:
     chosen: list[Message] | None
     rejected: list[Message] | None
     margin: float | None = None
-    """By how much the chosen answer is better, where the line says so and the loss asks."""
+    """How much better the chosen answer is, where the line states it and the loss uses it."""
 
 
 def read_pair_file(path: Path, loss: str, key: str = "data.pairs") -> list[PairLine]:
@@ -182,8 +182,8 @@ def _messages(record: dict[str, Any], key: str, where: str) -> list[Message]:
 def pairs_of_lines(
     lines: Sequence[PairLine], chat: ChatFormat, loss: str, max_tokens: int
 ) -> list[list[Pair]]:
-    """The pairs of each line; with a loss of single answers both answers of a line stand alone, and
-    with rft only the chosen one counts.
+    """The pairs of each line; with a loss of single answers both answers of a line are separate,
+    and with rft only the chosen one counts.
 
     Raises ConfigError for a text that the tokenizer or the chat template can't encode, or that has
     more than `max_tokens` tokens.
@@ -230,8 +230,8 @@ def pairs_of_lines(
 def answer_sample(
     prompt: Sequence[Message], answer: Sequence[Message], chat: ChatFormat, group_id: str, name: str
 ) -> Sample:
-    """A sample that trains what the assistant says in the answer, and nothing that it has said in
-    the prompt."""
+    """A sample that trains what the assistant says in the answer, but not what it says in the
+    prompt."""
     sample = conversation_sample([*prompt, *answer], chat, name)
     said_before = max(
         (place for place, message in enumerate(prompt) if message.role == "assistant"), default=-1

@@ -6,13 +6,13 @@ one another (shard a layer, a sequence), it also makes a DeviceMesh and declares
 one are one rank, whose numbers count once. Without a mesh every process is a rank of its own, and
 without torch.distributed there is one rank and everything here does nothing.
 
-Each rank is given the same samples in the same order; `passes.micro_batches` hands it its own part.
-Losses are parts of the whole minibatch's, so what a single process adds up over micro-batches is
-added up over ranks: gradients here, tables and metrics where they are made. All ranks then take the
-same step. Processes of a context group (the mesh's dimension "cp") compute one rank's pass together
-and each find its loss: a part of it, `loss_share`, counts, and gradients are summed over them, too.
-What FSDP has sharded, it has summed over data-parallel ranks itself. The stages of a pipeline (the
-mesh's dimension "pp") are one rank, too, whose numbers are those of its last stage.
+Each rank gets the same samples in the same order; `passes.micro_batches` selects its part. Losses
+are parts of the whole minibatch's, so what a single process adds up over micro-batches is added up
+over ranks: gradients here, tables and metrics where they are made. All ranks then take the same
+step. Processes of a context group (the mesh's dimension "cp") compute one rank's pass together and
+each find its loss: a part of it, `loss_share`, counts, and gradients are summed over them, too.
+FSDP itself has summed the gradients that it has sharded over data-parallel ranks. The stages of a
+pipeline (the mesh's dimension "pp") are one rank, too, whose numbers are those of its last stage.
 
 Store and disk belong to one process, the first of all: `on_first` is around what writes there
 (checkpoints in `checkpoint.py`). In a run the loop is one process, which sends the others their
@@ -44,9 +44,9 @@ T = TypeVar("T")
 DATA_PARALLEL = "dp"
 """Name of the mesh's dimension over which minibatches are split."""
 CONTEXT = "cp"
-"""Name of the one along which processes compute a pass together, a stretch of it each."""
+"""Name of the dimension along which processes compute a pass together, a stretch of it each."""
 PIPELINE = "pp"
-"""Name of the one along which processes have the layers, a stretch each."""
+"""Name of the dimension along which processes divide the layers, a stretch each."""
 
 _group: distributed.ProcessGroup | None = None
 """This process's data-parallel group; None for all processes. Only `use_mesh` sets it, in addition
@@ -59,7 +59,7 @@ _pipeline: Ranks | None = None
 
 
 def use_mesh(mesh: DeviceMesh) -> None:
-    """From now on ranks are those of the mesh's dimension "dp". Called once by every process, after
+    """Makes the mesh's dimension "dp" the ranks from now on. Every process calls it once, after
     torch.distributed is initialised and before anything is trained. Raises TrainingError for a mesh
     without that dimension."""
     global _group, _context, _pipeline
@@ -108,8 +108,8 @@ def num_processes() -> int:
 
 
 def on_first(work: Callable[[], T]) -> T:
-    """Does the work on the first process of all, and returns there and everywhere else what it
-    returned; called by all of them. If it raises an AgentEvoError or OSError, all raise."""
+    """Does the work on the first process of all, and returns its result on every process; all of
+    them call it. If it raises an AgentEvoError or OSError, all raise."""
     if num_processes() == 1:
         return work()
 
@@ -128,9 +128,9 @@ def on_first(work: Callable[[], T]) -> T:
 
 
 def gather(value: T) -> list[T]:
-    """The value of each rank, in order of ranks; called by all of them. Of the stages of a pipeline
-    it is the last one's, which knows log-probs and losses. Values are pickled: for tables and
-    metrics, not for weights."""
+    """The value of each rank, in order of ranks; all of them call it. A pipeline's value is that of
+    its last stage, which knows log-probs and losses. Values are pickled: for tables and metrics,
+    not for weights."""
     values: list[T | None] = [value]
     if num_ranks() > 1:
         values *= num_ranks()
@@ -144,7 +144,8 @@ def gather(value: T) -> list[T]:
 
 
 def anywhere(flag: bool) -> bool:
-    """Whether it is true on any of all processes, those of one rank among them; called by all."""
+    """Whether the flag is true on any process, including those of one rank; all processes call
+    it."""
     if num_processes() == 1:
         return flag
     flags: list[bool | None] = [None] * num_processes()
@@ -217,7 +218,8 @@ def _sum_over(parameters: list[torch.nn.Parameter], group: distributed.ProcessGr
 def _used_gradients(
     parameters: list[torch.nn.Parameter], group: distributed.ProcessGroup | None
 ) -> list[torch.Tensor]:
-    """The gradients that any process of the group has found, zeros on those that have not."""
+    """The gradients that any process of the group has computed, zeros on the processes that have
+    not."""
     flags = [p.grad is not None for p in parameters]
     used = torch.tensor(flags, dtype=torch.int32, device=parameters[0].device)
     distributed.all_reduce(used, group=group)

@@ -1,4 +1,5 @@
-"""What an update minimises, for any algorithm that `catalogue.presets.resolve_preset` can name:
+"""The loss that an update minimises, for any algorithm that `catalogue.presets.resolve_preset` can
+name:
 
     loss = sum over trained tokens of weight * (policy loss + kl_coef * KL - entropy_coef * entropy)
 
@@ -60,9 +61,9 @@ class MinibatchLoss:
         batches: Sequence[PackedBatch],
         nulls: Sequence[PackedBatch] = (),
     ) -> dict[str, float]:
-        """What the policy loss has to know of the whole minibatch beforehand. Most losses need
-        nothing, and one micro-batch is the whole minibatch: then nothing is computed. `nulls`: see
-        `null_batches`."""
+        """The statistics of the whole minibatch that the policy loss needs beforehand. Nothing is
+        computed for the losses that need none, which most are, or where one micro-batch is the
+        whole minibatch. `nulls`: see `null_batches`."""
         if self.policy_loss.statistics_of is None or (len(batches) == 1 and num_ranks() == 1):
             return {}
 

@@ -5,8 +5,8 @@ metrics.
                                         log ref(chosen), log ref(rejected), ...)
 
 with sums of log-probs over whole answers, so no part of the loss belongs to one micro-batch;
-`backward_through_sums` makes loss and gradient the same for any split. Log-probs are those of the
-policy at the temperature that it is sampled with, of the solver's and given answers too.
+`backward_through_sums` makes loss and gradient the same for any split. All log-probs, including
+those of the solver's and given answers, are the policy's at its sampling temperature.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ METRICS = {
     "reward_margin": "rewards/margins",
     "accuracy": "rewards/accuracies",
 }
-"""Ours -> TRL's."""
+"""AgentEvo's name -> TRL's."""
 
 
 class PreferenceTrainer:
@@ -263,7 +263,7 @@ class PreferenceTrainer:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs besides the model's weights."""
+        """The state that a resumed run needs in addition to the model's weights."""
         reference = {} if self.reference is None else self.reference.state_dict()
         return {
             "optimization": self.optimization.state_dict(),
@@ -284,9 +284,9 @@ def mismatch_answers(answers: Sequence[CandidateAnswer], context_length: int) ->
     """Pairs each answer's prompt with the next answer to another task, as rows; there are none
     where all answers are to one task.
 
-    What follows the other's first prompt stays as it is, its later observations included; what
-    exceeds the context is cut off. The order of answers does not matter. Source: arXiv 2402.01306,
-    section 4.1.
+    The rest of the other answer after its first prompt stays as it is, its later observations
+    included; tokens beyond the context are cut off. The order of answers does not matter. Source:
+    arXiv 2402.01306, section 4.1.
     """
     ordered = sorted(answers, key=lambda answer: (answer.rows[0].group_id, answer.name))
     rows_of_answers = []

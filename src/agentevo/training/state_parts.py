@@ -1,6 +1,6 @@
 """A trainer's state whose tensors several processes hold in parts, in torch's distributed
-checkpoint format (`torch.distributed.checkpoint`): each process writes what it has, and any number
-of processes reads what each needs.
+checkpoint format (`torch.distributed.checkpoint`): each process writes its part, and any number of
+processes can read the parts that each needs.
 
     trainer.pt               the state, with `{"dcp": NAME}` in place of such a tensor
     trainer/.metadata        which part is where
@@ -129,8 +129,8 @@ class StoredPart:
 
 
 def join_state(plain: Any, folder: Path) -> Any:
-    """The inverse of `split_state`: names become `StoredPart`. Raises UnusableCheckpointError for
-    what is not as `write_parts` writes it."""
+    """The inverse of `split_state`: names become `StoredPart`. Raises UnusableCheckpointError for a
+    state that `write_parts` would not write."""
     reader: _StateReader | None = None
 
     def join(state: Any) -> Any:

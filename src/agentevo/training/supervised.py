@@ -57,7 +57,7 @@ class Steps(Protocol):
 
 
 class SupervisedTrainer:
-    """`step` by step over `total_steps`; `section` says how. `key` is what the recipe calls the
+    """`step` by step over `total_steps`; `section` says how. `key` is the recipe's name of the
     section, for messages."""
 
     def __init__(
@@ -203,8 +203,8 @@ def held_out_metrics(
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
     """Mean loss per trained token in nats, its exponential, and the share of trained tokens that
-    are the model's first choice. None if `stop()` was true, on any process, before a micro-batch;
-    called by all of them."""
+    are the model's first choice. None if `stop()` was true, on any process, before a micro-batch.
+    All processes call it."""
     sums = {"loss": 0.0, "right": 0.0, "count": 0.0}
     device = device_of(model)
     batches = micro_batches(samples, micro_batch_tokens, device)
@@ -253,7 +253,7 @@ def train_supervised(
 
     `progress(step, total, loss)` is called after each. Training ends early when `stop()` is true
     before a step. Gradient norm limit and micro-batch size are the trainer's. `make(settings,
-    steps)`: who makes the steps instead, where it is not this process alone.
+    steps)`: makes the steps where several processes train together.
     """
     settings = SFTSection(
         epochs=section.epochs,

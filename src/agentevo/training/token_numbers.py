@@ -1,12 +1,12 @@
-"""What an update measured of each token that it trained: how far its log-prob has moved from the
-one that it was drawn with, and the entropy of what it was drawn from. Both as they were in the last
-pass of the update.
+"""Measurements of an update for each token that it trained: how far its log-prob has moved since it
+was drawn, and the entropy of the distribution that it was drawn from. Both are from the last pass
+of the update.
 
     RUN/token_numbers/step_000012.bin     of one committed step, two half-precision numbers a token
 
-A sample is found again by its attempt and the ids of its path, so the numbers belong to tokens in
-any order of training. Only the pages that show a run read them: a missing or damaged file changes
-nothing else.
+The attempt and the ids of its path identify a sample, so the numbers belong to tokens in any order
+of training. Only the pages that show a run read them: a missing or damaged file changes nothing
+else.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ LARGEST = 1 << 28
 
 
 class SampleNumbers(msgspec.Struct, frozen=True, array_like=True):
-    """Of one sample: arrays as bytes."""
+    """The numbers of one sample: arrays as bytes."""
 
     path: bytes
     """Digest of its ids."""
     places: bytes
-    """int32: where its trained tokens stand among its ids."""
+    """int32: the places of its trained tokens among its ids."""
     changes: bytes
     """float16: log-prob in the last pass, less the one that was drawn with."""
     entropies: bytes
@@ -55,13 +55,13 @@ Numbers = dict[str, list[SampleNumbers]]
 
 
 class TokenNumbers:
-    """Collects them while a step is trained."""
+    """Collects the numbers while a step is trained."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[str, bytes], SampleNumbers] = {}
 
     def begin(self) -> None:
-        """Forgets the step before."""
+        """Drops the numbers of the step before."""
         self._numbers.clear()
 
     def heard(self, samples: Sequence[Sample], logprobs: Any, entropies: Any) -> None:
@@ -83,7 +83,7 @@ class TokenNumbers:
         return [(name, sample_numbers) for (name, _), sample_numbers in self._numbers.items()]
 
     def add(self, items: Iterable[tuple[str, SampleNumbers]]) -> None:
-        """What another process has collected."""
+        """Adds the numbers that another process has collected."""
         self._numbers.update(
             {(name, sample_numbers.path): sample_numbers for name, sample_numbers in items}
         )
@@ -102,12 +102,12 @@ def _halves(values: np.ndarray) -> bytes:
 
 
 def path_of(ids: np.ndarray) -> bytes:
-    """What a sample is found again by, among those of its attempt."""
+    """The key of a sample among those of its attempt."""
     return blake2b(np.asarray(ids, dtype="<i4").tobytes(), digest_size=8).digest()
 
 
 def name_of(step: int) -> str:
-    """The file's place in the run's folder."""
+    """The path of the file in the run's folder."""
     return f"{FOLDER}/step_{step:06d}.bin"
 
 
@@ -134,7 +134,7 @@ def largest_moves(path: Path) -> dict[str, float]:
 
 
 def read_numbers(path: Path) -> Numbers:
-    """What a file holds; nothing where it is missing or damaged."""
+    """The content of a file; nothing where it is missing or damaged."""
     try:
         with open_regular(path) as file:
             unpacked = zlib.decompressobj().decompress(file.read(LARGEST), LARGEST)

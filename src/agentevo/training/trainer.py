@@ -1,7 +1,7 @@
 """The trainer: trajectories to samples, samples to one policy update and its metrics. It never
 calls an agent or an engine.
 
-What is minimised is `policy_loss.py`; what is computed beforehand is `preparation.py`.
+`policy_loss.py` defines what it minimises; `preparation.py` makes the inputs beforehand.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Trainer:
         grammars: Grammars | None = None,
     ) -> None:
         """`grammars`: those of the policy's tokens, needed for turns that were drawn under one.
-        Raises TrainingError for a policy that can't replay what `trainer.routing_replay` asks."""
+        Raises TrainingError for a policy that can't replay as `trainer.routing_replay` requires."""
         self.section = trainer
         self.algorithm = algorithm
         self.critic_section = critic or CriticSection()
@@ -92,7 +92,7 @@ class Trainer:
             self.kl = AdaptiveKL(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
 
         self.numbers: TokenNumbers | None = None
-        """Where the numbers of each token of the last step are kept; None: nowhere."""
+        """The numbers of each token of the last step; None where they are not kept."""
         self.mean_entropy: float | None = None
         """Mean entropy of the last optimizer step's tokens, in nats."""
 
@@ -131,8 +131,8 @@ class Trainer:
         turn_credits: TurnCredits = MappingProxyType({}),
     ) -> PreparedBatch:
         """Samples for `step`. `baselines`: task id -> reward of the greedy attempt, where the
-        algorithm compares with it. `turn_credits`: what each turn has earned, where
-        `algorithm.credit` says so.
+        algorithm compares with it. `turn_credits`: the reward of each turn, where
+        `algorithm.credit` gives it.
 
         With `version`, the number of committed steps, tokens more than `bound` versions away from
         it are not trained on, and the metrics have the ages of all tokens (see `mask_stale`). A

@@ -1,7 +1,7 @@
-"""Packed sequences as a token tree: what sequences share at their beginning is computed once.
+"""Packed sequences as a token tree: the beginnings that sequences share are computed once.
 
-`build_tree` sorts the sequences and walks them: each reuses the path of the one before it as far as
-they agree and adds nodes for the rest. In that order nodes come out depth-first, and
+`build_tree` sorts the sequences and walks them: each one reuses the path of its predecessor as far
+as they agree, and adds nodes for the rest. In that order nodes come out depth-first, and
 
     ids[path(s)] = sequence s,   position of a node = its depth,
     a node attends to exactly the nodes of its path

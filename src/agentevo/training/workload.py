@@ -1,4 +1,4 @@
-"""How much computing a micro-batch asks for, counted twice: as it is done, each distinct token
+"""The operations that a micro-batch needs, counted twice: as they are done, each distinct token
 once, and as it would be if each sample were computed by itself."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WHOLE: WeakKeyDictionary[PreTrainedModel, ModelFlops] = WeakKeyDictionary()
 
 
 def keep_flops(model: PreTrainedModel) -> None:
-    """Before processes cut the model between them: what a pass of the whole needs."""
+    """The operations of a pass of the whole model, before processes divide it."""
     _WHOLE[model] = model_flops(model)
 
 

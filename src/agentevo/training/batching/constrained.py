@@ -1,7 +1,7 @@
 """The masks of turns that were drawn under a grammar, made again: the trainer's distribution is
-then the very one that the tokens were drawn from.
+then exactly the one that the tokens were drawn from.
 
-Where they can't be made again as they were (another version of llguidance), the turn is context and
+Where they can't be made again identically (another version of llguidance), the turn is context and
 never trained, and `trainer/unmasked_tokens` counts its tokens.
 """
 
@@ -26,8 +26,8 @@ are left out."""
 def masks_of(
     trajectories: Sequence[Trajectory], grammars: Grammars | None
 ) -> tuple[dict[str, TurnMasks], dict[str, float]]:
-    """Id of each trajectory that has such turns -> their masks, and metrics. Masks that are equal
-    are one array. Raises TrainingError where there is nothing to make them with."""
+    """Id of each trajectory that has such turns -> their masks, and metrics. Equal masks are one
+    array. Raises TrainingError where there are no grammars to make them with."""
     pool: dict[bytes, np.ndarray] = {}
     masks: dict[str, TurnMasks] = {}
     num_unmasked = 0

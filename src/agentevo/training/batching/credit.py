@@ -1,5 +1,5 @@
-"""What each turn has earned, as a function of the user's says: asked for one group after the other,
-and as a table for the advantage.
+"""The reward of each turn, as a function of the user gives it: requested for one group after the
+other, and as a table for the advantage.
 
 A group whose numbers the function can't give is left out, and the step continues with the others;
 MAX_IN_A_ROW such groups, in one step or several, end the run before its weights change.
@@ -21,9 +21,9 @@ from agentevo.tracebacks import traceback_of
 from agentevo.types import Trajectory
 
 LONGEST_S = 600.0
-"""How long a function may take for one group."""
+"""The most seconds that a function may take for one group."""
 MAX_IN_A_ROW = 3
-"""Groups one after the other in which a function fails before the run ends."""
+"""Consecutive groups in which a function may fail before the run ends."""
 CREDIT_FAILED = "credit-failed"
 """Drop reason of the attempts of such a group."""
 
@@ -33,7 +33,7 @@ TurnCredits = Mapping[str, Sequence[float]]
 
 @dataclass(frozen=True)
 class CreditedGroups:
-    """What the function has said of a step's groups."""
+    """The function's results for a step's groups."""
 
     of_turns: dict[str, list[float]] = field(default_factory=dict)
     """See TurnCredits."""
@@ -44,20 +44,21 @@ class CreditedGroups:
 
 
 class CreditAsker:
-    """Asks the function that `algorithm.credit` names. It gets copies, on a thread that is left
-    behind where it does not return."""
+    """Calls the function that `algorithm.credit` names. The function gets copies, on a thread that
+    is abandoned if it does not return."""
 
     def __init__(self, name: str) -> None:
         """Raises UnknownNameError."""
         self._name = name
         self._credit = CREDITS.find(name)
         self._num_failures = 0
-        """In a row."""
+        """The number of consecutive failures."""
         self._shown: set[str] = set()
         """Kinds of failures whose traceback was shown."""
 
     def ask(self, trajectories: Sequence[Trajectory]) -> CreditedGroups:
-        """What each turn of them has earned. Raises TrainingError after MAX_IN_A_ROW failures."""
+        """The reward of each turn of the groups. Raises TrainingError after MAX_IN_A_ROW
+        failures."""
         groups: dict[str, list[Trajectory]] = {}
         for trajectory in trajectories:
             groups.setdefault(trajectory.group_id, []).append(trajectory)

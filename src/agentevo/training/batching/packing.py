@@ -22,8 +22,8 @@ from agentevo.types import Sample
 
 @dataclass(eq=False)
 class PackedBatch:
-    """M trained tokens of S samples over a tree of N nodes. The model's pass has no padding; what
-    losses read are tables [S, T], one row per sample, filled from the left, 0 elsewhere."""
+    """M trained tokens of S samples over a tree of N nodes. The model's pass has no padding. Losses
+    read tables [S, T], one row per sample, filled from the left, 0 elsewhere."""
 
     input_ids: torch.Tensor
     """[1, N]"""
@@ -56,7 +56,7 @@ class PackedBatch:
     """[R, W] int32: the tokens that each row may predict, a bit each, lowest bit first; None where
     nothing is constrained."""
     penalties: PenaltyTable | None
-    """What changes at these rows; None where nothing does."""
+    """The changes at these rows; None where there are none."""
     routed_experts: torch.Tensor | None
     """[N, layers, top_k] int64: see `node_rows`; None where nothing was recorded."""
     num_logical: int
@@ -78,8 +78,8 @@ class PackedBatch:
 
     @property
     def old_logprobs(self) -> torch.Tensor:
-        """[S, T] log-probs that the ratio is taken against: those computed again at the start of
-        the step where there are such, else the behaviour's."""
+        """[S, T] log-probs that the ratio is taken against: those recomputed at the start of the
+        step, where there are any, otherwise the behaviour's."""
         return self.columns.get("old_logp", self.rollout_logprobs)
 
     @property
@@ -149,7 +149,8 @@ def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True)
 
 
 def _changes(samples: Sequence[Sample]) -> dict[int, PenaltyChanges]:
-    """Number of a trained token, 0 to M - 1 -> what penalties change where it was drawn."""
+    """Number of a trained token, 0 to M - 1 -> the changes that penalties made where it was
+    drawn."""
     changes_by_token: dict[int, PenaltyChanges] = {}
     first = 0
     for sample in samples:

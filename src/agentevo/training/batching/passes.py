@@ -1,8 +1,8 @@
-"""Passes of a model over a whole step's samples, in micro-batches whose size changes nothing but
-the memory.
+"""Passes of a model over a whole step's samples, in micro-batches whose size affects only the
+memory.
 
-With several ranks (training/parallel.py) each computes its own micro-batches, and all get the
-results of all.
+With several ranks (training/parallel.py) each rank computes its own micro-batches, and all ranks
+get all results.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def keep_pace(
     nulls: Sequence[PackedBatch],
     backward: Callable[[torch.Tensor], None],
 ) -> None:
-    """Makes the passes with gradient that other ranks make of their micro-batches, for nothing."""
+    """Makes passes with gradient that count 0 times, to keep pace with the micro-batches of other
+    ranks."""
     for batch in nulls:
         backward(0.0 * token_logprobs(model, batch)[0].sum())
 
@@ -126,7 +127,7 @@ def backward_through_sums(
     [N], detached.
 
     One micro-batch: one pass. Several: a pass without gradient finds the sums s and g = dloss/ds;
-    then sum_i g_i s_i has the same gradient and falls apart into micro-batches.
+    then sum_i g_i s_i has the same gradient and splits into micro-batches.
     """
     num = max(owners) + 1
     if len(batches) == 1 and num_ranks() == 1 and stages() is None:

@@ -3,7 +3,7 @@ pass of the trainer, to the nodes of a batch.
 
 Rows go with their tokens, never by their place in a batch: `merge_keys` gives two tokens the same
 key where they are the same token with the same row, and only those may become one node of the token
-tree. Samples that were routed apart share nothing from there on.
+tree. Samples that were routed differently share nothing from that token on.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def _refusal(name: str, wrong: str) -> TrainingError:
 
 
 def merge_keys(samples: Sequence[Sample]) -> list[np.ndarray]:
-    """Of each sample a number per token, [T] int32: equal ones are the same token with the same
-    row. Without rows these are the ids."""
+    """For each sample a number per token, [T] int32: equal numbers mean the same token with the
+    same row. Without rows the numbers are the ids."""
     if all(sample.routed_experts is None for sample in samples):
         return [sample.ids for sample in samples]
     tokens = np.concatenate([_token_bytes(sample) for sample in samples])
@@ -91,7 +91,7 @@ def merge_keys(samples: Sequence[Sample]) -> list[np.ndarray]:
 
 
 def _token_bytes(sample: Sample) -> np.ndarray:
-    """[T, B] uint8: of each token its id, whether it has a row, and the row."""
+    """[T, B] uint8: for each token its id, whether it has a row, and the row."""
     rows = _rows_of(sample)
     token_bytes = np.zeros((len(sample.ids), 5 + rows.bytes_per_token), dtype=np.uint8)
     token_bytes[:, :4] = sample.ids.astype("<i4").view(np.uint8).reshape(-1, 4)
@@ -118,7 +118,7 @@ def node_rows(
     samples: Sequence[Sample], paths: Sequence[np.ndarray], num_nodes: int, device: torch.device
 ) -> torch.Tensor | None:
     """[N, layers, top_k] int64 of a batch's nodes, given those of each sample's tokens; OWN for
-    last tokens, which nothing is predicted from. None where nothing was recorded."""
+    last tokens, which predict nothing. None where nothing was recorded."""
     if all(sample.routed_experts is None for sample in samples):
         return None
     first = _rows_of(samples[0])

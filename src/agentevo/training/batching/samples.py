@@ -29,7 +29,7 @@ Tables: TypeAlias = Mapping[str, torch.Tensor]
 """Numbers of each trained token by name, [S, T]: row s holds those of sample s from the left."""
 
 UPDATE_COLUMNS = ("old_logp", "ref_logp", "values")
-"""Names of the tables that the update needs, too."""
+"""Names of the tables that the update needs as well."""
 
 
 class SampleRow(NamedTuple):
@@ -55,8 +55,8 @@ def advantages_of(
 
     `tables`: name -> [S, T], the results of passes over the rows; bonus [S, T] is added to the
     environment's rewards; baselines: task id -> reward of its greedy attempt; weights of the reward
-    parts (1 where none is given). `turn_credits`: what each turn has earned. Raises TrainingError
-    for rewards that the advantage can't be made from.
+    parts (1 where none is given). `turn_credits`: the reward of each turn. Raises TrainingError for
+    rewards that the advantage can't use.
     """
     if not rows:
         return []
@@ -198,10 +198,10 @@ def trajectory_rows(
     routed: bool = False,
 ) -> list[SampleRow]:
     """One row per root-to-leaf path. A turn on several paths is trained in the first one only; in
-    the others it is context, as is everywhere a turn that was drawn from another distribution than
-    the recipe's, or under a grammar whose masks are None. A path on which nothing is trained gives
-    no row. `masks`: those of the turns under a grammar, where the loss is of the distribution that
-    they were drawn from.
+    the others it is context. A turn that was drawn from another distribution than the recipe's, or
+    under a grammar whose masks are None, is context everywhere. A path on which nothing is trained
+    gives no row. `masks`: those of the turns under a grammar, where the loss uses the distribution
+    that they were drawn from.
 
     `train_observations`: what the policy read between two turns of a path belongs to the later one,
     and is trained with it. It was not drawn: its log-probs are nan, for `with_observed_logprobs`.

@@ -1,5 +1,5 @@
-"""Which trajectories of a step are trained on, and why each of the others is not. Filters look at
-the rewards as they were earned."""
+"""The choice of a step's trajectories to train on, with the reason for each of the others. Filters
+use the rewards as they were earned."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def select(
     before: Mapping[str, str] | None = None,
     wanted: int | None = None,
 ) -> Selection:
-    """Selects the trajectories to train on. `before` are drops that were decided already.
+    """Selects the trajectories to train on. `before`: trajectories that were dropped earlier, with
+    their reasons.
 
     With `num_groups` it selects the first so many groups whose rewards differ (dynamic sampling).
     Otherwise it selects the share `keep_groups` of the groups and, where the advantage compares

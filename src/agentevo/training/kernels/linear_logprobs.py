@@ -1,26 +1,25 @@
-"""Log-probs and entropies straight from hidden states: output layer, softmax and what is taken from
-it, without the logits [R, V].
+"""Log-probs and entropies straight from hidden states: output layer, softmax and the results of it,
+without the logits [R, V].
 
 Rows and vocabulary are walked in cells of CELL_BYTES. The forward pass keeps per row a running
 maximum a, s = sum e^(z - a) and t = sum e^(z - a) (z - a), so that log Z = a + log s and the
 entropy is log s - t / s (the online softmax of arXiv 1805.02867, with a first moment). The three
-are kept apart: in log Z as one number a large a would swallow the digits that tell how sure the
-model is. The backward pass makes each cell's scores again and multiplies its gradient into those of
-the hidden states and of the weight; columns are the outer loop, so a column's weight gradient is
+are kept apart: in log Z as one number, a large a would swallow the digits that express the model's
+certainty. The backward pass makes each cell's scores again and multiplies its gradient into those
+of the hidden states and of the weight; columns are the outer loop, so a column's weight gradient is
 complete, in float32, before the next begins.
 
 Time against memory: the first KEPT_BYTES of products are kept for the backward pass, which is
-faster than to make them again (a write against 2 H operations per score); what exceeds that is made
-again, at the price of a fourth product on top of the three that every method needs. A small batch
-thus runs at the dense speed, and a large one within a memory that depends neither on R nor on V.
-Where the output layer is frozen (adapters elsewhere), what exceeds the limit costs nothing more
-either: the gradient of log Z in the hidden states does not depend on the loss, so the forward pass
-makes it, [R, H]; only an entropy bonus then has the products made again. benchmarks/logprobs.py
-measures all that. Float32 products on a CPU go through oneDNN (models/linear.py); elsewhere they
-are PyTorch's. On a GPU a cell's arithmetic is one kernel, where the logits are the products times a
-number: it computes the softmax of a cell as fast as it reads and writes it, so operations one after
-the other cost a pass over memory each, about ten of four bytes a number, where the kernel costs one
-of two.
+faster than making them again (a write against 2 H operations per score); the rest are made again,
+at the price of a fourth product on top of the three that every method needs. A small batch thus
+runs at the dense speed, and a large one within a memory that depends neither on R nor on V. Where
+the output layer is frozen (adapters elsewhere), what exceeds the limit costs nothing more either:
+the gradient of log Z in the hidden states does not depend on the loss, so the forward pass makes
+it, [R, H]; only an entropy bonus then has the products made again. benchmarks/logprobs.py measures
+this. Float32 products on a CPU go through oneDNN (models/linear.py); elsewhere they are PyTorch's.
+On a GPU a cell's arithmetic is one kernel, where the logits are the products times a number: it
+computes the softmax of a cell as fast as it reads and writes it, so operations one after the other
+cost a pass over memory each, about ten of four bytes a number, where the kernel costs one of two.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ def linear_logprobs(  # noqa: PLR0913 (the factors of a score, and what bounds i
 
     z = logit_scale * (hidden @ weight.T + bias), or softcap * tanh(that / softcap). `masks` [R, W]:
     the tokens that a row may predict (token_masks.py); the others have no probability. `penalties`:
-    what is done to z before (token_penalties.py). `vocabulary_slice`: the tokens of weight and
-    bias, where other processes, which all call this too, have the rest. `num_tokens`: only the
+    changes of z before the softmax (token_penalties.py). `vocabulary_slice`: the tokens of weight
+    and bias, where other processes, which all call this too, have the rest. `num_tokens`: only the
     first so many ids have a probability; None for all V. Once differentiable in hidden, weight and
     bias. Products are made in their dtype, everything else in float32 at least. Memory on top of
     the gradients: KEPT_BYTES and a few cells.
@@ -125,7 +124,7 @@ def linear_logprobs_and_squares(  # noqa: PLR0913 (those of linear_logprobs)
 
 
 class _FusedLogprobs(NamedTuple):
-    """What turns products into scores, the logits over the temperature."""
+    """The function from products to scores; scores are the logits over the temperature."""
 
     temperature: float
     softcap: float | None
@@ -136,7 +135,7 @@ class _FusedLogprobs(NamedTuple):
     num_tokens: int | None = None
     """Later ids are no tokens."""
     own: VocabularySlice | None = None
-    """The tokens that the weight is of; masks and penalties are of these alone."""
+    """The tokens of the weight; masks and penalties cover only these."""
 
     def within(self, own: VocabularySlice | None) -> _FusedLogprobs:
         """For the tokens of a slice; given masks and penalties of the whole vocabulary."""
@@ -156,8 +155,8 @@ class _FusedLogprobs(NamedTuple):
         return rows if self.num_tokens is None else min(max(self.num_tokens - self.first, 0), rows)
 
     def within_tokens(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The targets [M] with a token in the place of ids that are none, and where these are;
-        None where every id is one."""
+        """The targets [M], with a token in place of ids that are no tokens, and the places of these
+        ids; None where every id is a token."""
         if self.num_tokens is None:
             return targets, None
         outside = targets >= self.num_tokens
@@ -244,7 +243,7 @@ class _Sums:
         self, own: VocabularySlice | None, local_targets: torch.Tensor | slice, num_targets: int
     ) -> None:
         """Makes them sums over the whole vocabulary, where other processes have a part of it;
-        `local_targets` are the targets whose scores are here."""
+        `local_targets` are the targets whose scores this process has."""
         if own is None:
             return
         assert isinstance(local_targets, torch.Tensor)
@@ -266,8 +265,8 @@ class _Sums:
     def absorb(
         self, rows: slice, scores: torch.Tensor, squares: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One cell's scores; returns their e^(z - a), and by how much a has scaled down the sums
-        before."""
+        """Adds one cell's scores; returns their e^(z - a), and the factor by which the new a has
+        scaled the earlier sums."""
         # Step 1: the new maximum a, and by how much it scales down what was summed under the old.
         top = torch.maximum(self.top[rows], scores.amax(1))
         fall = self.top[rows] - top
@@ -446,7 +445,7 @@ class _Slopes(NamedTuple):
         return cls(of_logp, of_row, of_entropy, None, top, total, mean, tail)
 
     def of_targets(self, local_targets: torch.Tensor | slice, cells: Cells, fused: bool) -> _Slopes:
-        """With `of_logp` of the targets whose scores are here alone."""
+        """The same with `of_logp` restricted to the targets whose scores this process has."""
         of_logp = self.of_logp[local_targets]
         together = cells.together(of_logp) if fused and len(of_logp) else None
         return self._replace(of_logp=of_logp, together=together)

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from agentevo.training.batching.packing import PackedBatch
 
 PROBES = (0.5, -1.0, 3.0, -12.0, 0.0, 40.0, 1e30)
-"""Given to the model as logits. The first tells the scale, the last the cap, all together whether
-there is nothing else."""
+"""The model receives them as logits. The first one shows the scale, the last one the cap, and all
+together show whether there is anything else."""
 HIGHEST_CAP = 1e9
 _KNOWN: WeakKeyDictionary[nn.Module, tuple[object, OutputTail | None]] = WeakKeyDictionary()
-"""Model -> its settings then, and what its tail was found to be under them."""
+"""Model -> its settings at that time, and the tail that was measured under them."""
 
 
 def token_logprobs(model: PreTrainedModel, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,7 +121,7 @@ def allowed_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
 
 
 def _limit(model: PreTrainedModel) -> int | None:
-    """How many ids are tokens, where not all are."""
+    """The number of ids that are tokens, where not all are."""
     num_tokens = num_token_rows(model)
     return num_tokens if num_tokens < model.config.get_text_config().vocab_size else None
 
@@ -231,28 +231,28 @@ def _intercept(
 
 
 def _known_tail(model: PreTrainedModel) -> tuple[bool, OutputTail | None]:
-    """Whether the tail has been found out under the model's present settings, and what it is."""
+    """Whether the tail was measured under the model's present settings, and the tail."""
     settings, tail = _KNOWN.get(model, (None, None))
     return (True, tail) if settings is not None and settings == _settings(model) else (False, None)
 
 
 def _settings(model: PreTrainedModel) -> object:
-    """All that a tail could depend on: the numbers in config and model, and what else has a hand in
-    the model's pass."""
+    """Everything that a tail could depend on: the numbers in config and model, and the replaced
+    `forward` methods and hooks in the model's pass."""
     inner = causal_model(model)
     holders = (inner.config.get_text_config(), inner)
     numbers = [
         {key: value for key, value in vars(holder).items() if type(value) in (int, float)}
         for holder in holders
     ]
-    hands = [
+    hooks = [
         (vars(module).get("forward"), *module._forward_hooks.values()) for module in (model, inner)
     ]
-    return numbers, hands
+    return numbers, hooks
 
 
 def tail_of(probes: torch.Tensor, logits: torch.Tensor) -> OutputTail | None:
-    """What turns probes [V], PROBES over and over, into logits [1, 1, V]; None if it is neither
+    """The tail that turns probes [V], PROBES repeated, into logits [1, 1, V]; None if it is neither
     scale nor cap."""
     if logits.numel() != len(probes):
         return None
@@ -272,7 +272,7 @@ def tail_of(probes: torch.Tensor, logits: torch.Tensor) -> OutputTail | None:
 
 
 def _probes(layer: Any) -> torch.Tensor:
-    """[V] float64: PROBES over and over."""
+    """[V] float64: PROBES repeated."""
     num_tokens = layer.weight.shape[0]
     return torch.tensor(PROBES, dtype=torch.float64).repeat(-(-num_tokens // len(PROBES)))[
         :num_tokens
@@ -280,12 +280,12 @@ def _probes(layer: Any) -> torch.Tensor:
 
 
 def _zeros(layer: Any) -> torch.Tensor:
-    """[V] where nothing is asked."""
+    """[V] where nothing is measured."""
     return torch.zeros(len(layer.weight), device=layer.weight.device)
 
 
 def _is_one_product(layer: nn.Module) -> bool:
-    """A plain linear layer, large enough to be asked, that nothing else has a hand in."""
+    """A plain linear layer, large enough to be measured, that nothing else modifies."""
     if (
         type(layer) not in (nn.Linear, FastLinear, VocabularyLinear)
         or layer._forward_hooks

@@ -6,8 +6,8 @@ have zeros as placeholders, and a loss of those, whose value is not used: its ba
 for the gradient of what this stage has sent on.
 
 A micro-batch's hidden states [1, N, H], for any N, and their gradient travel between neighbours
-only. A send is waited for, and what was sent let go, when so many others have followed that the
-neighbour must have received it: no two stages wait for one another.
+only. A stage waits for a send, and releases its tensor, only when so many later sends have followed
+that the neighbour must have received it: no two stages wait for one another.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from agentevo.training.batching.packing import PackedBatch
 
 _KEY = "_agentevo_stage"
-"""Attribute of a decoder; it stays with copies of the model."""
+"""Attribute of a decoder; copies of the model keep it."""
 
 
 @dataclass(eq=False)
@@ -37,17 +37,17 @@ class Stage:
 
     ranks: Ranks
     onwards: distributed.ProcessGroup
-    """The same processes, for hidden states alone..."""
+    """The group of the same processes, for hidden states only..."""
     back: distributed.ProcessGroup
-    """...and for gradients alone, so that neither waits for the other."""
+    """...and the one for gradients only, so that neither waits for the other."""
     _sent: dict[int, deque[tuple[distributed.Work, torch.Tensor]]] = field(
         default_factory=lambda: {1: deque(), -1: deque()}
     )
-    """What may not have arrived, which is kept until then; by direction."""
+    """Sends that may not have arrived, which are kept until then; by direction."""
 
     @classmethod
     def of(cls, mesh: DeviceMesh, dimension: str) -> Self:
-        """Along one dimension of a mesh of all processes, which all call this."""
+        """The stage along one dimension of a mesh of all processes; all of them call this."""
         names = mesh.mesh_dim_names or ()
         pipelines = mesh.mesh.movedim(names.index(dimension), -1).flatten(0, -2).tolist()
         onwards, back = (distributed.new_subgroups_by_enumeration(pipelines)[0] for _ in range(2))
@@ -67,7 +67,8 @@ class Stage:
         return self.ranks.size - self.ranks.rank
 
     def send(self, tensor: torch.Tensor, step: int) -> None:
-        """To the neighbour `step` stages away, 1 or -1; may return before it has arrived."""
+        """Sends to the neighbour `step` stages away, 1 or -1; may return before the tensor has
+        arrived."""
         group = self.onwards if step > 0 else self.back
         sent = self._sent[step]
         buffer = tensor.detach().contiguous()
@@ -78,8 +79,8 @@ class Stage:
             sent.popleft()[0].wait()
 
     def receive(self, shape: torch.Size, like: torch.Tensor, step: int) -> torch.Tensor:
-        """What the neighbour `step` stages away has sent, of that shape, and of the dtype and
-        device of `like`."""
+        """The tensor that the neighbour `step` stages away has sent, of that shape, and of the
+        dtype and device of `like`."""
         group = self.back if step > 0 else self.onwards
         received = like.new_empty(shape)
         distributed.recv(received, group=group, group_src=self.ranks.rank + step)
@@ -129,18 +130,19 @@ def receive_hidden(empty: torch.Tensor, stage: Stage) -> torch.Tensor:
 
 
 def be_stage(model: PreTrainedModel, stage: Stage) -> None:
-    """From now on this process's passes of the model are those of the stage."""
+    """Makes this process's passes of the model those of the stage from now on."""
     vars(model.base_model)[_KEY] = stage
 
 
 def stage_of(model: nn.Module) -> Stage | None:
-    """None for a model that is no stage. Copies of a stage are one, too."""
+    """The stage of a model; None for a model that is no stage. Copies of a stage are stages as
+    well."""
     decoder: Any = model.base_model
     return cast("Stage | None", vars(decoder).get(_KEY))
 
 
 def sends_on(model: nn.Module) -> Stage | None:
-    """The stage, where another one makes the log-probs of its passes."""
+    """The model's stage, where another stage makes the log-probs of its passes."""
     stage = stage_of(model)
     return None if stage is None or stage.is_last else stage
 

@@ -2,12 +2,11 @@
 with the nodes, not with their square.
 
 Nodes are in depth-first order, so those below a node follow it without a gap. An unbranched stretch
-of the tree (a segment) is therefore computed in two steps: its nodes among themselves, BLOCK
-queries at a time, and all nodes below it at once, which see the whole of it. Small subtrees are
-computed in batches, with a mask, because a kernel call costs more than they do. The parts of a node
-are put together by their log-sum-exp (attention_kernels.py). A causal kernel would do for the first
-step; PyTorch's for CPUs computes the hidden half as well. On a CUDA device FlexAttention does it
-all (flex_tree.py).
+of the tree (a segment) is therefore computed in two steps: its own nodes, BLOCK queries at a time,
+and all nodes below it at once, which see all of it. Small subtrees are computed in batches, with a
+mask, because a kernel call costs more than they do. The parts of a node are merged by their
+log-sum-exp (attention_kernels.py). A causal kernel would suffice for the first step; PyTorch's for
+CPUs computes the hidden half as well. On a CUDA device FlexAttention does it all (flex_tree.py).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class _Batch:
     seen: torch.Tensor
     """[B, 1, n, n] bool, query by key."""
     real: torch.Tensor
-    """Flat places that are no padding."""
+    """Flat places without padding."""
     distinct: torch.Tensor
     """The nodes at those places."""
 
@@ -170,7 +169,7 @@ def _own(
 def _below(
     tree: TokenTree, segment: TreeSegment, window: int | None, device: torch.device
 ) -> _AttentionBlock:
-    """The nodes below a segment that see something of it, against what they see."""
+    """The nodes below a segment that see part of it, against that part."""
     if window is None:
         return _AttentionBlock(
             slice(segment.last, segment.end), slice(segment.first, segment.last), None

@@ -1,4 +1,4 @@
-"""The reference policy, to which the policy is kept near."""
+"""The reference policy, which the policy is kept close to."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from agentevo.training.sharding.layouts import layouts_of, whole_shape
 
 class Reference:
     """A copy of the policy that stays as it is or follows the policy, or the base model under the
-    policy's adapters; see `AlgorithmSection.reference`. Of a policy with PEFT adapters only these
-    are copied; the base is shared."""
+    policy's adapters; see `AlgorithmSection.reference`. For a policy with PEFT adapters only the
+    adapters are copied; the base is shared."""
 
     def __init__(self, policy: PreTrainedModel, section: AlgorithmSection) -> None:
         """Raises TrainingError for reference=base and a policy without adapters."""

@@ -40,8 +40,8 @@ def context_parallel(model: PreTrainedModel, ranks: Ranks) -> None:
 
 
 def check_context(model: PreTrainedModel, size: int, tensor: int = 1) -> None:
-    """Raises TrainingError where so many processes can't have stretches of the model's passes, or
-    `tensor` others not the heads of each."""
+    """Raises TrainingError where so many processes can't divide the model's passes, or where
+    `tensor` further processes can't divide the heads of each."""
     config: Any = model.config.get_text_config()
     heads = config.num_attention_heads
     if heads % (size * tensor):
@@ -68,7 +68,7 @@ class HeadExchange:
         self.num_nodes = num_nodes
         self.ranks = ranks
         self.routing: Any = getattr(plan, "routing", None)
-        """Of the process's stretch (models/routers.py)."""
+        """The routing of the process's stretch (models/routers.py)."""
 
         if self.routing is not None:
             length = -(-num_nodes // ranks.size)
@@ -147,7 +147,7 @@ class _ContextStretch:
 
 
 def _repeats(keys: int, heads: int, size: int) -> int:
-    """How often each key head is repeated: the fewest times that let all processes have as many,
-    which divides how many queries share one."""
+    """The number of repetitions of each key head: the least that gives all processes equally many;
+    it divides the number of queries that share one."""
     shared = heads // keys
     return next(t for t in range(1, shared + 1) if shared % t == 0 and keys * t % size == 0)

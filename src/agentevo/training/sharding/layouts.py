@@ -1,8 +1,8 @@
-"""Which parameters are slices of larger ones, and what follows for gradients, their norm and what
-is saved.
+"""Parameters that are slices of larger ones, and the consequences for gradients, their norm and
+checkpoints.
 
-A parameter is whole on every process unless the module that owns it says otherwise: then it is this
-process's slice along one dimension, or it is whole but every process finds only a part of its
+A parameter is whole on every process unless the module that owns it declares a layout: then it is
+this process's slice along one dimension, or it is whole but every process finds only a part of its
 gradient. Such a slice is an ordinary tensor, so FSDP shards it like any other, and one optimizer
 steps all of them.
 """
@@ -33,12 +33,12 @@ class ShardLayout:
     ranks: Ranks
     dim: int | None
     """The dimension that is sliced; None for a parameter that every process has whole, and whose
-    gradient is the sum of theirs."""
+    gradient is the sum over the processes."""
     sizes: tuple[int, ...] = ()
     """Length of each process's slice."""
     sharing: tuple[Ranks, ...] | None = None
-    """The processes over which its gradient is summed; None for all data-parallel ranks. A slice
-    of experts that tokens of other ranks have come to has their share already."""
+    """The processes over which its gradient is summed; None for all data-parallel ranks. A slice of
+    experts that processes tokens of other ranks already includes their share."""
 
     @property
     def cut(self) -> Cut | None:
@@ -88,7 +88,7 @@ def layouts_by_name(model: nn.Module) -> dict[str, ShardLayout]:
 
 
 def layouts_of(model: nn.Module) -> dict[nn.Parameter, ShardLayout]:
-    """The same by the parameters themselves; asked for after FSDP has made its own of them."""
+    """The same by the parameters themselves; called after FSDP has replaced them by its own."""
     return {
         module._parameters[name]: layout  # type: ignore[misc]
         for module in model.modules()
@@ -97,7 +97,7 @@ def layouts_of(model: nn.Module) -> dict[nn.Parameter, ShardLayout]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor that FSDP may have sharded."""
+    """This process's part of a tensor that FSDP may have sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -146,7 +146,7 @@ def _sharding_groups(grad: torch.Tensor) -> tuple[Any, ...]:
 
 @torch.no_grad()
 def clip(parameters: Iterable[nn.Parameter], norm: torch.Tensor, largest: float) -> None:
-    """Scales the gradients down to a norm of `largest` where theirs is greater."""
+    """Scales the gradients down to a norm of `largest` where their norm is greater."""
     factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
@@ -202,7 +202,7 @@ def part_of(saved: Saved, parameter: torch.Tensor, layout: ShardLayout | None) -
 
 def whole_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors by their parameters' names (weights, moments of the optimizer) -> the whole ones on
-    every process, detached; called by all of them, one tensor after the other."""
+    every process, detached; all of them call it, one tensor after the other."""
     layouts = layouts_by_name(model)
     return {name: whole_of(t, t, layouts.get(name)) for name, t in tensors.items()}
 

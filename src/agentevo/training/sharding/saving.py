@@ -31,7 +31,7 @@ def weight_parts(model: PreTrainedModel, only_trained: bool = False) -> dict[str
 
 
 def saved_parts(model: PreTrainedModel) -> dict[str, WeightPart]:
-    """Those that a checkpoint has: of a model with adapters these alone."""
+    """The weights that a checkpoint has: for a model with adapters only the adapters."""
     return weight_parts(model, only_trained=is_adapted(model))
 
 

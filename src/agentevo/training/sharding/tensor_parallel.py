@@ -2,11 +2,11 @@
 every token (arXiv 1909.08053), the vocabulary of both embeddings included.
 
 Which matrices are cut by their outputs and which by their inputs is the architecture's own
-`base_model_tp_plan` in transformers. What the plan does not name (norms, routers) every process
-computes alike. Experts that are stacked in one parameter are cut between experts.
+`base_model_tp_plan` in transformers. Every process computes alike the modules that the plan does
+not name (norms, routers). Experts that are stacked in one parameter are cut between experts.
 
-A model is refused, before anything is changed, where that would not be exact: adapters, a plan with
-steps that are not known here, heads or widths that the number of processes doesn't divide.
+A model is rejected, before anything is changed, where that would not be exact: adapters, a plan
+with steps that are not known here, heads or widths that the number of processes doesn't divide.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KEYS = ("k_proj", "v_proj")
 
 def tensor_parallel(model: PreTrainedModel, ranks: Ranks, *, experts: bool = True) -> None:
     """Cuts the model, in place, into this process's part; all processes of the group call it with
-    the same weights. `experts=False` leaves stacked experts whole, for `expert_parallel`. Raises
+    the same weights. `experts=False` keeps stacked experts whole, for `expert_parallel`. Raises
     TrainingError, with the model as it was, for one that can't be cut."""
     parts = check_tensor(model, ranks)
     for name, style in parts.items():
@@ -78,7 +78,7 @@ class RowLinear(nn.Linear):
 
 
 class KeyLinear(nn.Linear):
-    """A layer of key or value heads that are fewer than processes: each computes the one head that
+    """A layer with fewer key or value heads than processes: each process computes the one head that
     its queries need, from weights that all have."""
 
     outputs: slice
@@ -89,8 +89,8 @@ class KeyLinear(nn.Linear):
 
 
 class _CopiedInput:
-    """Before a block whose first layers have slices of their outputs: the gradient of what goes in
-    is the sum over processes."""
+    """Before a block whose first layers have slices of their outputs: the gradient of the input is
+    the sum over processes."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -216,7 +216,7 @@ def _share_keys(model: PreTrainedModel, name: str, ranks: Ranks) -> None:
 
 
 def _as(kind: type[nn.Linear], layer: nn.Linear) -> Any:
-    """A layer of another class over the very parameters."""
+    """A layer of another class over the same parameters."""
     new_layer = kind.__new__(kind)
     nn.Module.__init__(new_layer)
     vars(new_layer).update({k: v for k, v in vars(layer).items() if k.startswith("_agentevo")})
