@@ -1,6 +1,6 @@
-"""What every advantage reads: the caller's tensors and ids, checked and numbered.
+"""The inputs of every advantage: the caller's tensors and ids, checked and numbered.
 
-Tables [S, T] are not copied: they are checked in blocks of rows, and recursions pick the trained
+Tables [S, T] are not copied: they are checked in blocks of rows, and recursions select the trained
 places themselves (`returns.Stream.at`).
 """
 
@@ -20,8 +20,8 @@ Ids = Sequence[Hashable] | Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageTables:
-    """What an advantage is made from, as the caller has it: S rows of T tokens. `Advantage.needs`
-    says which of the optional tables an estimator can't do without."""
+    """The inputs of an advantage, as the caller has them: S rows of T tokens. `Advantage.needs`
+    names the optional tables that an estimator requires."""
 
     token_rewards: Tensor
     """[S, T] floats."""
@@ -51,7 +51,7 @@ class AdvantageTables:
     process_rewards: Tensor | None = None
     """[S, T]."""
     turn_credit: Tensor | None = None
-    """[S, T]: at each trained token what its turn has earned by a function of the user's."""
+    """[S, T]: at each trained token the reward of its turn, by a function of the user."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Inputs:
     trajectory: Tensor
     """[S] int64 in 0..N-1, numbered by first row."""
     members: Members
-    """The groups of the N trajectories, and which of these have trained tokens at all."""
+    """The groups of the N trajectories, and which of these have any trained tokens."""
     score: Tensor
     """[N]: the sum of each trajectory's rewards."""
     row_length: Tensor
@@ -98,7 +98,7 @@ class Inputs:
     """[S, T]."""
 
     def trajectory_name(self, index: int) -> str:
-        """What error messages call a trajectory."""
+        """The name of a trajectory in error messages."""
         return f"the trajectory that begins in row {int((self.trajectory == index).nonzero()[0])}"
 
 

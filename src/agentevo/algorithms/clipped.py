@@ -1,8 +1,8 @@
-"""Policy losses around a probability ratio that is clipped, gated or averaged: PPO and what came of
-it.
+"""Policy losses around a probability ratio that is clipped, gated or averaged: PPO and its
+descendants.
 
 Each takes `LossInputs` and returns token losses and per-token statistics, [S, T], or [S, 1] where
-one number holds for a whole row. The caller spreads, masks and aggregates them. Ratios come from
+one number holds for a whole row. The caller broadcasts, masks and aggregates them. Ratios come from
 log-ratios bounded to +-20.
 """
 

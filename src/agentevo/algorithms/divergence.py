@@ -1,8 +1,8 @@
 """Divergence of the policy from a reference per token, and the controllers of its coefficient.
 
 d = logp - ref_logp, bounded to +-20 (+-10 in float16, whose exp ends there). The bound is
-straight-through: beyond it the value stands still but the gradient stays the one at the bound, so
-that a token which has run away is still pulled back: for logp it is 1 (k1), +-1 (abs), +-20 (k2 and
+straight-through: beyond it the value is constant but the gradient stays the one at the bound, so
+that a token that has moved far is still pulled back: for logp it is 1 (k1), +-1 (abs), +-20 (k2 and
 every "+" form), 1 - exp(-20) = 1 above and 1 - exp(20) = -4.9e8 below (k3).
 """
 
@@ -57,8 +57,8 @@ ref_logp. Raises ValueError for different shapes."""
 
 
 def bind_kl(name: str) -> KLEstimate:
-    """The estimate of that name. Names and formulas: `KL` in the catalogue; what happens far out:
-    see the module. Raises ValueError."""
+    """The estimate of that name. For names and formulas see `KL` in the catalogue, for values
+    beyond the bound see the module. Raises ValueError."""
     find("kl", KL, name)
     value_of = ESTIMATES[name.removesuffix("+")]
     straight_through = name.endswith("+")

@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 WHITEN_EPSILON = 1e-8
 """Added to the variance in `whiten`, as in verl and TRL."""
 BOUND = 1e100
-"""Magnitude at which inputs are cut off, so that squares and sums of them are finite in float64."""
+"""The magnitude to which inputs are bounded, so that their squares and sums are finite in
+float64."""
 
 
 @dataclass(frozen=True)
 class Members:
-    """N members (trajectories, or turns) of groups: `group` [N] int64, `counts` [N] bool. Those
+    """N members (trajectories, or turns) of groups: `group` [N] int64, `counts` [N] bool. Members
     that don't count are in no statistic."""
 
     group: Tensor

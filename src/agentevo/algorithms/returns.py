@@ -1,9 +1,9 @@
 """Estimators by recursion over tokens or turns.
 
 They run along streams: the trained tokens of a trajectory in the order of its turns where
-`turn_ids` are given (its rows may then stand anywhere), else the trained tokens of each row by
-itself. Observation tokens are skipped: what follows a trained token is the next trained token.
-After the end of a stream reward and value are 0.
+`turn_ids` are given (its rows may then be anywhere), otherwise the trained tokens of each row
+separately. Observation tokens are skipped: the successor of a trained token is the next trained
+token. After the end of a stream reward and value are 0.
 
 Each takes the validated inputs and their stream and returns advantages and returns, both [M]
 float64 in the order of the stream.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TurnStream:
-    """All M trained tokens, stream after stream. Segments (streams, turns) are given by their
+    """All M trained tokens, stream after stream. Segments (streams, turns) are described by their
     lengths, which add up to M."""
 
     index: Tensor
@@ -111,8 +111,8 @@ def make_stream(inputs: Inputs) -> TurnStream:
 
 
 def _segments(continues: Tensor, count: int) -> Tensor:
-    """The lengths of the segments of `count` places; the argument says of each place but the first
-    whether it continues the segment before it."""
+    """The lengths of the segments of `count` places; the argument tells for each place but the
+    first whether it continues the segment before it."""
     starts = torch.cat([continues.new_ones(min(count, 1)), ~continues]).nonzero()[:, 0]
     return starts.diff(append=starts.new_tensor([count]))
 
@@ -302,7 +302,7 @@ def tree_returns(
 def credit(
     inputs: Inputs, stream: TurnStream, *, scale_by_std: bool, epsilon: float, turn_baseline: str
 ) -> tuple[Tensor, Tensor]:
-    """R_k = what the user's function has given turn k, against other turns of the group
+    """R_k = the reward that the user's function gives turn k, against other turns of the group
     (`against_group`). Returns R."""
     assert inputs.turn_credit is not None  # `Advantage` checks its `needs`
     returns = stream.at(inputs.turn_credit)[stream.turn.cumsum(0) - stream.turn]
@@ -312,7 +312,7 @@ def credit(
 
 
 def turn_places(stream: TurnStream) -> Tensor:
-    """The place of each turn among those of its trajectory, from 0. [K]"""
+    """The place of each turn in its trajectory, from 0. [K]"""
     first = spread(stream.num_turns.cumsum(0) - stream.num_turns, stream.num_turns)
     return torch.arange(len(stream.turn), device=stream.index.device) - first
 
@@ -331,9 +331,9 @@ def against_group(
     """A_k = (R_k - mean) / (std + epsilon), without the division if not `scale_by_std`, of the
     returns of turns [K]; std is unbiased. [K]
 
-    `turn_baseline`: mean and std are over all turns of the group (`all`), or over those at the same
-    of `places` [K] (`place`): a turn that is alone there gets 0. A group of one trajectory gives 0.
-    `none`: the returns themselves.
+    `turn_baseline`: mean and std are over all turns of the group (`all`), or over those with the
+    same of `places` [K] (`place`): the only turn at a place gets 0. A group of one trajectory gives
+    0. `none`: the returns themselves.
     """
     if how.turn_baseline == "none":
         return returns
@@ -366,7 +366,7 @@ def _discounted_along_tree(rewards: Tensor, parent: list[int], gamma: float) -> 
 
 
 def _tree_depths(stream: TurnStream, parent: list[int]) -> Tensor:
-    """How many turns are before each one on its path. parent_k < k, or -1. [K]"""
+    """The number of turns before each one on its path. parent_k < k, or -1. [K]"""
     depth: list[int] = []
     for turn in parent:
         depth.append(depth[turn] + 1 if turn >= 0 else 0)

@@ -1,7 +1,7 @@
-"""Policy losses -w A logp with a weight w that has no gradient: REINFORCE and what came of it. None
-clips a gradient away by a maximum.
+"""Policy losses -w A logp with a weight w that has no gradient: REINFORCE and its descendants. None
+of them removes a gradient by a maximum.
 
-Their value means little (its gradient is the policy gradient); each says in its statistics which
+Their value means little (its gradient is the policy gradient); the statistics of each show which
 tokens it weighs down or leaves out.
 """
 
@@ -129,7 +129,7 @@ def minirl_keeps(
 
 
 def minirl_statistics(tables: LossTables, hyper: Mapping[str, object]) -> dict[str, float]:
-    """The share of the minibatch's trained tokens that stays, where the loss needs it
+    """The share of the minibatch's trained tokens that are kept, where the loss needs it
     (token_level_loss)."""
     if not hyper["token_level_loss"]:
         return {}

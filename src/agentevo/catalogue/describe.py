@@ -28,7 +28,7 @@ ENTRIES: Mapping[str, Mapping[str, CatalogueEntry]] = {
 """Key of the configuration -> the entries of that kind."""
 
 FUNCTIONS = Path(__file__).parent / "functions.md"
-"""What the page says of functions of the user's."""
+"""The page's text about functions of the user."""
 
 SOURCES = {
     "values": "of the critic, see the section critic",

@@ -33,8 +33,8 @@ TUNABLE: Mapping[Kind, Mapping[str, CatalogueEntry]] = {
 
 @dataclass(frozen=True)
 class Preset:
-    """One published algorithm as a combination of entries; what it leaves open has the entries'
-    defaults."""
+    """One published algorithm as a combination of entries; hyper-parameters that it leaves open
+    have the entries' defaults."""
 
     name: str
     meaning: str
@@ -268,7 +268,8 @@ def resolve_preset(
     policy_loss: str | None = None,
     aggregation: str | None = None,
 ) -> Algorithm:
-    """The preset with what was chosen otherwise. `hyper` goes to the entries that know it.
+    """The preset with the given choices in place of its own. `hyper` goes to the entries that have
+    it.
 
     A preset's hyper-parameters count only for the entries that it chose itself. Raises ValueError
     for unknown names, values out of range and hyper-parameters that none of the entries has.
