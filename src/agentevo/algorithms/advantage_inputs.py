@@ -1,6 +1,6 @@
-"""What every advantage reads: the caller's tensors and ids, checked and numbered.
+"""The inputs of every advantage: the caller's tensors and ids, checked and numbered.
 
-Tables [S, T] are not copied: they are checked in blocks of rows, and recursions pick the trained
+Tables [S, T] are not copied: they are checked in blocks of rows, and recursions select the trained
 places themselves (`returns.Stream.at`).
 """
 
@@ -20,8 +20,8 @@ Ids = Sequence[Hashable] | Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageTables:
-    """What an advantage is made from, as the caller has it: S rows of T tokens. `Advantage.needs`
-    says which of the optional tables an estimator can't do without."""
+    """The inputs of an advantage, as the caller has them: S rows of T tokens. `Advantage.needs`
+    names the optional tables that an estimator requires."""
 
     token_rewards: Tensor
     """[S, T] floats."""
@@ -38,7 +38,7 @@ class AdvantageTables:
     turn_ids: Tensor | None = None
     """[S, T] integers: the turn of each trained token, increasing along the trajectory."""
     turn_parents: Tensor | None = None
-    """[S, T] integers: the turn that this one goes on from."""
+    """[S, T] integers: the turn that this one continues."""
     reward_parts: Mapping[str, Tensor] | Tensor | None = None
     """Name -> [S], or [K, S]: the trajectory's score by each reward, repeated at each of its
     rows."""
@@ -51,7 +51,7 @@ class AdvantageTables:
     process_rewards: Tensor | None = None
     """[S, T]."""
     turn_credit: Tensor | None = None
-    """[S, T]: at each trained token what its turn has earned by a function of the user's."""
+    """[S, T]: at each trained token the reward of its turn, by a function of the user."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Inputs:
     trajectory: Tensor
     """[S] int64 in 0..N-1, numbered by first row."""
     members: Members
-    """The groups of the N trajectories, and which of these have trained tokens at all."""
+    """The groups of the N trajectories, and which of these have any trained tokens."""
     score: Tensor
     """[N]: the sum of each trajectory's rewards."""
     row_length: Tensor
@@ -98,7 +98,7 @@ class Inputs:
     """[S, T]."""
 
     def trajectory_name(self, index: int) -> str:
-        """What error messages call a trajectory."""
+        """The name of a trajectory in error messages."""
         return f"the trajectory that begins in row {int((self.trajectory == index).nonzero()[0])}"
 
 
@@ -203,13 +203,13 @@ def _number_ids(name: str, ids: Ids | range, like: Tensor) -> Tensor:
     )
 
 
-def _finite(name: str, values: Tensor, counted: Tensor, first: int = 0) -> Tensor:
-    """`values` as bounded float64, with 0 wherever `counted` (of the same shape) is false. Raises
-    ValueError for NaN or infinity where counted.
+def _finite(name: str, values: Tensor, mask: Tensor, first: int = 0) -> Tensor:
+    """`values` as bounded float64, with 0 wherever `mask` (of the same shape) is false. Raises
+    ValueError for NaN or infinity where it is true.
 
     `first` is the row at which this block begins; error messages count from it.
     """
-    finite = torch.where(counted, values.detach(), 0.0).double()
+    finite = torch.where(mask, values.detach(), 0.0).double()
     if not bool(torch.isfinite(finite).all()):
         row, *column = (~torch.isfinite(finite)).nonzero()[0].tolist()
         place = [first + row, *column]
@@ -233,16 +233,16 @@ def _row_sums(name: str, table: Tensor, trained: Tensor) -> Tensor:
     rows = block_rows(table.shape[1])
     blocks = enumerate(row_blocks(table, trained))
     return torch.cat(
-        [_finite(name, part, counted, rows * number).sum(1) for number, (part, counted) in blocks]
+        [_finite(name, part, mask, rows * number).sum(1) for number, (part, mask) in blocks]
     )
 
 
-def _per_row(name: str, values: Tensor, counted: Tensor) -> Tensor:
-    if values.shape != counted.shape:
+def _per_row(name: str, values: Tensor, mask: Tensor) -> Tensor:
+    if values.shape != mask.shape:
         raise ValueError(
-            f"{name} has shape {list(values.shape)}: give one number per row, [{len(counted)}]"
+            f"{name} has shape {list(values.shape)}: give one number per row, [{len(mask)}]"
         )
-    return _finite(name, values, counted)
+    return _finite(name, values, mask)
 
 
 def _turns(name: str, turns: Tensor | None, trained: Tensor) -> Tensor | None:

@@ -3,8 +3,9 @@
     loss = sum over trained tokens of weight(row of the token) * token loss
 
 The weights are set on the whole minibatch, so the sum over any split of its rows (micro-batches,
-ranks) is the same loss with the same gradient: take the weights once, hand every part those of its
-rows, and add up. Rows and trajectories without trained tokens do not count, not even in a divisor.
+ranks) is the same loss with the same gradient: take the weights once, give every part the weights
+of its rows, and add up. Rows and trajectories without trained tokens do not count, not even in a
+divisor.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ def bind_aggregation(name: str, hyper: Mapping[str, Value]) -> Aggregation:
             )
 
         numbers: dict[Hashable, int] = {}
-        trajectories = [numbers.setdefault(own, len(numbers)) for own in trajectory_ids]
+        trajectories = [
+            numbers.setdefault(trajectory_id, len(numbers)) for trajectory_id in trajectory_ids
+        ]
         lengths = lengths.double()
         of_row = row_weights(lengths, torch.tensor(trajectories, dtype=torch.int64))
         return torch.where(lengths > 0, of_row, 0.0)

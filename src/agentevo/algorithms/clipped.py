@@ -1,8 +1,8 @@
-"""Policy losses around a probability ratio that is clipped, gated or averaged: PPO and what came of
-it.
+"""Policy losses around a probability ratio that is clipped, gated or averaged: PPO and its
+descendants.
 
 Each takes `LossInputs` and returns token losses and per-token statistics, [S, T], or [S, 1] where
-one number holds for a whole row. The caller spreads, masks and aggregates them. Ratios come from
+one number holds for a whole row. The caller broadcasts, masks and aggregates them. Ratios come from
 log-ratios bounded to +-20.
 """
 
@@ -104,8 +104,8 @@ def gmpo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Terms:
     gap = inputs.log_ratio
     advantage = row_mean(inputs.advantages, inputs.mask)
     clipped = torch.where(advantage > 0, gap > clip_high, (advantage < 0) & (gap < -clip_low))
-    kept = torch.where(advantage > 0, gap.clamp(max=clip_high), gap.clamp(min=-clip_low))
-    return -advantage * bounded_exp(row_mean(kept, inputs.mask)), {"pg_clipfrac": clipped}
+    clipped_gap = torch.where(advantage > 0, gap.clamp(max=clip_high), gap.clamp(min=-clip_low))
+    return -advantage * bounded_exp(row_mean(clipped_gap, inputs.mask)), {"pg_clipfrac": clipped}
 
 
 def sapo(inputs: LossInputs, *, tau_pos: float, tau_neg: float) -> Terms:

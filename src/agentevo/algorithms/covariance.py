@@ -1,14 +1,14 @@
-"""Losses that treat the few tokens whose log-prob and advantage go together most: training on them
-is what collapses entropy.
+"""Losses that treat the few tokens whose log-prob and advantage vary together most: training on
+them collapses entropy.
 
-cov_t = (A_t - mean A) (logp_t - mean logp), means over all N trained tokens. Chosen are the max(1,
-floor(fraction N)) candidates of largest cov, and every token that ties with the last of them (to 12
-digits), so the choice depends neither on order nor on a random draw (Clip-Cov's paper draws at
-random among its candidates). Covariances of exactly 0, as where all advantages are equal, are never
-chosen. Means and threshold belong to the whole minibatch: `batch_statistics` takes them there once,
-and each part that is given them chooses the same tokens: the threshold lies halfway to the largest
-covariance that is not chosen, because log-probs of a part are rounded differently. Covariances are
-float64. Source: arXiv 2505.22617.
+cov_t = (A_t - mean A) (logp_t - mean logp), means over all N trained tokens. The max(1,
+floor(fraction N)) candidates of largest cov are chosen, and every token that ties with the last of
+them (to 12 digits), so the choice depends neither on order nor on a random draw (Clip-Cov's paper
+draws at random among its candidates). Covariances of exactly 0, as where all advantages are equal,
+are never chosen. Means and threshold belong to the whole minibatch: `batch_statistics` takes them
+there once, and each part that receives them chooses the same tokens: the threshold is halfway to
+the largest covariance that is not chosen, because log-probs of a part are rounded differently.
+Covariances are float64. Source: arXiv 2505.22617.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def clip_cov(
     """PPO's clipped surrogate, 0 for the chosen among unclipped tokens with low < cov < high.
     Source: eq. 11 and 12.
 
-    A token that PPO clips has no gradient to take away, so it is no candidate (as in the paper's
+    A token that PPO clips has no gradient to remove, so it is no candidate (as in the paper's
     code).
     """
     loss, clipped = clip_surrogate(
@@ -111,11 +111,11 @@ def _statistics(
     if not len(values):
         return statistics | {"threshold": math.inf}
 
-    wanted = min(max(1, int(fraction * trained)), len(values))
-    last = float(values.topk(wanted).values[-1])
+    num_selected = min(max(1, int(fraction * trained)), len(values))
+    last = float(values.topk(num_selected).values[-1])
     ties = last - EQUAL * abs(last)
-    others = values[values < ties]
-    threshold = (last + float(others.max())) / 2 if len(others) else ties
+    lower_values = values[values < ties]
+    threshold = (last + float(lower_values.max())) / 2 if len(lower_values) else ties
     return statistics | {"threshold": threshold}
 
 
@@ -126,7 +126,7 @@ def _candidates(
     low: float,
     high: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Covariances [S, T] float64, and which eligible trained tokens lie between the bounds and
+    """Covariances [S, T] float64, and which eligible trained tokens are between the bounds and
     reach the threshold."""
     covariance = _subtract_mean(inputs.advantages, statistics["mean_advantage"]) * _subtract_mean(
         inputs.logp.detach(), statistics["mean_logp"]

@@ -1,8 +1,8 @@
 """Divergence of the policy from a reference per token, and the controllers of its coefficient.
 
 d = logp - ref_logp, bounded to +-20 (+-10 in float16, whose exp ends there). The bound is
-straight-through: beyond it the value stands still but the gradient stays the one at the bound, so
-that a token which has run away is still pulled back: for logp it is 1 (k1), +-1 (abs), +-20 (k2 and
+straight-through: beyond it the value is constant but the gradient stays the one at the bound, so
+that a token that has moved far is still pulled back: for logp it is 1 (k1), +-1 (abs), +-20 (k2 and
 every "+" form), 1 - exp(-20) = 1 above and 1 - exp(20) = -4.9e8 below (k3).
 """
 
@@ -52,13 +52,13 @@ def bounded_log_ratio(logp: torch.Tensor, ref_logp: torch.Tensor) -> torch.Tenso
 
 KLEstimate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(logp, ref_logp, mask), [S, T] each -> estimate of KL(policy || reference) per token, [S, T] of
-logp's dtype, 0 where the bool mask is False, whatever stands there. No gradient flows into
+logp's dtype, 0 where the bool mask is False, whatever the inputs are there. No gradient flows into
 ref_logp. Raises ValueError for different shapes."""
 
 
 def bind_kl(name: str) -> KLEstimate:
-    """The estimate of that name. Names and formulas: `KL` in the catalogue; what happens far out:
-    see the module. Raises ValueError."""
+    """The estimate of that name. For names and formulas see `KL` in the catalogue, for values
+    beyond the bound see the module. Raises ValueError."""
     find("kl", KL, name)
     value_of = ESTIMATES[name.removesuffix("+")]
     straight_through = name.endswith("+")
@@ -140,9 +140,9 @@ class AdaptiveKL:
         self.coef = float(state["coef"])
 
 
-def _settings(name: str, given: Mapping[str, Value]) -> dict[str, float]:
+def _settings(name: str, overrides: Mapping[str, Value]) -> dict[str, float]:
     return {
         key: float(value)
-        for key, value in resolve("kl", KL_CONTROLLERS, name, given).items()
+        for key, value in resolve("kl", KL_CONTROLLERS, name, overrides).items()
         if value is not None
     }

@@ -2,10 +2,10 @@
 
 `bind_advantage` makes one from its name and hyper-parameters. Called with tables, it checks them
 and computes by one function of `group_relative` (a number per trajectory) or `returns` (a recursion
-over tokens or turns). Invariants: what stands at masked-out places has no influence; results are 0
+over tokens or turns). Invariants: values at masked-out places have no influence; results are 0
 there; all statistics are in float64; nothing depends on padding or on the order of rows and groups
-beyond rounding; no NaN or infinity comes out (numbers are bounded to +-1e100 inside and to what the
-dtype can hold outside).
+beyond rounding; no result is NaN or infinite (numbers are bounded to +-1e100 inside and to the
+range of the dtype outside).
 """
 
 from __future__ import annotations
@@ -70,18 +70,18 @@ class Advantage:
         return self.name in RECURSIONS
 
     def monte_carlo(self) -> Advantage:
-        """The same estimator with lambda 1, so that it trusts no critic."""
+        """The same estimator with lambda 1, so that it does not depend on a critic."""
         ones = {key: 1.0 for key in ("lam", "turn_lam") if key in self.hyper}
         return replace(self, hyper={**self.hyper, **ones})
 
     def __call__(self, tables: AdvantageTables) -> tuple[Tensor, Tensor]:
         """Advantages and returns, both [S, T] in dtype and on the device of `token_rewards`,
-        without gradient, 0 where the mask is 0. Returns are what a critic should learn (recursions)
-        or the advantages again.
+        without gradient, 0 where the mask is 0. Returns are the targets of a critic (recursions) or
+        the advantages again.
 
-        With several rows to a trajectory its score is the sum over all of them. Recursions run
+        The score of a trajectory with several rows is the sum over all of them. Recursions run
         through the trajectory in the order of its turns if `turn_ids` are given; without them each
-        row is a sequence of its own. Raises ValueError for a wrong shape or missing table, and for
+        row is a separate sequence. Raises ValueError for a wrong shape or missing table, and for
         NaN or infinity at a trained place.
         """
         for needed in self.needs:

@@ -1,10 +1,10 @@
-"""Which trajectories of a batch are worth training on. No torch.
+"""Filters that choose the trajectories of a batch that are worth training on. No torch.
 
 Inputs are plain sequences with one entry per trajectory: its reward, and the id of its group
-(attempts at the same task; members may stand anywhere). Every filter returns a `Kept`: the
-positions that it keeps, and its reason for dropping each of the others. Filters look at rewards as
+(attempts at the same task; members may be anywhere). Every filter returns a `FilterResult`: the
+positions that it keeps, and its reason for dropping each of the others. Filters use the rewards as
 the environment gave them, before any normalisation (a normalised group always has the same spread);
-those that differ by rounding alone are equal (equality.py).
+rewards that differ only by rounding are equal (equality.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FilterResult:
 
 
 def _groups(rewards: Sequence[float], group_ids: Sequence[Hashable]) -> dict[Hashable, list[int]]:
-    """The positions of each group's members; groups stand in the order in which they first appear.
+    """The positions of each group's members; groups are in the order in which they first appear.
     Raises ValueError."""
     if len(rewards) != len(group_ids):
         raise ValueError(
@@ -157,9 +157,9 @@ class RLPRStd:
 
     Steps before `record_from` change nothing. From there to `start` the mean std of each step is
     recorded, and at `start` the running mean m begins as the mean of the recorded values (later if
-    there are none yet). After that, m <- decay m + (1 - decay) (mean std of the step before), which
-    counts the dropped groups as well. A group of one has std 0 and does not count towards m. A step
-    that refills its batch may call `filter` several times: m changes only at `end_step`.
+    there are none yet). After that, m <- decay m + (1 - decay) (mean std of the step before), where
+    the mean includes the dropped groups. A group of one has std 0 and does not count towards m. A
+    step that refills its batch may call `filter` several times: m changes only at `end_step`.
     `state_dict` holds all that is needed to resume.
     """
 

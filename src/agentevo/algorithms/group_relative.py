@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 WHITEN_EPSILON = 1e-8
 """Added to the variance in `whiten`, as in verl and TRL."""
 BOUND = 1e100
-"""Magnitude at which inputs are cut off, so that squares and sums of them are finite in float64."""
+"""The magnitude to which inputs are bounded, so that their squares and sums are finite in
+float64."""
 
 
 @dataclass(frozen=True)
 class Members:
-    """N members (trajectories, or turns) of groups: `group` [N] int64, `counts` [N] bool. Those
+    """N members (trajectories, or turns) of groups: `group` [N] int64, `counts` [N] bool. Members
     that don't count are in no statistic."""
 
     group: Tensor
@@ -100,14 +101,16 @@ def divide(values: Tensor, by: Tensor) -> Tensor:
 
 
 def whiten(values: Tensor, weights: Tensor | None = None) -> Tensor:
-    """(values - mean) / sqrt(variance + 1e-8), variance unbiased; `weights` says how many tokens
-    each value stands for. Same shape.
+    """(values - mean) / sqrt(variance + 1e-8), variance unbiased; `weights` is the number of tokens
+    that each value represents. Same shape.
 
     Equal values, and fewer than two tokens, give exactly 0. Values of weight 0 enter no statistic.
     """
-    counted = values if weights is None else values[weights > 0.0]
+    counted_values = values if weights is None else values[weights > 0.0]
     total = float(values.numel() if weights is None else weights.sum())
-    if total < 2.0 or not bool(counted.max() - counted.min() > EQUAL * counted.abs().max()):
+    if total < 2.0 or not bool(
+        counted_values.max() - counted_values.min() > EQUAL * counted_values.abs().max()
+    ):
         return torch.zeros_like(values)
 
     weights = values.new_ones(()) if weights is None else weights
@@ -131,8 +134,8 @@ def batch_norm(inputs: Inputs, *, epsilon: float) -> Tensor:
 
     Source: RAGEN's StarPO code, arXiv 2504.20073.
     """
-    whole = Members(torch.zeros_like(inputs.members.group), inputs.members.counts)
-    return whole.normalise(inputs.score, scale_by_std=True, epsilon=epsilon)
+    batch_members = Members(torch.zeros_like(inputs.members.group), inputs.members.counts)
+    return batch_members.normalise(inputs.score, scale_by_std=True, epsilon=epsilon)
 
 
 def grpo(inputs: Inputs, *, scale_by_std: bool, epsilon: float) -> Tensor:
@@ -156,11 +159,11 @@ def grpo_passk(inputs: Inputs, *, scale_by_std: bool, epsilon: float) -> Tensor:
     best = members.highest(score)
     tied = EQUAL * members.highest(score.abs())
     is_best = members.counts & (best - score <= tied)
-    others = Members(members.group, members.counts & ~is_best)
-    alone = members.total(is_best.double()) == 1.0
+    runners_up = Members(members.group, members.counts & ~is_best)
+    has_single_best = members.total(is_best.double()) == 1.0
     lead = torch.where(
-        is_best & alone & members.differ(score) & (others.size > 0.0),
-        best - others.highest(score),
+        is_best & has_single_best & members.differ(score) & (runners_up.size > 0.0),
+        best - runners_up.highest(score),
         0.0,
     )
     return (

@@ -1,5 +1,5 @@
-"""Importance weights: the probability of what was sampled under the policy that is trained, over
-that under the policy that sampled it.
+"""Importance weights: the probability of the sampled tokens under the policy that is trained,
+divided by that under the policy that sampled them.
 
 They are constants (no gradient), multiply a loss per token, and are a function of a row alone, so
 they don't depend on the micro-batch.
@@ -54,8 +54,9 @@ def bind_importance(name: str, cap: float, floor: float) -> ImportanceWeights | 
 
     token_*: w_t = exp(d_t). sequence_*: w = exp(sum d), the same for every token of the row.
     geometric_mis: w = exp(mean d). *_tis (truncated) gives min(w, cap). *_mis (masked) gives w
-    where floor <= w <= cap, else 0. Log-ratios are bounded to +-20 before exp. Which names and
-    numbers go together: `catalogue.policy_losses.check_importance`; sources: IMPORTANCE there.
+    where floor <= w <= cap, else 0. Log-ratios are bounded to +-20 before exp.
+    `catalogue.policy_losses.check_importance` says which names and numbers are valid together; for
+    sources see IMPORTANCE there.
     """
     if name == "none":
         return None
@@ -71,13 +72,13 @@ def bound(weights: torch.Tensor, mode: str, *, cap: float, floor: float = 0.0) -
 
 
 def age_decay(ages: torch.Tensor, power: float) -> torch.Tensor:
-    """(1 + age)^-power, what a token's weight is multiplied by for having been drawn `age` steps
-    ago: 1 for a fresh token.
+    """(1 + age)^-power, the factor on the weight of a token that was drawn `age` steps ago: 1 for a
+    fresh token.
 
     With power 1 it is the learning rate of staleness-aware asynchronous SGD (Zhang et al., arXiv
     1511.05950, which divides it by a gradient's staleness, counted from 1), token by token. Unlike
-    the ratio it says nothing of how far the policy has moved, so it is a bias towards new tokens
-    that is chosen, not a correction.
+    the ratio it does not measure how far the policy has moved, so it is a deliberate bias towards
+    new tokens, not a correction.
     """
     return (1.0 + ages).pow(-power)
 

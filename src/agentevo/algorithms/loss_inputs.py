@@ -15,7 +15,7 @@ import torch
 from agentevo.algorithms.blocks import row_blocks
 
 Terms = tuple[torch.Tensor, dict[str, torch.Tensor]]
-"""What a loss returns: token losses, and measurements per token whose mean over trained tokens is
+"""The result of a loss: token losses, and measurements per token whose mean over trained tokens is
 the metric of that name."""
 
 MAX_LOG_RATIO = 20.0
@@ -25,8 +25,7 @@ ratio has no gradient."""
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a policy loss computes from: tensors [S, T], one sequence per row, 0 at untrained
-    places."""
+    """The tensors that a policy loss uses: [S, T], one sequence per row, 0 at untrained places."""
 
     logp: torch.Tensor
     """Log-prob of each token now; the only tensor with a gradient."""
@@ -38,9 +37,9 @@ class LossInputs:
     rollout_logp: torch.Tensor | None = None
     """Log-prob under the policy that sampled."""
     proximal_logp: torch.Tensor | None = None
-    """Log-prob under the policy that the update must stay near."""
+    """Log-prob under the policy that the update must stay close to."""
     statistics: Mapping[str, float] = field(default_factory=dict)
-    """What the loss needs to know of the whole minibatch; empty for most losses."""
+    """The statistics of the whole minibatch that the loss needs; empty for most losses."""
 
     @cached_property
     def log_ratio(self) -> torch.Tensor:
@@ -48,7 +47,7 @@ class LossInputs:
         return self.logp - self.old_logp
 
     def require(self, name: str, user: str) -> torch.Tensor:
-        """An optional tensor that `user` can't do without. Raises ValueError."""
+        """An optional tensor that `user` requires. Raises ValueError."""
         tensor: torch.Tensor | None = getattr(self, name)
         if tensor is None:
             raise ValueError(f"{user} needs {name}: give it, [S, T] like logp")
@@ -96,10 +95,10 @@ class LossTables:
 
     def cleaned_blocks(self) -> Iterator[LossInputs]:
         """The inputs of a loss without gradients, a block of rows at a time, in order."""
-        given = {name: tensor.detach() for name, tensor in self._given().items()}
+        tensors = {name: tensor.detach() for name, tensor in self._given().items()}
         return (
-            LossTables(**dict(zip(given, parts, strict=True))).clean_inputs()
-            for parts in row_blocks(*given.values())
+            LossTables(**dict(zip(tensors, parts, strict=True))).clean_inputs()
+            for parts in row_blocks(*tensors.values())
         )
 
 

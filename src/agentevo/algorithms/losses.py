@@ -87,7 +87,7 @@ class PolicyLoss:
         rollout_is_mean, where they apply.
 
         All are 0 where the mask is 0 and of logp's dtype; only the losses carry a gradient. Without
-        `statistics` these rows are taken for the whole minibatch.
+        `statistics` these rows count as the whole minibatch.
         """
         inputs = tables.clean_inputs(statistics or self.statistics(tables))
         loss, measured = self.formula(inputs)
@@ -120,13 +120,13 @@ def bind_policy_loss(
 ) -> PolicyLoss:
     """The policy loss of that name, for an aggregation by that name. `importance` names the weights
     of `importance.bind_importance`; `function` computes the loss FUNCTION. Raises ValueError where
-    a setting is wrong or where settings make no sense together."""
+    a setting is wrong or where settings are inconsistent."""
     settings = resolve("policy loss", POLICY_LOSSES, name, hyper)
     check_function("policy loss", name, function)
     check_aggregation(name, settings, aggregation)
     check_importance(name, importance, importance_cap, importance_floor)
 
-    # minirl looks at the whole minibatch only where its denominator is that of all tokens
+    # minirl needs the whole minibatch only where its denominator is that of all tokens
     statistics = STATISTICS.get(name) if settings.get("token_level_loss", True) else None
     return PolicyLoss(
         name,

@@ -205,9 +205,9 @@ class PreferenceLoss:
 
         Inputs are [P] each: summed log-probs of the policy (`*_logp`, `logp`) and of the reference
         (`ref_*`), token counts (`*_lengths`, at least 1), bools (`desirable`), probabilities
-        (`*_win_prob`, which only sppo knows and which it can do without); `kl_baseline` is one
-        number. Inputs that the loss does not use are ignored. Raises ValueError for an input that
-        is missing or has the wrong shape.
+        (`*_win_prob`, which only sppo uses and which are optional); `kl_baseline` is one number.
+        Inputs that the loss does not use are ignored. Raises ValueError for an input that is
+        missing or has the wrong shape.
         """
         missing = [need for need in self.needs if need not in inputs]
         if missing:

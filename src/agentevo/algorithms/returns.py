@@ -1,9 +1,9 @@
 """Estimators by recursion over tokens or turns.
 
 They run along streams: the trained tokens of a trajectory in the order of its turns where
-`turn_ids` are given (its rows may then stand anywhere), else the trained tokens of each row by
-itself. Observation tokens are skipped: what follows a trained token is the next trained token.
-After the end of a stream reward and value are 0.
+`turn_ids` are given (its rows may then be anywhere), otherwise the trained tokens of each row
+separately. Observation tokens are skipped: the successor of a trained token is the next trained
+token. After the end of a stream reward and value are 0.
 
 Each takes the validated inputs and their stream and returns advantages and returns, both [M]
 float64 in the order of the stream.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TurnStream:
-    """All M trained tokens, stream after stream. Segments (streams, turns) are given by their
+    """All M trained tokens, stream after stream. Segments (streams, turns) are described by their
     lengths, which add up to M."""
 
     index: Tensor
@@ -111,8 +111,8 @@ def make_stream(inputs: Inputs) -> TurnStream:
 
 
 def _segments(continues: Tensor, count: int) -> Tensor:
-    """The lengths of the segments of `count` places; the argument says of each place but the first
-    whether it continues the segment before it."""
+    """The lengths of the segments of `count` places; the argument tells for each place but the
+    first whether it continues the segment before it."""
     starts = torch.cat([continues.new_ones(min(count, 1)), ~continues]).nonzero()[:, 0]
     return starts.diff(append=starts.new_tensor([count]))
 
@@ -284,13 +284,13 @@ def tree_returns(
     epsilon: float,
     turn_baseline: str,
 ) -> tuple[Tensor, Tensor]:
-    """R_k = r_k + gamma sum of R over the turns that go on from k, against other turns of the group
+    """R_k = r_k + gamma sum of R over the turns that continue k, against other turns of the group
     (`against_group`), where the place of a turn is its depth in the tree: a turn is credited with
     what its own branch earned, not with what a sibling branch earned later.
 
-    `turn_parents` names the turn that each goes on from; one whose parent is no earlier trained
-    turn of the trajectory goes on from the turn before it. Without branches this is
-    `turn_returns`. A group of one trajectory gives 0. Returns R.
+    `turn_parents` names the turn that each one continues; one whose parent is no earlier trained
+    turn of the trajectory continues the turn before it. Without branches this is `turn_returns`. A
+    group of one trajectory gives 0. Returns R.
     """
     parent = _tree_parents(inputs, stream)
     returns = _discounted_along_tree(turn_rewards(inputs, stream), parent, gamma)
@@ -302,7 +302,7 @@ def tree_returns(
 def credit(
     inputs: Inputs, stream: TurnStream, *, scale_by_std: bool, epsilon: float, turn_baseline: str
 ) -> tuple[Tensor, Tensor]:
-    """R_k = what the user's function has given turn k, against other turns of the group
+    """R_k = the reward that the user's function gives turn k, against other turns of the group
     (`against_group`). Returns R."""
     assert inputs.turn_credit is not None  # `Advantage` checks its `needs`
     returns = stream.at(inputs.turn_credit)[stream.turn.cumsum(0) - stream.turn]
@@ -312,7 +312,7 @@ def credit(
 
 
 def turn_places(stream: TurnStream) -> Tensor:
-    """The place of each turn among those of its trajectory, from 0. [K]"""
+    """The place of each turn in its trajectory, from 0. [K]"""
     first = spread(stream.num_turns.cumsum(0) - stream.num_turns, stream.num_turns)
     return torch.arange(len(stream.turn), device=stream.index.device) - first
 
@@ -331,9 +331,9 @@ def against_group(
     """A_k = (R_k - mean) / (std + epsilon), without the division if not `scale_by_std`, of the
     returns of turns [K]; std is unbiased. [K]
 
-    `turn_baseline`: mean and std are over all turns of the group (`all`), or over those at the same
-    of `places` [K] (`place`): a turn that is alone there gets 0. A group of one trajectory gives 0.
-    `none`: the returns themselves.
+    `turn_baseline`: mean and std are over all turns of the group (`all`), or over those with the
+    same of `places` [K] (`place`): the only turn at a place gets 0. A group of one trajectory gives
+    0. `none`: the returns themselves.
     """
     if how.turn_baseline == "none":
         return returns
@@ -366,7 +366,7 @@ def _discounted_along_tree(rewards: Tensor, parent: list[int], gamma: float) -> 
 
 
 def _tree_depths(stream: TurnStream, parent: list[int]) -> Tensor:
-    """How many turns are before each one on its path. parent_k < k, or -1. [K]"""
+    """The number of turns before each one on its path. parent_k < k, or -1. [K]"""
     depth: list[int] = []
     for turn in parent:
         depth.append(depth[turn] + 1 if turn >= 0 else 0)
@@ -384,14 +384,14 @@ def _tree_parents(inputs: Inputs, stream: TurnStream) -> list[int]:
     at = stream.index[first]
     names = inputs.turn_ids.reshape(-1)[at].tolist()
 
-    wanted = inputs.turn_parents.reshape(-1)[at].tolist()
+    parent_ids = inputs.turn_parents.reshape(-1)[at].tolist()
     owners = inputs.trajectory[stream.row[first]].tolist()
-    known: dict[tuple[int, int], int] = {}
+    turn_numbers: dict[tuple[int, int], int] = {}
     parent_of_turn = []
-    for turn, (owner, name, parent) in enumerate(zip(owners, names, wanted, strict=True)):
+    for turn, (owner, name, parent) in enumerate(zip(owners, names, parent_ids, strict=True)):
         before = turn - 1 if turn and owners[turn - 1] == owner else -1
-        parent_of_turn.append(known.get((owner, parent), before))
-        known[owner, name] = turn
+        parent_of_turn.append(turn_numbers.get((owner, parent), before))
+        turn_numbers[owner, name] = turn
 
     return parent_of_turn
 
@@ -445,9 +445,9 @@ def otb(inputs: Inputs, stream: TurnStream, *, handle_zero_tail: bool) -> tuple[
 def prime(
     inputs: Inputs, stream: TurnStream, *, gamma: float, process_coef: float, whiten: bool
 ) -> tuple[Tensor, Tensor]:
-    """Advantages from rewards of single steps that a process reward model gives beside the outcome:
-    leave-one-out on outcomes plus the discounted sum of process rewards over the others' mean
-    process reward.
+    """Advantages from rewards of single steps that a process reward model gives in addition to the
+    outcome: leave-one-out on outcomes plus the discounted sum of process rewards over the others'
+    mean process reward.
 
     With p_t the process rewards, m_j their mean over trajectory j, n trajectories in the group, s
     the scores: A_t = s_i - mean_{j != i} s_j + process_coef sum_{u >= t} gamma^(u - t) (p_u -
@@ -463,7 +463,7 @@ def prime(
     )
 
     size = inputs.members.size
-    others = divide(inputs.members.total(mean) - mean, (size - 1.0).clamp(min=1.0))
-    running = discount_sums(rewards - others[owner], stream.lengths, gamma)
+    mean_of_others = divide(inputs.members.total(mean) - mean, (size - 1.0).clamp(min=1.0))
+    running = discount_sums(rewards - mean_of_others[owner], stream.lengths, gamma)
     advantages = torch.where(size[owner] > 1.0, rloo(inputs)[owner] + process_coef * running, 0.0)
     return whitened(advantages) if whiten else advantages, advantages

@@ -1,7 +1,7 @@
-"""Policy losses -w A logp with a weight w that has no gradient: REINFORCE and what came of it. None
-clips a gradient away by a maximum.
+"""Policy losses -w A logp with a weight w that has no gradient: REINFORCE and its descendants. None
+of them removes a gradient by a maximum.
 
-Their value means little (its gradient is the policy gradient); each says in its statistics which
+Their value means little (its gradient is the policy gradient); the statistics of each show which
 tokens it weighs down or leaves out.
 """
 
@@ -99,10 +99,10 @@ def minirl(
         share = inputs.statistics["kept_share"]
         loss = loss / share if share else loss
     elif not skip_length_normalization:
-        trained, kept = (
+        num_trained, num_kept = (
             places.sum(1, keepdim=True).to(loss.dtype) for places in (inputs.mask, keeps)
         )
-        loss = loss * (trained / kept.clamp(min=1.0))
+        loss = loss * (num_trained / num_kept.clamp(min=1.0))
 
     return loss, {"pg_clipfrac": inputs.mask & ~keeps}
 
@@ -129,7 +129,7 @@ def minirl_keeps(
 
 
 def minirl_statistics(tables: LossTables, hyper: Mapping[str, object]) -> dict[str, float]:
-    """The share of the minibatch's trained tokens that stays, where the loss needs it
+    """The share of the minibatch's trained tokens that are kept, where the loss needs it
     (token_level_loss)."""
     if not hyper["token_level_loss"]:
         return {}
@@ -141,8 +141,8 @@ def minirl_statistics(tables: LossTables, hyper: Mapping[str, object]) -> dict[s
         torch.stack([minirl_keeps(inputs, **band).sum(), inputs.mask.sum()])
         for inputs in tables.cleaned_blocks()
     ]
-    kept, trained = torch.stack(counts).sum(0).tolist()
-    return {"kept_share": kept / max(trained, 1)}
+    num_kept, num_trained = torch.stack(counts).sum(0).tolist()
+    return {"kept_share": num_kept / max(num_trained, 1)}
 
 
 def _probability(logp: torch.Tensor) -> torch.Tensor:

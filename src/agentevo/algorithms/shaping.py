@@ -1,8 +1,8 @@
 """Rewards that take the length of an answer into account. No torch; one entry per trajectory,
 lengths in trained tokens.
 
-Each function returns the new rewards, which the advantages are made from; filters look at the
-rewards as they were earned.
+Each function returns the new rewards, which the advantages use; filters use the rewards as they
+were earned.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def cosine_length(
 
     long + (short - long) (1 + cos(pi n / max_length)) / 2 with the values of success or failure.
     Source: arXiv 2502.03373, section 4.2 with its default values. Its text calls CosFn(t, T, min,
-    max) with the short answer's value as `min`, which would turn the curve round; this is the curve
+    max) with the short answer's value as `min`, which would reverse the curve; this is the curve
     that it describes and draws.
     """
     _same_length(lengths=lengths, successes=successes)
@@ -106,9 +106,9 @@ def relative_length(
     """r + weight * l, with l = 1/2 - (n - shortest)/(longest - shortest) for a success and min(0,
     that) for a failure.
 
-    Shortest and longest are of the whole group, failures included; where they are equal (a group of
-    one, too) l = 0. Source: Kimi k1.5, arXiv 2501.12599, section 2.3.3 (which leaves the weight
-    open and warms it up from 0).
+    Shortest and longest are those of the whole group, failures included; where they are equal (also
+    in a group of one) l = 0. Source: Kimi k1.5, arXiv 2501.12599, section 2.3.3 (which leaves the
+    weight open and warms it up from 0).
     """
     _same_length(rewards=rewards, lengths=lengths, successes=successes, group_ids=group_ids)
     if not (weight >= 0 and math.isfinite(weight)):

@@ -26,8 +26,8 @@ def value_loss(
     vf_clipfrac = share with the second term above the first; value_mean. Source: PPO's published
     code (baselines ppo2); Schulman et al., arXiv 1707.06347. verl uses clip 0.5.
     """
-    given = {"returns": returns, "mask": mask, "old_values": old_values, "weights": weights}
-    for what, tensor in given.items():
+    tensors = {"returns": returns, "mask": mask, "old_values": old_values, "weights": weights}
+    for what, tensor in tensors.items():
         if tensor is not None and tensor.shape != values.shape:
             raise ValueError(
                 f"{what}: shape {list(tensor.shape)}, values have {list(values.shape)}: give one "

@@ -1,8 +1,8 @@
-"""The parts of an algorithm by name: formula, defaults, valid ranges, source, and what verl and TRL
-call each.
+"""The parts of an algorithm by name: formula, defaults, valid ranges, source, and its names in verl
+and TRL.
 
-No torch here: the configuration and `agentevo config explain` read it. Defaults stand here and
-nowhere else; the functions get every hyper-parameter from `resolve`.
+It does not import torch, because the configuration and `agentevo config explain` read it. Only the
+catalogue holds defaults; the functions get every hyper-parameter from `resolve`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Kind = Literal["advantage", "policy loss", "kl", "aggregation", "value loss", "p
 Value = float | int | bool | str | None
 
 FUNCTION = "function"
-"""Name of the advantage and of the policy loss that a function of the user's computes."""
+"""Name of the advantage and of the policy loss that a function of the user computes."""
 
 
 @dataclass(frozen=True)
 class Hyperparameter:
-    """One hyper-parameter. Its type is that of `default`; None as a default means that it must be
-    given."""
+    """One hyper-parameter. Its type is that of `default`; None as a default means that a value is
+    required."""
 
     name: str
     default: Value
@@ -83,11 +83,11 @@ class CatalogueEntry:
     """Paper with arXiv number and equation."""
     hyper: tuple[Hyperparameter, ...] = ()
     needs: tuple[str, ...] = ()
-    """Inputs that it can't do without, beyond those that every entry of its kind gets."""
+    """Inputs that it requires in addition to those that every entry of its kind gets."""
     within_group: bool = False
     """An advantage that compares a trajectory with others of its group, and is 0 without them."""
     peers: Mapping[str, str] = field(default_factory=dict)
-    """What other systems call it, and how theirs differs: {"verl": "...", "TRL": "..."}."""
+    """Its name in other systems, and how theirs differs: {"verl": "...", "TRL": "..."}."""
 
 
 def resolve(
@@ -96,13 +96,17 @@ def resolve(
     """All hyper-parameters of `name`: those given, checked, and the defaults of the others. Raises
     ValueError."""
     entry = find(kind, entries, name)
-    known = {hyper.name: hyper for hyper in entry.hyper}
+    hyper_by_name = {hyper.name: hyper for hyper in entry.hyper}
     for key, value in given.items():
-        if key not in known:
-            guess = nearest(key, list(known))
-            hint = f"did you mean {guess}?" if guess else f"it has {', '.join(known) or 'none'}"
+        if key not in hyper_by_name:
+            guess = nearest(key, list(hyper_by_name))
+            hint = (
+                f"did you mean {guess}?"
+                if guess
+                else f"it has {', '.join(hyper_by_name) or 'none'}"
+            )
             raise ValueError(f"{kind} {name} has no hyper-parameter {key!r}: {hint}")
-        known[key].check(f"{kind} {name}", value)
+        hyper_by_name[key].check(f"{kind} {name}", value)
 
     missing = [hyper for hyper in entry.hyper if hyper.default is None and hyper.name not in given]
     if missing:
@@ -123,7 +127,7 @@ def find(kind: Kind, entries: Mapping[str, CatalogueEntry], name: str) -> Catalo
 
 
 def check_function(kind: Kind, name: str, function: object) -> None:
-    """Raises ValueError unless FUNCTION, and nothing else, has a function."""
+    """Raises ValueError unless FUNCTION, and no other name, has a function."""
     if (name == FUNCTION) != (function is not None):
         has = "needs a function" if name == FUNCTION else "takes no function"
         raise ValueError(f"{kind} {name} {has}")

@@ -1,4 +1,4 @@
-"""How the losses of many tokens become one number, by name."""
+"""Aggregations of the losses of many tokens to one number, by name."""
 
 from __future__ import annotations
 

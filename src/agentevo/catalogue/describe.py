@@ -28,7 +28,7 @@ ENTRIES: Mapping[str, Mapping[str, CatalogueEntry]] = {
 """Key of the configuration -> the entries of that kind."""
 
 FUNCTIONS = Path(__file__).parent / "functions.md"
-"""What the page says of functions of the user's."""
+"""The page's text about functions of the user."""
 
 SOURCES = {
     "values": "of the critic, see the section critic",
@@ -43,7 +43,7 @@ SOURCES = {
 
 def describe(name: str) -> list[str]:
     """A text for the preset of that name, for each entry of that name, and for each entry that the
-    preset is made of; empty for an unknown name."""
+    preset consists of; empty for an unknown name."""
     texts = []
     parts: dict[str, str] = {}
     if name in PRESETS:

@@ -1,5 +1,5 @@
-"""Estimates of the divergence from the reference policy, and what sets their coefficient, by
-name."""
+"""Estimates of the divergence from the reference policy, and the controllers of their coefficient,
+by name."""
 
 from __future__ import annotations
 

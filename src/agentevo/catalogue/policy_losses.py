@@ -3,7 +3,7 @@ carry.
 
 Formulas: l = log-prob now (carries the gradient), o = under the policy before the update, p =
 proximal, q = as sampled by the engine; A = advantage; r = exp(l - o); sg = no gradient through it.
-What is written is the loss of one token (or of one sequence, where it says so).
+A formula is the loss of one token (or of one sequence, where stated).
 """
 
 from __future__ import annotations
@@ -331,8 +331,8 @@ _ROW_LOSSES = ("gspo", "gmpo")
 
 
 def check_importance(loss: str, name: str, cap: float, floor: float) -> None:
-    """Raises ValueError for an unknown name, values out of range, a floor that would do nothing or
-    leave nothing, and a loss that weighs already."""
+    """Raises ValueError for an unknown name, values out of range, a floor that would have no effect
+    or keep no token, and a loss that already has such weights."""
     entry = f"policy loss {loss}"
     for hyper, value in zip(IMPORTANCE, (name, cap, floor), strict=True):
         hyper.check(entry, value)
@@ -357,10 +357,11 @@ def check_importance(loss: str, name: str, cap: float, floor: float) -> None:
 
 
 def required_aggregation(name: str, hyper: Mapping[str, Value]) -> str | None:
-    """The only aggregation with which the loss is what its paper says, or None where any goes.
-    `hyper` as from `catalogue.resolve`.
+    """The only aggregation with which the loss matches its paper, or None where any aggregation
+    does. `hyper` as from `catalogue.resolve`.
 
-    gspo and gmpo: one loss per row, so a row must count once. minirl: what its own switches name.
+    gspo and gmpo: one loss per row, so a row must count once. minirl: the aggregation that its own
+    switches name.
     """
     if name in _ROW_LOSSES:
         return "seq-mean-token-mean"
@@ -372,8 +373,7 @@ def required_aggregation(name: str, hyper: Mapping[str, Value]) -> str | None:
 
 
 def check_aggregation(name: str, hyper: Mapping[str, Value], aggregation: str) -> None:
-    """Raises ValueError where a loss, its hyper-parameters and an aggregation make no sense
-    together."""
+    """Raises ValueError where a loss, its hyper-parameters and an aggregation are inconsistent."""
     if name == "minirl" and hyper["token_level_loss"] and hyper["skip_length_normalization"]:
         raise ValueError(
             "policy loss minirl: skip_length_normalization does nothing with token_level_loss: "

@@ -17,7 +17,7 @@ Pairs = Literal["best_worst", "all", "demonstrations"]
 ALONE = ("kto", "rft")
 """Losses of single answers: they make no pairs."""
 DEFAULT_PAIRS: Mapping[str, Pairs] = {"spin": "demonstrations"}
-"""What a group's pairs are; `best_worst` with the losses that are not named."""
+"""The kind of pairs that a group gives, by loss; `best_worst` for the losses that are not named."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class PreferenceAlgorithm:
 
     @property
     def within_group(self) -> bool:
-        """Whether an attempt is of no use without another one of its group that earned more or
+        """Whether an attempt is useless without another one of its group that earned more or
         less."""
         return self.pairs in ("best_worst", "all")
 
@@ -114,15 +114,15 @@ def resolve_preference(
     preference_loss: str | None = None,
     pairs: Pairs | None = None,
 ) -> PreferenceAlgorithm:
-    """The preset with what was chosen otherwise; its hyper-parameters count only for its own loss.
-    Raises ValueError."""
+    """The preset with the given choices in place of its own; its hyper-parameters count only for
+    its own loss. Raises ValueError."""
     preset = PREFERENCE_PRESETS[name]
     loss = preference_loss or preset.preference_loss
-    known = {hyper.name for hyper in find("preference loss", PREFERENCE_LOSSES, loss).hyper}
+    hyper_names = {hyper.name for hyper in find("preference loss", PREFERENCE_LOSSES, loss).hyper}
     inherited = {
         key: value
         for key, value in preset.hyper.items()
-        if key in known and preference_loss is None
+        if key in hyper_names and preference_loss is None
     }
     resolved = resolve("preference loss", PREFERENCE_LOSSES, loss, inherited | dict(hyper))
     if loss in ALONE:

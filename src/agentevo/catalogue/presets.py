@@ -33,8 +33,8 @@ TUNABLE: Mapping[Kind, Mapping[str, CatalogueEntry]] = {
 
 @dataclass(frozen=True)
 class Preset:
-    """One published algorithm as a combination of entries; what it leaves open has the entries'
-    defaults."""
+    """One published algorithm as a combination of entries; hyper-parameters that it leaves open
+    have the entries' defaults."""
 
     name: str
     meaning: str
@@ -44,7 +44,7 @@ class Preset:
     aggregation: str = "token-mean"
     hyper: Mapping[str, Value] = field(default_factory=dict)
     keys: Mapping[str, Any] = field(default_factory=dict)
-    """What else the algorithm is made of: filters, shaping, reference. Values of keys of the
+    """What else the algorithm consists of: filters, shaping, reference. Values of keys of the
     recipe's algorithm section."""
 
 
@@ -268,7 +268,8 @@ def resolve_preset(
     policy_loss: str | None = None,
     aggregation: str | None = None,
 ) -> Algorithm:
-    """The preset with what was chosen otherwise. `hyper` goes to the entries that know it.
+    """The preset with the given choices in place of its own. `hyper` goes to the entries that have
+    it.
 
     A preset's hyper-parameters count only for the entries that it chose itself. Raises ValueError
     for unknown names, values out of range and hyper-parameters that none of the entries has.
@@ -279,7 +280,7 @@ def resolve_preset(
         "policy loss": policy_loss or preset.policy_loss,
         "aggregation": aggregation or preset.aggregation,
     }
-    kept = {
+    is_inherited = {
         "advantage": advantage is None,
         "policy loss": policy_loss is None,
         "aggregation": aggregation is None,
@@ -287,17 +288,19 @@ def resolve_preset(
     resolved: dict[str, Mapping[str, Value]] = {}
     used: set[str] = set()
     for kind, entries in KINDS.items():
-        known = {hyper.name for hyper in find(kind, entries, names[kind]).hyper}
+        hyper_names = {hyper.name for hyper in find(kind, entries, names[kind]).hyper}
         inherited = {
-            key: value for key, value in preset.hyper.items() if key in known and kept[kind]
+            key: value
+            for key, value in preset.hyper.items()
+            if key in hyper_names and is_inherited[kind]
         }
         resolved[kind] = resolve(
             kind,
             entries,
             names[kind],
-            inherited | {key: value for key, value in hyper.items() if key in known},
+            inherited | {key: value for key, value in hyper.items() if key in hyper_names},
         )
-        used |= known
+        used |= hyper_names
 
     check_aggregation(names["policy loss"], resolved["policy loss"], names["aggregation"])
     for key in hyper:

@@ -1,8 +1,9 @@
 """Trains several policies in one run, each by a trainer of its own: an agent's trajectories train
 the policy that it plays with, and no other.
 
-Metrics have the names that they have in a run of one policy, and are those of the main one, the
-first; the others' begin with `agents/POLICY/`. What counts tokens or work is the sum over all.
+Metrics have the names of a run with one policy, and are those of the main policy, the first;
+metrics of the others begin with `agents/POLICY/`. Counts of tokens or work are sums over all
+policies.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from agentevo.training.token_numbers import TokenNumbers
 from agentevo.types import Trajectory
 
 SUMMED = ("trainer/", "perf/", "staleness/masked_tokens")
-"""Beginnings of the metrics that are added up."""
+"""Prefixes of the metrics that are summed."""
 
 
 class PolicySamples(NamedTuple):
@@ -34,7 +35,8 @@ class AgentTrainers:
     def __init__(
         self, trainers: Mapping[str, RolloutTrainer], policy_of: Callable[[str], str]
     ) -> None:
-        """Trainers by the name of their policy, the main one first; `policy_of` an agent."""
+        """Trainers by the name of their policy, the main one first; `policy_of` maps an agent to
+        its policy."""
         self.trainers = dict(trainers)
         self._policy_of = policy_of
         self._main = next(iter(self.trainers))
@@ -50,13 +52,13 @@ class AgentTrainers:
     @property
     def numbers(self) -> TokenNumbers | None:
         """See RolloutTrainer.numbers."""
-        kept = [
+        trainer_numbers = [
             trainer.numbers for trainer in self.trainers.values() if trainer.numbers is not None
         ]
-        if not kept:
+        if not trainer_numbers:
             return None
         together = TokenNumbers()
-        for numbers in kept:
+        for numbers in trainer_numbers:
             together.add(numbers.items())
         return together
 
@@ -92,7 +94,8 @@ class AgentTrainers:
         )
 
     def step(self, samples: Sequence[PolicySamples]) -> dict[str, float]:
-        """See Learner.step. All are computed or, where a number is not finite, the run ends."""
+        """See Learner.step. Every policy is updated, or the run ends where a number is not
+        finite."""
         return self._together(
             {sample.policy: self.trainers[sample.policy].step(sample.samples) for sample in samples}
         )

@@ -1,7 +1,8 @@
-"""A loss and an advantage by functions of the user's (config/algorithm_functions.py).
+"""A loss and an advantage that functions of the user compute (config/algorithm_functions.py).
 
-Both get copies, so that what they write into them is seen nowhere else. What they raise, and what
-is no such tensor, is a TrainingError before the weights change, with the traceback on stderr.
+Both functions get copies, so what they write into them has no effect elsewhere. An exception of
+theirs, or a result that is no such tensor, is a TrainingError before the weights change, with the
+traceback on stderr.
 
 A loss is split: a step's rows are spread over micro-batches and ranks, whose gradients add up. That
 is exact only where the loss of a row comes from its own trained tokens. `try_out` calls it on a
@@ -33,11 +34,11 @@ from agentevo.signals import Interrupt
 from agentevo.tracebacks import traceback_of
 
 LONGEST_S = 600.0
-"""How long an advantage may take for a step."""
+"""The most seconds that an advantage may take for a step."""
 LONGEST_TRIAL_S = 60.0
-"""How long a function may take for a trial."""
+"""The most seconds that a function may take for a trial."""
 OF_THE_STEP = frozenset({"pg_loss", "entropy", "kl_loss", "rollout_is_mean", "rollout_is_squares"})
-"""Names of metrics that a step has besides those of its loss."""
+"""Names of a step's metrics other than those of its loss."""
 ROWS = ((5, ()), (3, (1,)), (6, (0, 4)), (1, ()))
 """Length and untrained places of each row of a trial."""
 
@@ -57,7 +58,7 @@ def bound_advantage(section: AlgorithmSection) -> Callable[[Inputs], Tensor] | N
 
 
 def try_out(section: AlgorithmSection) -> None:
-    """Raises ConfigError for a function that can't be trained with."""
+    """Raises ConfigError for a function that training can't use."""
     try:
         if section.loss_function is not None:
             loss = POLICY_LOSSES.find(section.loss_function)
@@ -123,8 +124,8 @@ def _check_tensor(
         kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
         raise TrainingError(f"{what} are {kind}")
     if values.shape not in shapes:
-        wanted = " or ".join(str(list(shape)) for shape in shapes)
-        raise TrainingError(f"{what} have the shape {list(values.shape)} in place of {wanted}")
+        expected = " or ".join(str(list(shape)) for shape in shapes)
+        raise TrainingError(f"{what} have the shape {list(values.shape)} in place of {expected}")
     if values.device != device:
         raise TrainingError(f"{what} are on {values.device}, the inputs on {device}")
 
@@ -143,7 +144,7 @@ def _call_loss(function: Callable[[LossInputs], Any], inputs: LossInputs) -> Any
 
 
 def _refusal(what: str, error: Exception, remedy: str) -> TrainingError:
-    """The error of a step; where it was raised is told on stderr."""
+    """The error of a step; stderr shows where it was raised."""
     if shown := traceback_of(error):
         to_stderr(f"{what}:\n{shown}")
     if isinstance(error, AttributeError) and isinstance(error.obj, LossInputs | Inputs):
@@ -165,15 +166,20 @@ def _try_loss(function: Callable[[LossInputs], Any]) -> None:
         raise ValueError(f"{what}: the loss does not depend on inputs.logp: nothing would train")
 
     padded = {name: torch.nn.functional.pad(table, (0, 2)) for name, table in tables.items()}
-    found = [
+    row_trials = [
         _trial_of(function, {name: table[[row]] for name, table in tables.items()})
         for row in range(len(ROWS))
     ]
-    alone = torch.cat([one[0] for one in found]), torch.cat([one[1] for one in found])
-    wide = tuple(one[:, :-2] for one in _trial_of(function, padded))
-    for how, others in (("alone", alone), ("with padding", wide)):
-        pairs = zip((losses, gradients), others, strict=True)
-        if not all(torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in pairs):
+    separate = (
+        torch.cat([trial[0] for trial in row_trials]),
+        torch.cat([trial[1] for trial in row_trials]),
+    )
+    wide = tuple(result[:, :-2] for result in _trial_of(function, padded))
+    for how, results in (("alone", separate), ("with padding", wide)):
+        pairs = zip((losses, gradients), results, strict=True)
+        if not all(
+            torch.allclose(together, result, rtol=1e-4, atol=1e-6) for together, result in pairs
+        ):
             raise ValueError(
                 f"{what}: a row {how} has another loss or gradient than among others, so that "
                 "micro-batches would change the update: compute each row from its own tokens, "

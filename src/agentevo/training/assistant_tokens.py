@@ -1,5 +1,5 @@
 """Conversations -> token ids, with a mask that is true exactly where the assistant speaks. The chat
-template says where that is.
+template determines where that is.
 
 A template with `{% generation %}` blocks marks the assistant's tokens itself. For any other, with r
 = the template's rendering and g = the same with the generation prompt,
@@ -9,18 +9,17 @@ A template with `{% generation %}` blocks marks the assistant's tokens itself. F
                                              to the end of the turn: the first token that ends an
                                              answer, or else the last special one
 
-so what is trained is what the policy would have had to say, its end-of-turn token included; what a
-template puts behind it is not: a newline, the end of the text (Phi-3). Message k continues the
-tokens of the message before it where prompt(k) begins with them. Where it does not (a template that
-strips the thinking of earlier turns, or rewrites them), a new sample begins: each turn is trained
-in the context that the template gives it. No text is looked for in another.
+so training covers what the policy would have to generate, its end-of-turn token included. It does
+not cover what a template puts after that: a newline, the end of the text (Phi-3). Message k
+continues the tokens of the message before it where prompt(k) begins with them. Where it does not (a
+template that strips the thinking of earlier turns, or rewrites them), a new sample begins: each
+turn is trained in the context that the template gives it. No text is searched for in another.
 
 Where the generation prompt opens a thought (`<think>`) that the rendering leaves out, the policy
-has to finish it: the thought of the row, or none, then `</think>`, stands before the rendered
-answer.
+has to finish it: the thought of the row, or none, then `</think>`, precedes the rendered answer.
 
-A row that can't be said this way is a RowError: the template refuses it, drops its tools or tool
-calls, or begins an answer otherwise than its own generation prompt.
+A row that can't be encoded this way raises RowError: the template refuses it, drops its tools or
+tool calls, or begins an answer differently from its own generation prompt.
 """
 
 from __future__ import annotations
@@ -49,9 +48,10 @@ from agentevo.models.chat_template import TEMPLATE_ERRORS, ChatTemplate
 from agentevo.types import Sample
 
 CHARACTERS_PER_TOKEN = 16
-"""With more of them for each token that a row may have, it is not encoded. Most texts have 4."""
+"""A row with more characters than this for each token that it may have is not encoded. Most texts
+have 4."""
 MANY_MESSAGES = 10_000
-"""Messages of a row that are encoded in any case: each has a token at least."""
+"""The number of messages of a row that are encoded in any case: each has at least one token."""
 
 TrainOn = Literal["all", "last"]
 Chat = list[dict[str, Any]]
@@ -84,8 +84,8 @@ def token_row(name: str, ids: Sequence[int], mask: Sequence[bool]) -> TokenRow:
 
 
 class AssistantTokens:
-    """Encodes conversations as the module says. Raises ModelError for a tokenizer without a chat
-    template."""
+    """Encodes conversations as the module's docstring describes. Raises ModelError for a tokenizer
+    without a chat template."""
 
     def __init__(
         self,
@@ -103,8 +103,10 @@ class AssistantTokens:
         self._special = special_ids(tokenizer)
         self._special_texts = sorted(map(str, tokenizer.convert_ids_to_tokens([*self._special])))
         self._marked = "endgeneration" in str(tokenizer.get_chat_template())
-        known = {tokenizer.eos_token_id, tokenizer.bos_token_id}
-        self._unknown = tokenizer.unk_token_id if tokenizer.unk_token_id not in known else None
+        boundary_ids = {tokenizer.eos_token_id, tokenizer.bos_token_id}
+        self._unknown = (
+            tokenizer.unk_token_id if tokenizer.unk_token_id not in boundary_ids else None
+        )
         self._ends = _end_ids(tokenizer)
         self._cuts: dict[int, bool] = {}
 
@@ -134,7 +136,7 @@ class AssistantTokens:
 
     def _near_limit(self, messages: Chat) -> Chat:
         """The messages, without the oldest turns that make them far too long to be encoded. Raises
-        RowError where that can't be, or is not asked for."""
+        RowError where that is impossible, or not requested."""
         sizes = [_num_characters(message) for message in messages]
         most = CHARACTERS_PER_TOKEN * max(self.max_tokens, LONG_TEXT)
         begins_at = 1 if messages[0]["role"] == "system" else 0
@@ -143,10 +145,11 @@ class AssistantTokens:
             return messages
 
         starts = _later_turns(messages) if self.too_long == "shorten" else []
-        kept = [*accumulate(reversed(sizes))][::-1]  # characters from each message on
+        # Characters from each message on.
+        remaining_characters = [*accumulate(reversed(sizes))][::-1]
         for start in starts:
             few = len(messages) - start < max(self.max_tokens, MANY_MESSAGES)
-            if few and sum(sizes[:begins_at]) + kept[start] <= most:
+            if few and sum(sizes[:begins_at]) + remaining_characters[start] <= most:
                 return [*messages[:begins_at], *messages[start:]]
 
         raise RowError(
@@ -196,8 +199,8 @@ class AssistantTokens:
                 prompt_text, self._render(messages[: place + 1], tools), messages[place]
             )
             prompt = self._encode_after(text, ids, prompt_text)
-            whole = self._encode_after(text, ids, whole_text)
-            if whole[: len(prompt)] != prompt:
+            whole_ids = self._encode_after(text, ids, whole_text)
+            if whole_ids[: len(prompt)] != prompt:
                 if not whole_text.startswith(prompt_text):
                     raise RowError(
                         "template",
@@ -206,12 +209,12 @@ class AssistantTokens:
                         "or mark what the assistant says with {% generation %}",
                     )
 
-                whole = [
+                whole_ids = [
                     *prompt,
                     *self._encode(whole_text[len(prompt_text) :]),
                 ]  # tokens that meet at the border: the policy's begin there
 
-            end = self._end(whole, len(prompt))
+            end = self._end(whole_ids, len(prompt))
             if end is None:
                 raise RowError(
                     "template",
@@ -229,8 +232,8 @@ class AssistantTokens:
             known_mask += [False] * (len(prompt) - len(known_ids)) + [trained] * (
                 end + 1 - len(prompt)
             )
-            known_ids[:] = whole[: end + 1]
-            name = str(self.tokenizer.convert_ids_to_tokens(whole[end]))
+            known_ids[:] = whole_ids[: end + 1]
+            name = str(self.tokenizer.convert_ids_to_tokens(whole_ids[end]))
             start = min(len(prompt_text), whole_text.rindex(name))
             text = whole_text[: whole_text.index(name, start) + len(name)]
             ids = known_ids.copy()
@@ -277,8 +280,9 @@ class AssistantTokens:
 
     def _check_nothing_lost(self, messages: Chat, tools: Chat | None) -> None:
         """Raises RowError if the template leaves out tools, tool calls or thinking: the assistant
-        would then learn to call what it can't see, or to say nothing where it made a call. Thinking
-        is checked in the last message only, because templates strip it from earlier ones."""
+        would then learn to call tools that it can't see, or to answer nothing where it made a call.
+        Thinking is checked in the last message only, because templates strip it from earlier
+        ones."""
         calling = [place for place, message in enumerate(messages) if "tool_calls" in message]
         thinking = [key for key in REASONING_KEYS if messages[-1].get(key)]
         if thinking and OPENS_THINKING.search(self._render(messages[:-1], tools, prompt=True)):
@@ -286,28 +290,30 @@ class AssistantTokens:
         if not (tools or calling or thinking):
             return
 
-        whole = self._render(messages, tools)
-        lost = ["tools"] if tools and self._is_same(whole, messages, None) else []
+        rendering = self._render(messages, tools)
+        missing = ["tools"] if tools and self._is_same(rendering, messages, None) else []
         for place in calling:
-            if self._is_same(whole, _without(messages, "tool_calls", place), tools):
-                beside = " beside a content" if messages[place]["content"] else ""
-                lost.append(f"tool_calls{beside} (message {place + 1})")
+            if self._is_same(rendering, _without(messages, "tool_calls", place), tools):
+                content_note = " beside a content" if messages[place]["content"] else ""
+                missing.append(f"tool_calls{content_note} (message {place + 1})")
 
         last = len(messages) - 1
-        lost += [
-            key for key in thinking if self._is_same(whole, _without(messages, key, last), tools)
+        missing += [
+            key
+            for key in thinking
+            if self._is_same(rendering, _without(messages, key, last), tools)
         ]
-        if lost:
+        if missing:
             raise RowError(
                 "template",
-                f"the template leaves out {lost[0]}: choose a model whose template has a place "
+                f"the template leaves out {missing[0]}: choose a model whose template has a place "
                 "for it",
             )
 
-    def _is_same(self, whole: str, messages: Chat, tools: Chat | None) -> bool:
-        """Whether these messages are rendered as `whole`; a template may refuse them."""
+    def _is_same(self, rendering: str, messages: Chat, tools: Chat | None) -> bool:
+        """Whether these messages have this rendering; a template may refuse them."""
         try:
-            return whole == self._render(messages, tools)
+            return rendering == self._render(messages, tools)
         except RowError:
             return False
 
@@ -332,9 +338,11 @@ class AssistantTokens:
         return str(self._template(messages, tools, tokenize=False, add_generation_prompt=prompt))
 
     def _template(self, messages: Chat, tools: Chat | None, **options: Any) -> Any:
-        given = cast(Chat, self._chat_template.in_call_form(messages))
+        template_messages = cast(Chat, self._chat_template.in_call_form(messages))
         try:
-            return self.tokenizer.apply_chat_template(given, tools=cast(Any, tools), **options)
+            return self.tokenizer.apply_chat_template(
+                template_messages, tools=cast(Any, tools), **options
+            )
         except TEMPLATE_ERRORS as error:
             roles = ", ".join(message["role"] for message in messages)
             raise RowError(
@@ -345,7 +353,7 @@ class AssistantTokens:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _encode_after(self, known_text: str, known_ids: list[int], text: str) -> list[int]:
-        """Encodes `text`, and uses the known ids of what it begins with, up to a special token."""
+        """Encodes `text`, reusing the known ids of its beginning up to a special token."""
         if known_ids and text.startswith(known_text) and self._is_cut(known_ids[-1]):
             return [*known_ids, *self._encode(text[len(known_text) :])]
         return self._encode(text)
@@ -363,21 +371,22 @@ class AssistantTokens:
         return self._cuts[token]
 
 
-def _finish_thought(prompt: str, whole: str, message: dict[str, Any]) -> str:
-    """The rendering `whole` of a conversation that ends with the assistant's `message`, with the
-    message's thought behind a prompt that opens one which the rendering leaves out."""
+def _finish_thought(prompt: str, rendering: str, message: dict[str, Any]) -> str:
+    """The `rendering` of a conversation that ends with the assistant's `message`, with the
+    message's thought after a prompt that opens a thought which the rendering leaves out."""
     opening = OPENS_THINKING.search(prompt)
-    if opening is None or whole.startswith(prompt):
-        return whole
+    if opening is None or rendering.startswith(prompt):
+        return rendering
 
     before = prompt[: opening.start()]
-    answer = whole.removeprefix(before)
-    if not whole.startswith(before):
-        return whole
+    answer = rendering.removeprefix(before)
+    if not rendering.startswith(before):
+        return rendering
 
     if answer.startswith("<think>"):
-        own = message["content"].startswith("<think>")  # and not the template's, which is to agree
-        return prompt + answer.removeprefix("<think>") if own else whole
+        # Otherwise the thought is the template's, which is to agree.
+        content_has_thought = message["content"].startswith("<think>")
+        return prompt + answer.removeprefix("<think>") if content_has_thought else rendering
 
     reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), None)
     thought, rest = thought_of(message["content"], reasoning, opening.group())
@@ -396,7 +405,7 @@ def _end_ids(tokenizer: PreTrainedTokenizerBase) -> list[set[int]]:
 
 
 def _without(messages: Chat, key: str, place: int) -> Chat:
-    """The messages with one of them lacking a key."""
+    """The messages, one of them without a key."""
     rest = {name: value for name, value in messages[place].items() if name != key}
     return [*messages[:place], rest, *messages[place + 1 :]]
 

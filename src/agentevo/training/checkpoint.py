@@ -1,5 +1,5 @@
-"""Checkpoints: a Hugging Face model folder, or a PEFT adapter's, with the optimizer and the run's
-state beside it.
+"""Checkpoints: a Hugging Face model folder, or a PEFT adapter's, together with the optimizer and
+the run's state.
 
     checkpoints/step-000010/   model.safetensors, config.json, tokenizer files, trainer.pt,
                                state.json, checkpoint.json (with adapters:
@@ -9,9 +9,9 @@ state beside it.
                                readers; not read here
 
 A folder appears whole or not at all: it is written under another name, hashed (`manifest.py`),
-brought to the disk, then renamed. Deleting begins with a rename too. Damage that comes later (a
-failing disk, a careless copy) shows in its checksums. The newest `keep_last` stay, and with
-`keep_best` the best one.
+synced to the disk, then renamed. Deleting begins with a rename too. Later damage (a failing disk, a
+careless copy) shows in its checksums. The newest `keep_last` stay, and with `keep_best` the best
+one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from agentevo.training.state_parts import FOLDER, PartsError, join_state, split_
 
 T = TypeVar("T")
 INDEX = "index.json"
-"""Of the folder of all checkpoints."""
+"""The index in the folder of all checkpoints."""
 _NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -55,11 +55,11 @@ class Checkpoints:
     def __init__(
         self, folder: Path, keep_last: int, *, keep_best: bool = True, alone: bool = False
     ) -> None:
-        """`alone`: of several processes that train together only this one calls."""
+        """`is_only_caller`: of several processes that train together, only this one calls."""
         self.folder = folder
         self.keep_last = keep_last
         self._keep_best = keep_best
-        self._alone = alone
+        self._is_only_caller = alone
         self.best_value, self.best_step = self._best()
         """The highest evaluation, and the step of the newest checkpoint that has it."""
 
@@ -72,7 +72,7 @@ class Checkpoints:
         return self.folder / f"step-{step:06d}"
 
     def find(self, which: str) -> Path:
-        """The folder of the checkpoint that is named: `last`, `best`, step-NUMBER or a path. Raises
+        """The folder of the named checkpoint: `last`, `best`, step-NUMBER or a path. Raises
         UnusableCheckpointError."""
         if which not in {"last", "best"}:
             path = Path(which) if Path(which).exists() else self.folder / which
@@ -110,19 +110,20 @@ class Checkpoints:
         contribution: Contribution | None = None,
         copies: Mapping[str, Mapping[str, torch.Tensor]] = MappingProxyType({}),
     ) -> tuple[Path, str]:
-        """Writes the checkpoint of `step`; returns its folder and the sha256 that stands for all of
-        it (`Manifest.sha256`).
+        """Writes the checkpoint of `step`; returns its folder and the sha256 that identifies its
+        whole content (`Manifest.sha256`).
 
-        `value` is its evaluation, if there was one. `beside`: further models, each in a folder
+        `value` is its evaluation, if there was one. `further_models`: models, each in a folder
         below the checkpoint's. `prune=False` leaves `prune` to the caller, who commits the step in
         between: until then the older checkpoints may be the only ones that a
         resumed run can use. Raises CheckpointError if it can't be written, with nothing of it left
         behind and the older ones as they were. Where several processes train, all of them call it,
         and the first one writes.
 
-        `contribution`: what lies in parts of the model and of `trainer_state`, to which all
-        processes add theirs while the first one alone calls this. `copies`: folder -> the weights
-        that are written in place of that model's own (`saved_weights`), "" for the main one.
+        `contribution`: the parts of the model and of `trainer_state` that are on several processes;
+        all processes add theirs while only the first one calls this. `copies`: folder -> the
+        weights that are written in place of that model's own (`saved_weights`), "" for the main
+        one.
         """
         models = {"": (model, tokenizer), **beside}
         state = (trainer_state, run_state)
@@ -139,7 +140,7 @@ class Checkpoints:
         return self.path(step), sha256
 
     def _on_first(self, work: Callable[[], T]) -> T:
-        return work() if self._alone else on_first(work)
+        return work() if self._is_only_caller else on_first(work)
 
     def _write(
         self,
@@ -185,17 +186,17 @@ class Checkpoints:
         return sealed.sha256
 
     def prune(self) -> None:
-        """Deletes the checkpoints that need not be kept; `save` says who calls it."""
+        """Deletes the checkpoints that need not be kept; see `save` for its caller."""
         self._on_first(self._prune)
 
     def _prune(self) -> None:
         steps = self.steps()
-        kept = set(steps[-self.keep_last :])
+        kept_steps = set(steps[-self.keep_last :])
         if self._keep_best and self.best_step is not None:
-            kept.add(self.best_step)
+            kept_steps.add(self.best_step)
 
         for old in steps:
-            if old not in kept:
+            if old not in kept_steps:
                 self._delete(self.path(old))
         self._write_index()
 
@@ -222,8 +223,8 @@ class Checkpoints:
         """The newest step, up to `limit`, whose checkpoint is whole to the last byte; None if there
         is none.
 
-        `torn` is told of every newer step whose checkpoint is not, and why. Raises CheckpointError
-        for one that can't be read now, which may be whole.
+        `torn` is called with every newer step whose checkpoint is not, and why. Raises
+        CheckpointError for one that can't be read now, which may be whole.
         """
         for step in sorted(self.folders(), reverse=True):
             if limit is not None and step > limit:
@@ -240,10 +241,10 @@ class Checkpoints:
         return None
 
     def load(self, path: Path, *, mapped: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Trainer state and run state of a checkpoint. What several processes have saved in parts
-        is `Stored` in there, to be read where it is used. `mapped`: other tensors are mapped from
-        the file, for whoever needs a part of each. Raises UnusableCheckpointError if it can't be
-        read."""
+        """Trainer state and run state of a checkpoint. State that several processes have saved in
+        parts is `Stored` in it, and is read where it is used. `mapped`: other tensors are mapped
+        from the file, for a caller that needs a part of each. Raises UnusableCheckpointError if it
+        can't be read."""
         try:
             if not zipfile.is_zipfile(
                 path / "trainer.pt"
@@ -258,7 +259,7 @@ class Checkpoints:
 
     @classmethod
     def run_state(cls, path: Path) -> dict[str, Any]:
-        """The run state of a checkpoint alone. Raises as `load`."""
+        """Only the run state of a checkpoint. Raises as `load`."""
         try:
             return read_json_object(path / "state.json")
         except Exception as error:
@@ -272,8 +273,8 @@ class Checkpoints:
         )
 
     def forget_after(self, step: int) -> None:
-        """Deletes the checkpoints after `step`, from which a resumed run starts, and what a kill
-        left half-written."""
+        """Deletes the checkpoints after `step`, from which a resumed run starts, and files that a
+        kill left half-written."""
         for torn in self.folder.glob(f".step-*{PARTIAL}"):
             shutil.rmtree(torn)
         for later in self.folders():
@@ -341,8 +342,8 @@ class Checkpoints:
 
 
 class _SharedCheckpoint:
-    """Around what the first process writes: the other processes add theirs, and are sent home
-    where it does not come to that. Without others it does nothing."""
+    """Surrounds the first process's writing: the other processes add their parts, and are released
+    where nothing is written. Without other processes it does nothing."""
 
     def __init__(self, contribution: Contribution | None) -> None:
         self._contribution = contribution
@@ -353,12 +354,12 @@ class _SharedCheckpoint:
             self.weights = contribution.tensors()
 
     def finish(self, folder: Path) -> dict[str, str]:
-        """Makes all write into the checkpoint's folder: file -> sha256."""
+        """Makes all processes write into the checkpoint's folder: file -> sha256."""
         if self._contribution is None:
             return {}
         self._done = True
-        found = self._contribution.finish(folder / FOLDER)
-        return {f"{FOLDER}/{name}": digest for name, digest in found.items()}
+        digests = self._contribution.finish(folder / FOLDER)
+        return {f"{FOLDER}/{name}": digest for name, digest in digests.items()}
 
     def __enter__(self) -> Self:
         return self
@@ -372,8 +373,8 @@ class _SharedCheckpoint:
 
 
 def _write_state(state: dict[str, Any], path: Path) -> None:
-    """Writes a state with torch.save. Raises the OSError itself, which torch.save would turn into a
-    complaint about positions in its archive."""
+    """Writes a state with torch.save. Raises the OSError itself, which torch.save would replace by
+    an error about positions in its archive."""
     with path.open("wb") as file:  # given a path, it would not even know the reason
         try:
             torch.save(state, file)

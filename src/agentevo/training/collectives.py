@@ -1,10 +1,10 @@
-"""What processes that compute one pass together tell one another, as differentiable functions.
+"""Communication of processes that compute one pass together, as differentiable functions.
 
 There are two conventions. In a tensor group every process has the same loss, and a gradient that
-reaches a value which all of them hold is the whole one: `copied` and `added` are a pair. In a
-context or expert group the losses of the processes add up, and each function here has its true
-adjoint: `stretches_gathered`, `exchanged` and `routed`. Every process of a group calls the same
-functions in the same order, forwards and backwards.
+reaches a value that all of them hold is complete: `copied` and `added` are a pair. In a context or
+expert group the losses of the processes add up, and each function here has its true adjoint:
+`stretches_gathered`, `exchanged` and `routed`. Every process of a group calls the same functions in
+the same order, forwards and backwards.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Ranks:
 
     @classmethod
     def imagine(cls, size: int) -> Ranks:
-        """The first of `size` processes that nobody has started, for what is checked beforehand."""
+        """The first of `size` processes that have not been started, for checks beforehand."""
         return cls(cast(distributed.ProcessGroup, None), 0, size)
 
     def __deepcopy__(self, memo: object) -> Ranks:
@@ -83,48 +83,52 @@ class _Stretches(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         ctx.ranks = ranks
-        whole = x.new_empty(ranks.size * len(x), *x.shape[1:])
-        distributed.all_gather(list(whole.chunk(ranks.size)), x.contiguous(), group=ranks.group)
-        return whole
+        gathered = x.new_empty(ranks.size * len(x), *x.shape[1:])
+        distributed.all_gather(list(gathered.chunk(ranks.size)), x.contiguous(), group=ranks.group)
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ranks = ctx.ranks
         grad = grads[0].contiguous()
-        own = grad.new_empty(len(grad) // ranks.size, *grad.shape[1:])
-        distributed.reduce_scatter(own, list(grad.chunk(ranks.size)), group=ranks.group)
-        return own, None
+        local_grad = grad.new_empty(len(grad) // ranks.size, *grad.shape[1:])
+        distributed.reduce_scatter(local_grad, list(grad.chunk(ranks.size)), group=ranks.group)
+        return local_grad, None
 
 
 class _Routed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, given: Sequence[int], taken: Sequence[int], ranks: Ranks
+        ctx: Any,
+        x: torch.Tensor,
+        send_sizes: Sequence[int],
+        receive_sizes: Sequence[int],
+        ranks: Ranks,
     ) -> torch.Tensor:
-        ctx.how = given, taken, ranks
-        return _all_to_all(x, given, taken, ranks)
+        ctx.how = send_sizes, receive_sizes, ranks
+        return _all_to_all(x, send_sizes, receive_sizes, ranks)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        given, taken, ranks = ctx.how
-        return _all_to_all(grads[0], taken, given, ranks), None, None, None
+        send_sizes, receive_sizes, ranks = ctx.how
+        return _all_to_all(grads[0], receive_sizes, send_sizes, ranks), None, None, None
 
 
 def copy_to_group(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """x, which every process of a tensor group holds and uses a part of: its gradient is the sum of
-    theirs."""
+    """x, which every process of a tensor group holds and uses in part: its gradient is the sum of
+    the processes' gradients."""
     out: torch.Tensor = _Copied.apply(x, ranks)
     return out
 
 
 def add_over_group(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """The sum of the x of a tensor group, which every process of it then uses alike."""
+    """The sum of the x of a tensor group; every process of the group then uses it alike."""
     out: torch.Tensor = _Added.apply(x, ranks)
     return out
 
 
 def columns_gathered(x: torch.Tensor, ranks: Ranks, sizes: tuple[int, ...]) -> torch.Tensor:
-    """Slices [..., sizes[i]] of a tensor group -> the whole, which every process then uses
+    """Slices [..., sizes[i]] of a tensor group -> the whole tensor; every process then uses it
     alike."""
     out: torch.Tensor = _RankColumns.apply(x, ranks, sizes)
     return out
@@ -139,8 +143,8 @@ def stretches_gathered(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 def exchange_rows(
     x: torch.Tensor, given: Sequence[int], taken: Sequence[int], ranks: Ranks
 ) -> torch.Tensor:
-    """Rows x in order of the process that they go to, `given[i]` of them to process i -> the rows
-    that come, `taken[i]` of them from process i."""
+    """Rows x in order of the process that they go to, `send_sizes[i]` of them to process i -> the
+    rows that arrive, `receive_sizes[i]` of them from process i."""
     out: torch.Tensor = _Routed.apply(x, given, taken, ranks)
     return out
 
@@ -167,9 +171,9 @@ def slices_gathered(
 ) -> torch.Tensor:
     """Slices of sizes[i] along `dim` -> the whole tensor, on every process; no gradient."""
     widest = max(sizes)
-    own = x.detach().movedim(dim, 0)
-    padded = own.new_zeros(widest, *own.shape[1:])
-    padded[: len(own)] = own
+    local_slice = x.detach().movedim(dim, 0)
+    padded = local_slice.new_zeros(widest, *local_slice.shape[1:])
+    padded[: len(local_slice)] = local_slice
     parts = [torch.empty_like(padded) for _ in sizes]
     distributed.all_gather(parts, padded, group=ranks.group)
     cut = [part[:size] for part, size in zip(parts, sizes, strict=True)]
@@ -177,10 +181,10 @@ def slices_gathered(
 
 
 def owned_given(x: torch.Tensor, ranks: Ranks, owner: int, shape: Sequence[int]) -> torch.Tensor:
-    """The tensor of this shape that one process of the group has and gives to all; no gradient."""
-    whole = x.detach().contiguous() if ranks.rank == owner else x.new_empty(shape)
-    distributed.broadcast(whole, group=ranks.group, group_src=owner)
-    return whole
+    """The tensor of this shape that one process of the group has and broadcasts; no gradient."""
+    tensor = x.detach().contiguous() if ranks.rank == owner else x.new_empty(shape)
+    distributed.broadcast(tensor, group=ranks.group, group_src=owner)
+    return tensor
 
 
 def _sum(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
@@ -190,8 +194,10 @@ def _sum(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 
 
 def _all_to_all(
-    x: torch.Tensor, given: Sequence[int], taken: Sequence[int], ranks: Ranks
+    x: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], ranks: Ranks
 ) -> torch.Tensor:
-    out = x.new_empty(sum(taken), *x.shape[1:])
-    distributed.all_to_all_single(out, x.contiguous(), list(taken), list(given), group=ranks.group)
+    out = x.new_empty(sum(receive_sizes), *x.shape[1:])
+    distributed.all_to_all_single(
+        out, x.contiguous(), list(receive_sizes), list(send_sizes), group=ranks.group
+    )
     return out

@@ -1,12 +1,12 @@
-"""What each of several processes adds to a checkpoint of a model that lies in parts on them.
+"""What each of several processes adds to a checkpoint of a model whose parts they hold.
 
     first    tensors -> the model's files, one whole tensor after the other
              finish(folder) ----------+-> its own part of the trainer's state, hashed
     others   give(): tensors, then ---+-> theirs, and the hashes go to the first process
 
-The first process makes the folder, and says in between whether there is one to write to: where it
-could not write its own files, nobody writes. Who fails says so to the first process, whose error
-counts.
+The first process makes the folder, and tells the others in between whether there is one to write
+to: where it could not write its own files, no process writes. A process that fails reports it to
+the first process, whose error counts.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Contribution:
     """See the module."""
 
     weights: Mapping[str, WeightPart]
-    """Of the model, as they are saved; empty where the first process has all of it."""
+    """The model's weights, as they are saved; empty where the first process has all of them."""
     state: Mapping[str, WeightPart]
-    """Of the trainer's state (`split_state`)."""
+    """Parts of the trainer's state (`split_state`)."""
     group: distributed.ProcessGroup | None = None
-    """All processes, for tensors on the CPU."""
+    """The group of all processes, for tensors on the CPU."""
 
     def copy(self) -> Contribution:
-        """As it is now, whatever is trained meanwhile."""
+        """As it is now, even if training continues in the meantime."""
         return Contribution(
             {name: part.copy_to_cpu() for name, part in self.weights.items()},
             {name: part.copy_to_cpu() for name, part in self.state.items()},
@@ -44,27 +44,27 @@ class Contribution:
         )
 
     def tensors(self) -> Wholes:
-        """On the first process: the model's weights, all of which have to be taken."""
+        """On the first process: the model's weights; the caller has to take all of them."""
         return Wholes(self.weights, self.group)
 
     def finish(self, folder: Path | None) -> dict[str, str]:
         """On the first process: name of a file in the folder -> its sha256, once all processes have
         written theirs. None: nothing is written after all. Raises PartsError."""
-        told: list[Any] = [None if folder is None else str(folder)]
+        payload: list[Any] = [None if folder is None else str(folder)]
         if distributed.is_initialized():
-            distributed.broadcast_object_list(told, group=self.group, group_src=0)
+            distributed.broadcast_object_list(payload, group=self.group, group_src=0)
         return {} if folder is None or not self.state else self._write(folder)
 
     def give(self) -> None:
-        """On the others, from beginning to end."""
+        """The whole contribution of the other processes."""
         if self.weights:
             give(self.weights, self.group)
 
-        told: list[Any] = [None]
-        distributed.broadcast_object_list(told, group=self.group, group_src=0)
-        if told[0] is not None and self.state:
+        payload: list[Any] = [None]
+        distributed.broadcast_object_list(payload, group=self.group, group_src=0)
+        if payload[0] is not None and self.state:
             try:
-                self._write(Path(told[0]))
+                self._write(Path(payload[0]))
             except PartsError:
                 return  # which the first process raises, too
 
@@ -73,24 +73,24 @@ class Contribution:
         write_parts(folder, self.state, self.group)
 
         process = distributed.get_rank(self.group) if distributed.is_initialized() else 0
-        own: dict[str, str] | str
+        local_result: dict[str, str] | str
         try:
             paths = sorted(folder.glob(f"__{process}_*"))
             paths += [folder / METADATA] if process == 0 else []
-            own = {path.name: _hash_and_sync(path) for path in paths}
+            local_result = {path.name: _hash_and_sync(path) for path in paths}
         except OSError as error:
-            own = f"{folder}: process {process} could not read its part again ({error})"
+            local_result = f"{folder}: process {process} could not read its part again ({error})"
 
-        of_all: list[Any] = [own]
+        of_all: list[Any] = [local_result]
         if distributed.is_initialized():
             of_all *= distributed.get_world_size(self.group)
-            distributed.all_gather_object(of_all, own, group=self.group)
+            distributed.all_gather_object(of_all, local_result, group=self.group)
 
-        failed = [one for one in of_all if isinstance(one, str)]
+        failed = [result for result in of_all if isinstance(result, str)]
         if failed:
             raise PartsError(failed[0])
 
-        return {name: digest for one in of_all for name, digest in one.items()}
+        return {name: digest for result in of_all for name, digest in result.items()}
 
 
 def _hash_and_sync(path: Path) -> str:

@@ -1,5 +1,5 @@
-"""The protocol between the loop and its trainers: `Trainer` learns by advantages,
-`PreferenceTrainer` by comparing answers, `SupervisedTrainer` by likelihood."""
+"""The protocol between the loop and its trainers: `Trainer` learns from advantages,
+`PreferenceTrainer` from comparisons of answers, `SupervisedTrainer` from likelihood."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from agentevo.types import Trajectory
 
 @dataclass
 class PreparedBatch:
-    """What a step trains on."""
+    """The training data of a step."""
 
     samples: Sequence[Any]
     """What `step` takes: samples, or pairs of answers. It is empty where nothing can be learnt."""
     metrics: dict[str, float] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
-    """Trajectory id -> why that trajectory is not trained on after all."""
+    """Trajectory id -> the reason why that trajectory is not trained on after all."""
     warnings: list[str] = field(default_factory=list)
-    """What people are to know of it."""
+    """Messages about the step for the user."""
 
 
 class Learner(Protocol):
-    """A model's trainer: `begin` is called once, then `step` again and again."""
+    """A model's trainer: `begin` is called once, then `step` repeatedly."""
 
     @property
     def optimization(self) -> Optimization: ...
@@ -37,7 +37,7 @@ class Learner(Protocol):
         """The number of updates so far."""
 
     def begin(self) -> None:
-        """Starts training: models that begin as copies of the policy take its present weights."""
+        """Starts training: models that start as copies of the policy take its present weights."""
 
     def step(self, samples: Sequence[Any]) -> dict[str, float]:
         """Makes one update and returns its metrics. Raises TrainingError, before the weights
@@ -55,7 +55,7 @@ class RolloutTrainer(Learner, Protocol):
 
     @property
     def numbers(self) -> TokenNumbers | None:
-        """What was measured of each token of the last step; None where nobody keeps it."""
+        """What was measured of each token of the last step; None where it is not kept."""
 
     def prepare(
         self,
@@ -67,5 +67,5 @@ class RolloutTrainer(Learner, Protocol):
         turn_credits: TurnCredits = ...,
     ) -> PreparedBatch:
         """Makes the samples for `step`. With `version`, the number of committed steps, nothing
-        older than `bound` is trained on; see `staleness.py`. `turn_credits`: what each turn
-        has earned, where a function of the user's says so."""
+        older than `bound` is trained on; see `staleness.py`. `turn_credits`: the reward of each
+        turn, where a function of the user gives it."""

@@ -1,13 +1,13 @@
 """Float32 master weights: the optimizer steps these copies, and they are then rounded into the
 weights that the model computes with.
 
-bfloat16 has 8 bits of precision: an update below 1/256 of a weight rounds to nothing, and with it
-most of training. A float32 master keeps it (Micikevicius et al., arXiv 1710.03740, section 3.1).
+bfloat16 has 8 bits of precision: an update below 1/256 of a weight rounds to zero, and most updates
+are that small. A float32 master keeps them (Micikevicius et al., arXiv 1710.03740, section 3.1).
 Gradients of micro-batches add up in float32 too.
 
     take_gradients() -> the optimizer steps `masters` -> give_weights()
 
-Of a parameter that FSDP has sharded the master is this process's part.
+The master of a parameter that FSDP has sharded is this process's part.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agentevo.training.sharding.layouts import local
 
 
 class MasterWeights:
-    """Float32 copies of parameters that lie on one device, made from their present values. Later
+    """Float32 copies of parameters that are on one device, made from their present values. Later
     changes to the parameters themselves do not last: `give_weights` overwrites them."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], *, on_cpu: bool) -> None:

@@ -1,6 +1,6 @@
-"""Which process has which part of the work: the device meshes of a training.
+"""The assignment of processes to parts of the work: the device meshes of a training.
 
-All meshes count the same processes in the same order, the innermost dimension first: tensor,
+All meshes contain the same processes in the same order, the innermost dimension first: tensor,
 context, pipeline, shard, replicas.
 
     whole    dp x pp x cp x tp     dp = replicas x shard: each has its own part of a minibatch
@@ -37,16 +37,16 @@ class Meshes:
     section: ParallelSection
     whole: DeviceMesh
     data: DeviceMesh
-    """Of one dimension, `shard`, where there are no replicas."""
+    """It has one dimension, `shard`, where there are no replicas."""
     experts: DeviceMesh | None
     """None where experts are not spread."""
     both: DeviceMesh | None
-    """With tensor parallelism: the experts' dimension and the tensor group as one."""
+    """With tensor parallelism: the experts' dimension and the tensor group, combined."""
     pipeline: Stage | None
     """None where each process has all layers."""
 
     def coordinates(self) -> Iterator[tuple[str, int, int]]:
-        """The name of each dimension, where this process stands in it, and its size."""
+        """The name of each dimension, this process's coordinate in it, and its size."""
         for mesh in (self.whole, self.data, self.experts):
             names = () if mesh is None else mesh.mesh_dim_names or ()
             for name in names:
@@ -55,8 +55,8 @@ class Meshes:
 
 
 def make_meshes(section: ParallelSection, device_type: str) -> Meshes:
-    """The meshes over all processes, of which "dp" is in use from then on (`use_mesh`); called
-    once by each of them. Raises ConfigError where the sizes don't divide their number."""
+    """The meshes over all processes; "dp" is in use from then on (`use_mesh`). Each process calls
+    it once. Raises ConfigError where the sizes don't divide their number."""
     try:
         replicas = section.replicas(distributed.get_world_size())
     except ValueError as error:
@@ -64,7 +64,7 @@ def make_meshes(section: ParallelSection, device_type: str) -> Meshes:
 
     inner = section.pipeline * section.context * section.tensor
     ranks = replicas * section.shard
-    whole = init_device_mesh(
+    world_mesh = init_device_mesh(
         device_type,
         (ranks, section.pipeline, section.context, section.tensor),
         mesh_dim_names=(DATA_PARALLEL, PIPELINE, CONTEXT, TENSOR),
@@ -89,7 +89,7 @@ def make_meshes(section: ParallelSection, device_type: str) -> Meshes:
         groups = split.transpose(1, 2).flatten(2).flatten(0, 1)
         both = DeviceMesh(device_type, groups, mesh_dim_names=("others", EXPERT))
 
-    use_mesh(whole)
-    stage = Stage.of(whole, PIPELINE) if section.pipeline > 1 else None
+    use_mesh(world_mesh)
+    stage = Stage.of(world_mesh, PIPELINE) if section.pipeline > 1 else None
     data = data[SHARD] if replicas == 1 else data[REPLICATE, SHARD]
-    return Meshes(section, whole, data, experts, both, stage)
+    return Meshes(section, world_mesh, data, experts, both, stage)

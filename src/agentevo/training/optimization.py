@@ -1,5 +1,5 @@
-"""The optimizer of one model: AdamW, its learning rate schedule, gradient clipping, and the refusal
-of numbers that are not finite.
+"""The optimizer of one model: AdamW, its learning rate schedule, gradient clipping, and the
+rejection of numbers that are not finite.
 
 The learning rate warms up linearly and then follows the schedule. Gradients add up in float32, and
 the optimizer steps float32 numbers: the weights themselves, or their float32 masters
@@ -49,7 +49,7 @@ def learning_rate(
     section: TrainerSection, step: int, total_steps: int, peak: float | None = None
 ) -> float:
     """The learning rate of optimizer step `step` (counted from 0) out of `total_steps`. `peak`
-    stands in for the section's own peak."""
+    replaces the section's own peak."""
     highest = section.learning_rate if peak is None else peak
     if step < section.warmup_steps:
         return highest * (step + 1) / section.warmup_steps
@@ -95,7 +95,7 @@ class Optimization:
     """`begin`, then backward passes that add up, then `finish`: one optimizer step.
 
     The optimizer and its masters are made at the first `begin` (or when the first state is saved or
-    loaded): until then others may change the weights.
+    loaded): until then other code may change the weights.
     """
 
     def __init__(
@@ -109,7 +109,8 @@ class Optimization:
         layouts: Mapping[torch.nn.Parameter, ShardLayout] = MappingProxyType({}),
     ) -> None:
         """`key` is the recipe's section that has this learning rate; error messages name it.
-        `layouts`: how parameters lie that processes have slices of (sharding/layouts.py)."""
+        `layouts`: how the processes divide parameters that they have slices of
+        (sharding/layouts.py)."""
         self.section = section
         self.memory = memory or MemorySection()
         self.key = key
@@ -118,12 +119,12 @@ class Optimization:
         self.layouts = layouts
         self.steps = 0
         self._waiting: deque[torch.Tensor] = deque()
-        """Losses of micro-batches that are under way behind this stage of a pipeline."""
+        """Losses of micro-batches that are under way in later stages of the pipeline."""
         self.leave_out(0)
 
     @property
     def sharded(self) -> bool:
-        """Whether the parameters lie in parts on several processes; these are the masters then."""
+        """Whether several processes hold the parameters in parts; these are the masters then."""
         return any(isinstance(parameter, DTensor) for parameter in self.parameters)
 
     @cached_property
@@ -153,8 +154,8 @@ class Optimization:
         )
 
     def begin(self, lr: float | None = None) -> float:
-        """Clears the gradients and returns the learning rate of the step: `lr` if it is given, else
-        that of the schedule."""
+        """Clears the gradients and returns the learning rate of the step: `lr` if given, otherwise
+        the schedule's."""
         if lr is None:
             lr = learning_rate(self.section, self.steps, self.total_steps, self.peak)
 
@@ -194,7 +195,7 @@ class Optimization:
     @phase("optimizer")
     def finish(self) -> float:
         """Sums the gradients over ranks, clips their L2 norm to max_grad_norm, and steps. Returns
-        the norm from before clipping. Raises TrainingError if it is not finite."""
+        the norm before clipping. Raises TrainingError if it is not finite."""
         while self._waiting:
             self._waiting.popleft().backward()
 
@@ -275,10 +276,10 @@ class Optimization:
         masters = state.get("masters")
         if masters is not None and (self.masters is not None or self.sharded):
             with torch.no_grad():
-                for (master, parameter), whole in zip(
+                for (master, parameter), stored_master in zip(
                     self._stepped_parameters(), masters, strict=True
                 ):
-                    master.copy_(self._part(whole, parameter))
+                    master.copy_(self._part(stored_master, parameter))
 
         self.steps = state["steps"]
 
@@ -286,7 +287,7 @@ class Optimization:
         """Takes the moments of another run's `state_dict`; learning rate, decay and schedule are
         this run's own, from the beginning. Raises CheckpointError where they are not of these
         parameters."""
-        own = [
+        group_settings = [
             {key: value for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         ]
@@ -301,13 +302,13 @@ class Optimization:
             if not shapes <= {tuple(parameter.shape), ()}:
                 raise CheckpointError(f"trainer.optimizer_from: moments of other shapes: {_OTHER}")
 
-        for group, settings in zip(self.optimizer.param_groups, own, strict=True):
+        for group, settings in zip(self.optimizer.param_groups, group_settings, strict=True):
             group.update(settings)
 
         self.steps = steps
 
     def _stepped_parameters(self) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-        """What the optimizer steps, and the model's parameter that it stands for."""
+        """What the optimizer steps, and the model's parameter that it represents."""
         masters = self.parameters if self.masters is None else self.masters.masters
         return list(zip(masters, self.parameters, strict=True))
 
@@ -315,11 +316,13 @@ class Optimization:
         """The model's parameter of an index in the optimizer's state."""
         stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
         return next(
-            parameter for one, parameter in self._stepped_parameters() if one is stepped[index]
+            parameter
+            for master, parameter in self._stepped_parameters()
+            if master is stepped[index]
         )
 
     def _kept(self, value: Any, parameter: torch.nn.Parameter) -> Any:
-        """What a checkpoint keeps of a tensor that lies as the parameter does (`kept`); other
+        """What a checkpoint keeps of a tensor that is divided like the parameter (`kept`); other
         values as they are."""
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return value

@@ -1,11 +1,11 @@
-"""Answers read from JSONL, one object a line, in the conversational form that TRL has:
+"""Answers read from JSONL, one object a line, in TRL's conversational form:
 
     {"prompt": [messages], "chosen": answer, "rejected": answer}
     {"prompt": [messages], "completion": answer, "label": true}
 
 A message is {"role": "user", "content": "..."}, an answer a text or a list of messages that begins
 and ends with the assistant's. Only what the assistant says in the answer is trained. Other keys of
-a line are left aside. Every error names file and line.
+a line are ignored. Every error names file and line.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PairLine:
     chosen: list[Message] | None
     rejected: list[Message] | None
     margin: float | None = None
-    """By how much the chosen answer is better, where the line says so and the loss asks."""
+    """How much better the chosen answer is, where the line states it and the loss uses it."""
 
 
 def read_pair_file(path: Path, loss: str, key: str = "data.pairs") -> list[PairLine]:
@@ -69,57 +69,57 @@ def read_pair_file(path: Path, loss: str, key: str = "data.pairs") -> list[PairL
     return pair_lines
 
 
-def _line(given: Any, where: str, loss: str) -> PairLine:
-    if not isinstance(given, dict):
+def _line(record: Any, where: str, loss: str) -> PairLine:
+    if not isinstance(record, dict):
         raise ConfigError(
             f"{where}: is no JSON object: write {{'prompt': [messages], 'chosen': ..., "
             "'rejected': ...}}"
         )
 
     try:
-        check_text(given)
-        check_no_media(given)
+        check_text(record)
+        check_no_media(record)
     except RowError as error:
         raise ConfigError(f"{where}: {error}") from error
 
-    prompt = _messages(given, "prompt", where)
+    prompt = _messages(record, "prompt", where)
     if not prompt or prompt[-1].role == "assistant":
         raise ConfigError(
             f"{where}: prompt must end with what the assistant answers to: put its last message "
             "into the answers"
         )
 
-    if "completion" in given:
+    if "completion" in record:
         if loss not in ALONE:
             raise ConfigError(
                 f"{where}: a single completion, but {loss} compares two answers: give chosen and "
                 "rejected, or train by kto"
             )
 
-        if not isinstance(given.get("label"), bool):
+        if not isinstance(record.get("label"), bool):
             raise ConfigError(
-                f"{where}: label is {given.get('label', 'missing')!r}: give true (desirable) or "
+                f"{where}: label is {record.get('label', 'missing')!r}: give true (desirable) or "
                 "false"
             )
 
-        answer = _answer(given, "completion", where)
+        answer = _answer(record, "completion", where)
         return PairLine(
-            where, prompt, answer if given["label"] else None, None if given["label"] else answer
+            where, prompt, answer if record["label"] else None, None if record["label"] else answer
         )
 
-    chosen = _answer(given, "chosen", where)
-    rejected = _answer(given, "rejected", where)
+    chosen = _answer(record, "chosen", where)
+    rejected = _answer(record, "rejected", where)
     if chosen == rejected:
         raise ConfigError(
             f"{where}: chosen and rejected are the same answer, which says nothing: remove the line"
         )
 
-    margin = _margin(given, where) if loss == "bradley_terry" else None
+    margin = _margin(record, where) if loss == "bradley_terry" else None
     return PairLine(where, prompt, chosen, rejected, margin)
 
 
-def _margin(given: dict[str, Any], where: str) -> float | None:
-    margin = given.get("margin")
+def _margin(record: dict[str, Any], where: str) -> float | None:
+    margin = record.get("margin")
     is_number = isinstance(margin, (int, float)) and not isinstance(margin, bool)
     if margin is None or (is_number and 0 <= margin < math.inf):
         return None if margin is None else float(margin)
@@ -128,18 +128,18 @@ def _margin(given: dict[str, Any], where: str) -> float | None:
     )
 
 
-def _answer(given: dict[str, Any], key: str, where: str) -> list[Message]:
-    if isinstance(given.get(key), str):
-        return [Message("assistant", given[key])]
+def _answer(record: dict[str, Any], key: str, where: str) -> list[Message]:
+    if isinstance(record.get(key), str):
+        return [Message("assistant", record[key])]
 
-    messages = _messages(given, key, where)
+    messages = _messages(record, key, where)
     if not messages or messages[0].role != "assistant" or messages[-1].role != "assistant":
         raise ConfigError(
             f"{where}: {key} must begin and end with a message of role assistant: give a text, "
             "or such messages"
         )
 
-    for number, message in enumerate(given[key], start=1):
+    for number, message in enumerate(record[key], start=1):
         try:
             trained = is_trained(message, f"message {number}")
         except BadRequestError as error:
@@ -153,28 +153,28 @@ def _answer(given: dict[str, Any], key: str, where: str) -> list[Message]:
     return messages
 
 
-def _messages(given: dict[str, Any], key: str, where: str) -> list[Message]:
-    if key not in given:
+def _messages(record: dict[str, Any], key: str, where: str) -> list[Message]:
+    if key not in record:
         raise ConfigError(
             f"{where}: {key} is missing: a line has prompt, chosen and rejected, or prompt, "
             "completion and label"
         )
 
-    if not isinstance(given[key], list):
+    if not isinstance(record[key], list):
         form = '[{"role": "user", "content": "..."}]'
         raise ConfigError(
             f"{where}: {key} is no list of messages: give "
             f"{form}{'' if key == 'prompt' else ' or a text'}"
         )
 
-    known = [
+    raw_messages = [
         {k: v for k, v in message.items() if k in MESSAGE_KEYS}
         if isinstance(message, dict)
         else message
-        for message in given[key]
+        for message in record[key]
     ]
     try:
-        return messages_of(known)
+        return messages_of(raw_messages)
     except BadRequestError as error:
         raise ConfigError(f"{where}: {key}: {error}") from error
 
@@ -182,8 +182,8 @@ def _messages(given: dict[str, Any], key: str, where: str) -> list[Message]:
 def pairs_of_lines(
     lines: Sequence[PairLine], chat: ChatFormat, loss: str, max_tokens: int
 ) -> list[list[Pair]]:
-    """The pairs of each line; with a loss of single answers both answers of a line stand alone, and
-    with rft only the chosen one counts.
+    """The pairs of each line; with a loss of single answers both answers of a line are separate,
+    and with rft only the chosen one counts.
 
     Raises ConfigError for a text that the tokenizer or the chat template can't encode, or that has
     more than `max_tokens` tokens.
@@ -230,16 +230,16 @@ def pairs_of_lines(
 def answer_sample(
     prompt: Sequence[Message], answer: Sequence[Message], chat: ChatFormat, group_id: str, name: str
 ) -> Sample:
-    """A sample that trains what the assistant says in the answer, and nothing that it has said in
-    the prompt."""
+    """A sample that trains what the assistant says in the answer, but not what it says in the
+    prompt."""
     sample = conversation_sample([*prompt, *answer], chat, name)
     said_before = max(
         (place for place, message in enumerate(prompt) if message.role == "assistant"), default=-1
     )
-    known = (
+    num_context_ids = (
         len(conversation_sample(prompt[: said_before + 1], chat, name).ids)
         if said_before >= 0
         else 0
     )
-    mask = sample.loss_mask & (np.arange(len(sample.ids)) >= known)
+    mask = sample.loss_mask & (np.arange(len(sample.ids)) >= num_context_ids)
     return Sample.given(name, group_id, sample.ids, mask)

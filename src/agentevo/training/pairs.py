@@ -7,8 +7,8 @@
                  than rounding (algorithms/equality.py); or, for each attempt, the solver's
                  conversation on the same task as the chosen answer
 
-An answer is all that was said in an attempt: the trained tokens of its rows, several where the
-trajectory branches or starts anew.
+An answer is everything that the policy said in an attempt: the trained tokens of its rows, several
+where the trajectory branches or starts again.
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ from agentevo.training.batching.samples import trajectory_rows
 from agentevo.types import Sample, Trajectory
 
 Demonstrations = Callable[[str], Sequence[Sample]]
-"""Task id -> what the environment's solver says on that task; empty where it knows nothing to
-say."""
+"""Task id -> the answer of the environment's solver to that task; empty where it has none."""
 
 
 @dataclass(frozen=True, eq=False)
 class CandidateAnswer:
-    """What was said on one task, as samples to train on."""
+    """An answer to one task, as samples to train on."""
 
     name: str
-    """Id of the trajectory, or where else it comes from: unique among a step's answers."""
+    """Id of the trajectory, or of another source: unique among a step's answers."""
     rows: tuple[Sample, ...]
 
     @cached_property
@@ -49,11 +48,11 @@ class CandidateAnswer:
         return sum(row.num_trained for row in self.rows)
 
     def says(self, other: CandidateAnswer) -> bool:
-        """Whether the other is the same, token by token."""
+        """Whether the candidate is the same, token by token."""
         return len(self.rows) == len(other.rows) and all(
-            np.array_equal(ours.ids, theirs.ids)
-            and np.array_equal(ours.loss_mask, theirs.loss_mask)
-            for ours, theirs in zip(self.rows, other.rows, strict=True)
+            np.array_equal(row.ids, other_row.ids)
+            and np.array_equal(row.loss_mask, other_row.loss_mask)
+            for row, other_row in zip(self.rows, other.rows, strict=True)
         )
 
 
@@ -75,8 +74,8 @@ class Pair:
 
 
 def answer_of(trajectory: Trajectory) -> CandidateAnswer:
-    """All that the policy said in a trajectory, to be judged under its own distribution: neither
-    the masks of a grammar nor penalties are applied, whatever it was drawn under."""
+    """Everything that the policy said in a trajectory, to be judged under its own distribution:
+    neither the masks of a grammar nor penalties are applied, even if it was drawn under them."""
     rows = [row.sample for row in trajectory_rows(trajectory) if row.sample.num_trained]
     return CandidateAnswer(
         trajectory.id, tuple(msgspec.structs.replace(row, penalties=None) for row in rows)
@@ -89,8 +88,8 @@ def make_pairs(
     section: AlgorithmSection,
     demonstrations: Demonstrations | None = None,
 ) -> list[Pair]:
-    """Of every group, in order of their first members; which attempts they are made of depends on
-    ids and rewards only.
+    """The pairs of every group, in order of the groups' first members. Which attempts they consist
+    of depends on ids and rewards only.
 
     `demonstrations` is needed where `algorithm.pairs` is `demonstrations`. Two answers that are the
     same make no pair.
@@ -125,8 +124,8 @@ def win_probabilities(rewards: Sequence[float]) -> list[float]:
     Source: arXiv 2405.00675, whose estimate is the mean over all K samples."""
     level = levels(rewards)
     return [
-        sum((mine > other) + 0.5 * (mine == other) for other in level) / len(level)
-        for mine in level
+        sum((reward > rival) + 0.5 * (reward == rival) for rival in level) / len(level)
+        for reward in level
     ]
 
 
@@ -140,14 +139,14 @@ def _single(trajectory: Trajectory, *, desirable: bool) -> Pair:
 
 
 def _best(members: Sequence[Trajectory], limit: int) -> list[Pair]:
-    """Of members from the highest reward down."""
+    """Pairs from members that are sorted from the highest reward down."""
     pairs: list[Pair] = []
     for trajectory in members:
         pair = _single(trajectory, desirable=True)
         if (
             len(pairs) < limit
             and trajectory.success
-            and not any(pair.answers[0].says(other.answers[0]) for other in pairs)
+            and not any(pair.answers[0].says(earlier.answers[0]) for earlier in pairs)
         ):
             pairs.append(pair)
 
@@ -176,7 +175,7 @@ def _ends(members: Sequence[Trajectory]) -> Iterator[tuple[int, int]]:
 
 
 def _everyone(members: Sequence[Trajectory]) -> Iterator[tuple[int, int]]:
-    """Every two, those that differ most first."""
+    """All pairs, those that differ most first."""
     places = list(combinations(range(len(members)), 2))
     gaps = levels([members[better].reward - members[worse].reward for better, worse in places])
     order = sorted(range(len(places)), key=lambda place: -gaps[place])
@@ -189,8 +188,8 @@ def _compare(
     margin: float,
     limit: int | None,
 ) -> list[Pair]:
-    """Pairs of places in the group, those kept whose rewards differ enough and whose answers differ
-    at all."""
+    """Pairs of places in the group, restricted to those whose rewards differ enough and whose
+    answers are not equal."""
     answers = [answer_of(t) for t in members]
     chances = win_probabilities([t.reward for t in members])
     level = levels([t.reward for t in members])
@@ -217,8 +216,9 @@ def _compare(
 
 
 class PairData:
-    """Given pairs, a step's worth at a time: groups of pairs in an order that the seed shuffles
-    anew each round. What does not fill a step at a round's end waits: no step has a group twice."""
+    """Yields the given pairs, a step's worth at a time: groups of pairs in an order that the seed
+    shuffles again each round. Pairs that do not fill a step at a round's end wait: no step has a
+    group twice."""
 
     def __init__(self, groups: Sequence[Sequence[Pair]], per_step: int, seed: int) -> None:
         self.groups = groups
@@ -240,7 +240,7 @@ class PairData:
         return self._sha256
 
     def of_step(self, step: int) -> list[Pair]:
-        """Of step `step`, from 1."""
+        """The pairs of step `step`, from 1."""
         round_, place = divmod(step - 1, len(self.groups) // self.per_step)
         generator = torch.Generator().manual_seed(derive_seed(self.seed, "pairs", round_))
         order = torch.randperm(len(self.groups), generator=generator).tolist()

@@ -1,22 +1,22 @@
 """Several processes train one model, each on its part of every minibatch (data parallelism).
 
-Whoever starts the processes initialises torch.distributed. Where they do more than that with one
-another (shard a layer, a sequence), it also makes a DeviceMesh and says so once, by `use_mesh`:
-ranks are then the coordinates of its dimension "dp", and processes that have the same one are one
-rank, whose numbers count once. Without a mesh every process is a rank of its own, and without
-torch.distributed there is one rank and everything here does nothing.
+The code that starts the processes initialises torch.distributed. Where the processes do more with
+one another (shard a layer, a sequence), it also makes a DeviceMesh and declares it once, by
+`use_mesh`: ranks are then the coordinates of its dimension "dp", and processes that have the same
+one are one rank, whose numbers count once. Without a mesh every process is a rank of its own, and
+without torch.distributed there is one rank and everything here does nothing.
 
-Each rank is given the same samples in the same order; `passes.micro_batches` hands it its own part.
-Losses are parts of the whole minibatch's, so what a single process adds up over micro-batches is
-added up over ranks: gradients here, tables and metrics where they are made. All ranks then take the
-same step. Processes of a context group (the mesh's dimension "cp") compute one rank's pass together
-and each find its loss: a part of it, `loss_share`, counts, and gradients are summed over them, too.
-What FSDP has sharded, it has summed over data-parallel ranks itself. The stages of a pipeline (the
-mesh's dimension "pp") are one rank, too, whose numbers are those of its last stage.
+Each rank gets the same samples in the same order; `passes.micro_batches` selects its part. Losses
+are parts of the whole minibatch's, so what a single process adds up over micro-batches is added up
+over ranks: gradients here, tables and metrics where they are made. All ranks then take the same
+step. Processes of a context group (the mesh's dimension "cp") compute one rank's pass together and
+each find its loss: a part of it, `loss_share`, counts, and gradients are summed over them, too.
+FSDP itself has summed the gradients that it has sharded over data-parallel ranks. The stages of a
+pipeline (the mesh's dimension "pp") are one rank, too, whose numbers are those of its last stage.
 
 Store and disk belong to one process, the first of all: `on_first` is around what writes there
-(checkpoints in `checkpoint.py`). In a run the loop is one process, which tells the others what to
-compute (orchestration/ranks.py).
+(checkpoints in `checkpoint.py`). In a run the loop is one process, which sends the others their
+work (orchestration/ranks.py).
 
 A process that ends breaks its connections, on which the others fail; one that hangs leaves them
 waiting for as long as the process group's timeout allows.
@@ -44,13 +44,13 @@ T = TypeVar("T")
 DATA_PARALLEL = "dp"
 """Name of the mesh's dimension over which minibatches are split."""
 CONTEXT = "cp"
-"""Name of the one along which processes compute a pass together, a stretch of it each."""
+"""Name of the dimension along which processes compute a pass together, a stretch of it each."""
 PIPELINE = "pp"
-"""Name of the one along which processes have the layers, a stretch each."""
+"""Name of the dimension along which processes divide the layers, a stretch each."""
 
 _group: distributed.ProcessGroup | None = None
-"""This process's data-parallel group; None for all processes. Set by `use_mesh` alone, beside the
-default group that torch.distributed keeps."""
+"""This process's data-parallel group; None for all processes. Only `use_mesh` sets it, in addition
+to the default group that torch.distributed keeps."""
 _context: Ranks | None = None
 """The processes that compute this one's passes with it; None for no others. Set by `use_mesh`."""
 
@@ -59,7 +59,7 @@ _pipeline: Ranks | None = None
 
 
 def use_mesh(mesh: DeviceMesh) -> None:
-    """From now on ranks are those of the mesh's dimension "dp". Called once by every process, after
+    """Makes the mesh's dimension "dp" the ranks from now on. Every process calls it once, after
     torch.distributed is initialised and before anything is trained. Raises TrainingError for a mesh
     without that dimension."""
     global _group, _context, _pipeline
@@ -108,8 +108,8 @@ def num_processes() -> int:
 
 
 def on_first(work: Callable[[], T]) -> T:
-    """Does the work on the first process of all, and returns there and everywhere else what it
-    returned; called by all of them. If it raises an AgentEvoError or OSError, all raise."""
+    """Does the work on the first process of all, and returns its result on every process; all of
+    them call it. If it raises an AgentEvoError or OSError, all raise."""
     if num_processes() == 1:
         return work()
 
@@ -128,9 +128,9 @@ def on_first(work: Callable[[], T]) -> T:
 
 
 def gather(value: T) -> list[T]:
-    """The value of each rank, in order of ranks; called by all of them. Of the stages of a pipeline
-    it is the last one's, which knows log-probs and losses. Values are pickled: for tables and
-    metrics, not for weights."""
+    """The value of each rank, in order of ranks; all of them call it. A pipeline's value is that of
+    its last stage, which knows log-probs and losses. Values are pickled: for tables and metrics,
+    not for weights."""
     values: list[T | None] = [value]
     if num_ranks() > 1:
         values *= num_ranks()
@@ -144,7 +144,8 @@ def gather(value: T) -> list[T]:
 
 
 def anywhere(flag: bool) -> bool:
-    """Whether it is true on any of all processes, those of one rank among them; called by all."""
+    """Whether the flag is true on any process, including those of one rank; all processes call
+    it."""
     if num_processes() == 1:
         return flag
     flags: list[bool | None] = [None] * num_processes()
@@ -198,8 +199,8 @@ def sum_gradients(
             parameters, _pipeline.group
         )  # slices of length 0 are stepped with the others
 
-    own = {id(parameter) for parameter in parameters}
-    add_parts({p: layout for p, layout in layouts.items() if id(p) in own})
+    parameter_ids = {id(parameter) for parameter in parameters}
+    add_parts({p: layout for p, layout in layouts.items() if id(p) in parameter_ids})
 
 
 def _sum_over(parameters: list[torch.nn.Parameter], group: distributed.ProcessGroup | None) -> None:
@@ -217,18 +218,19 @@ def _sum_over(parameters: list[torch.nn.Parameter], group: distributed.ProcessGr
 def _used_gradients(
     parameters: list[torch.nn.Parameter], group: distributed.ProcessGroup | None
 ) -> list[torch.Tensor]:
-    """The gradients that any process of the group has found, zeros on those that have not."""
+    """The gradients that any process of the group has computed, zeros on the processes that have
+    not."""
     flags = [p.grad is not None for p in parameters]
     used = torch.tensor(flags, dtype=torch.int32, device=parameters[0].device)
     distributed.all_reduce(used, group=group)
 
-    found = []
+    gradients = []
     for parameter, count in zip(parameters, used.tolist(), strict=True):
         if count:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(
                     parameter, dtype=torch.promote_types(parameter.dtype, torch.float32)
                 )
-            found.append(parameter.grad)
+            gradients.append(parameter.grad)
 
-    return found
+    return gradients

@@ -1,8 +1,8 @@
 """Marks on the profile: which part of a step is being computed.
 
-A phase is a `torch.profiler.record_function` span. Without a profiler on this thread it is one
-question and costs nothing else; with one on a GPU both ends wait for the device, so that the span
-holds the work and not only its launch.
+A phase is a `torch.profiler.record_function` span. Without a profiler on this thread it costs one
+check and nothing else; with one on a GPU both ends wait for the device, so that the span holds the
+work and not only its launch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentevo.observability.profile_table import PREFIX
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """For `with` and as a decorator. Phases may lie in one another: time and memory count for the
+    """For `with` and as a decorator. Phases may be nested: time and memory count for the
     innermost."""
     if not torch.autograd._profiler_enabled():
         yield

@@ -1,4 +1,5 @@
-"""What an update minimises, for any algorithm that `catalogue.presets.resolve_preset` can name:
+"""The loss that an update minimises, for any algorithm that `catalogue.presets.resolve_preset` can
+name:
 
     loss = sum over trained tokens of weight * (policy loss + kl_coef * KL - entropy_coef * entropy)
 
@@ -60,31 +61,31 @@ class MinibatchLoss:
         batches: Sequence[PackedBatch],
         nulls: Sequence[PackedBatch] = (),
     ) -> dict[str, float]:
-        """What the policy loss has to know of the whole minibatch beforehand. Most losses need
-        nothing, and one micro-batch is the whole minibatch: then nothing is computed. `nulls`: see
-        `null_batches`."""
+        """The statistics of the whole minibatch that the policy loss needs beforehand. Nothing is
+        computed for the losses that need none, which most are, or where one micro-batch is the
+        whole minibatch. `nulls`: see `null_batches`."""
         if self.policy_loss.statistics_of is None or (len(batches) == 1 and num_ranks() == 1):
             return {}
 
-        own = []
+        local_tables = []
         for batch in batches:
             with phase("forward"):
                 logp, _ = token_logprobs(model, batch)
             tables = (batch.table(logp), batch.old_logprobs, batch.advantages, batch.mask)
-            own.append([table.cpu() for table in tables])
+            local_tables.append([table.cpu() for table in tables])
 
         for batch in nulls:
             token_logprobs(model, batch)
 
-        parts = [part for of_rank in gather(own) for part in of_rank]
+        parts = [part for of_rank in gather(local_tables) for part in of_rank]
         width = max(part[0].shape[1] for part in parts)
-        whole = [
+        minibatch_tables = [
             torch.cat(
                 [torch.nn.functional.pad(table, (0, width - table.shape[1])) for table in column]
             )
             for column in zip(*parts, strict=True)
         ]
-        return self.policy_loss.statistics(LossTables(*whole))
+        return self.policy_loss.statistics(LossTables(*minibatch_tables))
 
     def loss(
         self,
@@ -98,7 +99,8 @@ class MinibatchLoss:
         listen: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """This micro-batch's part of the loss, and sums over its tokens for the metrics. `weights`
-        [S] are those of the batch's rows. `listen` hears the log-probs and entropies, [S, T]."""
+        [S] are those of the batch's rows. `listen` is called with the log-probs and entropies, [S,
+        T]."""
         chosen_logp, node_entropy = token_logprobs(model, batch)  # [M], [R]
         logp = batch.table(chosen_logp)  # [S, T]
         entropy = node_entropy[batch.rows]  # [M]

@@ -5,8 +5,8 @@ metrics.
                                         log ref(chosen), log ref(rejected), ...)
 
 with sums of log-probs over whole answers, so no part of the loss belongs to one micro-batch;
-`backward_through_sums` makes loss and gradient the same for any split. Log-probs are those of the
-policy at the temperature that it is sampled with, of the solver's and given answers too.
+`backward_through_sums` makes loss and gradient the same for any split. All log-probs, including
+those of the solver's and given answers, are the policy's at its sampling temperature.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ METRICS = {
     "reward_margin": "rewards/margins",
     "accuracy": "rewards/accuracies",
 }
-"""Ours -> TRL's."""
+"""AgentEvo's name -> TRL's."""
 
 
 class PreferenceTrainer:
@@ -233,13 +233,17 @@ class PreferenceTrainer:
     def _kl_baseline(self, answers: Sequence[CandidateAnswer]) -> float:
         """KTO's reference point before it is cut at 0: the mean log-ratio of answers put after
         other tasks' prompts. 0 where there are none."""
-        others = [row for rows in mismatch_answers(answers, self.context_length) for row in rows]
-        if not others or self.reference is None:
+        mismatched_rows = [
+            row for rows in mismatch_answers(answers, self.context_length) for row in rows
+        ]
+        if not mismatched_rows or self.reference is None:
             return 0.0
 
         reference = self.reference
-        num_answers = len({row.trajectory_id for row in others})
-        rows = [msgspec.structs.replace(row, temperature=self.temperature) for row in others]
+        num_answers = len({row.trajectory_id for row in mismatched_rows})
+        rows = [
+            msgspec.structs.replace(row, temperature=self.temperature) for row in mismatched_rows
+        ]
 
         def log_ratio(batch: PackedBatch) -> dict[str, torch.Tensor]:
             return {"ratio": token_logprobs(self.model, batch)[0] - reference.logprobs(batch)}
@@ -259,7 +263,7 @@ class PreferenceTrainer:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs besides the model's weights."""
+        """The state that a resumed run needs in addition to the model's weights."""
         reference = {} if self.reference is None else self.reference.state_dict()
         return {
             "optimization": self.optimization.state_dict(),
@@ -280,25 +284,25 @@ def mismatch_answers(answers: Sequence[CandidateAnswer], context_length: int) ->
     """Pairs each answer's prompt with the next answer to another task, as rows; there are none
     where all answers are to one task.
 
-    What follows the other's first prompt stays as it is, its later observations included; what
-    exceeds the context is cut off. The order of answers does not matter. Source: arXiv 2402.01306,
-    section 4.1.
+    The rest of the other answer after its first prompt stays as it is, its later observations
+    included; tokens beyond the context are cut off. The order of answers does not matter. Source:
+    arXiv 2402.01306, section 4.1.
     """
     ordered = sorted(answers, key=lambda answer: (answer.rows[0].group_id, answer.name))
     rows_of_answers = []
     for place, answer in enumerate(ordered):
         group = answer.rows[0].group_id
-        others = (
+        candidates = (
             candidate
             for candidate in [*ordered[place + 1 :], *ordered[:place]]
             if candidate.rows[0].group_id != group
         )
-        other = next(others, None)
+        next_answer = next(candidates, None)
         prompt = answer.rows[0].ids[: int(answer.rows[0].loss_mask.argmax())]
         rows = (
             []
-            if other is None
-            else [_after(prompt, row, answer.name, context_length) for row in other.rows]
+            if next_answer is None
+            else [_after(prompt, row, answer.name, context_length) for row in next_answer.rows]
         )
         rows_of_answers.append([row for row in rows if row.num_trained])
 
@@ -321,7 +325,7 @@ def _answers(pairs: Sequence[Pair]) -> list[CandidateAnswer]:
 
 
 class _PreferenceComparison:
-    """Which answers the pairs are made of; it turns sums of log-probs [N] into the loss's inputs
+    """Which answers the pairs consist of; it turns sums of log-probs [N] into the loss's inputs
     [P]."""
 
     def __init__(
@@ -348,9 +352,13 @@ class _PreferenceComparison:
         reference = self.reference.to(sums)
         lengths = self.lengths.to(sums.device)
         if loss == "kto":
-            alone = torch.cat([self.chosen, self.rejected]).to(sums.device)
-            desirable = torch.arange(len(alone), device=sums.device) < len(self.chosen)
-            return {"logp": sums[alone], "ref_logp": reference[alone], "desirable": desirable}
+            answer_indices = torch.cat([self.chosen, self.rejected]).to(sums.device)
+            desirable = torch.arange(len(answer_indices), device=sums.device) < len(self.chosen)
+            return {
+                "logp": sums[answer_indices],
+                "ref_logp": reference[answer_indices],
+                "desirable": desirable,
+            }
 
         inputs: dict[str, Any] = {}
         for side, places in (("chosen", self.chosen), ("rejected", self.rejected)):

@@ -1,5 +1,5 @@
-"""Token sequences in sorted order, where each one's neighbours are those that it shares the longest
-beginning with."""
+"""Token sequences in sorted order, where the neighbours of each one share the longest beginning
+with it."""
 
 from __future__ import annotations
 

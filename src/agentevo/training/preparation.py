@@ -1,8 +1,8 @@
-"""From a step's trajectories to its samples: what the maths needs to know of every trained token,
+"""From a step's trajectories to its samples: first the inputs of the maths for every trained token,
 then rewards, then advantages.
 
-All passes here are without gradient and under the weights from before the update, but for PRIME's
-process reward, which first learns from the step's outcomes.
+All passes here are without gradient and use the weights from before the update, except those of
+PRIME's process reward, which first learns from the step's outcomes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from agentevo.types import Sample, Trajectory
 
 @dataclass(eq=False)
 class Roles:
-    """The models beside the policy; those that the algorithm does not use are None."""
+    """The models other than the policy; those that the algorithm does not use are None."""
 
     policy: PreTrainedModel
     reference: Reference | None = None
@@ -97,9 +97,9 @@ class Preparation:
         turn_credits: TurnCredits,
         monte_carlo: bool,
     ) -> PreparedBatch:
-        """`baselines`: task id -> reward of the greedy attempt; `turn_credits`: what each turn has
-        earned, where a function of the user's says so; `monte_carlo`: returns that trust no critic
-        (while one is pretrained)."""
+        """`baselines`: task id -> reward of the greedy attempt; `turn_credits`: the reward of each
+        turn, where a function of the user gives it; `monte_carlo`: returns without a critic (while
+        one is pretrained)."""
         masks, masked = masks_of(trajectories, self.grammars)
         observations = self.section.train_observations
         rows = [
@@ -193,7 +193,7 @@ class Preparation:
     def _bonus(
         self, rows: Sequence[SampleRow], roles: Roles, tables: Tables, kl_coef: float
     ) -> tuple[torch.Tensor | None, dict[str, float]]:
-        """[S, T]: what is added to the environment's rewards; and its metrics."""
+        """[S, T]: the bonus on the environment's rewards; and its metrics."""
         bonus = None
         metrics = {}
         mask = _mask(rows)

@@ -1,5 +1,5 @@
-"""AdamW whose two moments take 8 bits a number (Dettmers et al., arXiv 2110.02861), by torchao,
-which is imported here only."""
+"""AdamW whose two moments take 8 bits a number (Dettmers et al., arXiv 2110.02861), by torchao.
+Only this module imports torchao."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     loss = -log sigmoid(r_chosen - r_rejected - margin) + center (r_chosen + r_rejected)^2
 
 Its trunk begins as the policy's, its head at random. It reads a conversation as the reward
-`reward_model` will (rewards/reward_model.py). The loss is a mean over the pairs of an optimizer
-step; micro-batches change nothing but memory.
+`reward_model` does later (rewards/reward_model.py). The loss is a mean over the pairs of an
+optimizer step; micro-batches change nothing but memory.
 """
 
 from __future__ import annotations
@@ -219,6 +219,6 @@ def train_reward_model(
 
 
 def keep_scale(model: PreTrainedModel, metrics: dict[str, float]) -> None:
-    """Writes into the model's config how its rewards lie, for `normalise: model`."""
+    """Writes the distribution of the model's rewards into its config, for `normalise: model`."""
     setattr(model.config, MEAN, metrics["rm/eval/reward_mean"])
     setattr(model.config, STD, metrics["rm/eval/reward_std"])

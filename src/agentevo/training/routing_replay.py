@@ -1,11 +1,11 @@
 """Routing replay in the passes of one policy (docs/routing.md):
 
-    none     the routers choose; how many choices differ from a record of the engine's is told
+    none     the routers choose; choices that differ from the engine's record are counted
     rollout  every pass replays the engine's record (R3, arXiv 2510.11370)
     update   the pass that computes the old log-probs records, the update's replay it (R2 of verl)
 
-The policy's passes alone, and those of a critic with its trunk: reference, critic and process
-reward are models of their own, with choices of their own.
+Replay covers only the policy's passes and those of a critic that shares its trunk: reference,
+critic and process reward are separate models, with their own choices.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RoutingReplay:
         self.mode = mode
         self.routers = routers_of(policy)
         self._recording: Recording | None = None
-        self._heard: list[tuple[int, np.ndarray]] = []
+        self._recorded: list[tuple[int, np.ndarray]] = []
 
         if mode != "none" and self.routers is None:
             raise TrainingError(
@@ -44,13 +44,14 @@ class RoutingReplay:
 
     @property
     def reads_records(self) -> bool:
-        """Whether what an engine has recorded is of use."""
+        """Whether the engine's records are used."""
         return self.mode != "update" and self.routers is not None
 
     def begin(self, rows: Sequence[SampleRow]) -> list[SampleRow]:
-        """The rows of a step; where nothing is replayed and some have no record, without any.
-        Raises TrainingError where a record is missing or not of the policy's routers."""
-        self._heard = []
+        """The rows of a step; where nothing is replayed and some rows have no record, all rows come
+        without records. Raises TrainingError where a record is missing or not of the policy's
+        routers."""
+        self._recorded = []
         samples = [row.sample for row in rows]
         if self.mode == "rollout" or all(sample.routed_experts is not None for sample in samples):
             assert self.routers is not None
@@ -61,7 +62,7 @@ class RoutingReplay:
         return [row._replace(sample=sample) for row, sample in zip(rows, bare, strict=True)]
 
     def before_update(self, batch: PackedBatch) -> PackedBatch:
-        """The batch for a pass of the policy from before the update, which may be what is replayed
+        """The batch for a pass of the policy before the update; the update may replay that pass
         later."""
         if self.mode != "update":
             return self.in_update(batch)
@@ -70,22 +71,22 @@ class RoutingReplay:
         return batch.with_routing(self._recording)
 
     def heard(self, indices: Sequence[int], batch: PackedBatch) -> None:
-        """Keeps what was recorded in the pass of a batch of these samples."""
+        """Keeps the records of the pass of a batch of these samples."""
         if self._recording is not None:
             rows = self._recording.rows()
             self._recording = None
             paths = zip(indices, batch.plan.tree.paths, strict=True)
-            self._heard += [(index, rows[path]) for index, path in paths]
+            self._recorded += [(index, rows[path]) for index, path in paths]
 
     def finish(self, rows: Sequence[SampleRow]) -> list[SampleRow]:
-        """The rows of a step, all of whose passes were made, with what these have recorded."""
+        """The rows of a step after all its passes, with the records of these passes."""
         if self.mode != "update":
             return list(rows)
         assert self.routers is not None
-        found = dict(item for of_rank in gather(self._heard) for item in of_rank)
-        self._heard = []
+        recorded_rows = dict(item for of_rank in gather(self._recorded) for item in of_rank)
+        self._recorded = []
         return [
-            row._replace(sample=with_rows(row.sample, found[index], self.routers))
+            row._replace(sample=with_rows(row.sample, recorded_rows[index], self.routers))
             for index, row in enumerate(rows)
         ]
 

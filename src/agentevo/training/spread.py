@@ -1,9 +1,9 @@
 """A freshly loaded and prepared model -> this process's part of it, as trainer.parallel says: it is
-cut by tensor, context and expert parallelism first, and FSDP shards what is left here. Stages of a
-pipeline are cut no further.
+cut by tensor, context and expert parallelism first, and FSDP shards the rest. Stages of a pipeline
+are cut no further.
 
-Experts that are spread differ between data-parallel ranks: FSDP shards them over those alone that
-have the same ones.
+Experts that are spread differ between data-parallel ranks: FSDP shards them only over the ranks
+that have the same ones.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from agentevo.training.workload import keep_flops
 
 
 def check_spread(model: PreTrainedModel, section: ParallelSection) -> None:
-    """Raises ModelError or TrainingError for a model that `spread` can't divide so; changes
-    nothing and asks no other process."""
+    """Raises ModelError or TrainingError for a model that `spread` can't divide so. It changes
+    nothing and needs no other process."""
     if section.pipeline > 1:
         check_pipeline(model, section.pipeline)
     if section.tensor > 1:
@@ -44,9 +44,9 @@ def check_spread(model: PreTrainedModel, section: ParallelSection) -> None:
 
 def spread(model: PreTrainedModel, meshes: Meshes) -> PreTrainedModel:
     """Has these processes compute the model together, in place; called by all of them with the same
-    weights, before an optimizer is made. Of a model that was loaded on the CPU each process takes
-    its part to its device. A model beside the policy may have no experts to spread.
-    Raises ModelError or TrainingError where the model can't be divided so."""
+    weights, before an optimizer is made. Each process moves its part of a model that was loaded on
+    the CPU to its device. A model other than the policy may have no experts to spread. Raises
+    ModelError or TrainingError where the model can't be divided so."""
     section = meshes.section
     if not section.is_spread:
         return model
@@ -75,5 +75,5 @@ def spread(model: PreTrainedModel, meshes: Meshes) -> PreTrainedModel:
         place(model, torch.device(meshes.whole.device_type))
         return model
 
-    apart = {} if meshes.experts is None else dict.fromkeys(stacks, meshes.experts[SHARING])
-    return shard(model, meshes.data, apart)
+    expert_meshes = {} if meshes.experts is None else dict.fromkeys(stacks, meshes.experts[SHARING])
+    return shard(model, meshes.data, expert_meshes)

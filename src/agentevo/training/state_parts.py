@@ -1,9 +1,9 @@
-"""A trainer's state whose tensors lie in parts on several processes, in torch's distributed
-checkpoint format (`torch.distributed.checkpoint`): each process writes what it has, and any number
-of processes reads what each needs.
+"""A trainer's state whose tensors several processes hold in parts, in torch's distributed
+checkpoint format (`torch.distributed.checkpoint`): each process writes its part, and any number of
+processes can read the parts that each needs.
 
     trainer.pt               the state, with `{"dcp": NAME}` in place of such a tensor
-    trainer/.metadata        what lies where
+    trainer/.metadata        which part is where
     trainer/__0_0.distcp     the parts of the first process, and so on
 
 Nothing here makes a folder appear whole: `checkpoint.py` does, when all have written and hashed.
@@ -63,13 +63,15 @@ def split_state(state: Any, name: str = "") -> tuple[Any, dict[str, WeightPart]]
         plain: dict[Any, Any] = {}
         parts: dict[str, WeightPart] = {}
         for key, value in state.items():
-            plain[key], found = split_state(value, f"{name}.{key}" if name else str(key))
-            parts |= found
+            plain[key], value_parts = split_state(value, f"{name}.{key}" if name else str(key))
+            parts |= value_parts
         return plain, parts
 
     if isinstance(state, list):
         items = [split_state(value, f"{name}.{at}") for at, value in enumerate(state)]
-        return [item for item, _ in items], {k: v for _, own in items for k, v in own.items()}
+        return [item for item, _ in items], {
+            k: v for _, item_parts in items for k, v in item_parts.items()
+        }
 
     return state, {}
 
@@ -101,20 +103,22 @@ class StoredPart:
     def __init__(self, reader: _StateReader, name: str) -> None:
         self._reader = reader
         self._name = name
-        found = reader.metadata.state_dict_metadata.get(name)
-        if not isinstance(found, TensorStorageMetadata):
+        tensor_metadata = reader.metadata.state_dict_metadata.get(name)
+        if not isinstance(tensor_metadata, TensorStorageMetadata):
             raise UnusableCheckpointError(f"{reader.path} has no tensor {name}: it is not whole")
-        self.dtype = found.properties.dtype
-        self.shape = tuple(found.size)
+        self.dtype = tensor_metadata.properties.dtype
+        self.shape = tuple(tensor_metadata.size)
 
     def read(self, box: Box | None = None) -> torch.Tensor:
-        """What lies in the box, or all of it, on the CPU, and the caller's own."""
+        """The part in the box, or the whole tensor, on the CPU; the caller owns it."""
         box = Box((0,) * len(self.shape), self.shape) if box is None else box
         into = torch.empty(box.sizes, dtype=self.dtype)
         if into.numel():
-            wanted = {self._name: _StateEntry(WeightPart(into, self.shape, box.offset))}
+            target_state = {self._name: _StateEntry(WeightPart(into, self.shape, box.offset))}
             try:
-                dcp.load(wanted, storage_reader=self._reader, planner=_StateLoading(), no_dist=True)
+                dcp.load(
+                    target_state, storage_reader=self._reader, planner=_StateLoading(), no_dist=True
+                )
             except dcp.CheckpointException as error:
                 raise UnusableCheckpointError(
                     f"{self._reader.path}: {self._name} can't be read ({error}): resume from an "
@@ -125,8 +129,8 @@ class StoredPart:
 
 
 def join_state(plain: Any, folder: Path) -> Any:
-    """The inverse of `split_state`: names become `StoredPart`. Raises UnusableCheckpointError for
-    what is not as `write_parts` writes it."""
+    """The inverse of `split_state`: names become `StoredPart`. Raises UnusableCheckpointError for a
+    state that `write_parts` would not write."""
     reader: _StateReader | None = None
 
     def join(state: Any) -> Any:

@@ -1,9 +1,9 @@
 """Supervised training on conversations: the mean negative log-prob of what the assistant says. For
 `agentevo sft` and the cold start alike.
 
-A step's loss is the mean over all trained tokens of its batch, whatever the micro-batches; shared
-beginnings are computed once. Which conversations a step has follows from the seed alone, so a
-resumed run goes on with the same ones.
+A step's loss is the mean over all trained tokens of its batch, however it is cut into
+micro-batches; shared beginnings are computed once. The seed alone decides which conversations a
+step has, so a resumed run continues with the same ones.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Steps(Protocol):
 
 
 class SupervisedTrainer:
-    """`step` by step over `total_steps`; `section` says how. `key` is what the recipe calls the
+    """`step` by step over `total_steps`; `section` says how. `key` is the recipe's name of the
     section, for messages."""
 
     def __init__(
@@ -96,15 +96,15 @@ class SupervisedTrainer:
         return self.optimization.steps
 
     def begin(self) -> None:
-        """Does nothing, because there is no model beside the policy."""
+        """Does nothing, because there is no model other than the policy."""
 
     def step(self, samples: Sequence[Sample]) -> dict[str, float]:
         """One optimizer step on the mean loss per trained token. Raises TrainingError, and changes
         no weight, if a number is not finite."""
         if self._dropout_seed is None:
             return self._step(samples)
-        others = [rank()] if rank() else []
-        seed = derive_seed(self._dropout_seed, "dropout", self.steps + 1, *others)
+        rank_parts = [rank()] if rank() else []
+        seed = derive_seed(self._dropout_seed, "dropout", self.steps + 1, *rank_parts)
         with dropping_out(self.model, seed):
             return self._step(samples)
 
@@ -203,8 +203,8 @@ def held_out_metrics(
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
     """Mean loss per trained token in nats, its exponential, and the share of trained tokens that
-    are the model's first choice. None if `stop()` was true, on any process, before a micro-batch;
-    called by all of them."""
+    are the model's first choice. None if `stop()` was true, on any process, before a micro-batch.
+    All processes call it."""
     sums = {"loss": 0.0, "right": 0.0, "count": 0.0}
     device = device_of(model)
     batches = micro_batches(samples, micro_batch_tokens, device)
@@ -253,7 +253,7 @@ def train_supervised(
 
     `progress(step, total, loss)` is called after each. Training ends early when `stop()` is true
     before a step. Gradient norm limit and micro-batch size are the trainer's. `make(settings,
-    steps)`: who makes the steps instead, where it is not this process alone.
+    steps)`: makes the steps where several processes train together.
     """
     settings = SFTSection(
         epochs=section.epochs,

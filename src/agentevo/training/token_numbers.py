@@ -1,12 +1,12 @@
-"""What an update measured of each token that it trained: how far its log-prob has moved from the
-one that it was drawn with, and the entropy of what it was drawn from. Both as they were in the last
-pass of the update.
+"""Measurements of an update for each token that it trained: how far its log-prob has moved since it
+was drawn, and the entropy of the distribution that it was drawn from. Both are from the last pass
+of the update.
 
     RUN/token_numbers/step_000012.bin     of one committed step, two half-precision numbers a token
 
-A sample is found again by its attempt and the ids of its path, so the numbers belong to tokens
-whatever order they were trained in. Nothing reads them but who looks at a run: a file that is
-missing or damaged costs what pages show, and nothing else.
+The attempt and the ids of its path identify a sample, so the numbers belong to tokens in any order
+of training. Only the pages that show a run read them: a missing or damaged file changes nothing
+else.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ LARGEST = 1 << 28
 
 
 class SampleNumbers(msgspec.Struct, frozen=True, array_like=True):
-    """Of one sample: arrays as bytes."""
+    """The numbers of one sample: arrays as bytes."""
 
     path: bytes
     """Digest of its ids."""
     places: bytes
-    """int32: where its trained tokens stand among its ids."""
+    """int32: the places of its trained tokens among its ids."""
     changes: bytes
     """float16: log-prob in the last pass, less the one that was drawn with."""
     entropies: bytes
@@ -55,14 +55,14 @@ Numbers = dict[str, list[SampleNumbers]]
 
 
 class TokenNumbers:
-    """Collects them while a step is trained."""
+    """Collects the numbers while a step is trained."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, bytes], SampleNumbers] = {}
+        self._numbers: dict[tuple[str, bytes], SampleNumbers] = {}
 
     def begin(self) -> None:
-        """Forgets the step before."""
-        self._found.clear()
+        """Drops the numbers of the step before."""
+        self._numbers.clear()
 
     def heard(self, samples: Sequence[Sample], logprobs: Any, entropies: Any) -> None:
         """A pass over these samples: tensors [S, T], a row for each, its trained tokens from the
@@ -74,24 +74,26 @@ class TokenNumbers:
             size = len(places)
             changes = logp[row, :size] - sample.logprobs[places]
             path = path_of(sample.ids)
-            self._found[sample.trajectory_id, path] = SampleNumbers(
+            self._numbers[sample.trajectory_id, path] = SampleNumbers(
                 path, places.tobytes(), _halves(changes), _halves(entropy[row, :size])
             )
 
     def items(self) -> list[tuple[str, SampleNumbers]]:
         """(id of the attempt, numbers of one of its samples)."""
-        return [(name, one) for (name, _), one in self._found.items()]
+        return [(name, sample_numbers) for (name, _), sample_numbers in self._numbers.items()]
 
     def add(self, items: Iterable[tuple[str, SampleNumbers]]) -> None:
-        """What another process has collected."""
-        self._found.update({(name, one.path): one for name, one in items})
+        """Adds the numbers that another process has collected."""
+        self._numbers.update(
+            {(name, sample_numbers.path): sample_numbers for name, sample_numbers in items}
+        )
 
     def by_attempt(self) -> Numbers:
         """All of them."""
-        found: Numbers = {}
-        for name, one in self.items():
-            found.setdefault(name, []).append(one)
-        return found
+        numbers_by_attempt: Numbers = {}
+        for name, sample_numbers in self.items():
+            numbers_by_attempt.setdefault(name, []).append(sample_numbers)
+        return numbers_by_attempt
 
 
 def _halves(values: np.ndarray) -> bytes:
@@ -100,12 +102,12 @@ def _halves(values: np.ndarray) -> bytes:
 
 
 def path_of(ids: np.ndarray) -> bytes:
-    """What a sample is found again by, among those of its attempt."""
+    """The key of a sample among those of its attempt."""
     return blake2b(np.asarray(ids, dtype="<i4").tobytes(), digest_size=8).digest()
 
 
 def name_of(step: int) -> str:
-    """The file's place in the run's folder."""
+    """The path of the file in the run's folder."""
     return f"{FOLDER}/step_{step:06d}.bin"
 
 
@@ -119,19 +121,20 @@ def write_numbers(folder: Path, step: int, numbers: Numbers) -> None:
 def largest_moves(path: Path) -> dict[str, float]:
     """Id of an attempt -> how far the log-prob of one of its tokens has moved, at most; nothing
     where the file is missing or damaged."""
-    found: dict[str, float] = {}
+    moves: dict[str, float] = {}
     try:
         for name, samples in read_numbers(path).items():
-            sizes = [np.frombuffer(sample.changes, dtype="<f2") for sample in samples]
-            found[name] = max((float(np.abs(of).max()) for of in sizes if len(of)), default=0.0)
+            columns = [np.frombuffer(sample.changes, dtype="<f2") for sample in samples]
+            largest = (float(np.abs(changes).max()) for changes in columns if len(changes))
+            moves[name] = max(largest, default=0.0)
     except ValueError:
         return {}
 
-    return found
+    return moves
 
 
 def read_numbers(path: Path) -> Numbers:
-    """What a file holds; nothing where it is missing or damaged."""
+    """The content of a file; nothing where it is missing or damaged."""
     try:
         with open_regular(path) as file:
             unpacked = zlib.decompressobj().decompress(file.read(LARGEST), LARGEST)

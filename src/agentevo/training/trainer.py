@@ -1,7 +1,7 @@
 """The trainer: trajectories to samples, samples to one policy update and its metrics. It never
 calls an agent or an engine.
 
-What is minimised is `policy_loss.py`; what is computed beforehand is `preparation.py`.
+`policy_loss.py` defines what it minimises; `preparation.py` makes the inputs beforehand.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from agentevo.types import Sample, Trajectory
 
 class Trainer:
     """Owns the optimizer of a model that was prepared by `agentevo.models.attention.prepare`, and
-    the models beside it."""
+    the models of the other roles."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Trainer:
         grammars: Grammars | None = None,
     ) -> None:
         """`grammars`: those of the policy's tokens, needed for turns that were drawn under one.
-        Raises TrainingError for a policy that can't replay what `trainer.routing_replay` asks."""
+        Raises TrainingError for a policy that can't replay as `trainer.routing_replay` requires."""
         self.section = trainer
         self.algorithm = algorithm
         self.critic_section = critic or CriticSection()
@@ -92,7 +92,7 @@ class Trainer:
             self.kl = AdaptiveKL(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
 
         self.numbers: TokenNumbers | None = None
-        """Where the numbers of each token of the last step are kept; None: nowhere."""
+        """The numbers of each token of the last step; None where they are not kept."""
         self.mean_entropy: float | None = None
         """Mean entropy of the last optimizer step's tokens, in nats."""
 
@@ -131,13 +131,12 @@ class Trainer:
         turn_credits: TurnCredits = MappingProxyType({}),
     ) -> PreparedBatch:
         """Samples for `step`. `baselines`: task id -> reward of the greedy attempt, where the
-        algorithm compares with it. `turn_credits`: what each turn has earned, where
-        `algorithm.credit` says so.
+        algorithm compares with it. `turn_credits`: the reward of each turn, where
+        `algorithm.credit` gives it.
 
         With `version`, the number of committed steps, tokens more than `bound` versions away from
         it are not trained on, and the metrics have the ages of all tokens (see `mask_stale`). A
-        trajectory of which no token is left stays in its group's baseline, so it is not in
-        `dropped`.
+        trajectory that has no token left stays in its group's baseline, so it is not in `dropped`.
         """
         if version is None and bound is not None:
             raise ValueError(
@@ -175,8 +174,8 @@ class Trainer:
         if self.numbers is not None:
             self.numbers.begin()
 
-        with bar("update", len(samples) * self.section.epochs, "samples") as passed:
-            updates = [self._update(part, passed) for part in minibatches(samples, self.section)]
+        with bar("update", len(samples) * self.section.epochs, "samples") as progress:
+            updates = [self._update(part, progress) for part in minibatches(samples, self.section)]
 
         first = {}
         if updates and "actor/ppo_kl" in updates[0]:
@@ -195,7 +194,7 @@ class Trainer:
 
         return over_updates(of_first_update(updates)) | first
 
-    def _update(self, samples: list[Sample], passed: ProgressBar) -> dict[str, float]:
+    def _update(self, samples: list[Sample], progress: ProgressBar) -> dict[str, float]:
         """Makes one optimizer step of the policy over a minibatch, and one of the critic."""
         device = device_of(self.model)
         merge = self.section.prefix_merging
@@ -229,7 +228,7 @@ class Trainer:
             self.flops.count_training([samples[i] for i in indices], batch)
             with (
                 phase("forward"),
-                OutputListener(self.model) if joint is not None else nullcontext() as heard,
+                OutputListener(self.model) if joint is not None else nullcontext() as listener,
             ):
                 loss, token_sums = self.objective.loss(
                     self.model,
@@ -241,8 +240,8 @@ class Trainer:
                     listen=self._listener([samples[i] for i in indices]),
                 )
 
-            if joint is not None and heard is not None:
-                values = joint.values_of(heard.hidden, batch)
+            if joint is not None and listener is not None:
+                values = joint.values_of(listener.hidden, batch)
                 value_loss, of_values = joint.loss(values, batch, num_tokens)
                 loss = loss + joint.section.coef * value_loss
                 token_sums = token_sums | of_values
@@ -252,7 +251,7 @@ class Trainer:
             for key, value in token_sums.items():
                 sums[key] += value
 
-            passed.advance(len(indices))
+            progress.advance(len(indices))
 
         keep_pace(self.model, nulls, self.optimization.backward)
         norm = self.optimization.finish()

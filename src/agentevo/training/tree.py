@@ -1,7 +1,7 @@
-"""Packed sequences as a token tree: what sequences share at their beginning is computed once.
+"""Packed sequences as a token tree: the beginnings that sequences share are computed once.
 
-`build_tree` sorts the sequences and walks them: each reuses the path of the one before it as far as
-they agree and adds nodes for the rest. In that order nodes come out depth-first, and
+`build_tree` sorts the sequences and walks them: each one reuses the path of its predecessor as far
+as they agree, and adds nodes for the rest. In that order nodes come out depth-first, and
 
     ids[path(s)] = sequence s,   position of a node = its depth,
     a node attends to exactly the nodes of its path
@@ -49,7 +49,7 @@ def build_tree(
     positions: list[np.ndarray] = []
 
     paths: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(sequences)
-    left: list[tuple[np.ndarray, int]] = []
+    branch_ends: list[tuple[np.ndarray, int]] = []
     path = np.empty(0, dtype=np.int64)
     num_nodes = 0
     for index, tokens, shared in zip(
@@ -59,7 +59,7 @@ def build_tree(
         strict=True,
     ):
         added = len(tokens) - shared
-        left.append((path[shared:], num_nodes))
+        branch_ends.append((path[shared:], num_nodes))
         path = np.concatenate([path[:shared], np.arange(num_nodes, num_nodes + added)])
         paths[index] = path
 
@@ -69,7 +69,7 @@ def build_tree(
             num_nodes += added
 
     ends = np.full(num_nodes, num_nodes, dtype=np.int64)
-    for nodes, end in left:
+    for nodes, end in branch_ends:
         ends[nodes] = end
 
     return TokenTree(np.concatenate(ids).astype(np.int64), np.concatenate(positions), paths, ends)

@@ -1,5 +1,5 @@
-"""How much computing a micro-batch asks for, counted twice: as it is done, each distinct token
-once, and as the samples stand for it, each computed by itself."""
+"""The operations that a micro-batch needs, counted twice: as they are done, each distinct token
+once, and as it would be if each sample were computed by itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WHOLE: WeakKeyDictionary[PreTrainedModel, ModelFlops] = WeakKeyDictionary()
 
 
 def keep_flops(model: PreTrainedModel) -> None:
-    """Before processes cut the model between them: what a pass of the whole needs."""
+    """The operations of a pass of the whole model, before processes divide it."""
     _WHOLE[model] = model_flops(model)
 
 
@@ -45,17 +45,18 @@ class FlopCounter:
         self._sums[LOGICAL] += self.of_model.training(self._logical(samples))
 
     def count_inference(self, batch: PackedBatch) -> None:
-        """Counts a pass without gradient; `stood_for` counts what its samples stand for."""
+        """Counts a pass without gradient; `stood_for` counts its samples, each computed by
+        itself."""
         self._sums[DISTINCT] += self.of_model.forward(self._distinct(batch))
 
     def stood_for(self, samples: Sequence[Sample]) -> None:
-        """Counts what the samples of `computed` passes stand for; they may come from several
-        batches, and are those of all ranks."""
+        """Counts the samples of `computed` passes, each computed by itself; they may come from
+        several batches, and are those of all ranks."""
         if rank() == 0:
             self._sums[LOGICAL] += self.of_model.forward(self._logical(samples))
 
     def take(self) -> dict[str, float]:
-        """Returns the metrics over all ranks, and starts counting anew."""
+        """Returns the metrics over all ranks, and restarts the count."""
         sums = self._sums
         self._sums = {DISTINCT: 0.0, LOGICAL: 0.0}
         return sum_over_ranks(sums)
@@ -74,9 +75,10 @@ class FlopCounter:
 def speed_metrics(
     trained: Mapping[str, float], seconds: float, peak_flops_per_s: float
 ) -> dict[str, float]:
-    """Tokens per second and MFU of an update that took `seconds`, both as computed and as the
-    samples stand for it. It is empty where nothing was trained. `peak` is that of each process's
-    device; where it was measured on a busy machine, and an update is faster, that is the peak."""
+    """Tokens per second and MFU of an update that took `seconds`, both as computed and as if each
+    sample were computed by itself. It is empty where nothing was trained. `peak` is that of each
+    process's device; where it was measured on a busy machine, and an update is faster, that is the
+    peak."""
     metrics: dict[str, float] = {}
     if not seconds:
         return metrics

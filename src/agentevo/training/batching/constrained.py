@@ -1,7 +1,7 @@
 """The masks of turns that were drawn under a grammar, made again: the trainer's distribution is
-then the very one that the tokens were drawn from.
+then exactly the one that the tokens were drawn from.
 
-Where they can't be made again as they were (another version of llguidance), the turn is context and
+Where they can't be made again identically (another version of llguidance), the turn is context and
 never trained, and `trainer/unmasked_tokens` counts its tokens.
 """
 
@@ -26,11 +26,11 @@ are left out."""
 def masks_of(
     trajectories: Sequence[Trajectory], grammars: Grammars | None
 ) -> tuple[dict[str, TurnMasks], dict[str, float]]:
-    """Id of each trajectory that has such turns -> their masks, and metrics. Masks that are equal
-    are one array. Raises TrainingError where there is nothing to make them with."""
+    """Id of each trajectory that has such turns -> their masks, and metrics. Equal masks are one
+    array. Raises TrainingError where there are no grammars to make them with."""
     pool: dict[bytes, np.ndarray] = {}
     masks: dict[str, TurnMasks] = {}
-    lost = 0
+    num_unmasked = 0
     problem = ""
     for trajectory in trajectories:
         of_turns: dict[int, TokenMasks | None] = {}
@@ -45,22 +45,24 @@ def masks_of(
                 )
 
             try:
-                made = grammars.masks_of(turn.constraint, turn.completion_ids)
-                of_turns[turn.index] = made._replace(
-                    table=[pool.setdefault(mask.tobytes(), mask) for mask in made.table]
+                turn_masks = grammars.masks_of(turn.constraint, turn.completion_ids)
+                of_turns[turn.index] = turn_masks._replace(
+                    table=[pool.setdefault(mask.tobytes(), mask) for mask in turn_masks.table]
                 )
             except GrammarError as error:
                 of_turns[turn.index] = None
-                lost += len(turn.completion_ids)
+                num_unmasked += len(turn.completion_ids)
                 problem = str(error)
 
         if of_turns:
             masks[trajectory.id] = of_turns
 
-    if lost:
-        LOG.warning("%d tokens that were drawn under a grammar are not trained: %s", lost, problem)
+    if num_unmasked:
+        LOG.warning(
+            "%d tokens that were drawn under a grammar are not trained: %s", num_unmasked, problem
+        )
 
-    return masks, {"trainer/unmasked_tokens": float(lost)} if masks else {}
+    return masks, {"trainer/unmasked_tokens": float(num_unmasked)} if masks else {}
 
 
 def join_masks(parts: Sequence[tuple[int, TokenMasks | None]]) -> TokenMasks | None:

@@ -1,7 +1,7 @@
-"""What a function of the user's says that each turn has earned: asked of one group after the other,
-and as a table for the advantage.
+"""The reward of each turn, as a function of the user gives it: requested for one group after the
+other, and as a table for the advantage.
 
-A group whose numbers the function can't give is left out, and the step goes on with the others;
+A group whose numbers the function can't give is left out, and the step continues with the others;
 MAX_IN_A_ROW such groups, in one step or several, end the run before its weights change.
 """
 
@@ -21,9 +21,9 @@ from agentevo.tracebacks import traceback_of
 from agentevo.types import Trajectory
 
 LONGEST_S = 600.0
-"""How long a function may take for one group."""
+"""The most seconds that a function may take for one group."""
 MAX_IN_A_ROW = 3
-"""Groups one after the other in which a function fails before the run ends."""
+"""Consecutive groups in which a function may fail before the run ends."""
 CREDIT_FAILED = "credit-failed"
 """Drop reason of the attempts of such a group."""
 
@@ -33,7 +33,7 @@ TurnCredits = Mapping[str, Sequence[float]]
 
 @dataclass(frozen=True)
 class CreditedGroups:
-    """What the function has said of a step's groups."""
+    """The function's results for a step's groups."""
 
     of_turns: dict[str, list[float]] = field(default_factory=dict)
     """See TurnCredits."""
@@ -44,20 +44,21 @@ class CreditedGroups:
 
 
 class CreditAsker:
-    """Asks the function that `algorithm.credit` names. It gets copies, on a thread that is left
-    behind where it does not return."""
+    """Calls the function that `algorithm.credit` names. The function gets copies, on a thread that
+    is abandoned if it does not return."""
 
     def __init__(self, name: str) -> None:
         """Raises UnknownNameError."""
         self._name = name
         self._credit = CREDITS.find(name)
         self._num_failures = 0
-        """In a row."""
+        """The number of consecutive failures."""
         self._shown: set[str] = set()
         """Kinds of failures whose traceback was shown."""
 
     def ask(self, trajectories: Sequence[Trajectory]) -> CreditedGroups:
-        """What each turn of them has earned. Raises TrainingError after MAX_IN_A_ROW failures."""
+        """The reward of each turn of the groups. Raises TrainingError after MAX_IN_A_ROW
+        failures."""
         groups: dict[str, list[Trajectory]] = {}
         for trajectory in trajectories:
             groups.setdefault(trajectory.group_id, []).append(trajectory)
@@ -66,7 +67,7 @@ class CreditAsker:
         for group_id, group in groups.items():
             try:
                 credited.of_turns.update(self._of_group(group))
-            except Exception as error:  # noqa: BLE001 (whatever a user's function raises)
+            except Exception as error:  # noqa: BLE001 (anything a user's function raises)
                 self._note_failure(group_id, error, credited)
                 credited.dropped.update(dict.fromkeys((t.id for t in group), CREDIT_FAILED))
             else:
@@ -125,6 +126,6 @@ def credit_table(
     table = torch.zeros(turn_ids.shape, dtype=torch.float64)
     for row, trajectory in enumerate(owners):
         of_turns = torch.tensor([*turn_credits[trajectory.id], 0.0], dtype=torch.float64)
-        table[row] = of_turns[turn_ids[row]]  # the last number stands for -1
+        table[row] = of_turns[turn_ids[row]]  # the last number is that of -1
 
     return table

@@ -1,5 +1,5 @@
-"""Samples packed into one forward pass: the token tree, and for each trained token where it lies
-and what it weighs."""
+"""Samples packed into one forward pass: the token tree, and for each trained token its place and
+its weight."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from agentevo.types import Sample
 
 @dataclass(eq=False)
 class PackedBatch:
-    """M trained tokens of S samples over a tree of N nodes. The model's pass has no padding; what
-    losses read are tables [S, T], one row per sample, filled from the left, 0 elsewhere."""
+    """M trained tokens of S samples over a tree of N nodes. The model's pass has no padding. Losses
+    read tables [S, T], one row per sample, filled from the left, 0 elsewhere."""
 
     input_ids: torch.Tensor
     """[1, N]"""
@@ -56,14 +56,14 @@ class PackedBatch:
     """[R, W] int32: the tokens that each row may predict, a bit each, lowest bit first; None where
     nothing is constrained."""
     penalties: PenaltyTable | None
-    """What changes at these rows; None where nothing does."""
+    """The changes at these rows; None where there are none."""
     routed_experts: torch.Tensor | None
     """[N, layers, top_k] int64: see `node_rows`; None where nothing was recorded."""
     num_logical: int
     """The number of tokens of all samples, counted even where they share a node."""
 
     def with_routing(self, routing: Routing) -> PackedBatch:
-        """The batch for passes of a model whose routers `routing` hears of."""
+        """The batch for passes of a model whose routers report to `routing`."""
         plan = copy.copy(self.plan)
         plan.routing = routing
         return replace(self, plan=plan)
@@ -78,8 +78,8 @@ class PackedBatch:
 
     @property
     def old_logprobs(self) -> torch.Tensor:
-        """[S, T] log-probs that the ratio is taken against: those computed again at the start of
-        the step where there are such, else the behaviour's."""
+        """[S, T] log-probs that the ratio is taken against: those recomputed at the start of the
+        step, where there are any, otherwise the behaviour's."""
         return self.columns.get("old_logp", self.rollout_logprobs)
 
     @property
@@ -95,9 +95,9 @@ class PackedBatch:
 
 
 def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True) -> PackedBatch:
-    """Packs samples of one temperature. Without `merge` they lie side by side, and what they share
-    is computed once for each. Either way no sample sees another's tokens, and the results are the
-    same."""
+    """Packs samples of one temperature. Without `merge` they are placed side by side, and what they
+    share is computed once for each. Either way no sample sees another's tokens, and the results are
+    the same."""
     temperature = _one_temperature(samples)
     tree = build_tree(merge_keys(samples), merge=merge)
     for sample, path in zip(samples, tree.paths, strict=True):
@@ -149,17 +149,20 @@ def pack(samples: Sequence[Sample], device: torch.device, *, merge: bool = True)
 
 
 def _changes(samples: Sequence[Sample]) -> dict[int, PenaltyChanges]:
-    """Number of a trained token, 0 to M - 1 -> what penalties change where it was drawn."""
-    found: dict[int, PenaltyChanges] = {}
+    """Number of a trained token, 0 to M - 1 -> the changes that penalties made where it was
+    drawn."""
+    changes_by_token: dict[int, PenaltyChanges] = {}
     first = 0
     for sample in samples:
         if sample.penalties is not None:
             places = np.flatnonzero(sample.loss_mask)
             changes = sample.penalties.changes(sample.ids, places)
-            found |= {first + n: changes[p] for n, p in enumerate(places.tolist()) if p in changes}
+            changes_by_token |= {
+                first + n: changes[p] for n, p in enumerate(places.tolist()) if p in changes
+            }
         first += sample.num_trained
 
-    return found
+    return changes_by_token
 
 
 def _logit_rows(
@@ -178,9 +181,9 @@ def _logit_rows(
     numbers: dict[bytes, int] = {}
     of_tokens = [_numbers_of_masks(sample, numbers) for sample in samples]
     kinds = len(numbers) + 1  # 0: all tokens
-    alone = np.zeros(len(predicting), dtype=np.int64)
-    alone[list(changes)] = np.arange(1, len(changes) + 1)
-    keys = (predicting * (len(changes) + 1) + alone) * kinds + np.concatenate(of_tokens)
+    change_numbers = np.zeros(len(predicting), dtype=np.int64)
+    change_numbers[list(changes)] = np.arange(1, len(changes) + 1)
+    keys = (predicting * (len(changes) + 1) + change_numbers) * kinds + np.concatenate(of_tokens)
     keys, rows = np.unique(keys, return_inverse=True)
     nodes = keys // kinds // (len(changes) + 1)
     if not numbers:
@@ -195,8 +198,10 @@ def _numbers_of_masks(sample: Sample, numbers: dict[bytes, int]) -> np.ndarray:
     """[M] of a sample's trained tokens: 0, or the number that its mask has, from 1."""
     if sample.masks is None:
         return np.zeros(sample.num_trained, dtype=np.int64)
-    own = [numbers.setdefault(mask.tobytes(), len(numbers) + 1) for mask in sample.masks.table]
-    return np.array([0, *own])[sample.masks.rows[sample.loss_mask] + 1]
+    mask_numbers = [
+        numbers.setdefault(mask.tobytes(), len(numbers) + 1) for mask in sample.masks.table
+    ]
+    return np.array([0, *mask_numbers])[sample.masks.rows[sample.loss_mask] + 1]
 
 
 def _one_temperature(samples: Sequence[Sample]) -> float:

@@ -1,4 +1,4 @@
-"""How a step's samples are spread over micro-batches, and these over ranks.
+"""The assignment of a step's samples to micro-batches, and of these to ranks.
 
 Samples stand in sorted order, so a micro-batch, which is a stretch of them, merges all that its
 samples share. A cut before sample i makes the next micro-batch compute again what i shares with the
@@ -23,15 +23,15 @@ from agentevo.training.prefixes import sort_sequences
 
 Sequences = Sequence[Sequence[int]] | Sequence[np.ndarray]
 PAIR_COST = 1 / 6144
-"""What attention of one token to another costs beside all else that a token costs: 4 LH of 24 LH^2
-operations in a transformer of width H with L layers, which is 1 / 6H; here for H = 1024."""
+"""The cost of one token's attention to another, as a share of all else that a token costs: 4 LH of
+24 LH^2 operations in a transformer of width H with L layers, which is 1 / 6H; here for H = 1024."""
 
 
 def split_by_tokens(
     sequences: Sequences, max_tokens: int, *, merge: bool = True
 ) -> list[list[int]]:
     """Numbers of the sequences of each micro-batch, at most `max_tokens` distinct tokens in each; a
-    longer sequence stands alone."""
+    longer sequence is a micro-batch of its own."""
     return spread(sequences, max_tokens, 1, merge=merge)[0]
 
 
@@ -66,7 +66,7 @@ def spread(
 @dataclass(frozen=True, eq=False)
 class _CostLine:
     """S sequences in sorted order. The stretch [i, j) has tokens[j] - tokens[i] + shared[i] tokens,
-    and its cost is counted likewise."""
+    and its cost follows the same formula."""
 
     order: list[int]
     tokens: np.ndarray
@@ -86,14 +86,14 @@ class _CostLine:
         def path_cost(length: np.ndarray) -> np.ndarray:
             return length + pair_cost * (length * (length + 1) / 2)
 
-        again = path_cost(in_order.shared)
+        shared_costs = path_cost(in_order.shared)
         tokens = np.concatenate([[0], np.cumsum(lengths - in_order.shared)])
         return cls(
             in_order.order,
             tokens,
             in_order.shared,
-            np.concatenate([[0.0], np.cumsum(path_cost(lengths) - again)]),
-            again,
+            np.concatenate([[0.0], np.cumsum(path_cost(lengths) - shared_costs)]),
+            shared_costs,
         )
 
     @property
@@ -105,9 +105,9 @@ class _CostLine:
 
 
 def _least_recomputed(line: _CostLine, max_tokens: int) -> list[int]:
-    """Where the micro-batches of the best split begin, by dynamic programming over where the last
-    one begins; O(samples * samples that fit in one). Best: recomputed tokens, then micro-batches,
-    then the sum of squared costs."""
+    """The beginnings of the best split's micro-batches, by dynamic programming over the beginning
+    of the last one; O(samples * samples that fit in one). Best: recomputed tokens, then
+    micro-batches, then the sum of squared costs."""
     scale = line.num + 1
     # The best split of the first n sequences: recomputed tokens * scale + micro-batches in one
     # number, the sum of squared costs, and where its last micro-batch begins.
@@ -144,7 +144,7 @@ def _least_recomputed(line: _CostLine, max_tokens: int) -> list[int]:
 
 
 def _evenest(line: _CostLine, max_tokens: int, ranks: int) -> list[int]:
-    """Where micro-batches begin if their number is the least multiple of `ranks` and the costliest
+    """The beginnings of micro-batches whose number is the least multiple of `ranks`, the costliest
     as cheap as bisection finds it."""
     # Step 1: how many micro-batches, a multiple of the ranks where there are enough sequences.
     needed = len(list(_fill_greedily(line, max_tokens, np.inf)))
@@ -175,7 +175,7 @@ def _evenest(line: _CostLine, max_tokens: int, ranks: int) -> list[int]:
 
 
 def _fill_greedily(line: _CostLine, max_tokens: int, max_cost: float) -> Iterator[int]:
-    """Where micro-batches begin if each takes all that it can hold: their least number."""
+    """The beginnings of micro-batches that are each filled to the limit: their least number."""
     start = 0
     while start < line.num:
         yield start
@@ -191,8 +191,8 @@ def _fill_greedily(line: _CostLine, max_tokens: int, max_cost: float) -> Iterato
 def _deal(
     line: _CostLine, stretches: Sequence[tuple[int, int]], ranks: int
 ) -> list[list[tuple[int, int]]]:
-    """One to each rank, from the costliest down, the costliest of each round to the rank that has
-    least so far."""
+    """Deals one micro-batch to each rank per round, from the costliest down; the costliest of a
+    round goes to the rank with the least cost so far."""
     costs = {stretch: float(line.cost(*stretch)) for stretch in stretches}
     ordered = sorted(stretches, key=costs.__getitem__, reverse=True)
     dealt: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]

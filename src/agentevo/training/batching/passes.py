@@ -1,8 +1,8 @@
-"""Passes of a model over a whole step's samples, in micro-batches whose size changes nothing but
-the memory.
+"""Passes of a model over a whole step's samples, in micro-batches whose size affects only the
+memory.
 
-With several ranks (training/parallel.py) each computes its own micro-batches, and all get the
-results of all.
+With several ranks (training/parallel.py) each rank computes its own micro-batches, and all ranks
+get all results.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def micro_batches(
 def null_batches(
     samples: Sequence[Sample], made: int, device: torch.device, *, merge: bool = True
 ) -> list[PackedBatch]:
-    """What this rank, after `made` passes over its micro-batches, has still to pass through a
-    model whose passes all ranks make together (it is sharded, or its experts are spread), so that
-    all make as many; what comes of it counts 0 times. Called by all ranks, before the first pass.
-    Empty where each rank's passes are its own."""
+    """The batches that this rank, after `num_passes` passes over its micro-batches, still passes
+    through a model whose passes all ranks make together (it is sharded, or its experts are spread),
+    so that all ranks make equally many. Their results count 0 times. Called by all ranks, before
+    the first pass. Empty where each rank's passes are its own."""
     if num_ranks() == 1 or not (any_sharded() or any_joint()):
         return []
     missing = max(gather(made)) - made
@@ -66,7 +66,8 @@ def keep_pace(
     nulls: Sequence[PackedBatch],
     backward: Callable[[torch.Tensor], None],
 ) -> None:
-    """Makes the passes with gradient that other ranks make of their micro-batches, for nothing."""
+    """Makes passes with gradient that count 0 times, to keep pace with the micro-batches of other
+    ranks."""
     for batch in nulls:
         backward(0.0 * token_logprobs(model, batch)[0].sum())
 
@@ -84,8 +85,8 @@ def token_tables(
     """Collects what `compute` returns for the trained tokens of each micro-batch, name -> [M], in
     tables name -> [S, T] float32 on the CPU.
 
-    Row s holds the trained tokens of sample s from the left, then zeros. `listen` hears of each of
-    this rank's micro-batches, after `compute`, the indices of its samples.
+    Row s holds the trained tokens of sample s from the left, then zeros. `listen` is called after
+    `compute` with the indices of the samples of each of this rank's micro-batches.
     """
     width = max(s.num_trained for s in samples)
     batches = micro_batches(samples, max_tokens, device, merge=merge)
@@ -126,7 +127,7 @@ def backward_through_sums(
     [N], detached.
 
     One micro-batch: one pass. Several: a pass without gradient finds the sums s and g = dloss/ds;
-    then sum_i g_i s_i has the same gradient and falls apart into micro-batches.
+    then sum_i g_i s_i has the same gradient and splits into micro-batches.
     """
     num = max(owners) + 1
     if len(batches) == 1 and num_ranks() == 1 and stages() is None:
@@ -136,12 +137,12 @@ def backward_through_sums(
         return loss.detach(), sums.detach()
 
     with torch.no_grad():
-        own = [_sums(model, indices, batch, owners, num).cpu() for indices, batch in batches]
+        local_sums = [_sums(model, indices, batch, owners, num).cpu() for indices, batch in batches]
         for batch in nulls:
             token_logprobs(model, batch)
 
         total = (
-            torch.stack([sums for of_rank in gather(own) for sums in of_rank])
+            torch.stack([sums for of_rank in gather(local_sums) for sums in of_rank])
             .sum(0)
             .to(device_of(model))
         )

@@ -3,7 +3,7 @@ pass of the trainer, to the nodes of a batch.
 
 Rows go with their tokens, never by their place in a batch: `merge_keys` gives two tokens the same
 key where they are the same token with the same row, and only those may become one node of the token
-tree. Samples that were routed apart share nothing from there on.
+tree. Samples that were routed differently share nothing from that token on.
 """
 
 from __future__ import annotations
@@ -79,25 +79,27 @@ def _refusal(name: str, wrong: str) -> TrainingError:
 
 
 def merge_keys(samples: Sequence[Sample]) -> list[np.ndarray]:
-    """Of each sample a number per token, [T] int32: equal ones are the same token with the same
-    row. Without rows these are the ids."""
+    """For each sample a number per token, [T] int32: equal numbers mean the same token with the
+    same row. Without rows the numbers are the ids."""
     if all(sample.routed_experts is None for sample in samples):
         return [sample.ids for sample in samples]
     tokens = np.concatenate([_token_bytes(sample) for sample in samples])
-    whole = tokens.view(np.dtype((np.void, tokens.shape[1]))).ravel()
-    _, keys = np.unique(whole, return_inverse=True)
+    token_records = tokens.view(np.dtype((np.void, tokens.shape[1]))).ravel()
+    _, keys = np.unique(token_records, return_inverse=True)
     ends = np.cumsum([len(sample.ids) for sample in samples])[:-1]
     return np.split(keys.astype(np.int32), ends)
 
 
 def _token_bytes(sample: Sample) -> np.ndarray:
-    """[T, B] uint8: of each token its id, whether it has a row, and the row."""
+    """[T, B] uint8: for each token its id, whether it has a row, and the row."""
     rows = _rows_of(sample)
-    found = np.zeros((len(sample.ids), 5 + rows.bytes_per_token), dtype=np.uint8)
-    found[:, :4] = sample.ids.astype("<i4").view(np.uint8).reshape(-1, 4)
-    found[:-1, 4] = 1
-    found[:-1, 5:] = np.frombuffer(rows.data, dtype=np.uint8).reshape(-1, rows.bytes_per_token)
-    return found
+    token_bytes = np.zeros((len(sample.ids), 5 + rows.bytes_per_token), dtype=np.uint8)
+    token_bytes[:, :4] = sample.ids.astype("<i4").view(np.uint8).reshape(-1, 4)
+    token_bytes[:-1, 4] = 1
+    token_bytes[:-1, 5:] = np.frombuffer(rows.data, dtype=np.uint8).reshape(
+        -1, rows.bytes_per_token
+    )
+    return token_bytes
 
 
 def _rows_of(sample: Sample) -> RoutedExperts:
@@ -116,7 +118,7 @@ def node_rows(
     samples: Sequence[Sample], paths: Sequence[np.ndarray], num_nodes: int, device: torch.device
 ) -> torch.Tensor | None:
     """[N, layers, top_k] int64 of a batch's nodes, given those of each sample's tokens; OWN for
-    last tokens, which nothing is predicted from. None where nothing was recorded."""
+    last tokens, which predict nothing. None where nothing was recorded."""
     if all(sample.routed_experts is None for sample in samples):
         return None
     first = _rows_of(samples[0])
@@ -127,7 +129,7 @@ def node_rows(
 
 
 def with_rows(sample: Sample, rows: np.ndarray, routers: Routers) -> Sample:
-    """The sample with rows [T, layers, top_k] of a pass of the trainer, the last of which is left
+    """The sample with rows [T, layers, top_k] of a pass of the trainer; the last row is left
     out."""
-    own = RoutedExperts.of(rows[:-1], routers.num_experts)
-    return msgspec.structs.replace(sample, routed_experts=own)
+    routed_experts = RoutedExperts.of(rows[:-1], routers.num_experts)
+    return msgspec.structs.replace(sample, routed_experts=routed_experts)

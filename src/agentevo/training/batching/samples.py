@@ -2,8 +2,8 @@
 exactly once, each with its advantage.
 
 An advantage that is one number per attempt is made from the attempt's reward. One that runs along
-tokens or turns gets each turn's reward at the turn's last token; what the attempt earned beside its
-turns' rewards is paid at the end.
+tokens or turns gets each turn's reward at the turn's last token; what the attempt earned on top of
+its turns' rewards is paid at the end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Tables: TypeAlias = Mapping[str, torch.Tensor]
 """Numbers of each trained token by name, [S, T]: row s holds those of sample s from the left."""
 
 UPDATE_COLUMNS = ("old_logp", "ref_logp", "values")
-"""Names of the tables that the update needs, too."""
+"""Names of the tables that the update needs as well."""
 
 
 class SampleRow(NamedTuple):
@@ -55,8 +55,8 @@ def advantages_of(
 
     `tables`: name -> [S, T], the results of passes over the rows; bonus [S, T] is added to the
     environment's rewards; baselines: task id -> reward of its greedy attempt; weights of the reward
-    parts (1 where none is given). `turn_credits`: what each turn has earned. Raises TrainingError
-    for rewards that the advantage can't be made from.
+    parts (1 where none is given). `turn_credits`: the reward of each turn. Raises TrainingError for
+    rewards that the advantage can't use.
     """
     if not rows:
         return []
@@ -108,7 +108,8 @@ def _inputs_of(
     baselines: Mapping[str, float],
     weights: Mapping[str, float],
 ) -> dict[str, Any]:
-    """What an advantage needs beside rewards, groups and turns, by its name in AdvantageTables."""
+    """What an advantage needs in addition to rewards, groups and turns, by its name in
+    AdvantageTables."""
     inputs: dict[str, Any] = {name: table for name, table in tables.items() if name in needs}
     if "baseline_rewards" in needs:
         inputs["baseline_rewards"] = torch.tensor(
@@ -161,7 +162,7 @@ def _reward_table(
 
 
 def _parent_table(rows: Sequence[SampleRow], turn_ids: torch.Tensor) -> torch.Tensor:
-    """[S, T] int64: the turn from which that of each trained token goes on, -1 for a root."""
+    """[S, T] int64: the parent of the turn of each trained token, -1 for a root."""
     table = torch.full_like(turn_ids, -1)
     for index, (trajectory, _, turns) in enumerate(rows):
         parents = [-1 if turn.parent is None else turn.parent for turn in trajectory.turns]
@@ -197,13 +198,13 @@ def trajectory_rows(
     routed: bool = False,
 ) -> list[SampleRow]:
     """One row per root-to-leaf path. A turn on several paths is trained in the first one only; in
-    the others it is context, as is everywhere a turn that was drawn from another distribution than
-    the recipe's, or under a grammar whose masks are None. A path on which nothing is trained gives
-    no row. `masks`: those of the turns under a grammar, where the loss is of the distribution that
-    they were drawn from.
+    the others it is context. A turn that was drawn from another distribution than the recipe's, or
+    under a grammar whose masks are None, is context everywhere. A path on which nothing is trained
+    gives no row. `masks`: those of the turns under a grammar, where the loss uses the distribution
+    that they were drawn from.
 
     `train_observations`: what the policy read between two turns of a path belongs to the later one,
-    and is trained with it. Nobody drew it: its log-probs are nan, for `with_observed_logprobs`.
+    and is trained with it. It was not drawn: its log-probs are nan, for `with_observed_logprobs`.
     `routed`: samples have the routed experts that were recorded; raises TrainingError where these
     don't fit the turns."""
     parents = {turn.parent for turn in trajectory.turns}
@@ -230,8 +231,8 @@ def trajectory_rows(
 def with_observed_logprobs(rows: Sequence[SampleRow], logprobs: torch.Tensor) -> list[SampleRow]:
     """The rows with the trainer's own log-probs [S, T] where there are none."""
     return [
-        row._replace(sample=_with_observed(row.sample, own))
-        for row, own in zip(rows, logprobs.numpy(), strict=True)
+        row._replace(sample=_with_observed(row.sample, row_logprobs))
+        for row, row_logprobs in zip(rows, logprobs.numpy(), strict=True)
     ]
 
 
@@ -240,10 +241,10 @@ def _with_recorded(row: SampleRow, path: Sequence[Turn]) -> SampleRow:
     return row._replace(sample=msgspec.structs.replace(row.sample, routed_experts=recorded))
 
 
-def _with_observed(sample: Sample, own: np.ndarray) -> Sample:
+def _with_observed(sample: Sample, observed: np.ndarray) -> Sample:
     drawn = sample.logprobs[sample.loss_mask]
     filled = sample.logprobs.copy()
-    filled[sample.loss_mask] = np.where(np.isnan(drawn), own[: len(drawn)], drawn)
+    filled[sample.loss_mask] = np.where(np.isnan(drawn), observed[: len(drawn)], drawn)
     return msgspec.structs.replace(sample, logprobs=filled)
 
 

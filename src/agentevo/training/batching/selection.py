@@ -1,5 +1,5 @@
-"""Which trajectories of a step are trained on, and why each of the others is not. Filters look at
-the rewards as they were earned."""
+"""The choice of a step's trajectories to train on, with the reason for each of the others. Filters
+use the rewards as they were earned."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ reason)."""
 
 
 def usable(trajectories: Sequence[Trajectory], section: AlgorithmSection) -> Selection:
-    """Leaves out trajectories that can't be trained on, whatever their group. Failed and cancelled
-    ones do not even count in their group's mean."""
+    """Leaves out trajectories that can't be trained on, irrespective of their group. Failed and
+    cancelled ones do not even count in their group's mean."""
     dropped: dict[str, str] = {t.id: t.status for t in trajectories if t.status != "completed"}
     dropped |= {
         t.id: "no-tokens"
         for t in trajectories
         if t.status == "completed" and not t.num_trainable_tokens()
     }
-    kept = [t for t in trajectories if t.id not in dropped]
+    remaining = [t for t in trajectories if t.id not in dropped]
     if section.drop_truncated:
-        kept = _filter(kept, overlong([t.truncated for t in kept]), "truncated", dropped)
+        remaining = _filter(
+            remaining, overlong([t.truncated for t in remaining]), "truncated", dropped
+        )
 
-    return kept, dropped
+    return remaining, dropped
 
 
 def select(
@@ -43,28 +45,29 @@ def select(
     before: Mapping[str, str] | None = None,
     wanted: int | None = None,
 ) -> Selection:
-    """Selects the trajectories to train on. `before` are drops that were decided already.
+    """Selects the trajectories to train on. `before`: trajectories that were dropped earlier, with
+    their reasons.
 
-    With `wanted` the first so many groups whose rewards differ (dynamic sampling). Otherwise the
-    share `keep_groups` of the groups, and of these, where the advantage compares within groups,
-    those that have something to compare.
+    With `num_groups` it selects the first so many groups whose rewards differ (dynamic sampling).
+    Otherwise it selects the share `keep_groups` of the groups and, where the advantage compares
+    within groups, only those of them that have something to compare.
     """
     before = before or {}
-    kept, dropped = usable([t for t in trajectories if t.id not in before], section)
+    remaining, dropped = usable([t for t in trajectories if t.id not in before], section)
     dropped |= before
     if wanted is not None:
-        return _full_batch(kept, dropped, wanted), dropped
+        return _full_batch(remaining, dropped, wanted), dropped
 
     if section.keep_groups < 1:
         filtered = starpo_s(
-            [t.reward for t in kept], [t.group_id for t in kept], keep=section.keep_groups
+            [t.reward for t in remaining], [t.group_id for t in remaining], keep=section.keep_groups
         )
-        kept = _filter(kept, filtered, "small-spread", dropped)
+        remaining = _filter(remaining, filtered, "small-spread", dropped)
 
     if section.within_group:
-        kept = _with_others(kept, dropped, drop_zero_variance=section.drop_zero_variance)
+        remaining = _with_others(remaining, dropped, drop_zero_variance=section.drop_zero_variance)
 
-    return kept, dropped
+    return remaining, dropped
 
 
 def rewards_by_group(trajectories: Sequence[Trajectory]) -> dict[str, list[float]]:
@@ -83,17 +86,17 @@ def _filter(
 
 
 def _full_batch(
-    trajectories: Sequence[Trajectory], dropped: dict[str, str], wanted: int
+    trajectories: Sequence[Trajectory], dropped: dict[str, str], num_groups: int
 ) -> list[Trajectory]:
-    """The first `wanted` groups whose rewards differ."""
+    """The first `num_groups` groups whose rewards differ."""
     filtered, _ = dynamic_sampling(
-        [t.reward for t in trajectories], [t.group_id for t in trajectories], wanted=wanted
+        [t.reward for t in trajectories], [t.group_id for t in trajectories], wanted=num_groups
     )
     rewards = rewards_by_group(trajectories)
     for position in filtered.dropped:
         group = rewards[trajectories[position].group_id]
-        alone = "group-of-one" if len(group) == 1 else "zero-variance"
-        dropped[trajectories[position].id] = "surplus" if is_informative(group) else alone
+        reason = "group-of-one" if len(group) == 1 else "zero-variance"
+        dropped[trajectories[position].id] = "surplus" if is_informative(group) else reason
 
     return [trajectories[position] for position in filtered.kept]
 
@@ -103,13 +106,13 @@ def _with_others(
 ) -> list[Trajectory]:
     """The trajectories whose group has another one to compare them with."""
     rewards = rewards_by_group(trajectories)
-    kept = []
+    comparable = []
     for t in trajectories:
         if len(rewards[t.group_id]) == 1:
             dropped[t.id] = "group-of-one"
         elif drop_zero_variance and not is_informative(rewards[t.group_id]):
             dropped[t.id] = "zero-variance"
         else:
-            kept.append(t)
+            comparable.append(t)
 
-    return kept
+    return comparable

@@ -1,5 +1,5 @@
-"""Rewards of trajectories that take their length into account, as the recipe's `length_shaping`
-asks."""
+"""Rewards that take the length of trajectories into account, as the recipe's `length_shaping`
+specifies."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from agentevo.config import AlgorithmSection
 from agentevo.types import Trajectory
 
 PART = "length"
-"""Part of the reward that holds what the length has changed."""
+"""Part of the reward that holds the change by length."""
 REST = "task"
-"""Part that holds a reward which nobody took apart before."""
+"""Part that holds a reward that was not divided before."""
 COSINE_REWARDS = ("success_short", "success_long", "failure_short", "failure_long", "exceeded")
 
 
@@ -59,7 +59,7 @@ def _rewards(
 
 
 def with_final_reward(trajectory: Trajectory, reward: float) -> Trajectory:
-    """The same trajectory with another reward; the part PART says how much was changed."""
+    """The same trajectory with another reward; the part PART holds the change."""
     parts = dict(trajectory.reward_parts) or {REST: trajectory.reward}
     parts[PART] = parts.get(PART, 0.0) + reward - trajectory.reward
     return msgspec.structs.replace(trajectory, reward=reward, reward_parts=parts)

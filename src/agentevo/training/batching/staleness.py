@@ -1,13 +1,13 @@
-"""How old the tokens of a step are, and that none older than the bound is trained on.
+"""The age of a step's tokens, and the rule that none older than the bound is trained on.
 
     age of a token = |trainer_version - version of the weights that drew it|
     a token is trained  <=>  its age <= bound
 
-A trainer at version v has committed v steps; its next step is trained at v. Advantages are made
-before, from all attempts and all their tokens: what is too old loses its gradient, not its part in
-the group's baseline. A token that is newer than the trainer can only be of a trainer that was
-killed before it committed what the engines had already; it is refused unless the caller allows it,
-and then its age is the distance as well. Pure functions of samples and trajectories.
+A trainer at version v has committed v steps; its next step is trained at v. Advantages are computed
+before that, from all attempts and all their tokens: a token that is too old loses its gradient, not
+its part in the group's baseline. A token newer than the trainer can only come from a trainer that
+was killed before it committed a version that the engines already had; it is refused unless the
+caller allows it, and then its age is the same distance. Pure functions of samples and trajectories.
 docs/staleness.md has the formulas of all metrics.
 """
 
@@ -45,9 +45,9 @@ class _AgedTokens(NamedTuple):
 def mask_stale(
     samples: Sequence[Sample], *, trainer_version: int, bound: int | None = None
 ) -> tuple[list[Sample], dict[str, float]]:
-    """The samples with the trained tokens older than `bound` taken out of the loss mask and of all
-    that goes with it, and the ages of the rest in the column "age". A sample that keeps no trained
-    token is left out. bound None: every age may be trained on.
+    """The samples with the trained tokens older than `bound` removed from the loss mask and from
+    every column that goes with it, and the ages of the rest in the column "age". A sample that
+    keeps no trained token is left out. bound None: every age may be trained on.
 
     Raises TrainingError for tokens without a version, or newer than the trainer.
     """
@@ -57,22 +57,21 @@ def mask_stale(
         versions = sample.versions[sample.loss_mask]
         aged.append(_ages_of(sample.trajectory_id, versions, trainer_version, bound))
 
-    kept = [
+    fresh_samples = [
         _only(sample, tokens)
         for sample, tokens in zip(samples, aged, strict=True)
         if tokens.fresh.any()
     ]
-    return kept, _metrics(aged, bound)
+    return fresh_samples, _metrics(aged, bound)
 
 
 def leave_out_stale(
     trajectories: Sequence[Trajectory], *, trainer_version: int, bound: int | None = None
 ) -> tuple[list[Trajectory], dict[str, str], dict[str, float]]:
-    """For losses of whole answers, of which no token can be spared: those trajectories without a
-    token older than `bound`, the ids of the others -> "stale", and the metrics. Raises as
-    `mask_stale`."""
+    """For losses of whole answers, which need every token: the trajectories without a token older
+    than `bound`, the ids of the others -> "stale", and the metrics. Raises as `mask_stale`."""
     _check(trainer_version, bound)
-    kept = []
+    fresh_trajectories = []
     dropped = {}
     aged = []
     for trajectory in trajectories:
@@ -80,13 +79,13 @@ def leave_out_stale(
         versions = np.concatenate(columns) if columns else np.zeros(0, dtype=np.int32)
         tokens = _ages_of(trajectory.id, versions, trainer_version, bound)
         if tokens.fresh.all():
-            kept.append(trajectory)
+            fresh_trajectories.append(trajectory)
         else:
             dropped[trajectory.id] = STALE
 
         aged.append(tokens._replace(fresh=np.full(len(versions), tokens.fresh.all())))
 
-    return kept, dropped, _metrics(aged, bound)
+    return fresh_trajectories, dropped, _metrics(aged, bound)
 
 
 def age_sums(weights: torch.Tensor, ages: torch.Tensor) -> dict[str, float]:
@@ -115,12 +114,12 @@ def effective_sizes(sums: MutableMapping[str, float]) -> dict[str, float]:
 
     It is `algorithms.importance.effective_sample_size` over the tokens of age K.
     """
-    own = {key: sums.pop(key) for key in [key for key in sums if key.startswith(_SUMS)]}
-    ages = sorted({int(key.split("/")[1]) for key in own})
+    sums_of_ages = {key: sums.pop(key) for key in [key for key in sums if key.startswith(_SUMS)]}
+    ages = sorted({int(key.split("/")[1]) for key in sums_of_ages})
     sizes = {}
     for age in ages:
         count, total, squares = (
-            own[f"{_SUMS}{age}/{name}"] for name in ("count", "total", "squares")
+            sums_of_ages[f"{_SUMS}{age}/{name}"] for name in ("count", "total", "squares")
         )
         sizes[f"{ESS}{age}"] = effective_sample_size(total, squares, count)
 
@@ -129,7 +128,7 @@ def effective_sizes(sums: MutableMapping[str, float]) -> dict[str, float]:
 
 def of_first_update(updates: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
     """The metrics of a step's optimizer steps without effective sample sizes from the second on: by
-    then the policy has moved by itself."""
+    then the policy itself has moved."""
     return [
         *updates[:1],
         *(

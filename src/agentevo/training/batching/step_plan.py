@@ -1,13 +1,13 @@
-"""What a step trained on, written into its record: enough to repeat the step, and to prove
-afterwards how it was done.
+"""The training data of a step, written into its record: enough to repeat the step, and to prove
+afterwards how it was made.
 
     digest of a trajectory = sha256(all that it says, with its final reward; times are left out)
     digest of a step       = sha256(those of its trajectories, in order)
 
-Two sequences of trajectories have the same digest only if a step computes the same from both, and
-tells the same of them: ids of task and group, attempt, tree, tokens, float32 log-probs, versions,
-temperatures, seeds, messages, rewards and their parts, success, metrics. The plan itself is held by
-the chain of records (runs/chain.py).
+Two sequences of trajectories have the same digest only if a step computes the same from both and
+reports the same about them: ids of task and group, attempt, tree, tokens, float32 log-probs,
+versions, temperatures, seeds, messages, rewards and their parts, success, metrics. The chain of
+records (runs/chain.py) protects the plan itself.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     dropped: dict[str, list[str]] = {}
     """Reason -> ids of the trajectories that the step has decided not to train on."""
     rewards: dict[str, float] = {}
-    """Id -> final reward of each whose reward was shaped: where it may differ from the one in the
-    store."""
+    """Id -> final reward of each trajectory whose reward was shaped, so that it may differ from the
+    one in the store."""
     baselines: dict[str, float] = {}
     """Task id -> final reward of its greedy attempt, for advantages that need it."""
     staleness: int = 0
@@ -47,13 +47,13 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = "wait"
     """`rollout.policy` at that time."""
     credit: str = ""
-    """What decided how much each turn was worth (`AlgorithmSection.credit_rule`); empty in records
+    """The rule that decided each turn's reward (`AlgorithmSection.credit_rule`); empty in records
     that were written before there were several rules."""
     masked_tokens: int = 0
     """The number of tokens of these trajectories that were too old to be trained on."""
     digests: list[str] = []
-    """The first 16 digits of each trajectory's digest: where `digest` differs, they say which
-    trajectory does."""
+    """The first 16 digits of each trajectory's digest: where `digest` differs, they identify the
+    trajectory."""
     digest: str
     """`plan_digest` of the trajectories with their final rewards."""
 
@@ -70,7 +70,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
         credit: str = "",
         dropped: Mapping[str, str] | None = None,
     ) -> Self:
-        """Makes the plan of trajectories that stand in training order and have their final rewards;
+        """Makes the plan of trajectories that are in training order and have their final rewards;
         `earned`: id -> reward in the store; `dropped`: id -> reason."""
         digests = [content_digest(t) for t in trained]
         reasons: dict[str, list[str]] = {}
@@ -96,7 +96,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, step: int, record: Mapping[str, Any]) -> Self:
-        """Reads the plan in a step's record. Raises TrainingError, which says what is missing or
+        """Reads the plan in a step's record. Raises TrainingError, which names what is missing or
         wrong."""
         if KEY not in record:
             raise TrainingError(

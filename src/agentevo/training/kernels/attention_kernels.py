@@ -1,5 +1,5 @@
-"""Attention of some queries over some keys, with what it takes to put several such parts together:
-the log of the sum of exponentials.
+"""Attention of some queries over some keys, together with the log of the sum of exponentials, which
+merges several such parts.
 
 If a query's keys are cut into parts with outputs o_i and l_i = log sum exp(scores), then over all
 keys l = log sum e^(l_i) and o = sum e^(l_i - l) o_i. The backward pass of a part needs nothing of
@@ -17,10 +17,10 @@ from __future__ import annotations
 import torch
 
 HIDDEN = -1e30
-"""Additive mask where a key is not seen: finite, so that a row that sees nothing has a weight of 0,
-and not of NaN."""
+"""Additive mask where a key is not seen: finite, so that a row that sees nothing has weight 0, not
+NaN."""
 MATH_ROWS = 512
-"""Queries that `Math` has scores of at once."""
+"""Queries whose scores `Math` holds at once."""
 
 
 class Flash:

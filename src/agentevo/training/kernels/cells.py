@@ -1,5 +1,5 @@
-"""Rows and vocabulary cut up into cells, for what walks the scores of all tokens without having
-them all at once (linear_logprobs.py)."""
+"""Rows and vocabulary divided into cells, for code that walks the scores of all tokens without
+holding them all at once (linear_logprobs.py)."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Cell(NamedTuple):
     rows: slice
     columns: slice
     chosen: torch.Tensor
-    """Which of the M targets lie in the cell."""
+    """Which of the M targets are in the cell."""
     places: tuple[torch.Tensor, torch.Tensor]
     """Their rows and columns, counted from the cell's first."""
 
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """R rows x V columns, cut up: columns outside, rows inside."""
+    """R rows x V columns, divided: columns outside, rows inside."""
 
     rows: list[slice]
     columns: list[slice]
@@ -70,8 +70,8 @@ class Cells:
         )
 
     def together(self, values: torch.Tensor) -> torch.Tensor:
-        """[M] of each target: the sum of `values` [M] over all that are the same token of the same
-        row."""
+        """[M], for each target: the sum of `values` [M] over all targets that are the same token of
+        the same row."""
         rows, targets = self.places
         _, which = (rows * (int(targets.max()) + 1) + targets).unique(return_inverse=True)
         return torch.zeros_like(values).index_add_(0, which, values)[which]

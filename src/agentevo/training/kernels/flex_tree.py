@@ -1,11 +1,11 @@
 """Attention over a token tree on a GPU: PyTorch's FlexAttention under a block mask that is made
 from the tree, not from all pairs of nodes; and its flash attention, which is faster, where a pass
-has nothing but long texts that share nothing.
+has only long texts that share nothing.
 
 Node k is seen by node q exactly when k <= q < ends[k] (training/tree.py), so a block of keys is
-seen by some query of a later block if the largest of its ends lies beyond that block's first query,
-and by all of them if the smallest lies beyond its last. 128K nodes are 1,024 blocks; their mask is
-a few numpy operations on 1,024 x 1,024 numbers.
+seen by some query of a later block if the largest of its ends is beyond that block's first query,
+and by all of them if the smallest is beyond its last. 128K nodes are 1,024 blocks; their mask is a
+few numpy operations on 1,024 x 1,024 numbers.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ itself."""
 
 
 NARROWEST = 16
-"""Numbers that a head has at least in FlexAttention's kernels."""
+"""The least head dimension of FlexAttention's kernels."""
 LONG = 2048
-"""Tokens from which on a text is worth a kernel of its own."""
+"""The least number of tokens for which a text is worth a kernel of its own."""
 
 
 class FlexTree:
@@ -44,7 +44,7 @@ class FlexTree:
         self.device = device
         self._masks: dict[int | None, BlockMask] = {}
         self.texts = _long_texts(tree)
-        """What flash attention computes, where it can compute all; else empty."""
+        """The texts for flash attention, where it can compute everything; otherwise empty."""
 
     def attend(
         self,
@@ -63,11 +63,11 @@ class FlexTree:
         if window not in self._masks:
             self._masks[window] = self.block_mask(window)
 
-        more = len(self.ends) - self.num_nodes
+        num_padding = len(self.ends) - self.num_nodes
         dim = q.shape[-1]
         wider = max(0, NARROWEST - dim)  # zeros add nothing to scores and outputs
         heads = [
-            (F.pad(x, (0, wider, 0, 0, 0, more)) if more or wider else x)
+            (F.pad(x, (0, wider, 0, 0, 0, num_padding)) if num_padding or wider else x)
             .transpose(0, 1)
             .unsqueeze(0)
             for x in (q, k, v)
@@ -120,11 +120,13 @@ class FlexTree:
 
 
 def _long_texts(tree: TokenTree) -> list[slice]:
-    """The texts of a tree without branches, where they are long; else none."""
-    found = segments(tree)
-    if tree.num_nodes < LONG * len(found) or any(one.end > one.last for one in found):
+    """The texts of a tree without branches, where they are long; otherwise none."""
+    tree_segments = segments(tree)
+    if tree.num_nodes < LONG * len(tree_segments) or any(
+        segment.end > segment.last for segment in tree_segments
+    ):
         return []
-    return [slice(one.first, one.last) for one in found]
+    return [slice(segment.first, segment.last) for segment in tree_segments]
 
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -190,7 +192,7 @@ def _cap_scores(softcap: float) -> Callable[..., torch.Tensor]:
 
 @cache
 def _run(device: str) -> Callable[..., Any]:
-    """FlexAttention; without compiling it makes all scores, which only serves to test it without a
-    GPU."""
+    """FlexAttention. Without compilation it makes all scores, which is of use only to test it
+    without a GPU."""
     attention: Any = torch.compile(flex_attention) if compiles(device) else flex_attention
     return attention

@@ -1,22 +1,22 @@
-"""Log-probs and entropies straight from hidden states: output layer, softmax and what is taken from
-it, without the logits [R, V].
+"""Log-probs and entropies straight from hidden states: output layer, softmax and the results of it,
+without the logits [R, V].
 
 Rows and vocabulary are walked in cells of CELL_BYTES. The forward pass keeps per row a running
 maximum a, s = sum e^(z - a) and t = sum e^(z - a) (z - a), so that log Z = a + log s and the
 entropy is log s - t / s (the online softmax of arXiv 1805.02867, with a first moment). The three
-are kept apart: in log Z as one number a large a would swallow the digits that tell how sure the
-model is. The backward pass makes each cell's scores again and multiplies its gradient into those of
-the hidden states and of the weight; columns are the outer loop, so a column's weight gradient is
+are kept apart: in log Z as one number, a large a would swallow the digits that express the model's
+certainty. The backward pass makes each cell's scores again and multiplies its gradient into those
+of the hidden states and of the weight; columns are the outer loop, so a column's weight gradient is
 complete, in float32, before the next begins.
 
 Time against memory: the first KEPT_BYTES of products are kept for the backward pass, which is
-faster than to make them again (a write against 2 H operations per score); what exceeds that is made
-again, at the price of a fourth product beside the three that any way needs. A small batch thus runs
-at the dense speed, and a large one within a memory that depends neither on R nor on V. Where the
-output layer is frozen (adapters elsewhere), what exceeds the limit costs nothing more either: the
-gradient of log Z in the hidden states does not depend on the loss, so the forward pass makes it,
-[R, H]; only an entropy bonus then has the products made again. benchmarks/logprobs.py measures all
-that. Float32 products on a CPU go through oneDNN (models/linear.py); elsewhere they are PyTorch's.
+faster than making them again (a write against 2 H operations per score); the rest are made again,
+at the price of a fourth product on top of the three that every method needs. A small batch thus
+runs at the dense speed, and a large one within a memory that depends neither on R nor on V. Where
+the output layer is frozen (adapters elsewhere), what exceeds the limit costs nothing more either:
+the gradient of log Z in the hidden states does not depend on the loss, so the forward pass makes
+it, [R, H]; only an entropy bonus then has the products made again. benchmarks/logprobs.py measures
+this. Float32 products on a CPU go through oneDNN (models/linear.py); elsewhere they are PyTorch's.
 On a GPU a cell's arithmetic is one kernel, where the logits are the products times a number: it
 computes the softmax of a cell as fast as it reads and writes it, so operations one after the other
 cost a pass over memory each, about ten of four bytes a number, where the kernel costs one of two.
@@ -64,10 +64,10 @@ def linear_logprobs(  # noqa: PLR0913 (the factors of a score, and what bounds i
 
     z = logit_scale * (hidden @ weight.T + bias), or softcap * tanh(that / softcap). `masks` [R, W]:
     the tokens that a row may predict (token_masks.py); the others have no probability. `penalties`:
-    what is done to z before (token_penalties.py). `own`: the tokens that weight and bias are of,
-    where other processes, which call this with them, have the rest. `num_tokens`: only so many ids,
-    from 0 on, have a probability; None for all V. Once differentiable in hidden,
-    weight and bias. Products are made in their dtype, all else in float32 at least. Memory beside
+    changes of z before the softmax (token_penalties.py). `vocabulary_slice`: the tokens of weight
+    and bias, where other processes, which all call this too, have the rest. `num_tokens`: only the
+    first so many ids have a probability; None for all V. Once differentiable in hidden, weight and
+    bias. Products are made in their dtype, everything else in float32 at least. Memory on top of
     the gradients: KEPT_BYTES and a few cells.
     """
     tail = _FusedLogprobs(temperature, softcap, logit_scale, masks, penalties, num_tokens).within(
@@ -112,17 +112,19 @@ def linear_logprobs_and_squares(  # noqa: PLR0913 (those of linear_logprobs)
         own
     )
     targets, outside = tail.within_tokens(targets)
-    mine = tail.mine(targets)
-    cells = Cells.of(hidden, tail.width(weight), rows[mine], targets[mine] - tail.first)
+    local_targets = tail.local_targets(targets)
+    cells = Cells.of(
+        hidden, tail.width(weight), rows[local_targets], targets[local_targets] - tail.first
+    )
     sums = _sweep(hidden, weight, bias, cells, tail, 0, squares=True)
-    sums.combine(tail.own, mine, len(targets))
+    sums.combine(tail.own, local_targets, len(targets))
     logp = sums.logprobs(rows)
     chance = sums.squares / sums.total.square()
     return (logp if outside is None else logp.masked_fill(outside, LOWEST)), chance
 
 
 class _FusedLogprobs(NamedTuple):
-    """What turns products into scores, the logits over the temperature."""
+    """The function from products to scores; scores are the logits over the temperature."""
 
     temperature: float
     softcap: float | None
@@ -133,7 +135,7 @@ class _FusedLogprobs(NamedTuple):
     num_tokens: int | None = None
     """Later ids are no tokens."""
     own: VocabularySlice | None = None
-    """The tokens that the weight is of; masks and penalties are of these alone."""
+    """The tokens of the weight; masks and penalties cover only these."""
 
     def within(self, own: VocabularySlice | None) -> _FusedLogprobs:
         """For the tokens of a slice; given masks and penalties of the whole vocabulary."""
@@ -153,14 +155,14 @@ class _FusedLogprobs(NamedTuple):
         return rows if self.num_tokens is None else min(max(self.num_tokens - self.first, 0), rows)
 
     def within_tokens(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The targets [M] with a token in the place of ids that are none, and where these are;
-        None where every id is one."""
+        """The targets [M], with a token in place of ids that are no tokens, and the places of these
+        ids; None where every id is a token."""
         if self.num_tokens is None:
             return targets, None
         outside = targets >= self.num_tokens
         return targets.masked_fill(outside, 0), outside
 
-    def mine(self, targets: torch.Tensor) -> torch.Tensor | slice:
+    def local_targets(self, targets: torch.Tensor) -> torch.Tensor | slice:
         """Which of the targets [M] are tokens of the weight."""
         if self.own is None:
             return slice(None)
@@ -189,8 +191,8 @@ class _FusedLogprobs(NamedTuple):
         is nothing to do."""
         scores = self.plain_scores(products, bent)
         if self.penalties is not None:
-            here = self.penalties.within(cell.rows, cell.columns)
-            scores = here.apply(scores, self.temperature)
+            cell_penalties = self.penalties.within(cell.rows, cell.columns)
+            scores = cell_penalties.apply(scores, self.temperature)
         if self.masks is None:
             return scores
         return mask_scores(scores, self.masks[cell.rows], cell.columns.start)
@@ -238,29 +240,33 @@ class _Sums:
         return (self.picked - self.top[rows]) - self.total.log()[rows]
 
     def combine(
-        self, own: VocabularySlice | None, mine: torch.Tensor | slice, num_targets: int
+        self, own: VocabularySlice | None, local_targets: torch.Tensor | slice, num_targets: int
     ) -> None:
         """Makes them sums over the whole vocabulary, where other processes have a part of it;
-        `mine` are the targets whose scores are here."""
+        `local_targets` are the targets whose scores this process has."""
         if own is None:
             return
-        assert isinstance(mine, torch.Tensor)
+        assert isinstance(local_targets, torch.Tensor)
         self.top, self.total, self.moment, self.squares, self.picked = own.combine(
-            self.top, (self.total, self.moment, self.squares), self.picked, mine, num_targets
+            self.top,
+            (self.total, self.moment, self.squares),
+            self.picked,
+            local_targets,
+            num_targets,
         )
 
     def absorb_products(self, rows: slice, products: torch.Tensor, slope: float) -> None:
         """`absorb` of scores that are the products times a number, in one kernel."""
-        found = _compile(_absorb_cell)(
+        updated = _compile(_absorb_cell)(
             products, slope, self.top[rows], self.total[rows], self.moment[rows]
         )
-        self.top[rows], self.total[rows], self.moment[rows] = found
+        self.top[rows], self.total[rows], self.moment[rows] = updated
 
     def absorb(
         self, rows: slice, scores: torch.Tensor, squares: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One cell's scores; returns their e^(z - a), and by how much a has scaled down the sums
-        before."""
+        """Adds one cell's scores; returns their e^(z - a), and the factor by which the new a has
+        scaled the earlier sums."""
         # Step 1: the new maximum a, and by how much it scales down what was summed under the old.
         top = torch.maximum(self.top[rows], scores.amax(1))
         fall = self.top[rows] - top
@@ -338,10 +344,12 @@ class _LinearLogprobs(torch.autograd.Function):
         room: int,
         ahead: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        mine = tail.mine(targets)
-        cells = Cells.of(hidden, tail.width(weight), rows[mine], targets[mine] - tail.first)
+        local_targets = tail.local_targets(targets)
+        cells = Cells.of(
+            hidden, tail.width(weight), rows[local_targets], targets[local_targets] - tail.first
+        )
         sums = _sweep(hidden, weight, bias, cells, tail, room, ahead=ahead)
-        sums.combine(tail.own, mine, len(targets))
+        sums.combine(tail.own, local_targets, len(targets))
         mean = sums.moment / sums.total
         pull = None if sums.pull is None else sums.pull.div_(sums.total.unsqueeze(1))
         ctx.save_for_backward(
@@ -350,7 +358,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.cells = cells
         ctx.tail = tail
         ctx.rows = rows
-        ctx.mine = mine
+        ctx.local_targets = local_targets
         ctx.set_materialize_grads(False)
 
         return sums.logprobs(rows), sums.total.log() - mean
@@ -358,10 +366,10 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, top, total, mean, picked, pull, *kept = ctx.saved_tensors
+        hidden, weight, bias, top, total, mean, picked, pull, *kept_products = ctx.saved_tensors
         slopes = _Slopes.of(grads, ctx.rows, top, total, mean, ctx.tail)
         fused = bias is None and pull is None and ctx.tail.is_plain(hidden)
-        slopes = slopes.of_targets(ctx.mine, ctx.cells, fused)
+        slopes = slopes.of_targets(ctx.local_targets, ctx.cells, fused)
         if pull is not None and slopes.of_entropy is None:
             return slopes.of_hidden(pull, weight, picked, ctx.cells.places).to(hidden.dtype), *[
                 None
@@ -373,11 +381,13 @@ class _LinearLogprobs(torch.autograd.Function):
         of_weight = torch.zeros_like(weight) if needs_weight else None
         of_bias = torch.zeros_like(bias, dtype=_exact(bias)) if needs_bias else None
 
-        kept.reverse()
+        kept_products.reverse()
         for index, columns in enumerate(ctx.cells.columns):
             column: torch.Tensor | None = None
             for cell in ctx.cells.in_column(index):
-                products = kept.pop() if kept else _products(hidden, weight, bias, cell)
+                products = (
+                    kept_products.pop() if kept_products else _products(hidden, weight, bias, cell)
+                )
                 slope = slopes.of_products(products, cell)
                 if of_bias is not None:
                     of_bias[columns] += slope.sum(0)
@@ -401,7 +411,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 class _Slopes(NamedTuple):
-    """The gradient that comes in, times the slope of the tail."""
+    """The incoming gradient, times the slope of the tail."""
 
     of_logp: torch.Tensor
     """[M]"""
@@ -434,9 +444,9 @@ class _Slopes(NamedTuple):
         of_entropy = None if grad_entropy is None else grad_entropy * tail.slope
         return cls(of_logp, of_row, of_entropy, None, top, total, mean, tail)
 
-    def of_targets(self, mine: torch.Tensor | slice, cells: Cells, fused: bool) -> _Slopes:
-        """With `of_logp` of the targets whose scores are here alone."""
-        of_logp = self.of_logp[mine]
+    def of_targets(self, local_targets: torch.Tensor | slice, cells: Cells, fused: bool) -> _Slopes:
+        """The same with `of_logp` restricted to the targets whose scores this process has."""
+        of_logp = self.of_logp[local_targets]
         together = cells.together(of_logp) if fused and len(of_logp) else None
         return self._replace(of_logp=of_logp, together=together)
 
@@ -447,8 +457,8 @@ class _Slopes(NamedTuple):
 
         bent = None if self.tail.softcap is None else self.tail.bend(products)
 
-        # Step 1: the part of every token of the vocabulary, -p times what comes in, where p is
-        # e^(z - a) / s, and log p + H is z - a - t / s.
+        # Step 1: the part of every token of the vocabulary: -p times the incoming gradient, where p
+        # is e^(z - a) / s, and log p + H is z - a - t / s.
         rows = cell.rows
         below = self.tail.scores(products, cell, bent) - self.top[rows].unsqueeze(1)
         slope = below.exp()
@@ -463,15 +473,18 @@ class _Slopes(NamedTuple):
         # Step 2: the part of the targets alone, then through penalties and cap.
         slope.index_put_(cell.places, self.of_logp[cell.chosen], accumulate=True)
         if self.tail.penalties is not None:
-            here = self.tail.penalties.within(rows, cell.columns)
-            slope[here.rows, here.tokens] *= here.slopes(self.tail.plain_scores(products, bent))
+            cell_penalties = self.tail.penalties.within(rows, cell.columns)
+            slope[cell_penalties.rows, cell_penalties.tokens] *= cell_penalties.slopes(
+                self.tail.plain_scores(products, bent)
+            )
 
         return slope if bent is None else slope.mul_(_slope_of(bent))
 
     def _in_one_kernel(
         self, products: torch.Tensor, cell: Cell, of_targets: torch.Tensor
     ) -> torch.Tensor:
-        """`of_products` in the products' dtype; what comes of the targets is added in float32."""
+        """`of_products` in the products' dtype; the contribution of the targets is added in
+        float32."""
         top = self.top[cell.rows]
         total = self.total[cell.rows]
         mean = self.mean[cell.rows]

@@ -24,7 +24,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         temperature: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # The largest score and the log of the sum stay apart: in one number, a large score would
-        # swallow the digits that tell how sure the model is.
+        # swallow the digits that express the model's certainty.
         top, total, mean = (logits.new_empty(len(logits)) for _ in range(3))  # [R]
         for start in range(0, len(logits), BLOCK_ROWS):
             block = slice(start, start + BLOCK_ROWS)

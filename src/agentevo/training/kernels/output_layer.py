@@ -1,11 +1,11 @@
 """Log-probs that a model predicts, without its logits where that is possible.
 
 A pass is stopped short at the output layer: a hook takes the hidden states [R, H] that arrive there
-and hands the layer none. All before it is the model's own doing, so this holds for every
-architecture and inside of adapters. What the model does to logits afterwards (a scale, a cap, under
-whatever name its config has them) is found out rather than looked up: in place of the layer's
-output the model is given known numbers, in float64, and what it makes of them tells scale and cap;
-once for each model, and again where its settings have changed since.
+and hands the layer none. Everything before it is the model's own computation, so this holds for
+every architecture and inside of adapters. What the model does to logits afterwards (a scale, a cap,
+under any name in its config) is measured rather than looked up: the model receives known numbers,
+in float64, in place of the layer's output, and its result shows scale and cap. This is done once
+for each model, and again where its settings have changed since.
 
 An output layer that is more than one product (adapters on it, quantised, sharded, with hooks of
 others), and a model that does something else to its logits, are left alone: then the logits are
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from agentevo.training.batching.packing import PackedBatch
 
 PROBES = (0.5, -1.0, 3.0, -12.0, 0.0, 40.0, 1e30)
-"""Given to the model as logits. The first tells the scale, the last the cap, all together whether
-there is nothing else."""
+"""The model receives them as logits. The first one shows the scale, the last one the cap, and all
+together show whether there is anything else."""
 HIGHEST_CAP = 1e9
 _KNOWN: WeakKeyDictionary[nn.Module, tuple[object, OutputTail | None]] = WeakKeyDictionary()
-"""Model -> its settings then, and what its tail was found to be under them."""
+"""Model -> its settings at that time, and the tail that was measured under them."""
 
 
 def token_logprobs(model: PreTrainedModel, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,7 +105,7 @@ def all_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
         _, nodes = passed_on(model, stage, batch)
         return nodes[:, None].expand(-1, model.config.get_text_config().vocab_size)
     outputs: Any = model(**batch.inputs)
-    return outputs.logits.squeeze(0)  # [0] would make the gradient anew, as large as the logits
+    return outputs.logits.squeeze(0)  # [0] would allocate another gradient as large as the logits
 
 
 def allowed_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
@@ -121,14 +121,14 @@ def allowed_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
 
 
 def _limit(model: PreTrainedModel) -> int | None:
-    """How many ids are tokens, where not all are."""
+    """The number of ids that are tokens, where not all are."""
     num_tokens = num_token_rows(model)
     return num_tokens if num_tokens < model.config.get_text_config().vocab_size else None
 
 
 class OutputTail(NamedTuple):
-    """What a model makes of its output layer's products x: scale * x, or cap * tanh(scale * x /
-    cap)."""
+    """A model's logits as a function of its output layer's products x: scale * x, or cap *
+    tanh(scale * x / cap)."""
 
     softcap: float | None
     logit_scale: float
@@ -149,22 +149,22 @@ class OutputListener:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.layer: Any = causal_model(model).get_output_embeddings()
-        self._heard: list[torch.Tensor] = []
+        self._recorded: list[torch.Tensor] = []
 
     def __enter__(self) -> OutputListener:
-        self._hook = self.layer.register_forward_pre_hook(self._hear)
+        self._hook = self.layer.register_forward_pre_hook(self._record)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._hook.remove()
 
-    def _hear(self, layer: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        self._heard.append(given[0].squeeze(0))
+    def _record(self, layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        self._recorded.append(inputs[0].squeeze(0))
         return None
 
     @property
     def hidden(self) -> torch.Tensor:
-        return self._heard[-1]
+        return self._recorded[-1]
 
 
 class _Interceptor(OutputListener):
@@ -173,34 +173,34 @@ class _Interceptor(OutputListener):
 
     def __init__(self, model: PreTrainedModel, answer: torch.Tensor) -> None:
         super().__init__(model)
-        self.given = answer
+        self.answer = answer
 
     def __enter__(self) -> OutputListener:
-        self._answer = self.layer.register_forward_hook(
-            lambda *_: self.given.to(self.hidden.device).view(1, 1, -1)
+        self._answer_hook = self.layer.register_forward_hook(
+            lambda *_: self.answer.to(self.hidden.device).view(1, 1, -1)
         )
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__()
-        self._answer.remove()
+        self._answer_hook.remove()
 
-    def _hear(self, layer: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        super()._hear(layer, given)
-        return (given[0][..., :0, :], *given[1:])
+    def _record(self, layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        super()._record(layer, inputs)
+        return (inputs[0][..., :0, :], *inputs[1:])
 
 
 def linear_output(model: PreTrainedModel, batch: PackedBatch) -> LinearOutput | None:
     """The model's pass up to its output layer, differentiable; None where logits are more than that
     layer's products, scaled and capped."""
     layer = causal_model(model).get_output_embeddings()
-    known, tail = _known_tail(model)
-    if not _is_one_product(layer) or (known and tail is None):
+    is_known, tail = _known_tail(model)
+    if not _is_one_product(layer) or (is_known and tail is None):
         return None
 
-    answer = _zeros(layer) if known else _probes(layer)
+    answer = _zeros(layer) if is_known else _probes(layer)
     hidden, logits = _intercept(model, layer, batch.inputs, answer)
-    if not known:
+    if not is_known:
         tail = tail_of(answer, logits)
         _KNOWN[model] = (_settings(model), tail)
 
@@ -214,45 +214,45 @@ def last_hidden(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
     layer = causal_model(model).get_output_embeddings()
     if _is_one_product(layer):
         return _intercept(model, layer, batch.inputs, _zeros(layer))[0]
-    with OutputListener(model) as heard:
+    with OutputListener(model) as listener:
         model(**batch.inputs)
-    return heard.hidden
+    return listener.hidden
 
 
 def _intercept(
     model: PreTrainedModel, layer: nn.Module, inputs: Mapping[str, Any], answer: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states [R, H], and what the model made of `answer` in place of logits."""
+    """Hidden states [R, H], and the model's result for `answer` in place of logits."""
     if torch.is_grad_enabled() and isinstance(layer, PackedWeights):
         layer.drop()  # as its own pass with gradients would
-    with _Interceptor(model, answer) as heard:
+    with _Interceptor(model, answer) as interceptor:
         outputs: Any = model(**inputs)
-    return heard.hidden, outputs.logits
+    return interceptor.hidden, outputs.logits
 
 
 def _known_tail(model: PreTrainedModel) -> tuple[bool, OutputTail | None]:
-    """Whether the tail has been found out under the model's present settings, and what it is."""
+    """Whether the tail was measured under the model's present settings, and the tail."""
     settings, tail = _KNOWN.get(model, (None, None))
     return (True, tail) if settings is not None and settings == _settings(model) else (False, None)
 
 
 def _settings(model: PreTrainedModel) -> object:
-    """All that a tail could depend on: the numbers in config and model, and what else has a hand in
-    the model's pass."""
+    """Everything that a tail could depend on: the numbers in config and model, and the replaced
+    `forward` methods and hooks in the model's pass."""
     inner = causal_model(model)
     holders = (inner.config.get_text_config(), inner)
     numbers = [
         {key: value for key, value in vars(holder).items() if type(value) in (int, float)}
         for holder in holders
     ]
-    hands = [
+    hooks = [
         (vars(module).get("forward"), *module._forward_hooks.values()) for module in (model, inner)
     ]
-    return numbers, hands
+    return numbers, hooks
 
 
 def tail_of(probes: torch.Tensor, logits: torch.Tensor) -> OutputTail | None:
-    """What turns probes [V], PROBES over and over, into logits [1, 1, V]; None if it is neither
+    """The tail that turns probes [V], PROBES repeated, into logits [1, 1, V]; None if it is neither
     scale nor cap."""
     if logits.numel() != len(probes):
         return None
@@ -272,7 +272,7 @@ def tail_of(probes: torch.Tensor, logits: torch.Tensor) -> OutputTail | None:
 
 
 def _probes(layer: Any) -> torch.Tensor:
-    """[V] float64: PROBES over and over."""
+    """[V] float64: PROBES repeated."""
     num_tokens = layer.weight.shape[0]
     return torch.tensor(PROBES, dtype=torch.float64).repeat(-(-num_tokens // len(PROBES)))[
         :num_tokens
@@ -280,12 +280,12 @@ def _probes(layer: Any) -> torch.Tensor:
 
 
 def _zeros(layer: Any) -> torch.Tensor:
-    """[V] where nothing is asked."""
+    """[V] where nothing is measured."""
     return torch.zeros(len(layer.weight), device=layer.weight.device)
 
 
 def _is_one_product(layer: nn.Module) -> bool:
-    """A plain linear layer, large enough to be asked, that nothing else has a hand in."""
+    """A plain linear layer, large enough to be measured, that nothing else modifies."""
     if (
         type(layer) not in (nn.Linear, FastLinear, VocabularyLinear)
         or layer._forward_hooks

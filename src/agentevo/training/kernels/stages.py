@@ -1,13 +1,13 @@
-"""The passes of a model that is one stage of a pipeline: what it receives and sends on, and what
-stands for the log-probs that the last stage makes.
+"""The passes of a model that is one stage of a pipeline: what it receives and sends on, and the
+placeholders of the log-probs that the last stage makes.
 
 All stages make the same calls with the same micro-batches. Where the others have no log-probs, they
-have zeros that stand for them, and a loss of those, whose value nobody looks at: its backward pass
-waits for the gradient of what this stage has sent on.
+have zeros as placeholders, and a loss of those, whose value is not used: its backward pass waits
+for the gradient of what this stage has sent on.
 
-What travels is a micro-batch's hidden states [1, N, H] and their gradient, of whatever N it has,
-between neighbours alone. A send is waited for, and what was sent let go, when so many others have
-followed that the neighbour must have received it: no two stages wait for one another.
+A micro-batch's hidden states [1, N, H], for any N, and their gradient travel between neighbours
+only. A stage waits for a send, and releases its tensor, only when so many later sends have followed
+that the neighbour must have received it: no two stages wait for one another.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from agentevo.training.batching.packing import PackedBatch
 
 _KEY = "_agentevo_stage"
-"""Attribute of a decoder; it stays with copies of the model."""
+"""Attribute of a decoder; copies of the model keep it."""
 
 
 @dataclass(eq=False)
@@ -37,17 +37,17 @@ class Stage:
 
     ranks: Ranks
     onwards: distributed.ProcessGroup
-    """The same processes, for hidden states alone..."""
+    """The group of the same processes, for hidden states only..."""
     back: distributed.ProcessGroup
-    """...and for gradients alone, so that neither waits for the other."""
+    """...and the one for gradients only, so that neither waits for the other."""
     _sent: dict[int, deque[tuple[distributed.Work, torch.Tensor]]] = field(
         default_factory=lambda: {1: deque(), -1: deque()}
     )
-    """What may not have arrived, which is kept until then; by direction."""
+    """Sends that may not have arrived, which are kept until then; by direction."""
 
     @classmethod
     def of(cls, mesh: DeviceMesh, dimension: str) -> Self:
-        """Along one dimension of a mesh of all processes, which all call this."""
+        """The stage along one dimension of a mesh of all processes; all of them call this."""
         names = mesh.mesh_dim_names or ()
         pipelines = mesh.mesh.movedim(names.index(dimension), -1).flatten(0, -2).tolist()
         onwards, back = (distributed.new_subgroups_by_enumeration(pipelines)[0] for _ in range(2))
@@ -67,23 +67,24 @@ class Stage:
         return self.ranks.size - self.ranks.rank
 
     def send(self, tensor: torch.Tensor, step: int) -> None:
-        """To the neighbour `step` stages away, 1 or -1; may return before it has arrived."""
+        """Sends to the neighbour `step` stages away, 1 or -1; may return before the tensor has
+        arrived."""
         group = self.onwards if step > 0 else self.back
         sent = self._sent[step]
-        given = tensor.detach().contiguous()
-        work = distributed.isend(given, group=group, group_dst=self.ranks.rank + step)
-        sent.append((cast(distributed.Work, work), given))
+        buffer = tensor.detach().contiguous()
+        work = distributed.isend(buffer, group=group, group_dst=self.ranks.rank + step)
+        sent.append((cast(distributed.Work, work), buffer))
         # The gradient of the micro-batch so many sends ago is here, or has been sent on.
         if len(sent) > (self.under_way if step > 0 else 2):
             sent.popleft()[0].wait()
 
     def receive(self, shape: torch.Size, like: torch.Tensor, step: int) -> torch.Tensor:
-        """What the neighbour `step` stages away has sent, of that shape, and of the dtype and
-        device of `like`."""
+        """The tensor that the neighbour `step` stages away has sent, of that shape, and of the
+        dtype and device of `like`."""
         group = self.back if step > 0 else self.onwards
-        taken = like.new_empty(shape)
-        distributed.recv(taken, group=group, group_src=self.ranks.rank + step)
-        return taken
+        received = like.new_empty(shape)
+        distributed.recv(received, group=group, group_src=self.ranks.rank + step)
+        return received
 
     def __deepcopy__(self, memo: object) -> Self:
         """A copied model is computed by the same processes."""
@@ -129,18 +130,19 @@ def receive_hidden(empty: torch.Tensor, stage: Stage) -> torch.Tensor:
 
 
 def be_stage(model: PreTrainedModel, stage: Stage) -> None:
-    """From now on this process's passes of the model are those of the stage."""
+    """Makes this process's passes of the model those of the stage from now on."""
     vars(model.base_model)[_KEY] = stage
 
 
 def stage_of(model: nn.Module) -> Stage | None:
-    """None for a model that is no stage. Copies of a stage are one, too."""
+    """The stage of a model; None for a model that is no stage. Copies of a stage are stages as
+    well."""
     decoder: Any = model.base_model
     return cast("Stage | None", vars(decoder).get(_KEY))
 
 
 def sends_on(model: nn.Module) -> Stage | None:
-    """The stage, where another one makes the log-probs of its passes."""
+    """The model's stage, where another stage makes the log-probs of its passes."""
     stage = stage_of(model)
     return None if stage is None or stage.is_last else stage
 
@@ -148,12 +150,12 @@ def sends_on(model: nn.Module) -> Stage | None:
 def passed_on(
     model: PreTrainedModel, stage: Stage, batch: PackedBatch
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes this stage of a pass, and sends it on: zeros that stand for the log-probs [M] and
-    entropies [R] that the last one makes."""
+    """Computes this stage of a pass, and sends its output on. Returns zeros in place of the
+    log-probs [M] and entropies [R] that the last stage makes."""
     decoder: Any = model.base_model
-    inputs = {name: given for name, given in batch.inputs.items() if name != "logits_to_keep"}
+    inputs = {name: value for name, value in batch.inputs.items() if name != "logits_to_keep"}
     hidden = decoder(**inputs).last_hidden_state
-    found: tuple[torch.Tensor, torch.Tensor] = _SentOn.apply(
+    placeholders: tuple[torch.Tensor, torch.Tensor] = _SentOn.apply(
         hidden, stage, len(batch.targets), len(batch.logit_nodes)
     )
-    return found
+    return placeholders

@@ -1,12 +1,12 @@
-"""Scores under a mask of the vocabulary: what a grammar forbids has no probability."""
+"""Scores under a mask of the vocabulary: tokens that a grammar forbids have no probability."""
 
 from __future__ import annotations
 
 import torch
 
 LOWEST = -1e30
-"""The score of what is forbidden, and where a running maximum starts: finite, so that nothing times
-its distance is nothing."""
+"""The score of forbidden tokens, and the start of a running maximum: finite, so that zero times its
+distance is zero."""
 
 
 def mask_scores(scores: torch.Tensor, masks: torch.Tensor, first: int = 0) -> torch.Tensor:

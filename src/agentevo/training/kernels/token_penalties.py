@@ -19,13 +19,13 @@ class PenaltyTable(NamedTuple):
     tokens: torch.Tensor
     """[N] int64"""
     offsets: torch.Tensor
-    """[N] float32, what is added to the logit"""
+    """[N] float32, added to the logit"""
     repeated: torch.Tensor
-    """[N] float32: by what a positive logit is divided and another one multiplied"""
+    """[N] float32: the divisor of a positive logit and the factor of any other"""
 
     @classmethod
     def of(cls, changes: Mapping[int, PenaltyChanges], device: torch.device) -> PenaltyTable | None:
-        """Of a batch by its rows; None where nothing changes."""
+        """The table of a batch by its rows; None where nothing changes."""
         if not changes:
             return None
 
@@ -37,22 +37,22 @@ class PenaltyTable(NamedTuple):
         return cls(*(torch.as_tensor(column, device=device) for column in (of_rows, *columns)))
 
     def within(self, rows: slice, columns: slice) -> PenaltyTable:
-        """Those of a cell, counted from its first row and column."""
+        """The changes of a cell, counted from its first row and column."""
         bounds = torch.tensor([rows.start, rows.stop], device=self.rows.device)
         first, last = torch.searchsorted(self.rows, bounds).tolist()
-        here = slice(first, last)
-        inside = (self.tokens[here] >= columns.start) & (self.tokens[here] < columns.stop)
-        of_rows, tokens, offsets, repeated = (column[here][inside] for column in self)
+        entries = slice(first, last)
+        inside = (self.tokens[entries] >= columns.start) & (self.tokens[entries] < columns.stop)
+        of_rows, tokens, offsets, repeated = (column[entries][inside] for column in self)
         return PenaltyTable(of_rows - rows.start, tokens - columns.start, offsets, repeated)
 
     def slopes(self, scores: torch.Tensor) -> torch.Tensor:
-        """[N] of what becomes of the scores at these cells, which are the logits over the
-        temperature, in the scores."""
+        """[N], the derivative of the changed scores at these cells in the scores, which are the
+        logits over the temperature."""
         chosen = scores[self.rows, self.tokens]
         return torch.where(chosen > 0, 1 / self.repeated, self.repeated)
 
     def apply(self, scores: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-        """What becomes of the scores, in a tensor of its own; differentiable."""
+        """The changed scores, in a new tensor; differentiable."""
         chosen = scores[self.rows, self.tokens]
         changed = chosen * self.slopes(scores.detach()) + self.offsets / temperature
         return scores.index_put((self.rows, self.tokens), changed.to(scores.dtype))

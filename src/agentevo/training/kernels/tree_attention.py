@@ -2,12 +2,11 @@
 with the nodes, not with their square.
 
 Nodes are in depth-first order, so those below a node follow it without a gap. An unbranched stretch
-of the tree (a segment) is therefore computed in two steps: its nodes among themselves, BLOCK
-queries at a time, and all nodes below it at once, which see the whole of it. Small subtrees are
-computed in batches, with a mask, because a kernel call costs more than they do. The parts of a node
-are put together by their log-sum-exp (attention_kernels.py). A causal kernel would do for the first
-step; PyTorch's for CPUs computes the hidden half as well. On a CUDA device FlexAttention does it
-all (flex_tree.py).
+of the tree (a segment) is therefore computed in two steps: its own nodes, BLOCK queries at a time,
+and all nodes below it at once, which see all of it. Small subtrees are computed in batches, with a
+mask, because a kernel call costs more than they do. The parts of a node are merged by their
+log-sum-exp (attention_kernels.py). A causal kernel would suffice for the first step; PyTorch's for
+CPUs computes the hidden half as well. On a CUDA device FlexAttention does it all (flex_tree.py).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class _Batch:
     seen: torch.Tensor
     """[B, 1, n, n] bool, query by key."""
     real: torch.Tensor
-    """Flat places that are no padding."""
+    """Flat places without padding."""
     distinct: torch.Tensor
     """The nodes at those places."""
 
@@ -54,7 +53,7 @@ class _AttentionBlock(NamedTuple):
 
 @dataclass(eq=False)
 class _TreeLayout:
-    """Who is computed with whom, under one window."""
+    """Which queries are computed with which keys, under one window."""
 
     batches: list[_Batch] = field(default_factory=list)
     own: list[_AttentionBlock] = field(default_factory=list)
@@ -70,7 +69,7 @@ class TreeAttention:
         self.tree = tree
         self.device = device
         self.routing: Routing | None = None
-        """Hears of the experts that are chosen (models/routers.py)."""
+        """Receives the experts that are chosen (models/routers.py)."""
         self._deepest = int(tree.positions.max())
         self.flex = FlexTree(tree, device) if compiles(device.type) else None
         self._layouts: dict[int | None, _TreeLayout] = {}
@@ -106,12 +105,12 @@ class TreeAttention:
         if seen is None:
             return None
 
-        whole = seen if seen._base is None else seen._base
-        key = (id(whole), dtype)
+        base = seen if seen._base is None else seen._base
+        key = (id(base), dtype)
         if key not in self._masks:
             self._masks[key] = torch.zeros(
-                whole.shape, dtype=dtype, device=whole.device
-            ).masked_fill_(~whole, HIDDEN)
+                base.shape, dtype=dtype, device=base.device
+            ).masked_fill_(~base, HIDDEN)
 
         return self._masks[key].as_strided(seen.shape, seen.stride(), seen.storage_offset())
 
@@ -153,13 +152,13 @@ def _own(
     back = back if window is None else min(back, window - 1)
     row = torch.arange(BLOCK, device=device)[:, None]
     column = torch.arange(back + BLOCK, device=device)[None, :] - back
-    seen = column <= row if window is None else (column <= row) & (row - column < window)
+    visible = column <= row if window is None else (column <= row) & (row - column < window)
     blocks = []
     for first, last in ranges:
         for start in range(first, last, BLOCK):
             stop = min(start + BLOCK, last)
             start_of_keys = max(first, start - back)
-            part = seen[: stop - start, back - (start - start_of_keys) : back + stop - start]
+            part = visible[: stop - start, back - (start - start_of_keys) : back + stop - start]
             blocks.append(
                 _AttentionBlock(slice(start, stop), slice(start_of_keys, stop), part[None, None])
             )
@@ -170,7 +169,7 @@ def _own(
 def _below(
     tree: TokenTree, segment: TreeSegment, window: int | None, device: torch.device
 ) -> _AttentionBlock:
-    """The nodes below a segment that see something of it, against what they see."""
+    """The nodes below a segment that see part of it, against that part."""
     if window is None:
         return _AttentionBlock(
             slice(segment.last, segment.end), slice(segment.first, segment.last), None
@@ -181,8 +180,8 @@ def _below(
     near = segment.last + np.flatnonzero(
         depth[segment.last : segment.end] - depth[segment.last - 1] < window
     )
-    seen = torch.as_tensor(depth[near][:, None] - depth[keys][None, :] < window, device=device)
-    return _AttentionBlock(torch.as_tensor(near, device=device), keys, seen[None, None])
+    visible = torch.as_tensor(depth[near][:, None] - depth[keys][None, :] < window, device=device)
+    return _AttentionBlock(torch.as_tensor(near, device=device), keys, visible[None, None])
 
 
 def _similar(ranges: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
@@ -205,15 +204,15 @@ def _batch(
     place = np.arange(sizes.max())[None, :]
     real = place < sizes
     nodes = firsts + np.where(real, place, 0)
-    seen = (nodes[:, None, :] <= nodes[:, :, None]) & (
+    visible = (nodes[:, None, :] <= nodes[:, :, None]) & (
         nodes[:, :, None] < tree.ends[nodes][:, None, :]
     )
     if window is not None:
         depth = tree.positions[nodes]
-        seen &= depth[:, :, None] - depth[:, None, :] < window
+        visible &= depth[:, :, None] - depth[:, None, :] < window
 
-    seen &= real[:, None, :]
-    seen |= (
+    visible &= real[:, None, :]
+    visible |= (
         ~real[:, :, None] & (place == 0)[:, None, :]
     )  # a padding row sees something, or its numbers would not be finite
 
@@ -222,7 +221,7 @@ def _batch(
 
     return _Batch(
         tensor(nodes.reshape(-1)),
-        tensor(seen).unsqueeze(1),
+        tensor(visible).unsqueeze(1),
         tensor(np.flatnonzero(real)),
         tensor(nodes[real]),
     )
@@ -246,27 +245,27 @@ class _Attention(torch.autograd.Function):
         lse = torch.empty(q.shape[:2], dtype=exact, device=q.device)
 
         # Step 1: long segments, each block of queries over the segment's nodes up to it.
-        for rows, keys, seen in layout.own:
-            own, sums = kernel.forward(
-                _heads(q[rows]), _heads(k[keys]), _heads(v[keys]), plan.mask(seen, q.dtype)
+        for rows, keys, visible in layout.own:
+            part_out, sums = kernel.forward(
+                _heads(q[rows]), _heads(k[keys]), _heads(v[keys]), plan.mask(visible, q.dtype)
             )
-            out[rows] = _rows(own)
+            out[rows] = _rows(part_out)
             lse[rows] = _rows(sums)
 
         # Step 2: small subtrees, batches of similar size, each whole under its mask.
         for batch in layout.batches:
-            own, sums = kernel.forward(
+            part_out, sums = kernel.forward(
                 _taken(q, batch), _taken(k, batch), _taken(v, batch), plan.mask(batch.seen, q.dtype)
             )
-            for whole, part in ((out, own), (lse, sums)):
-                whole[batch.distinct] = part.transpose(1, 2).flatten(0, 1)[batch.real].to(exact)
+            for target, part in ((out, part_out), (lse, sums)):
+                target[batch.distinct] = part.transpose(1, 2).flatten(0, 1)[batch.real].to(exact)
 
         # Step 3: nodes below a segment over the segment, merged into what they have so far.
-        for rows, keys, seen in layout.below:
-            more, sums = kernel.forward(
-                _heads(q[rows]), _heads(k[keys]), _heads(v[keys]), plan.mask(seen, q.dtype)
+        for rows, keys, visible in layout.below:
+            part_out, sums = kernel.forward(
+                _heads(q[rows]), _heads(k[keys]), _heads(v[keys]), plan.mask(visible, q.dtype)
             )
-            _merge(out, lse, rows, _rows(more), _rows(sums))
+            _merge(out, lse, rows, _rows(part_out), _rows(sums))
 
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -280,14 +279,14 @@ class _Attention(torch.autograd.Function):
         grads = [torch.zeros_like(x) for x in (q, k, v)]
         # Parts need nothing of one another but the whole's output and log-sum-exp, so they may
         # come in any order.
-        for rows, keys, seen in (*layout.own, *layout.below):
+        for rows, keys, visible in (*layout.own, *layout.below):
             at = (rows, rows, keys, keys, rows, rows)
-            taken = [
+            part_inputs = [
                 _heads(x[where]) for x, where in zip((grad, q, k, v, out, lse), at, strict=True)
             ]
-            gradients = kernel.backward(*taken, mask=plan.mask(seen, q.dtype))
-            for total, where, more in zip(grads, (rows, keys, keys), gradients, strict=True):
-                total[where] += _rows(more)
+            gradients = kernel.backward(*part_inputs, mask=plan.mask(visible, q.dtype))
+            for total, where, part_grad in zip(grads, (rows, keys, keys), gradients, strict=True):
+                total[where] += _rows(part_grad)
 
         for batch in layout.batches:
             above = grad.new_zeros(len(batch.nodes), *grad.shape[1:]).index_copy_(
@@ -301,8 +300,8 @@ class _Attention(torch.autograd.Function):
                 *(_taken(x, batch) for x in (q, k, v, out, lse)),
                 mask=plan.mask(batch.seen, q.dtype),
             )
-            for total, more in zip(grads, gradients, strict=True):
-                total[batch.distinct] += more.transpose(1, 2).flatten(0, 1)[batch.real]
+            for total, part_grad in zip(grads, gradients, strict=True):
+                total[batch.distinct] += part_grad.transpose(1, 2).flatten(0, 1)[batch.real]
 
         return (*grads, None, None, None)
 
@@ -326,10 +325,10 @@ def _merge(
     out: torch.Tensor,
     lse: torch.Tensor,
     rows: slice | torch.Tensor,
-    more: torch.Tensor,
+    part_out: torch.Tensor,
     sums: torch.Tensor,
 ) -> None:
     """Merges another part's outputs [n, H, D] and log-sum-exps [n, H] into those of these rows."""
     share = torch.sigmoid(sums - lse[rows]).unsqueeze(-1)
-    out[rows] = torch.lerp(out[rows], more.to(out.dtype), share)
+    out[rows] = torch.lerp(out[rows], part_out.to(out.dtype), share)
     lse[rows] = torch.logaddexp(lse[rows], sums)

@@ -1,5 +1,5 @@
-"""An output layer whose vocabulary is spread over processes: each has the scores of its own tokens,
-and what is taken over all of them is put together by one maximum and one sum.
+"""An output layer whose vocabulary is spread over processes: each process has the scores of its own
+tokens, and one maximum and one sum merge the results over all tokens.
 
 Given the running maximum a, s = sum e^(z - a) and t = sum e^(z - a) (z - a) of each process
 (linear_logprobs.py), the maximum A over processes makes them terms of one sum: s e^(a - A) and
@@ -19,7 +19,7 @@ from agentevo.training.collectives import Ranks, columns_gathered, copy_to_group
 from agentevo.training.kernels.token_penalties import PenaltyTable
 
 STEP = 32
-"""A slice begins at a multiple of this: token masks have a word for so many tokens."""
+"""A slice begins at a multiple of this: a word of a token mask covers this many tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,33 +47,34 @@ class VocabularySlice:
         return self.first + self.sizes[self.ranks.rank]
 
     def masks(self, masks: torch.Tensor | None) -> torch.Tensor | None:
-        """Token masks of these tokens alone."""
+        """Token masks of only these tokens."""
         return None if masks is None else masks[:, self.first // 32 :]
 
     def penalties(self, table: PenaltyTable | None) -> PenaltyTable | None:
-        """Penalties of these tokens alone."""
+        """Penalties of only these tokens."""
         if table is None:
             return None
-        whole = slice(0, int(table.rows[-1]) + 1 if len(table.rows) else 0)
-        return table.within(whole, slice(self.first, self.end))
+        all_rows = slice(0, int(table.rows[-1]) + 1 if len(table.rows) else 0)
+        return table.within(all_rows, slice(self.first, self.end))
 
     def combine(
         self,
         top: torch.Tensor,
         sums: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         picked: torch.Tensor,
-        mine: torch.Tensor,
+        local_targets: torch.Tensor,
         count: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of all tokens: maximum, sum, moment and sum of squares [R], and the scores [count] of the
-        targets, of which `mine` [m] are this process's, with the scores `picked` [m]."""
+        """The maximum, sum, moment and sum of squares [R] over all tokens, and the scores [count]
+        of the targets. `local_targets` [m] are this process's targets, with the scores `picked`
+        [m]."""
         highest = top.clone()
         distributed.all_reduce(highest, distributed.ReduceOp.MAX, group=self.ranks.group)
 
         total, moment, squares = sums
         fall = top - highest
         fade = fall.exp()
-        chosen = picked.new_zeros(count).index_copy_(0, mine, picked)
+        chosen = picked.new_zeros(count).index_copy_(0, local_targets, picked)
         terms = torch.cat(
             [total * fade, (moment + total * fall) * fade, squares * fade.square(), chosen]
         )
@@ -87,8 +88,8 @@ class VocabularySlice:
 
 
 class VocabularyLinear(nn.Linear):
-    """An output layer over a slice of the vocabulary. By itself it gives the logits of the whole;
-    losses that know it (output_layer.py) never make them."""
+    """An output layer over a slice of the vocabulary. Called on its own it gives the logits of the
+    whole vocabulary; losses that know it (output_layer.py) never make them."""
 
     slice: VocabularySlice
 

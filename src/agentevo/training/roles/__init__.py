@@ -1,1 +1,1 @@
-"""The models beside the policy: reference, critic, process reward, reward model."""
+"""The models other than the policy: reference, critic, process reward, reward model."""

@@ -1,8 +1,8 @@
 """The critic estimates the return that is expected when each token is about to be chosen.
 
 Its own model (a copy of the policy with a head of one output) or a head on the policy's last hidden
-states. The head starts at 0, so a critic that has learnt nothing expects nothing. Beside a policy
-with adapters, an own model is another set of adapters on the same base.
+states. The head starts at 0, so a critic that has learnt nothing expects nothing. With a policy
+that has adapters, its own model is another set of adapters on the same base.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class Critic:
         )
 
     def _behead(self, twin: PreTrainedModel) -> None:
-        """Gives a copy of the policy the head in place of its output layer."""
+        """Replaces the output layer of a copy of the policy by the head."""
         inner = causal_model(twin)
         inner.set_output_embeddings(self.head)
         inner.config.get_text_config().final_logit_softcapping = None  # values have no bound
 
     def values(self, batch: PackedBatch) -> torch.Tensor:
-        """[M] float32: the values by a pass of the critic's own; differentiable."""
+        """[M] float32: the values by the critic's own pass; differentiable."""
         if not self.shared:
             return all_logits(self.model, batch).squeeze(-1)[batch.rows].float()
         return self.values_of(last_hidden(self.model, batch), batch)
@@ -105,8 +105,8 @@ class Critic:
     def update(
         self, batches: Sequence[PackedBatch], nulls: Sequence[PackedBatch] = ()
     ) -> dict[str, float]:
-        """One optimizer step over a minibatch, the policy untouched: all of an own model, the head
-        alone of a shared trunk. `nulls`: see `null_batches`."""
+        """One optimizer step over a minibatch, which leaves the policy unchanged: it trains all of
+        a separate model, but only the head on a shared trunk. `nulls`: see `null_batches`."""
         num_tokens = sum(gather(sum(int(batch.mask.sum()) for batch in batches)))
         lr = self.optimization.begin()
 

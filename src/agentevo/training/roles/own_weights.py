@@ -1,5 +1,5 @@
-"""Weights of the models beside the policy, as a checkpoint has them: this process's part of each,
-where they lie in parts, to be read by any number of processes."""
+"""Weights of the models other than the policy, as a checkpoint has them: this process's part of
+each, where several processes hold them in parts. Any number of processes can read them."""
 
 from __future__ import annotations
 

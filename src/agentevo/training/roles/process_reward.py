@@ -1,9 +1,9 @@
 """PRIME's process reward, learnt online from outcomes alone (Cui et al., arXiv 2502.01456).
 
-A second model phi starts as the policy; beside a policy with adapters it is another set of adapters
-on the same base. Its reward for a token is r(y_t) = beta (log phi(y_t) - log ref(y_t)) (eq. 3);
-summed over an attempt it is the logit of success, and phi learns by the cross-entropy of that with
-what really came of the attempt (eq. 5).
+A second model phi starts as the policy; with a policy that has adapters it is another set of
+adapters on the same base. Its reward for a token is r(y_t) = beta (log phi(y_t) - log ref(y_t))
+(eq. 3); summed over an attempt it is the logit of success, and phi learns by its cross-entropy with
+the attempt's real outcome (eq. 5).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The reference policy, to which the policy is kept near."""
+"""The reference policy, which the policy is kept close to."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from agentevo.training.sharding.layouts import layouts_of, whole_shape
 
 class Reference:
     """A copy of the policy that stays as it is or follows the policy, or the base model under the
-    policy's adapters; see `AlgorithmSection.reference`. Of a policy with PEFT adapters only these
-    are copied; the base is shared."""
+    policy's adapters; see `AlgorithmSection.reference`. For a policy with PEFT adapters only the
+    adapters are copied; the base is shared."""
 
     def __init__(self, policy: PreTrainedModel, section: AlgorithmSection) -> None:
         """Raises TrainingError for reference=base and a policy without adapters."""
@@ -51,21 +51,22 @@ class Reference:
                 "remove it, or choose algorithm.reference=base"
             )
 
-        theirs = dict(load_base(folder, {}).model.named_parameters())
+        base_parameters = dict(load_base(folder, {}).model.named_parameters())
         layouts = layouts_of(self.model)
-        other = [
+        missing = [
             name
-            for name, ours in self.weights.items()
-            if name not in theirs or theirs[name].shape != whole_shape(ours, layouts.get(ours))
+            for name, parameter in self.weights.items()
+            if name not in base_parameters
+            or base_parameters[name].shape != whole_shape(parameter, layouts.get(parameter))
         ]
-        if other:
+        if missing:
             raise ModelError(
-                f"algorithm.reference_model: {folder} has no {other[0]} of the policy's shape: "
+                f"algorithm.reference_model: {folder} has no {missing[0]} of the policy's shape: "
                 "give a model of the policy's own architecture"
             )
 
-        begun = {name: theirs[name].detach() for name in self.weights}
-        load_weights(self.weights, begun, layouts)
+        initial_weights = {name: base_parameters[name].detach() for name in self.weights}
+        load_weights(self.weights, initial_weights, layouts)
         note_change(self.model)
 
     @torch.no_grad()
@@ -86,9 +87,9 @@ class Reference:
             share = float(step % self.section.reference_every == 0)
 
         if share:
-            theirs = trained_parameters(policy)
-            for name, ours in self.weights.items():
-                ours.lerp_(theirs[name], share)
+            policy_parameters = trained_parameters(policy)
+            for name, parameter in self.weights.items():
+                parameter.lerp_(policy_parameters[name], share)
             note_change(self.model)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Context parallelism: every process has a stretch of a pass's nodes, and around attention they
 exchange heads for nodes (DeepSpeed-Ulysses, arXiv 2309.14509).
 
-Nodes are cut into equal stretches, the last one padded. All that a layer does to one token is done
-for the stretch alone. Before attention an all-to-all turns [stretch, all heads] into [all nodes,
-some heads], the unchanged plan of the pass computes, and another turns its output back. Behind the
-decoder the stretches are put together, so whoever reads hidden states sees all nodes.
+Nodes are cut into equal stretches, the last one padded. Everything that a layer does to one token
+is done for the stretch alone. Before attention an all-to-all turns [stretch, all heads] into [all
+nodes, some heads], the unchanged plan of the pass computes, and another turns its output back.
+After the decoder the stretches are put together, so a reader of hidden states sees all nodes.
 
 The losses of a context group are parts of one sum: each process counts its loss `1 / size` times,
 gradients are summed over the group, and every exchange here has its true adjoint.
@@ -40,8 +40,8 @@ def context_parallel(model: PreTrainedModel, ranks: Ranks) -> None:
 
 
 def check_context(model: PreTrainedModel, size: int, tensor: int = 1) -> None:
-    """Raises TrainingError where so many processes can't have stretches of the model's passes, or
-    `tensor` others not the heads of each."""
+    """Raises TrainingError where so many processes can't divide the model's passes, or where
+    `tensor` further processes can't divide the heads of each."""
     config: Any = model.config.get_text_config()
     heads = config.num_attention_heads
     if heads % (size * tensor):
@@ -68,7 +68,7 @@ class HeadExchange:
         self.num_nodes = num_nodes
         self.ranks = ranks
         self.routing: Any = getattr(plan, "routing", None)
-        """Of the process's stretch (models/routers.py)."""
+        """The routing of the process's stretch (models/routers.py)."""
 
         if self.routing is not None:
             length = -(-num_nodes // ranks.size)
@@ -120,34 +120,34 @@ class _ContextStretch:
             )
 
         num_nodes = kwargs["position_ids"].shape[1]
-        given = dict(kwargs)
+        local_kwargs = dict(kwargs)
         for name in ("input_ids", "position_ids", "inputs_embeds"):
-            if given.get(name) is not None:
-                given[name] = self._own(given[name])
+            if local_kwargs.get(name) is not None:
+                local_kwargs[name] = self._own(local_kwargs[name])
 
         if args:  # token classifiers give their ids by position
             args = (self._own(args[0]), *args[1:])
 
-        return args, {**given, "plan": HeadExchange(plan, num_nodes, self.ranks)}
+        return args, {**local_kwargs, "plan": HeadExchange(plan, num_nodes, self.ranks)}
 
     def _own(self, x: torch.Tensor) -> torch.Tensor:
         """This process's stretch of [1, N, ...], padded with zeros to that of the others."""
         length = -(-x.shape[1] // self.ranks.size)
         first = self.ranks.rank * length
-        own = x[:, first : first + length]
+        stretch = x[:, first : first + length]
         after = (0, 0) * (x.dim() - 2)
-        return F.pad(own, (*after, 0, length - own.shape[1]))
+        return F.pad(stretch, (*after, 0, length - stretch.shape[1]))
 
     def after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> Any:
-        whole = stretches_gathered(out.last_hidden_state[0], self.ranks)
-        out.last_hidden_state = whole[: kwargs["plan"].num_nodes].unsqueeze(0)
+        gathered = stretches_gathered(out.last_hidden_state[0], self.ranks)
+        out.last_hidden_state = gathered[: kwargs["plan"].num_nodes].unsqueeze(0)
         return out
 
 
 def _repeats(keys: int, heads: int, size: int) -> int:
-    """How often each key head is repeated: the fewest times that let all processes have as many,
-    which divides how many queries share one."""
+    """The number of repetitions of each key head: the least that gives all processes equally many;
+    it divides the number of queries that share one."""
     shared = heads // keys
     return next(t for t in range(1, shared + 1) if shared % t == 0 and keys * t % size == 0)

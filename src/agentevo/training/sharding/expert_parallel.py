@@ -1,11 +1,11 @@
 """Experts of a mixture spread over processes: each has a slice of every layer's stacked experts.
 
-Within a tensor group all processes have the same tokens: each computes what its experts add to
-them, and the outputs are summed (`spread_over_tensor`). In a group of data-parallel ranks every
-process has tokens of its own: they travel to the experts that the router chose and back, as many as
-there are, by two uneven all-to-all exchanges (`expert_parallel`). With both, a tensor group divides
-the experts of its place in the expert group once more, and each sends the tokens of its own.
-Routers are whole everywhere, so that routing is that of one process.
+Within a tensor group all processes have the same tokens: each computes the contribution of its
+experts, and the outputs are summed (`spread_over_tensor`). In a group of data-parallel ranks every
+process has its own tokens: all of them travel to the experts that the router chose and back, by two
+uneven all-to-all exchanges (`expert_parallel`). With both, a tensor group divides the experts of
+its place in the expert group once more, and each process sends the tokens of its own experts. Every
+process has the whole routers, so routing equals that of one process.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _JOINT: WeakSet[nn.Module] = WeakSet()
 
 
 def any_joint() -> bool:
-    """Whether tokens of a model here travel between data-parallel ranks, so that passes need all
-    of them."""
+    """Whether tokens of a model on this process travel between data-parallel ranks, so that passes
+    need all of them."""
     return len(_JOINT) > 0
 
 
@@ -63,8 +63,8 @@ def expert_parallel(
 
 
 def check_experts(model: PreTrainedModel, size: int, tensor: int = 1) -> dict[str, nn.Module]:
-    """The model's stacks by name. Raises TrainingError where there are none, or so many processes,
-    each with `tensor` that divide their part again, can't share them."""
+    """The model's stacks by name. Raises TrainingError where there are none, or where so many
+    processes can't share them, each with `tensor` processes that divide its part again."""
     if hasattr(model, "peft_config"):
         raise TrainingError(
             "trainer.parallel.expert is not possible with adapters (model.lora): set it to 1, and "
@@ -90,8 +90,8 @@ class Within:
 
     tensor: Ranks
     both: Ranks
-    """The processes of expert and tensor groups, the latter's side by side: all of a layer's
-    experts lie on them, in this order."""
+    """The processes of expert and tensor groups, the latter's side by side: they hold all of a
+    layer's experts, in this order."""
 
 
 def spread_over_tensor(stack: nn.Module, ranks: Ranks) -> None:
@@ -131,7 +131,7 @@ def _cut(stack: Any, ranks: Ranks, sharing: tuple[Ranks, ...] | None) -> int:
 def _own_experts(
     ranks: Ranks, first: int, stack: Any, args: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, ...]:
-    """Arguments of the experts: those of others become the number that stands for none."""
+    """Arguments of the experts: experts of other processes become the number that means none."""
     hidden, chosen, weights = args
     beyond = (chosen < first) | (chosen >= first + stack.num_experts)
     return (
@@ -142,7 +142,7 @@ def _own_experts(
 
 
 class _Dispatch:
-    """Stands in for the `forward` of one layer's experts."""
+    """Replaces the `forward` of one layer's experts."""
 
     def __init__(self, stack: nn.Module, ranks: Ranks, first: int, tensor: Ranks | None) -> None:
         """`first`: the number of this process's first expert."""
@@ -168,24 +168,24 @@ class _Dispatch:
         # those that a tensor group shares, this process's.
         experts, order = torch.sort(chosen.flatten(), stable=True)
         if self.tensor is not None:
-            own = experts // stack.num_experts % self.tensor.size == self.tensor.rank
-            experts = experts[own]
-            order = order[own]
+            is_local = experts // stack.num_experts % self.tensor.size == self.tensor.rank
+            experts = experts[is_local]
+            order = order[is_local]
 
-        given_counts = torch.bincount(experts // of_place, minlength=self.ranks.size)
-        taken_counts = torch.empty_like(given_counts)
-        distributed.all_to_all_single(taken_counts, given_counts, group=self.ranks.group)
-        given = given_counts.tolist()
-        taken = taken_counts.tolist()
+        send_counts = torch.bincount(experts // of_place, minlength=self.ranks.size)
+        receive_counts = torch.empty_like(send_counts)
+        distributed.all_to_all_single(receive_counts, send_counts, group=self.ranks.group)
+        send_sizes = send_counts.tolist()
+        receive_sizes = receive_counts.tolist()
 
-        # Step 2: their hidden states and experts travel there, each pair is computed by itself.
-        sent = exchange_rows(hidden[order // num_chosen], given, taken, self.ranks)
-        theirs = exchange_rows(experts, given, taken, self.ranks) - self.first
+        # Step 2: their hidden states and experts travel there; each pair is computed separately.
+        sent = exchange_rows(hidden[order // num_chosen], send_sizes, receive_sizes, self.ranks)
+        local_experts = exchange_rows(experts, send_sizes, receive_sizes, self.ranks) - self.first
         ones = torch.ones(len(sent), 1, dtype=weights.dtype, device=weights.device)
-        out = type(stack).forward(stack, sent, theirs.unsqueeze(1), ones)
+        out = type(stack).forward(stack, sent, local_experts.unsqueeze(1), ones)
 
         # Step 3: back in their order, weighted, and added up for each token.
-        back = exchange_rows(out, taken, given, self.ranks)
+        back = exchange_rows(out, receive_sizes, send_sizes, self.ranks)
         all_pairs = back.new_zeros(chosen.numel(), back.shape[1]).index_copy(0, order, back)
         out = (all_pairs.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
         return out if self.tensor is None else add_over_group(out, self.tensor)

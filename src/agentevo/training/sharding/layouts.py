@@ -1,8 +1,8 @@
-"""Which parameters are slices of larger ones, and what follows for gradients, their norm and what
-is saved.
+"""Parameters that are slices of larger ones, and the consequences for gradients, their norm and
+checkpoints.
 
-A parameter is whole on every process unless the module that owns it says otherwise: then it is this
-process's slice along one dimension, or it is whole but every process finds only a part of its
+A parameter is whole on every process unless the module that owns it declares a layout: then it is
+this process's slice along one dimension, or it is whole but every process finds only a part of its
 gradient. Such a slice is an ordinary tensor, so FSDP shards it like any other, and one optimizer
 steps all of them.
 """
@@ -22,27 +22,27 @@ from agentevo.models.parts import Cut, Saved, WeightPart, own_part
 from agentevo.training.collectives import Ranks, owned_given, slices_gathered
 
 _KEY = "_agentevo_layouts"
-"""Attribute of a module: name of its parameter -> layout. It stays with copies of the module and
-with what FSDP makes of it."""
+"""Attribute of a module: name of its parameter -> layout. Copies of the module keep it, and so does
+the module that FSDP makes from it."""
 
 
 @dataclass(frozen=True, eq=False)
 class ShardLayout:
-    """How a parameter lies on the processes of one group."""
+    """How the processes of one group divide a parameter."""
 
     ranks: Ranks
     dim: int | None
     """The dimension that is sliced; None for a parameter that every process has whole, and whose
-    gradient is the sum of theirs."""
+    gradient is the sum over the processes."""
     sizes: tuple[int, ...] = ()
     """Length of each process's slice."""
     sharing: tuple[Ranks, ...] | None = None
-    """The processes over which its gradient is summed; None for all data-parallel ranks. A slice
-    of experts that tokens of other ranks have come to has their share already."""
+    """The processes over which its gradient is summed; None for all data-parallel ranks. A slice of
+    experts that processes tokens of other ranks already includes their share."""
 
     @property
     def cut(self) -> Cut | None:
-        """Where this process's slice lies in the whole tensor; None for a whole one."""
+        """The place of this process's slice in the whole tensor; None for a whole one."""
         if self.dim is None:
             return None
         return Cut(self.dim, sum(self.sizes[: self.ranks.rank]), sum(self.sizes))
@@ -69,7 +69,7 @@ class ShardLayout:
 
 
 def lay_out(module: nn.Module, name: str, layout: ShardLayout) -> None:
-    """Cuts this process's slice out of a module's parameter, and keeps how it lies."""
+    """Cuts this process's slice out of a module's parameter, and records its layout."""
     parameter = module._parameters[name]
     assert parameter is not None
     if layout.dim is not None:
@@ -88,7 +88,7 @@ def layouts_by_name(model: nn.Module) -> dict[str, ShardLayout]:
 
 
 def layouts_of(model: nn.Module) -> dict[nn.Parameter, ShardLayout]:
-    """The same by the parameters themselves; asked for after FSDP has made its own of them."""
+    """The same by the parameters themselves; called after FSDP has replaced them by its own."""
     return {
         module._parameters[name]: layout  # type: ignore[misc]
         for module in model.modules()
@@ -97,12 +97,12 @@ def layouts_of(model: nn.Module) -> dict[nn.Parameter, ShardLayout]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor that FSDP may have sharded."""
+    """This process's part of a tensor that FSDP may have sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def add_parts(layouts: Mapping[nn.Parameter, ShardLayout]) -> None:
-    """Sums the gradients of which every process of a tensor group has found a part."""
+    """Sums the gradients that each process of a tensor group has computed a part of."""
     for parameter, layout in layouts.items():
         if layout.dim is None and parameter.grad is not None:
             distributed.all_reduce(local(parameter.grad), group=layout.ranks.group)
@@ -111,8 +111,8 @@ def add_parts(layouts: Mapping[nn.Parameter, ShardLayout]) -> None:
 def gradient_norm(
     parameters: Iterable[nn.Parameter], layouts: Mapping[nn.Parameter, ShardLayout]
 ) -> torch.Tensor:
-    """The L2 norm of the gradient of the whole model, the same on every process, which all call
-    this: each number is counted once, wherever it lies."""
+    """The L2 norm of the gradient of the whole model, the same on every process; all of them call
+    this. Each number is counted once, wherever it is."""
     sums: dict[tuple[Any, ...], torch.Tensor] = defaultdict(lambda: torch.zeros(()))
     for parameter in parameters:
         grad = parameter.grad
@@ -146,7 +146,7 @@ def _sharding_groups(grad: torch.Tensor) -> tuple[Any, ...]:
 
 @torch.no_grad()
 def clip(parameters: Iterable[nn.Parameter], norm: torch.Tensor, largest: float) -> None:
-    """Scales the gradients down to a norm of `largest` where theirs is greater."""
+    """Scales the gradients down to a norm of `largest` where their norm is greater."""
     factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
@@ -156,9 +156,9 @@ def clip(parameters: Iterable[nn.Parameter], norm: torch.Tensor, largest: float)
 def whole_of(
     part: torch.Tensor, parameter: torch.Tensor, layout: ShardLayout | None
 ) -> torch.Tensor:
-    """What this process has of a tensor that lies as the parameter does (its weights, a moment) ->
-    the whole one on every process, detached; called by all of them. `part` may be what FSDP has
-    left here, or stand for that."""
+    """This process's part of a tensor that is divided like the parameter (its weights, a moment) ->
+    the whole tensor on every process, detached; all of them call this. `part` may be what FSDP has
+    left here, or represent that."""
     part = part.detach()
     if isinstance(parameter, DTensor):
         if not isinstance(part, DTensor):
@@ -176,7 +176,7 @@ def whole_of(
 
 
 def whole_shape(parameter: torch.Tensor, layout: ShardLayout | None) -> torch.Size:
-    """The shape of the whole tensor that a parameter lies in."""
+    """The shape of the whole tensor that a parameter is a part of."""
     shape = list(parameter.shape)
     if layout is not None and layout.dim is not None:
         shape[layout.dim] = sum(layout.sizes)
@@ -186,8 +186,8 @@ def whole_shape(parameter: torch.Tensor, layout: ShardLayout | None) -> torch.Si
 def kept(
     tensor: torch.Tensor, parameter: torch.Tensor, layout: ShardLayout | None
 ) -> torch.Tensor | WeightPart:
-    """What a checkpoint keeps of a tensor that lies as the parameter does: this process's part, or
-    all of it where every process has that. `tensor` may be what FSDP has left here."""
+    """What a checkpoint keeps of a tensor that is divided like the parameter: this process's part,
+    or all of it where every process has all. `tensor` may be what FSDP has left here."""
     cut = None if layout is None else layout.cut
     if cut is None and not isinstance(parameter, DTensor):
         return tensor.detach()
@@ -195,28 +195,28 @@ def kept(
 
 
 def part_of(saved: Saved, parameter: torch.Tensor, layout: ShardLayout | None) -> torch.Tensor:
-    """The inverse of `kept`, whoever has kept it: what lies here of a tensor of a checkpoint, as
-    FSDP has it where it has sharded the parameter."""
+    """The inverse of `kept`, which any process may have called: this process's part of a tensor of
+    a checkpoint, in FSDP's form where FSDP has sharded the parameter."""
     return own_part(saved, parameter, None if layout is None else layout.cut)
 
 
 def whole_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors by their parameters' names (weights, moments of the optimizer) -> the whole ones on
-    every process, detached; called by all of them, one tensor after the other."""
+    every process, detached; all of them call it, one tensor after the other."""
     layouts = layouts_by_name(model)
     return {name: whole_of(t, t, layouts.get(name)) for name, t in tensors.items()}
 
 
 @torch.no_grad()
 def gather_trained(model: nn.Module, target: nn.Module | None) -> None:
-    """Writes the trained weights of a model that lies on several processes into a whole one of the
-    same names, tensor by tensor; called by all processes, of which those without a target only give
+    """Writes the trained weights of a model that several processes hold in parts into a whole one
+    of the same names, tensor by tensor. All processes call it; those without a target only give
     their parts."""
     layouts = layouts_by_name(model)
     targets = None if target is None else dict(target.named_parameters())
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        whole = whole_of(parameter, parameter, layouts.get(name))
+        full_tensor = whole_of(parameter, parameter, layouts.get(name))
         if targets is not None:
-            targets[name].copy_(whole)
+            targets[name].copy_(full_tensor)

@@ -5,11 +5,11 @@ through one stage after the other.
     others        their layers
     last stage    its layers, norm, output layer: log-probs and losses are made here
 
-All modules stay on every stage, under their names. What another stage has lets hidden states pass
-and is without weights: they are slices of length 0 (layouts.py), so optimizers number parameters
-alike everywhere, and what is saved and gathered is cut as any other slice is.
+All modules stay on every stage, under their names. A module of another stage passes hidden states
+through and has no weights: they are slices of length 0 (layouts.py), so optimizers number
+parameters alike everywhere, and saved and gathered tensors are cut like any other slice.
 
-How a stage's passes go: kernels/stages.py. An optimization keeps losses back until as many
+For a stage's passes see kernels/stages.py. An optimization keeps losses back until as many
 micro-batches are under way as stages come after this one: one forward and one backward pass in
 turn, 1F1B (PipeDream-Flush, arXiv 2006.09503), so a stage keeps the activations of at most as many
 micro-batches as there are stages. Values that count are those of the last stage
@@ -31,12 +31,12 @@ from agentevo.training.kernels.stages import Stage, be_stage, receive_hidden
 from agentevo.training.sharding.layouts import ShardLayout, lay_out
 
 PLAN = {"embed_tokens", "layers", "norm"}
-"""What transformers' `base_model_pp_plan` has for decoders whose layers take nothing from one
-another but hidden states."""
+"""The content of transformers' `base_model_pp_plan` for decoders whose layers exchange only hidden
+states."""
 
 
 class Passing:
-    """Stands in for the `forward` of a layer of another stage."""
+    """Replaces the `forward` of a layer of another stage."""
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden_states
@@ -53,7 +53,7 @@ class Receiving(Passing):
 
 
 class NoEmbeddings:
-    """The same for the first stage's embeddings, on another one: zeros, which take no memory."""
+    """The same for the first stage's embeddings, on another stage: zeros, which take no memory."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         self.width = width
@@ -77,10 +77,11 @@ def check_pipeline(model: PreTrainedModel, size: int) -> None:
 
     decoder: Any = model.base_model
     plan = getattr(decoder.config.get_text_config(), "base_model_pp_plan", None) or {}
-    others = [name for name in _outside(model) if name.partition(".")[0] not in PLAN]
-    others += [name for name, p in model.named_parameters() if not p.dim()]  # no slice of length 0
-    if set(plan) != PLAN or others or model.get_output_embeddings() is None:
-        what = f" ({others[0]} is something else)" if others else ""
+    unsupported = [name for name in _outside(model) if name.partition(".")[0] not in PLAN]
+    # A scalar has no slice of length 0.
+    unsupported += [name for name, p in model.named_parameters() if not p.dim()]
+    if set(plan) != PLAN or unsupported or model.get_output_embeddings() is None:
+        what = f" ({unsupported[0]} is something else)" if unsupported else ""
         raise _refusal(
             f"{type(model).__name__} is not known to be embeddings, layers that take hidden states "
             f"alone, a norm and an output layer{what}",
@@ -95,13 +96,13 @@ def check_pipeline(model: PreTrainedModel, size: int) -> None:
 
 
 def _outside(model: PreTrainedModel) -> Iterator[str]:
-    """Names of the decoder's parameters, and of those of the model that are neither its nor the
-    output layer's."""
+    """Names of the decoder's parameters, and of the model's parameters that belong neither to the
+    decoder nor to the output layer."""
     decoder: Any = model.base_model
     output = model.get_output_embeddings()
-    known = {id(p) for part in (decoder, output) if part is not None for p in part.parameters()}
+    known_ids = {id(p) for part in (decoder, output) if part is not None for p in part.parameters()}
     yield from (name for name, _ in decoder.named_parameters())
-    yield from (name for name, p in model.named_parameters() if id(p) not in known)
+    yield from (name for name, p in model.named_parameters() if id(p) not in known_ids)
 
 
 def _refusal(why: str, remedy: str) -> TrainingError:
@@ -109,8 +110,8 @@ def _refusal(why: str, remedy: str) -> TrainingError:
 
 
 def pipeline_parallel(model: PreTrainedModel, stage: Stage) -> None:
-    """Leaves of the model, in place, what this process's stage has; names stay. All processes of
-    the pipeline call it with the same weights. Raises TrainingError, see `check_pipeline`."""
+    """Reduces the model, in place, to this process's stage; names stay. All processes of the
+    pipeline call it with the same weights. Raises TrainingError, see `check_pipeline`."""
     ranks = stage.ranks
     check_pipeline(model, ranks.size)
     decoder: Any = model.base_model
@@ -142,7 +143,7 @@ def pipeline_parallel(model: PreTrainedModel, stage: Stage) -> None:
 
 
 def _give(part: nn.Module, owner: int, ranks: Ranks) -> None:
-    """Leaves the parameters to the owner: a slice of length 0 to every other stage."""
+    """Leaves the parameters to the owner: every other stage keeps a slice of length 0."""
     for module in part.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:

@@ -1,4 +1,4 @@
-"""What a process has of a model that lies in parts, for those that write the model."""
+"""A process's part of a model that is divided among several, for the code that writes the model."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ def weight_parts(model: PreTrainedModel, only_trained: bool = False) -> dict[str
     skeleton = skeleton_of(model)
     layouts = layouts_by_name(model)
     dtypes = {name: parameter.dtype for name, parameter in skeleton.named_parameters()}
-    found = {}
+    parts = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad or not only_trained:
             layout = layouts.get(name)
             part = WeightPart.of(parameter, cut=None if layout is None else layout.cut)
-            found[name] = part.to(dtypes.get(name, parameter.dtype))
+            parts[name] = part.to(dtypes.get(name, parameter.dtype))
 
     if not only_trained:
-        found |= {name: WeightPart.of(buffer) for name, buffer in _saved_buffers(model).items()}
+        parts |= {name: WeightPart.of(buffer) for name, buffer in _saved_buffers(model).items()}
 
-    return found
+    return parts
 
 
 def saved_parts(model: PreTrainedModel) -> dict[str, WeightPart]:
-    """Those that a checkpoint has: of a model with adapters these alone."""
+    """The weights that a checkpoint has: for a model with adapters only the adapters."""
     return weight_parts(model, only_trained=is_adapted(model))
 
 

@@ -2,11 +2,11 @@
 every token (arXiv 1909.08053), the vocabulary of both embeddings included.
 
 Which matrices are cut by their outputs and which by their inputs is the architecture's own
-`base_model_tp_plan` in transformers. What the plan does not name (norms, routers) every process
-computes alike. Experts that lie stacked in one parameter are cut between experts.
+`base_model_tp_plan` in transformers. Every process computes alike the modules that the plan does
+not name (norms, routers). Experts that are stacked in one parameter are cut between experts.
 
-A model is refused, before anything is changed, where that would not be exact: adapters, a plan with
-steps that are not known here, heads or widths that the number of processes doesn't divide.
+A model is rejected, before anything is changed, where that would not be exact: adapters, a plan
+with steps that are not known here, heads or widths that the number of processes doesn't divide.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KEYS = ("k_proj", "v_proj")
 
 def tensor_parallel(model: PreTrainedModel, ranks: Ranks, *, experts: bool = True) -> None:
     """Cuts the model, in place, into this process's part; all processes of the group call it with
-    the same weights. `experts=False` leaves stacked experts whole, for `expert_parallel`. Raises
+    the same weights. `experts=False` keeps stacked experts whole, for `expert_parallel`. Raises
     TrainingError, with the model as it was, for one that can't be cut."""
     parts = check_tensor(model, ranks)
     for name, style in parts.items():
@@ -78,7 +78,7 @@ class RowLinear(nn.Linear):
 
 
 class KeyLinear(nn.Linear):
-    """A layer of key or value heads that are fewer than processes: each computes the one head that
+    """A layer with fewer key or value heads than processes: each process computes the one head that
     its queries need, from weights that all have."""
 
     outputs: slice
@@ -89,8 +89,8 @@ class KeyLinear(nn.Linear):
 
 
 class _CopiedInput:
-    """Before a block whose first layers have slices of their outputs: the gradient of what goes in
-    is the sum over processes."""
+    """Before a block whose first layers have slices of their outputs: the gradient of the input is
+    the sum over processes."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -106,19 +106,21 @@ class _CopiedInput:
 class _OwnTokens:
     """Before and after an embedding that has a slice of the vocabulary."""
 
-    def __init__(self, own: VocabularySlice) -> None:
-        self.own = own
+    def __init__(self, vocabulary_slice: VocabularySlice) -> None:
+        self.vocabulary_slice = vocabulary_slice
 
     def _outside(self, ids: torch.Tensor) -> torch.Tensor:
-        return (ids < self.own.first) | (ids >= self.own.end)
+        return (ids < self.vocabulary_slice.first) | (ids >= self.vocabulary_slice.end)
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         ids: torch.Tensor = args[0]
         self._beyond = self._outside(ids)
-        return ((ids - self.own.first).masked_fill(self._beyond, 0), *args[1:])
+        return ((ids - self.vocabulary_slice.first).masked_fill(self._beyond, 0), *args[1:])
 
     def after(self, module: nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
-        return add_over_group(out.masked_fill(self._beyond.unsqueeze(-1), 0), self.own.ranks)
+        return add_over_group(
+            out.masked_fill(self._beyond.unsqueeze(-1), 0), self.vocabulary_slice.ranks
+        )
 
 
 def _parts(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
@@ -139,15 +141,15 @@ def _check(model: PreTrainedModel, parts: dict[str, str], ranks: Ranks) -> None:
 
     for name, style in parts.items():
         module = model.get_submodule(name)
-        known = style == HEAD_NORM or (
+        is_supported = style == HEAD_NORM or (
             style in (COLUMN, ROW) and type(module).__name__.endswith("Linear")
         )
-        if not known or (style == HEAD_NORM and not hasattr(module, "weight")):
+        if not is_supported or (style == HEAD_NORM and not hasattr(module, "weight")):
             raise _refusal(f"{kind}, whose {name} is cut by the rule {style!r}", "use shard")
 
         parent = model.get_submodule(name.rpartition(".")[0])
-        for other, _ in parent.named_parameters():
-            owner = f"{name.rpartition('.')[0]}.{other.rpartition('.')[0]}"
+        for parameter_name, _ in parent.named_parameters():
+            owner = f"{name.rpartition('.')[0]}.{parameter_name.rpartition('.')[0]}"
             if owner not in parts:
                 raise _refusal(f"{kind}, whose {owner} is in no plan", "use shard")
 
@@ -214,32 +216,32 @@ def _share_keys(model: PreTrainedModel, name: str, ranks: Ranks) -> None:
 
 
 def _as(kind: type[nn.Linear], layer: nn.Linear) -> Any:
-    """A layer of another class over the very parameters."""
-    other = kind.__new__(kind)
-    nn.Module.__init__(other)
-    vars(other).update({k: v for k, v in vars(layer).items() if k.startswith("_agentevo")})
-    other.in_features = layer.in_features
-    other.out_features = layer.out_features
-    other.weight = layer.weight
-    other.bias = layer.bias
-    other.training = layer.training
-    return other
+    """A layer of another class over the same parameters."""
+    new_layer = kind.__new__(kind)
+    nn.Module.__init__(new_layer)
+    vars(new_layer).update({k: v for k, v in vars(layer).items() if k.startswith("_agentevo")})
+    new_layer.in_features = layer.in_features
+    new_layer.out_features = layer.out_features
+    new_layer.weight = layer.weight
+    new_layer.bias = layer.bias
+    new_layer.training = layer.training
+    return new_layer
 
 
 def _cut_vocabulary(model: PreTrainedModel, ranks: Ranks) -> None:
     embedding: Any = model.get_input_embeddings()
     output: Any = model.get_output_embeddings()
-    own = VocabularySlice.of(ranks, len(embedding.weight))
+    vocabulary_slice = VocabularySlice.of(ranks, len(embedding.weight))
     tied = output is not None and output.weight is embedding.weight
-    cut = ShardLayout(ranks, 0, own.sizes)
+    cut = ShardLayout(ranks, 0, vocabulary_slice.sizes)
     lay_out(embedding, "weight", cut)
 
-    embedding.num_embeddings = own.sizes[ranks.rank]
+    embedding.num_embeddings = vocabulary_slice.sizes[ranks.rank]
     if embedding.padding_idx is not None:
-        inside = own.first <= embedding.padding_idx < own.end
-        embedding.padding_idx = embedding.padding_idx - own.first if inside else None
+        inside = vocabulary_slice.first <= embedding.padding_idx < vocabulary_slice.end
+        embedding.padding_idx = embedding.padding_idx - vocabulary_slice.first if inside else None
 
-    hook = _OwnTokens(own)
+    hook = _OwnTokens(vocabulary_slice)
     embedding.register_forward_pre_hook(hook.before)
     embedding.register_forward_hook(hook.after)
 
@@ -255,4 +257,4 @@ def _cut_vocabulary(model: PreTrainedModel, ranks: Ranks) -> None:
     if output.bias is not None:
         lay_out(output, "bias", cut)
 
-    model.set_output_embeddings(VocabularyLinear.sharing(output, own))
+    model.set_output_embeddings(VocabularyLinear.sharing(output, vocabulary_slice))
