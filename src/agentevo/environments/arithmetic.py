@@ -102,17 +102,17 @@ def bare(expression: str) -> str:
 def solve(numbers: list[int], target: int, operations: str = "+-*/") -> str | None:
     """An expression that uses every number once and equals `target`; None if there is none.
     Depth-first, visiting equal terms once."""
-    seen: set[tuple[Fraction, ...]] = set()
+    visited: set[tuple[Fraction, ...]] = set()
 
     def search(terms: list[Term]) -> str | None:
         if len(terms) == 1:
             return terms[0][1] if terms[0][0] == target else None
 
         key = tuple(sorted(value for value, _ in terms))
-        if key in seen:
+        if key in visited:
             return None
 
-        seen.add(key)
+        visited.add(key)
         return next(
             (solution for following in joins(terms, operations) if (solution := search(following))),
             None,

@@ -95,5 +95,7 @@ INVALID = ActionResult(valid=False, effective=False)
 
 def choose(action: str, names: tuple[str, ...] | list[str]) -> int | None:
     """Index of the name that `action` is, ignoring case; None if it is none of them."""
-    wanted = action.casefold()
-    return next((index for index, name in enumerate(names) if name.casefold() == wanted), None)
+    folded_action = action.casefold()
+    return next(
+        (index for index, name in enumerate(names) if name.casefold() == folded_action), None
+    )

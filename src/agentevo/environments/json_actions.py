@@ -153,10 +153,10 @@ def _read_numbers(value: Any, space: spaces.Space[Any], place: str) -> np.ndarra
     items = _leaves(value)
     for number, (item, index) in enumerate(zip(items, np.ndindex(low.shape), strict=True), 1):
         where = place if low.size == 1 else f"number {number} of {place}"
-        kept = _convert_number(item, low.dtype)
-        if kept is None or not float(low[index]) <= kept <= float(high[index]):
+        converted = _convert_number(item, low.dtype)
+        if converted is None or not float(low[index]) <= converted <= float(high[index]):
             raise ActionError(f"{where} is {_show_value(item)}: give {describe_space(space)}")
-        numbers[index] = kept
+        numbers[index] = converted
 
     return numbers
 

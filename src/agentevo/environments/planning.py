@@ -87,10 +87,10 @@ def random_play_success(make: Callable[[], TextEnvironment], seed: int, num_play
     wins = 0
     for _ in range(num_plays):
         environment.reset(seed=seed)
-        ended = False
-        while not ended:
+        is_over = False
+        while not is_over:
             _, _, terminated, truncated, info = environment.step(environment.random_action(rng))
-            ended = terminated or truncated
+            is_over = terminated or truncated
         wins += bool(info["success"])
 
     return wins / num_plays

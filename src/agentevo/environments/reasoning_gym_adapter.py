@@ -55,13 +55,13 @@ class ReasoningGymEnvironment(EpisodicEnvironment):
         super().__init__(config)
         self._package = _package("reasoning_gym")
 
-        known = sorted(_package("reasoning_gym.factory").DATASETS)
-        if config.dataset not in known:
-            guess = nearest(config.dataset, known)
+        datasets = sorted(_package("reasoning_gym.factory").DATASETS)
+        if config.dataset not in datasets:
+            guess = nearest(config.dataset, datasets)
             hint = f"did you mean {guess!r}? " if guess else ""
             raise ConfigError(
                 f"reasoning_gym: no dataset is called {config.dataset!r}: {hint}known: "
-                f"{', '.join(known)}"
+                f"{', '.join(datasets)}"
             )
 
         self._dataset(0)

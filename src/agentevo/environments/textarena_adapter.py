@@ -97,9 +97,9 @@ class TextArenaEnvironment(EpisodicEnvironment):
         super().__init__(config)
         self._package = _package("textarena")
 
-        known = _package("textarena.envs.registration").ENV_REGISTRY
-        if config.game not in known:
-            guess = nearest(config.game, list(known))
+        registry = _package("textarena.envs.registration").ENV_REGISTRY
+        if config.game not in registry:
+            guess = nearest(config.game, list(registry))
             raise ConfigError(
                 f"textarena: no game is called {config.game!r}"
                 + (f": did you mean {guess!r}?" if guess else "")

@@ -190,10 +190,10 @@ def use_adapter(model: PreTrainedModel, name: str) -> None:
 
     Raises ModelError for an unknown name.
     """
-    known = adapter_names(model)
-    if name not in known:
+    names = adapter_names(model)
+    if name not in names:
         raise ModelError(
-            f"the model has no adapter {name!r} (it has: {', '.join(known) or 'none'}): load it "
+            f"the model has no adapter {name!r} (it has: {', '.join(names) or 'none'}): load it "
             "with load_adapter"
         )
 
@@ -243,8 +243,8 @@ def write_adapter(
 
 def _overrides_of(model: PreTrainedModel) -> dict[str, Any]:
     """`model.config_overrides` that the model, or the base of its adapters, was loaded with."""
-    whole: Any = model
-    base = whole.get_base_model() if is_adapted(model) else whole
+    adapted: Any = model
+    base = adapted.get_base_model() if is_adapted(model) else adapted
     return getattr(base, "config_overrides", {})
 
 
@@ -299,10 +299,13 @@ def _check_names(model: Any, section: LoraSection) -> None:
         for name, _ in model.get_base_model().named_modules()
         for part in (name, *name.split("."))
     }
-    wanted = [*(name for name in section.targets if name != "all-linear"), *section.modules_to_save]
+    targets = [
+        *(name for name in section.targets if name != "all-linear"),
+        *section.modules_to_save,
+    ]
     unknown = [
         name
-        for name in wanted
+        for name in targets
         if not any(part == name or part.endswith(f".{name}") for part in parts)
     ]
     if unknown:

@@ -37,12 +37,12 @@ class Aligned:
 
         rows = x.reshape(-1, x.shape[-1])
         num_rows, width = rows.shape
-        more = -width % VECTORS
-        total = _even_rows(num_rows, width + more, torch.get_num_threads())
-        if not more and total == num_rows:
+        padding = -width % VECTORS
+        total = _even_rows(num_rows, width + padding, torch.get_num_threads())
+        if not padding and total == num_rows:
             return function(self.module, x)
 
-        padded = pad(rows, (0, more, 0, total - num_rows))
+        padded = pad(rows, (0, padding, 0, total - num_rows))
         return function(self.module, padded)[:num_rows, :width].reshape(x.shape)
 
 

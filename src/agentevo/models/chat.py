@@ -293,13 +293,13 @@ class ChatFormat:
     def _written_with_end(self, message: Message) -> tuple[str, int]:
         """Likewise, and the token that ends it."""
         prompt = self._template.render([_USER], prompt=True).removesuffix(self.opening)
-        whole = self._template.render([_USER, message], prompt=False)
-        said = whole.removeprefix(prompt)
+        rendered = self._template.render([_USER, message], prompt=False)
+        answer = rendered.removeprefix(prompt)
         ends = [self.end_of_turn_id, *(self.end_ids if self._said_header else ())]
         marks = map(str, self.tokenizer.convert_ids_to_tokens(ends))
-        found = ((*said.rpartition(mark)[:2], end) for mark, end in zip(marks, ends, strict=True))
-        text, ended, end = next((one for one in found if one[1]), ("", "", ends[0]))
-        if not whole.startswith(prompt) or not ended:
+        cuts = ((*answer.rpartition(mark)[:2], end) for mark, end in zip(marks, ends, strict=True))
+        text, found_mark, end = next((cut for cut in cuts if cut[1]), ("", "", ends[0]))
+        if not rendered.startswith(prompt) or not found_mark:
             raise ModelError(
                 "the chat template begins or ends an assistant's message with tool calls or "
                 "reasoning otherwise than its own generation prompt: edit the template"
@@ -320,7 +320,7 @@ class ChatFormat:
         text = text.replace(CUT, "")
         unknown = self.tokenizer.unk_token_id
         if unknown is not None and unknown in ids and self.tokenizer.unk_token not in text:
-            lost = sorted(
+            unknown_chars = sorted(
                 {
                     char
                     for char in set(text)
@@ -329,7 +329,7 @@ class ChatFormat:
             )
             raise ModelError(
                 "the tokenizer has no token for "
-                f"{' '.join(map(repr, lost)) or 'part of the text'} in {text[-200:]!r}: "
+                f"{' '.join(map(repr, unknown_chars)) or 'part of the text'} in {text[-200:]!r}: "
                 "keep to characters it knows, or use model.tiny.tokenizer=byte"
             )
 
@@ -431,9 +431,9 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
 
     followed = after_answer([_USER], prompt=True)[: end + 1]
     is_harmony = find_parser(str(tokenizer.get_chat_template())).name == HARMONY
-    known = harmony_ids(tokenizer, *HARMONY_ENDS) if is_harmony else []
+    harmony_ends = harmony_ids(tokenizer, *HARMONY_ENDS) if is_harmony else []
     if followed != last[: end + 1] and not (
-        followed[:end] == last[:end] and {*followed[end:], last[end]} <= set(known)
+        followed[:end] == last[:end] and {*followed[end:], last[end]} <= set(harmony_ends)
     ):
         raise ModelError(
             _refusal("it ends an assistant's message differently once another message follows")
@@ -467,10 +467,10 @@ def thought_of(text: str, reasoning: str | None, opening: str) -> tuple[str, str
     none."""
     thinking, closed, answer = text.partition("</think>")
     if closed and not reasoning:
-        begun = thinking.removeprefix("<think>")
-        if begun != thinking and opening.endswith("\n"):
-            begun = begun.removeprefix("\n")
-        return begun + closed, answer
+        thought = thinking.removeprefix("<think>")
+        if thought != thinking and opening.endswith("\n"):
+            thought = thought.removeprefix("\n")
+        return thought + closed, answer
 
     rest = answer.lstrip("\n") if closed else text
     return f"{(reasoning or '').strip(chr(10))}\n</think>\n\n", rest

@@ -66,8 +66,9 @@ def seal(
     value: float | None,
     known: Mapping[str, str] = MappingProxyType({}),
 ) -> CheckpointManifest:
-    """Hashes every file below `folder`, brings them to the disk, and writes the manifest. `known`:
-    those that other processes have written, hashed and brought there. Raises OSError."""
+    """Hashes every file below `folder`, brings them to the disk, and writes the manifest.
+    `known_digests`: of files that other processes have written, hashed and brought to the disk.
+    Raises OSError."""
     deadline = time.monotonic() + SEEN_S
     while lacking := [name for name in known if not (folder / name).is_file()]:
         if time.monotonic() > deadline:
@@ -81,11 +82,11 @@ def seal(
         time.sleep(LOOK_S)
 
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    own = sorted(names - known.keys())
+    own_files = sorted(names - known.keys())
     with ThreadPoolExecutor(_READERS) as pool:
-        digests = list(pool.map(_hash_and_sync, (folder / name for name in own)))
+        digests = list(pool.map(_hash_and_sync, (folder / name for name in own_files)))
 
-    files = {**known, **dict(zip(own, digests, strict=True))}
+    files = {**known, **dict(zip(own_files, digests, strict=True))}
     manifest = CheckpointManifest(
         step=step, value=value, files=files, sha256=_sha256(step, value, files)
     )

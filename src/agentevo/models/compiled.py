@@ -64,5 +64,5 @@ def _has_experts(layer: nn.Module) -> bool:
 
 @cache
 def _compile_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    made: Callable[..., Any] = torch.compile(forward, dynamic=True)
-    return made
+    compiled_forward: Callable[..., Any] = torch.compile(forward, dynamic=True)
+    return compiled_forward

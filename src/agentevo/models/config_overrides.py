@@ -102,13 +102,15 @@ def _made(
     rope = None
     for key, value in overrides.items():
         name = kind.attribute_map.get(key, key)
-        own = getattr(saved, name, None)
+        saved_value = getattr(saved, name, None)
         if key in ROPE:
             rope = _rope(saved, value, f"{where}.{key}")
-        elif isinstance(own, PretrainedConfig):
+        elif isinstance(saved_value, PretrainedConfig):
             if not isinstance(value, dict):
                 raise ModelError(f"{where}.{key}: give a mapping of its keys")
-            changed[name] = _made(own, tree.get(name, {}), value, f"{where}.{key}").to_dict()
+            changed[name] = _made(
+                saved_value, tree.get(name, {}), value, f"{where}.{key}"
+            ).to_dict()
         else:
             changed.pop(key, None)
             changed[name] = value
@@ -120,8 +122,8 @@ def _made(
 
     with _remarks() as remarks:
         try:
-            made = kind.from_dict(changed)
-            made.validate()
+            config = kind.from_dict(changed)
+            config.validate()
         except Exception as error:  # of a class's own checks anything
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise ModelError(f"{where}: {kind.__name__} does not take it ({reason})") from error
@@ -129,21 +131,21 @@ def _made(
     if remarks:
         raise ModelError(f"{where}: {kind.__name__} says: {remarks[0][:300]}")
 
-    _check_effect(made, overrides, where)
-    return made
+    _check_effect(config, overrides, where)
+    return config
 
 
 def _check_keys(saved: PretrainedConfig, overrides: Mapping[str, Any], where: str) -> None:
     kind = type(saved)
-    known = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
-    known |= {name for name in vars(saved) if not name.startswith("_")}
-    known |= set(ROPE) if "rope_parameters" in known else set()
-    known -= _FIXED | set(_KEPT)
+    known_keys = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
+    known_keys |= {name for name in vars(saved) if not name.startswith("_")}
+    known_keys |= set(ROPE) if "rope_parameters" in known_keys else set()
+    known_keys -= _FIXED | set(_KEPT)
     for key in overrides:
         if (reason := _without_effect(key)) is not None:
             raise ModelError(f"{where}.{key} would change nothing: {reason}; remove it")
 
-        if key in known:
+        if key in known_keys:
             continue
 
         if key in _KEPT:
@@ -151,8 +153,8 @@ def _check_keys(saved: PretrainedConfig, overrides: Mapping[str, Any], where: st
         elif key in _FIXED:
             hint = "it says what the weights are, which no key changes"
         else:
-            guess = nearest(key[:100], sorted(known))
-            hint = f"did you mean {guess}?" if guess else f"it has {', '.join(sorted(known))}"
+            guess = nearest(key[:100], sorted(known_keys))
+            hint = f"did you mean {guess}?" if guess else f"it has {', '.join(sorted(known_keys))}"
 
         raise ModelError(f"{where}.{key[:100]}: no key of {kind.__name__} to override: {hint}")
 
@@ -165,54 +167,54 @@ def _without_effect(key: str) -> str | None:
     return next((reason for keys, reason in _NOT_COMPUTED.items() if key in keys), None)
 
 
-def _rope(saved: PretrainedConfig, given: Any, where: str) -> dict[str, Any]:
+def _rope(saved: PretrainedConfig, override: Any, where: str) -> dict[str, Any]:
     """RoPE's parameters: a new kind over the base that the model was trained with, or, without
     `rope_type`, other values for its own kind."""
-    if not isinstance(given, dict):
+    if not isinstance(override, dict):
         raise ModelError(f"{where}: give a mapping, such as {{rope_type: yarn, factor: 4.0}}")
 
-    own: dict[str, Any] = saved.rope_parameters or {}
-    layers = saved.nested_rope_parameter_keys(own)
+    saved_rope: dict[str, Any] = saved.rope_parameters or {}
+    layers = saved.nested_rope_parameter_keys(saved_rope)
     if not layers:
-        return _one_rope(own, given)
+        return _one_rope(saved_rope, override)
 
-    wrong = [name for name in given if name not in layers]
-    if wrong or not all(isinstance(one, dict) for one in given.values()):
+    wrong = [name for name in override if name not in layers]
+    if wrong or not all(isinstance(entry, dict) for entry in override.values()):
         raise ModelError(
             f"{where}: this model has a RoPE for each kind of layer: give a mapping for one of "
             f"{', '.join(sorted(layers))}"
         )
 
-    return {name: _one_rope(own[name] or {}, given.get(name, {})) for name in layers}
+    return {name: _one_rope(saved_rope[name] or {}, override.get(name, {})) for name in layers}
 
 
-def _one_rope(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    is_new = "rope_type" in given or "type" in given
-    told = {"rope_type" if key == "type" else key: value for key, value in given.items()}
-    kept = {key: value for key, value in own.items() if not is_new or key in _KEPT}
-    return kept | told
+def _one_rope(saved_rope: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
+    is_new = "rope_type" in override or "type" in override
+    changes = {"rope_type" if key == "type" else key: value for key, value in override.items()}
+    base = {key: value for key, value in saved_rope.items() if not is_new or key in _KEPT}
+    return base | changes
 
 
-def _check_effect(made: PretrainedConfig, overrides: Mapping[str, Any], where: str) -> None:
+def _check_effect(config: PretrainedConfig, overrides: Mapping[str, Any], where: str) -> None:
     """A class may put another value in a key's place, as Qwen2 does with a window that is off."""
     for key, value in overrides.items():
-        found = getattr(made, key, None)
-        if key not in ROPE and not isinstance(found, PretrainedConfig) and found != value:
+        actual = getattr(config, key, None)
+        if key not in ROPE and not isinstance(actual, PretrainedConfig) and actual != value:
             raise ModelError(
-                f"{where}.{key}={json.dumps(value)} has no effect: {type(made).__name__} makes it "
-                f"{found!r}, by its other keys"
+                f"{where}.{key}={json.dumps(value)} has no effect: {type(config).__name__} makes "
+                f"it {actual!r}, by its other keys"
             )
 
 
 @contextmanager
 def _remarks() -> Iterator[list[str]]:
     """What transformers only logs of RoPE's parameters: unknown ones, and values out of range."""
-    told: list[str] = []
+    remarks: list[str] = []
 
     class OverrideListener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if _RATIO not in (text := record.getMessage()):
-                told.append(text)
+                remarks.append(text)
 
     logger = logging.getLogger("transformers.modeling_rope_utils")
     listener = OverrideListener()
@@ -223,7 +225,7 @@ def _remarks() -> Iterator[list[str]]:
     logger.setLevel(logging.WARNING)
     logger.propagate = False
     try:
-        yield told
+        yield remarks
     finally:
         logger.removeHandler(listener)
         logger.setLevel(level)

@@ -32,7 +32,7 @@ from agentevo.models.save import no_progress_bars, write_model
 
 def convert_gguf(gguf: Path, known: KnownModel, folder: Path) -> None:
     """Writes the model into `folder`. Raises `ModelError` if weights or tokenizer are not what
-    `known` says."""
+    `known_model` says."""
     if not is_gguf_available():
         raise MissingExtraError(
             f"converting {known.name} needs the package gguf, {GGUF_MIN_VERSION} or newer: pip "
@@ -87,10 +87,10 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, known: KnownModel) -> No
     if not tokenizer.chat_template:
         raise ModelError(f"{known.name}: the converted tokenizer has no chat template: report it")
 
-    for text, wanted in known.encodings.items():
+    for text, expected in known.encodings.items():
         ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-        if ids != wanted:
+        if ids != expected:
             raise ModelError(
                 f"{known.name}: the converted tokenizer encodes {text!r} as {ids} instead of "
-                f"{wanted}: report it"
+                f"{expected}: report it"
             )

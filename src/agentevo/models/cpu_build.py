@@ -106,7 +106,9 @@ def _built(options: tuple[str, ...]) -> Path:
         if _is_ours(file) and file.name == _name(key, file):
             return file
 
-    return _build([str(one) for one in sources if one.suffix == ".c"], options, folder, key)
+    return _build(
+        [str(source) for source in sources if source.suffix == ".c"], options, folder, key
+    )
 
 
 def _build(sources: list[str], options: tuple[str, ...], folder: Path, key: str) -> Path:
@@ -123,9 +125,9 @@ def _build(sources: list[str], options: tuple[str, ...], folder: Path, key: str)
         command = [*compiler.split(), *options, *sources, "-o", unfinished, "-lm"]
         done = subprocess.run(command, capture_output=True, timeout=BUILD_TIMEOUT_S)
         if done.returncode:
-            said = done.stderr.decode(errors="replace").strip()[-500:] or "it failed"
-            remedy = ANOTHER if os.strerror(errno.ENOSPC) in said else OTHER
-            raise KernelsUnavailableError(f"{compiler} can't build them: {said}", remedy)
+            error_text = done.stderr.decode(errors="replace").strip()[-500:] or "it failed"
+            remedy = ANOTHER if os.strerror(errno.ENOSPC) in error_text else OTHER
+            raise KernelsUnavailableError(f"{compiler} can't build them: {error_text}", remedy)
 
         os.chmod(unfinished, 0o700)
         target = folder / _name(key, Path(unfinished))

@@ -126,12 +126,12 @@ class CpuKernels:
         order."""
         x = x.contiguous()
         out = x.new_empty(x.shape[0], weight.outputs)
-        more = None if plus is None else plus.contiguous()
+        addend = None if plus is None else plus.contiguous()
         self._library.product(
             weight,
             x.data_ptr(),
             x.shape[0],
-            None if more is None else more.data_ptr(),
+            None if addend is None else addend.data_ptr(),
             out.data_ptr(),
             torch.get_num_threads(),
         )
@@ -202,7 +202,10 @@ class CpuKernels:
     ) -> None:
         """Writes keys and values [T, G, D], any strides, into the cache at slots and places [T]
         int64."""
-        k, v = (one if one.stride()[1:] == (cache.dim, 1) else one.contiguous() for one in (k, v))
+        k, v = (
+            tensor if tensor.stride()[1:] == (cache.dim, 1) else tensor.contiguous()
+            for tensor in (k, v)
+        )
         self._library.keep(
             cache,
             k.data_ptr(),
@@ -290,15 +293,15 @@ def _compare(kernels: CpuKernels) -> None:
     sin = y[:, None, 32:64]
     low, high = heads.chunk(2, -1)
     turned = heads * cos + torch.cat([-high, low], -1) * sin
-    found = {
+    pairs = {
         "rms_norm": (kernels.rms_norm(x, epsilon), normed),
         "rotate": (torch.cat([q, k], 1), turned),
         "softmax": (kernels.softmax_(x[:, :37].clone()), torch.softmax(x[:, :37], -1)),
         "gate": (kernels.gate_in_place(x.clone(), y), torch.nn.functional.silu(x) * y),
         "attend": _attend_both_ways(kernels, x[:, :16], y[:, :16]),
     }
-    for name, (ours, theirs) in found.items():
-        if not torch.allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE):
+    for name, (result, expected) in pairs.items():
+        if not torch.allclose(result, expected, rtol=TOLERANCE, atol=TOLERANCE):
             raise KernelsUnavailableError(f"{name} computes something else than PyTorch does")
 
 
@@ -312,13 +315,13 @@ def _attend_both_ways(
     cache = KernelCache.of(keys, values)
     k = numbers[:, None]
     v = numbers.flip(0)[:, None]
-    one = torch.ones(5, dtype=torch.int64)
+    slots = torch.ones(5, dtype=torch.int64)
     places = torch.arange(5)
-    kernels.keep(cache, k, v, one, places)
+    kernels.keep(cache, k, v, slots, places)
 
     q = queries[:, None].contiguous()
     out = numbers.new_empty(5, 1, 16)
     length = torch.tensor([5])
-    kernels.attend(cache, q, places[None], one[:1], length, length, None, 0.25, None, out)
+    kernels.attend(cache, q, places[None], slots[:1], length, length, None, 0.25, None, out)
     weights = torch.where(places[:, None] >= places, q[:, 0] @ k[:, 0].t() / 4, -torch.inf)
     return out, (torch.softmax(weights, -1) @ v[:, 0])[:, None]

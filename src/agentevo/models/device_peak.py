@@ -69,9 +69,9 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> Peak:
     """The peak for products of matrices of that dtype, under the current settings (threads,
     TF32)."""
     if is_accelerator(device):
-        known = known_peak(name_of(device), dtype, tf32=allows_tf32())
-        if known is not None:
-            return known
+        peak = known_peak(name_of(device), dtype, tf32=allows_tf32())
+        if peak is not None:
+            return peak
     return _measure(device.type, dtype, torch.get_num_threads(), allows_tf32())
 
 
@@ -105,9 +105,9 @@ def _seconds(product: Callable[[], torch.Tensor], device: str) -> float:
     seconds: list[float] = []
     until = time.perf_counter() + MEASURING_S
     while len(seconds) < 3 or time.perf_counter() < until:
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         product()
         synchronize(torch.device(device))
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - started_at)
 
     return min(seconds[1:])

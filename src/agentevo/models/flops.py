@@ -95,9 +95,9 @@ def work_of_depths(
 ) -> ForwardWork:
     """Tokens that see themselves and all before them: depths, of any shape, are numbers of tokens
     before each."""
-    seen = depths + 1
+    num_visible = depths + 1
     pairs = {
-        window: int((seen if window is None else seen.clamp(max=window)).sum())
+        window: int((num_visible if window is None else num_visible.clamp(max=window)).sum())
         for window in windows
     }
     return ForwardWork(depths.numel(), predictions, pairs)

@@ -81,9 +81,13 @@ class FusedDecoder:
         for layer in decoder.layers:
             fused = vars(layer).get("forward")
             listened = layer._forward_hooks or layer._forward_pre_hooks
-            if listened or not isinstance(fused, FusedLayer) or (own := fused.weights()) is None:
+            if (
+                listened
+                or not isinstance(fused, FusedLayer)
+                or (weights := fused.weights()) is None
+            ):
                 return None
-            layers.append((fused, own))
+            layers.append((fused, weights))
 
         return layers
 

@@ -3,7 +3,7 @@ is written for others (a checkpoint's folder, a version for engines).
 
 Whoever makes a model lie in parts says so once, by `lies_in_parts`. On the first process, which
 writes, `InParts.tensors` then makes one whole tensor after the other; the others give theirs, for
-which `tell` calls them.
+which `call_others` calls them.
 """
 
 from __future__ import annotations
@@ -116,18 +116,18 @@ def _by_layers(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors as they are saved, of one layer after the other."""
     waiting = {layer: set(specs) for layer, specs in layers.items()}
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    collected: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors:
         layer = _layer_of(name)
         if name not in waiting.get(layer, ()):
             continue
 
-        found.setdefault(layer, {})[name] = tensor
+        collected.setdefault(layer, {})[name] = tensor
         del tensor
         waiting[layer].discard(name)
 
         if not waiting[layer]:
-            yield from _as_saved(model, found.pop(layer)).items()
+            yield from _as_saved(model, collected.pop(layer)).items()
 
 
 def _as_saved(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -136,5 +136,5 @@ def _as_saved(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[
 
 def _layer_of(name: str) -> str:
     """A layer's name (`model.layers.3`), or, outside of layers, the tensor's own."""
-    found = re.match(r".*?\.\d+(?=\.)", name)
-    return found[0] if found else name
+    match = re.match(r".*?\.\d+(?=\.)", name)
+    return match[0] if match else name

@@ -33,8 +33,10 @@ def company_matters(model: nn.Module) -> str | None:
         for part in layer.modules()
     }
     for name, module in model.named_modules():
-        known = isinstance(module, FastLinear | nn.Embedding) or id(module) in within
-        if not known and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
+        is_ordered = isinstance(module, FastLinear | nn.Embedding) or id(module) in within
+        if not is_ordered and any(
+            parameter.dim() > 1 for parameter in module.parameters(recurse=False)
+        ):
             return f"{name} ({type(module).__name__}) multiplies in a way of its own"
 
     return None

@@ -69,8 +69,10 @@ def _sums_in_order() -> bool:
         weight = torch.randn(num_outputs, num_inputs, generator=numbers, dtype=torch.float32)
         x = torch.randn(67, num_inputs, generator=numbers, dtype=torch.float32)
         rows = torch.arange(num_inputs, dtype=torch.int32)
-        one = weighted_sums(weight.t().contiguous(), rows, rows[:1], x[0])
-        if any(not torch.equal(one, product(x[:count], weight)[:1]) for count in (2, 17, 67)):
+        ordered_sum = weighted_sums(weight.t().contiguous(), rows, rows[:1], x[0])
+        if any(
+            not torch.equal(ordered_sum, product(x[:count], weight)[:1]) for count in (2, 17, 67)
+        ):
             return False
 
     return True
@@ -82,8 +84,8 @@ def _has_one_swish() -> bool:
     numbers = torch.Generator().manual_seed(0)
     weight = torch.randn(BLOCK_OUT, 64, generator=numbers, dtype=torch.float32)
     x = torch.randn(67, 64, generator=numbers, dtype=torch.float32)
-    alone = _swish(product(x, weight).view(1, -1)).view(67, -1)
-    return torch.equal(alone, product(x, weight, None, "swish"))
+    expected = _swish(product(x, weight).view(1, -1)).view(67, -1)
+    return torch.equal(expected, product(x, weight, None, "swish"))
 
 
 def product(
@@ -186,13 +188,13 @@ class PackedMatrix:
         return out if self.bias is None else out + self.bias
 
     def _of_few_rows(
-        self, x: torch.Tensor, other: torch.Tensor | None = None
+        self, x: torch.Tensor, addend: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """x @ weight.T + bias + other by our own kernel; None for many rows, or without it."""
         kernels = cpu_kernels()
         if kernels is None or self._few is None or x.shape[0] > FEW_ROWS:
             return None
-        return kernels.product(self._few, x, other)
+        return kernels.product(self._few, x, addend)
 
     def _for_few_rows(self) -> Matrix | None:
         """The matrix as our own kernel takes it; None where there is none, or where it does not
@@ -214,10 +216,10 @@ class PackedMatrix:
     def _has_bits_of_onednn(self, kernels: CpuKernels, matrix: Matrix) -> bool:
         numbers = torch.Generator().manual_seed(1)
         x = torch.randn(FEW_ROWS + 1, self.num_inputs, generator=numbers, dtype=torch.float32)
-        other = torch.randn(len(x), self.num_outputs, generator=numbers, dtype=torch.float32)
-        wanted = torch.ops.mkldnn._linear_pointwise(x, other, self._packed, self.bias, "add")
+        addend = torch.randn(len(x), self.num_outputs, generator=numbers, dtype=torch.float32)
+        expected = torch.ops.mkldnn._linear_pointwise(x, addend, self._packed, self.bias, "add")
         return all(
-            torch.equal(kernels.product(matrix, x[:count], other[:count]), wanted[:count])
+            torch.equal(kernels.product(matrix, x[:count], addend[:count]), expected[:count])
             for count in (1, 2, 17)
         )
 
@@ -228,13 +230,13 @@ class PackedMatrix:
 
         numbers = torch.Generator().manual_seed(0)
         x = torch.randn(2, self.num_inputs, generator=numbers, dtype=torch.float32)
-        wanted = self._multiply(x, "none")[:1]
+        expected = self._multiply(x, "none")[:1]
         for stretch in (*STRETCHES, self.num_inputs):
             starts = torch.arange(0, self.num_inputs, stretch)
             blocks = torch.arange(0, len(self._tables), self.num_inputs)
             self._stretch = stretch
             self._starts = (blocks[:, None] + starts).to(torch.int32).view(-1)
-            if torch.equal(cast(torch.Tensor, self._of_one_row(x[:1])), wanted):
+            if torch.equal(cast(torch.Tensor, self._of_one_row(x[:1])), expected):
                 return
 
         self._tables = None

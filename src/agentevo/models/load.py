@@ -175,7 +175,7 @@ def _from_pretrained(
     quantized: dict[str, Any],
     overrides: Mapping[str, Any],
 ) -> LoadedModel:
-    own = {"config": _config(name, folder, overrides)} if overrides else {}
+    config_options = {"config": _config(name, folder, overrides)} if overrides else {}
     changed = f" with model.config_overrides={json.dumps(dict(overrides))}" if overrides else ""
     model, tokenizer = _read_folder(
         f"model {name!r}{changed}",
@@ -183,7 +183,7 @@ def _from_pretrained(
         AutoModelForCausalLM,
         _CAUSAL,
         dtype=dtype,
-        **own,
+        **config_options,
         **quantized,
     )
     model.config_overrides = dict(overrides)
@@ -306,10 +306,10 @@ def _read_folder(
 
     tokenizer = _read_tokenizer(key, folder)
     if info["missing_keys"] or info["mismatched_keys"]:
-        lost = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
+        bad_weights = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
         raise ModelError(
-            f"{key}: {len(lost)} weights are missing or of another shape (first: {lost[0]}): save "
-            "or fetch it again"
+            f"{key}: {len(bad_weights)} weights are missing or of another shape (first: "
+            f"{bad_weights[0]}): save or fetch it again"
         )
 
     return model, tokenizer

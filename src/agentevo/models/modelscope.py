@@ -56,13 +56,13 @@ def download(name: str, ignored: Sequence[str]) -> Path:
 
 
 def _parts(name: str) -> tuple[str, str | None]:
-    found = _NAME.fullmatch(name.removeprefix(MODELSCOPE))
-    if found is None:
+    match = _NAME.fullmatch(name.removeprefix(MODELSCOPE))
+    if match is None:
         raise ModelError(
             f"model {name[:100]!r}: a model of ModelScope is written "
             f"{MODELSCOPE}OWNER/NAME, or {MODELSCOPE}OWNER/NAME@REVISION"
         )
-    return found["repo"], found["revision"]
+    return match["repo"], match["revision"]
 
 
 def _package(name: str) -> Any:

@@ -68,7 +68,7 @@ def boxes_of(grid: Grid, shape: Sequence[int]) -> list[Box]:
         raise ValueError(f"a grid of {len(grid)} dimensions for a tensor of {len(shape)}")
 
     for starts, length in zip(grid, shape, strict=True):
-        ascends = all(one < other for one, other in itertools.pairwise([*starts, length]))
+        ascends = all(begin < end for begin, end in itertools.pairwise([*starts, length]))
         if not starts or starts[0] != 0 or not ascends:
             raise ValueError(f"boxes that begin at {list(starts)} of {length}")
 
@@ -214,18 +214,18 @@ class Wholes:
         name = next(self._waiting)
         part = self._parts[name]
         givers = self._givers(name)
-        whole = _begun(part)
-        self._take(whole, givers)
+        tensor = _begun(part)
+        self._take(tensor, givers)
 
-        found = sum(math.prod(box.sizes) for box in givers.values())
-        wanted = whole.numel()
-        if found != wanted:
+        num_found = sum(math.prod(box.sizes) for box in givers.values())
+        num_expected = tensor.numel()
+        if num_found != num_expected:
             raise ModelError(
-                f"{name}: processes have parts of {found} elements of a tensor of {wanted}: this "
-                "is a defect, please report it"
+                f"{name}: processes have parts of {num_found} elements of a tensor of "
+                f"{num_expected}: this is a defect, please report it"
             )
 
-        return name, whole
+        return name, tensor
 
     def close(self) -> None:
         """Takes the rest and keeps nothing of it."""
@@ -242,14 +242,14 @@ class Wholes:
     def _givers(self, name: str) -> dict[int, Box]:
         return givers_of([boxes[name] for boxes in self._boxes])
 
-    def _take(self, whole: torch.Tensor, givers: Mapping[int, Box]) -> None:
-        """Puts what the other processes give into the whole."""
+    def _take(self, tensor: torch.Tensor, givers: Mapping[int, Box]) -> None:
+        """Puts what the other processes give into `tensor`, the whole one."""
         for process, box in givers.items():
             if process == 0:
                 continue
-            given = torch.empty(box.sizes, dtype=whole.dtype)
-            distributed.recv(as_bytes(given), group=self._group, group_src=process)
-            whole[box.slices] = given
+            received = torch.empty(box.sizes, dtype=tensor.dtype)
+            distributed.recv(as_bytes(received), group=self._group, group_src=process)
+            tensor[box.slices] = received
 
 
 def give(parts: Mapping[str, WeightPart], group: distributed.ProcessGroup | None = None) -> None:
@@ -265,11 +265,11 @@ def boxes_of_all(
     parts: Mapping[str, WeightPart], group: distributed.ProcessGroup | None
 ) -> list[dict[str, Box]]:
     """Where the parts of each process lie; called by all of them."""
-    own = {name: part.box for name, part in parts.items()}
+    boxes = {name: part.box for name, part in parts.items()}
     if not distributed.is_initialized():
-        return [own]
+        return [boxes]
     of_all: list[dict[str, Box]] = [{}] * distributed.get_world_size(group)
-    distributed.all_gather_object(of_all, own, group=group)
+    distributed.all_gather_object(of_all, boxes, group=group)
     return of_all
 
 
@@ -286,9 +286,9 @@ def _begun(part: WeightPart) -> torch.Tensor:
     """The whole with this process's own part in it."""
     if tuple(part.local.shape) == part.shape:
         return part.given
-    whole = torch.empty(part.shape, dtype=part.spec.dtype)
-    whole[part.box.slices] = part.given
-    return whole
+    tensor = torch.empty(part.shape, dtype=part.spec.dtype)
+    tensor[part.box.slices] = part.given
+    return tensor
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

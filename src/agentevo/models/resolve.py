@@ -165,11 +165,11 @@ def _holds_model(folder: Path) -> bool:
 def _no_folder(name: str, path: Path) -> str:
     """What is at a path that is not a model's folder, and what to give."""
     if name.lower().endswith(".gguf"):
-        there = (
+        problem = (
             "GGUF is a format for inference" if os.path.isfile(path) else "there is no such file"
         )
         return (
-            f"{there}, and training needs the Hugging Face folder that it was made from "
+            f"{problem}, and training needs the Hugging Face folder that it was made from "
             "(config.json, *.safetensors, tokenizer.json): give that folder"
         )
 
@@ -241,9 +241,9 @@ def run_checkpoint(run_folder: Path, which: str = "best") -> Path:
     if any(os.path.isfile(path / name) for name in ("config.json", "adapter_config.json")):
         return path
 
-    known = ", ".join(str(saved) for saved in steps)
+    saved_steps = ", ".join(str(saved) for saved in steps)
     has_none = (
-        f"has no checkpoint of step {which}: its steps are {known or 'none'}"
+        f"has no checkpoint of step {which}: its steps are {saved_steps or 'none'}"
         if which.isdecimal()
         else "has no whole checkpoint: let it finish, or give another model"
     )

@@ -104,8 +104,8 @@ class Recording(Chooser):
     def rows(self) -> np.ndarray:
         """[T, layers, K] uint16 on the CPU. Raises ModelError where a router was not asked."""
         chosen = _of_all(self._chosen, self.routers.layers)
-        found: np.ndarray = chosen.to(torch.int16).cpu().numpy().astype(np.uint16)
-        return found
+        experts: np.ndarray = chosen.to(torch.int16).cpu().numpy().astype(np.uint16)
+        return experts
 
 
 class RouterReplay(Chooser):
@@ -145,9 +145,9 @@ class RouterReplay(Chooser):
         """Of a process that has these tokens of the pass alone; what is behind its end decides for
         itself."""
         self._is_divided = True
-        own = self.rows[first : first + length]
-        padding = own.new_full((length - len(own), *own.shape[1:]), OWN)
-        return RouterReplay(torch.cat([own, padding]), apply=self.apply)
+        rows = self.rows[first : first + length]
+        padding = rows.new_full((length - len(rows), *rows.shape[1:]), OWN)
+        return RouterReplay(torch.cat([rows, padding]), apply=self.apply)
 
 
 def _of_all(of_layers: dict[int, torch.Tensor], layers: int) -> torch.Tensor:
@@ -175,13 +175,13 @@ class _RouterChoice(TorchFunctionMode):
             return func(*args, **kwargs)
 
         self.calls += 1
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if self.calls - 1 != self.number:
-            return found
+            return result
 
-        chosen = self.chooser.choose(self.layer, found.indices)
-        if chosen is found.indices:
-            return found
+        chosen = self.chooser.choose(self.layer, result.indices)
+        if chosen is result.indices:
+            return result
 
         scores = args[0] if args else kwargs["input"]
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
@@ -228,17 +228,17 @@ class RoutedLayer(PackedWeights):
 def routers_of(model: nn.Module) -> Routers | None:
     """Those of a model that `routed` has prepared, or of a copy of one."""
     stand_ins = (vars(module).get("forward") for module in model.modules())
-    return next((one.routers for one in stand_ins if isinstance(one, _Router)), None)
+    return next((stand_in.routers for stand_in in stand_ins if isinstance(stand_in, _Router)), None)
 
 
 def enable_routing(model: PreTrainedModel) -> PreTrainedModel:
     """Lets passes of the model record and replay what its routers choose, in place; after
     `agentevo.models.attention.prepare`, before `keep_activations`. Raises ModelError, with the
     model as it was, for one without experts, and for routers of another kind."""
-    found = _find(model)
-    routers = [_Router(router, number) for number, router in enumerate(found)]
-    stand_ins: list[tuple[nn.Module, Any]] = [(one.router, one) for one in routers]
-    stand_ins += [(layer, RoutedLayer(layer)) for layer in dict.fromkeys(found.values())]
+    layer_of_router = _find(model)
+    routers = [_Router(router, number) for number, router in enumerate(layer_of_router)]
+    stand_ins: list[tuple[nn.Module, Any]] = [(wrapper.router, wrapper) for wrapper in routers]
+    stand_ins += [(layer, RoutedLayer(layer)) for layer in dict.fromkeys(layer_of_router.values())]
     taken = next((module for module, _ in stand_ins if "forward" in vars(module)), None)
     if taken is not None:
         raise _refusal(model, f"something stands in the place of its {type(taken).__name__}")
@@ -248,9 +248,9 @@ def enable_routing(model: PreTrainedModel) -> PreTrainedModel:
 
     trial = _Trial()
     try:
-        with _Counting() as counted:
+        with _Counting() as counting:
             pass_alone(model, TOKENS, trial)
-        facts = trial.facts(len(routers), counted.calls)
+        facts = trial.facts(len(routers), counting.calls)
         if isinstance(facts, str):
             raise _refusal(model, facts)
     except BaseException:
@@ -258,26 +258,26 @@ def enable_routing(model: PreTrainedModel) -> PreTrainedModel:
             del module.forward
         raise
 
-    for one in routers:
-        one.routers = facts
+    for wrapper in routers:
+        wrapper.routers = facts
 
     return model
 
 
 def _find(model: PreTrainedModel) -> dict[nn.Module, nn.Module]:
     """Router -> the decoder layer that has it, in the order of the model's modules."""
-    found: dict[nn.Module, nn.Module] = {}
+    layer_of_router: dict[nn.Module, nn.Module] = {}
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             for block in layer.modules():
                 names = [name for name in NAMES if isinstance(block._modules.get(name), nn.Module)]
                 if "experts" in block._modules and len(names) == 1:
-                    found[block.get_submodule(names[0])] = layer
+                    layer_of_router[block.get_submodule(names[0])] = layer
 
-    if not found:
+    if not layer_of_router:
         raise _refusal(model, "it has no experts with a router beside them")
 
-    return found
+    return layer_of_router
 
 
 def _refusal(model: nn.Module, why: str) -> ModelError:
@@ -294,28 +294,28 @@ class _Counting(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.given: list[tuple[torch.Tensor, Any]] = []
+        self.results: list[tuple[torch.Tensor, Any]] = []
 
     @property
     def calls(self) -> int:
-        return len(self.given)
+        return len(self.results)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func in _TOPK:
-            self.given.append((args[0] if args else (kwargs or {})["input"], found))
-        return found
+            self.results.append((args[0] if args else (kwargs or {})["input"], result))
+        return result
 
 
 class _Forced(Chooser):
-    """Chooses the experts `wanted` [T, K]."""
+    """Chooses the experts `experts` [T, K]."""
 
-    def __init__(self, wanted: torch.Tensor) -> None:
-        self.wanted = wanted
+    def __init__(self, experts: torch.Tensor) -> None:
+        self.experts = experts
 
     def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
         """See Chooser.choose."""
-        return self.wanted
+        return self.experts
 
 
 class _Trial:
@@ -338,19 +338,19 @@ class _Trial:
         if calls != self.calls:
             return "it chooses experts elsewhere than in its routers, too"
 
-        kinds = {found._replace(layers=layers) for found in self._found.values()}
+        kinds = {routers._replace(layers=layers) for routers in self._found.values()}
         return kinds.pop() if len(kinds) == 1 else "its routers choose different numbers of experts"
 
     def answer_call(self, router: _Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See Routing.asked: the router's own answer."""
-        with _Counting() as own:
+        with _Counting() as counting:
             answer = router.alone(args, kwargs)
 
-        given = _tensors(answer)
+        outputs = _tensors(answer)
         places = [
             place
-            for place, (_, found) in enumerate(own.given)
-            if any(x.shape == found.indices.shape and torch.equal(x, found.indices) for x in given)
+            for place, (_, top) in enumerate(counting.results)
+            if any(x.shape == top.indices.shape and torch.equal(x, top.indices) for x in outputs)
         ]
         name = type(router.router).__name__
         if not places:
@@ -358,13 +358,13 @@ class _Trial:
             return answer
 
         router.number = places[-1]
-        scores, found = own.given[router.number]
-        wrong = _why_not_forced(router, args, kwargs, found.indices, scores.shape[-1], given)
+        scores, top = counting.results[router.number]
+        wrong = _why_not_forced(router, args, kwargs, top.indices, scores.shape[-1], outputs)
         if wrong:
             self.problem = f"its {name} {wrong}"
 
-        self.calls += (1 + len(_SHIFTS)) * own.calls
-        self._found[router.layer] = Routers(1, found.indices.shape[1], scores.shape[-1])
+        self.calls += (1 + len(_SHIFTS)) * counting.calls
+        self._found[router.layer] = Routers(1, top.indices.shape[1], scores.shape[-1])
         return answer
 
 
@@ -373,30 +373,30 @@ _SHIFTS = (0, 1, 2)
 
 
 def _why_not_forced(
-    one: _Router,
+    router: _Router,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     chosen: torch.Tensor,
     num_experts: int,
-    given: list[torch.Tensor],
+    outputs: list[torch.Tensor],
 ) -> str:
     """What a router does wrong that is made to choose other experts than `chosen`, with which it
     gave these tensors; empty where nothing is."""
-    weights = _weights(given, chosen)
+    weights = _weights(outputs, chosen)
     if weights is None:
         return "returns no weights of the chosen experts"
 
     for shift in _SHIFTS:
-        wanted = ((chosen + shift) % num_experts).flip(-1)
-        again = _tensors(_Forced(wanted).answer_call(one, args, kwargs))
-        theirs = _weights(again, wanted)
-        if theirs is None or not any(torch.equal(x, wanted) for x in again):
+        forced = ((chosen + shift) % num_experts).flip(-1)
+        forced_outputs = _tensors(_Forced(forced).answer_call(router, args, kwargs))
+        forced_weights = _weights(forced_outputs, forced)
+        if forced_weights is None or not any(torch.equal(x, forced) for x in forced_outputs):
             return "chooses again among what topk gave it"
-        if not (torch.isfinite(theirs) & (theirs != 0)).all():
+        if not (torch.isfinite(forced_weights) & (forced_weights != 0)).all():
             return "gives no weight to experts of groups that it would not have chosen"
 
-        near = 1e-5 if theirs.dtype == torch.float32 else 2e-2
-        if shift == 0 and not torch.allclose(theirs.flip(-1), weights, rtol=near):
+        near = 1e-5 if forced_weights.dtype == torch.float32 else 2e-2
+        if shift == 0 and not torch.allclose(forced_weights.flip(-1), weights, rtol=near):
             return "has other weights than those of the scores of the experts that it chooses"
 
     return ""
@@ -407,7 +407,7 @@ def _tensors(answer: Any) -> list[torch.Tensor]:
     return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
-def _weights(given: Sequence[torch.Tensor], chosen: torch.Tensor) -> torch.Tensor | None:
+def _weights(outputs: Sequence[torch.Tensor], chosen: torch.Tensor) -> torch.Tensor | None:
     """The floating-point tensor of the chosen experts' shape, the last one."""
-    found = [x for x in given if x.is_floating_point() and x.shape == chosen.shape]
-    return found[-1] if found else None
+    candidates = [x for x in outputs if x.is_floating_point() and x.shape == chosen.shape]
+    return candidates[-1] if candidates else None

@@ -59,10 +59,10 @@ def shard(
     apart: Mapping[str, DeviceMesh] = MappingProxyType({}),
 ) -> PreTrainedModel:
     """Shards the model in place over the mesh, of the dimensions (replicate and) shard, on the
-    mesh's kind of device; every process calls it with the same weights. Modules named in `apart`
-    have a mesh of their own: experts, which differ between processes of the other one. Raises
-    ModelError for a base in 8 or 4 bits, and for a model without decoder layers of transformers'
-    kind."""
+    mesh's kind of device; every process calls it with the same weights. Modules named in
+    `own_meshes` have a mesh of their own: experts, which differ between processes of the other one.
+    Raises ModelError for a base in 8 or 4 bits, and for a model without decoder layers of
+    transformers' kind."""
     check_shard(model)
     # Nothing here changes what a model returns in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -117,13 +117,13 @@ def copy_sharded(
     for name, buffer in twin.named_buffers():
         buffer.copy_(buffers[name])
 
-    theirs = dict(policy.named_parameters())
-    for name, ours in twin.named_parameters():
-        other = theirs.get(name)
-        if other is not None and other.shape == ours.shape:
-            ours.copy_(other)
+    sources = dict(policy.named_parameters())
+    for name, parameter in twin.named_parameters():
+        source = sources.get(name)
+        if source is not None and source.shape == parameter.shape:
+            parameter.copy_(source)
         else:
-            ours.zero_()
+            parameter.zero_()
 
     return twin
 
@@ -177,9 +177,9 @@ def place(
         if isinstance(parameter, DTensor):
             continue
 
-        there = parameter.device if parameter.is_meta else device
+        target = parameter.device if parameter.is_meta else device
         dtype = trained_as if trained_as is not None and parameter.requires_grad else None
-        parameter.data = parameter.data.to(there, dtype or parameter.dtype)
+        parameter.data = parameter.data.to(target, dtype or parameter.dtype)
 
     for buffer in module.buffers():
         if not buffer.is_meta:

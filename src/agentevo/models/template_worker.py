@@ -52,8 +52,8 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
 
 def longest_rendering(request: dict[str, Any]) -> int:
     """Characters that a rendering may have: templates escape and wrap what they are given."""
-    given = len(repr(request["messages"])) + len(repr(request["tools"]))
-    return len(request["template"]) + 4 * given + 2**16
+    input_chars = len(repr(request["messages"])) + len(repr(request["tools"]))
+    return len(request["template"]) + 4 * input_chars + 2**16
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def before_stop(text: str, stop_strings: Iterable[str]) -> str:
 
 
 class TextStream:
-    """See the module. `whole` gives the text of a whole completion."""
+    """See the module. `decode` gives the text of a whole completion."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class TextStream:
         stop_strings: Sequence[str],
         whole: Callable[[Sequence[int]], str],
     ) -> None:
-        self._whole = whole
+        self._decode = whole
         self._end_ids = frozenset(end_ids)
         self._stop_strings = tuple(stop_strings)
         self._in_pieces = _decodes_in_pieces(tokenizer)
@@ -77,19 +77,19 @@ class TextStream:
         return piece
 
     def finish(self, said: str | None = None) -> str:
-        """The rest of the text, now that the completion is whole. `said`: all that it says, stop
-        strings included, for a caller that has decoded it. Raises ModelError for a tokenizer that
-        decodes a token otherwise in other company."""
-        text = self._whole(self._ids) if said is None else before_stop(said, self._stop_strings)
-        told = "".join(self._pieces)
-        if not text.startswith(told):
+        """The rest of the text, now that the completion is whole. `full_text`: all that it says,
+        stop strings included, for a caller that has decoded it. Raises ModelError for a tokenizer
+        that decodes a token otherwise in other company."""
+        text = self._decode(self._ids) if said is None else before_stop(said, self._stop_strings)
+        streamed = "".join(self._pieces)
+        if not text.startswith(streamed):
             raise ModelError(
-                f"the tokenizer decodes tokens otherwise one by one ({told[-80:]!r}) than all at "
-                f"once ({text[-80:]!r}): ask for the completion without streaming"
+                f"the tokenizer decodes tokens otherwise one by one ({streamed[-80:]!r}) than all "
+                f"at once ({text[-80:]!r}): ask for the completion without streaming"
             )
 
         self._pieces = [text]
-        return text[len(told) :]
+        return text[len(streamed) :]
 
     def _decode_new(self) -> str:
         """The certain text of the tokens that have not been decoded."""

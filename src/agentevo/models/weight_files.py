@@ -49,9 +49,9 @@ def check_weight_files(key: str, folder: Path) -> None:
 
 def _list_weight_files(key: str, folder: Path) -> Iterator[Path]:
     """Those of safetensors that loading opens."""
-    whole = [folder / name for name in WHOLE if (folder / name).is_file()]
-    yield from whole
-    if whole or not (folder / INDEX).is_file():
+    single_files = [folder / name for name in WHOLE if (folder / name).is_file()]
+    yield from single_files
+    if single_files or not (folder / INDEX).is_file():
         return
 
     try:

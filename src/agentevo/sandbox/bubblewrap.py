@@ -124,8 +124,8 @@ def working_way(program: str) -> str:
 
 
 def _complaint(program: str) -> str:
-    said = _try_way(program, "user").stderr.decode("utf-8", "replace").strip()
-    return (said.splitlines() or ["it says nothing"])[-1][:300]
+    error_text = _try_way(program, "user").stderr.decode("utf-8", "replace").strip()
+    return (error_text.splitlines() or ["it says nothing"])[-1][:300]
 
 
 @cache
@@ -201,12 +201,12 @@ def _memory_folder(path: str, mib: int) -> list[str]:
 
 def _above(paths: list[str]) -> list[str]:
     """The folders above these, from the root on: bubblewrap would make them unreadable."""
-    found: list[str] = []
+    folders: list[str] = []
     for path in paths:
         parts = path.split("/")[1:-1]
         for index in range(len(parts)):
             above = "/" + "/".join(parts[: index + 1])
-            if above not in found and above != "/usr" and not above.startswith("/usr/"):
-                found.append(above)
+            if above not in folders and above != "/usr" and not above.startswith("/usr/"):
+                folders.append(above)
 
-    return found
+    return folders

@@ -124,20 +124,20 @@ class ControlGroup:
 def new_group(section: CgroupLimits) -> ControlGroup | None:
     """A group with the section's limits; None where none can be made. Raises SandboxError where the
     section needs one, and OSError."""
-    found = place()
-    if section.cpus is not None and "cpu" not in found.controllers:
-        why = found.problem or "the cpu controller is not handed down"
+    parent_group = place()
+    if section.cpus is not None and "cpu" not in parent_group.controllers:
+        why = parent_group.problem or "the cpu controller is not handed down"
         raise SandboxError(f"sandbox.cpus needs cgroups of version 2 ({why}): leave it out")
 
-    if found.folder is None:
+    if parent_group.folder is None:
         return None
 
-    _remove_stale(found.folder)
-    folder = found.folder / f"{PREFIX}{owner()}-{next(_numbers)}"
+    _remove_stale(parent_group.folder)
+    folder = parent_group.folder / f"{PREFIX}{owner()}-{next(_numbers)}"
     folder.mkdir()
     group = ControlGroup(folder)
     try:
-        group.limit(section, found.controllers)
+        group.limit(section, parent_group.controllers)
     except OSError:
         group.end(time.monotonic())
         raise
@@ -155,15 +155,15 @@ def place() -> CgroupPlace:
 @cache
 def _found() -> CgroupPlace:
     try:
-        own = _own_folders()
+        folders = _own_folders()
     except OSError as error:
         return CgroupPlace(None, problem=f"there are no cgroups: {error.strerror or error}")
 
-    if not own:
+    if not folders:
         return CgroupPlace(None, problem="the system has no cgroups of version 2")
 
-    problem = f"neither memory nor pids is handed down to groups in {own[-1]}"
-    for folder in own:
+    problem = f"neither memory nor pids is handed down to groups in {folders[-1]}"
+    for folder in folders:
         try:
             handed_down = set((folder / "cgroup.subtree_control").read_text().split())
             controllers = frozenset(handed_down & set(CONTROLLERS))
@@ -179,17 +179,17 @@ def _found() -> CgroupPlace:
 def _own_folders() -> list[Path]:
     """The folder of this process's own group, and those above it."""
     lines = Path("/proc/self/cgroup").read_text().splitlines()
-    own = next((line[3:] for line in lines if line.startswith("0::")), None)
+    group_path = next((line[3:] for line in lines if line.startswith("0::")), None)
     for mount in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = mount.partition(" - ")
-        if own is None or after.split()[:1] != ["cgroup2"]:
+        if group_path is None or after.split()[:1] != ["cgroup2"]:
             continue
 
         root, top = (_unescape(word) for word in before.split()[3:5])
-        if own != root and not own.startswith(root.rstrip("/") + "/"):
+        if group_path != root and not group_path.startswith(root.rstrip("/") + "/"):
             continue  # it shows another part of the tree
 
-        folder = Path(top) / own[len(root.rstrip("/")) :].strip("/")
+        folder = Path(top) / group_path[len(root.rstrip("/")) :].strip("/")
         return [folder, *(parent for parent in folder.parents if parent.is_relative_to(top))]
 
     return []
@@ -215,15 +215,15 @@ def _try(folder: Path) -> None:
 
 def _below(folder: Path) -> Iterator[Path]:
     """Groups in it, inner ones first: code that may write there could have made them."""
-    for found, _, _ in os.walk(folder, topdown=False):
-        if found != str(folder):
-            yield Path(found)
+    for path, _, _ in os.walk(folder, topdown=False):
+        if path != str(folder):
+            yield Path(path)
 
 
 def _remove_stale(folder: Path) -> None:
     """Ends the groups of processes that were killed, with what they have left running."""
     with contextlib.suppress(OSError):
-        for found in folder.iterdir():
-            match = _NAME.fullmatch(found.name)
+        for group_folder in folder.iterdir():
+            match = _NAME.fullmatch(group_folder.name)
             if match is not None and is_gone(match[1]):
-                ControlGroup(found).end(time.monotonic() + 1.0)
+                ControlGroup(group_folder).end(time.monotonic() + 1.0)

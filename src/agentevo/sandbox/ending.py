@@ -32,7 +32,7 @@ def end_all_of(process: subprocess.Popen[bytes], launch: SandboxLaunch) -> None:
     tree = descendants(process.pid)
     kill(process, launch)
 
-    while time.monotonic() < until and not all(_is_dead(one) for one in tree):
+    while time.monotonic() < until and not all(_is_dead(descendant) for descendant in tree):
         time.sleep(_LOOK_S / 5)
 
     if launch.owned_uid is not None:
@@ -71,8 +71,8 @@ def _end_descendants(pid: int, until: float) -> None:
         living = [descendant for descendant in descendants(pid) if not _is_dead(descendant)]
         if not living:
             return
-        for one in living:
-            _kill(one)
+        for survivor in living:
+            _kill(survivor)
         time.sleep(_LOOK_S)
 
 
@@ -86,8 +86,8 @@ def _end_user(uid: int, until: float) -> None:
         if not living:
             return
 
-        for one in living:
-            _kill(one)
+        for survivor in living:
+            _kill(survivor)
 
         time.sleep(_LOOK_S)
 

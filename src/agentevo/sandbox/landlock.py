@@ -165,8 +165,8 @@ def _try_way(way: str) -> str:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
-    said = tried.stderr.decode("utf-8", "replace").strip().splitlines()
-    return "" if tried.returncode == 0 else (said or ["it says nothing"])[-1][:300]
+    error_lines = tried.stderr.decode("utf-8", "replace").strip().splitlines()
+    return "" if tried.returncode == 0 else (error_lines or ["it says nothing"])[-1][:300]
 
 
 def _trial(folder: Path) -> str:

@@ -81,20 +81,20 @@ def python_program() -> str:
 def python_folders() -> list[str]:
     """Where this Python is, besides the system's folders. Raises SandboxError where making that
     visible would show a home folder."""
-    found = {os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix)}
-    found.add(os.path.dirname(os.path.dirname(python_program())))
+    folders = {os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix)}
+    folders.add(os.path.dirname(os.path.dirname(python_program())))
     home = os.path.realpath(os.path.expanduser("~"))
-    for folder in found:
+    for folder in folders:
         if folder != "/usr" and (folder in TOO_WIDE or home == folder):
             raise SandboxError(
                 f"this Python is installed in {folder}, which a sandbox can't be shown: use one "
                 "that has a folder of its own, as those of uv, pyenv, conda and the system do"
             )
 
-    if any(folder.startswith("/nix/") for folder in found):
-        found = {"/nix/store"}
+    if any(folder.startswith("/nix/") for folder in folders):
+        folders = {"/nix/store"}
 
-    return sorted(folder for folder in found if not is_below(folder, SYSTEM))
+    return sorted(folder for folder in folders if not is_below(folder, SYSTEM))
 
 
 def package_folders(section: SeenMounts) -> list[str]:

@@ -67,8 +67,8 @@ class Walls:
         self._pid: int | None = None
 
     def surround(self, pid: int, tell: Callable[[str], None]) -> None:
-        """From its start on, before it says anything. `tell` hears of a limit that ended it, in the
-        watching thread. Raises OSError."""
+        """From its start on, before it says anything. `notify` is called, in the watching thread,
+        with the limit that ended the program. Raises OSError."""
         section = self._section
         self._pid = pid
 
@@ -180,28 +180,28 @@ def _namespaces(way: str, network: bool) -> list[str]:
 def _program(command: str, folder: Path | None) -> str:
     """Its path. Raises SandboxError."""
     has_folder = os.path.dirname(command) and folder is not None
-    found = shutil.which(os.path.join(folder, command) if has_folder and folder else command)
-    if found is None:
+    path = shutil.which(os.path.join(folder, command) if has_folder and folder else command)
+    if path is None:
         raise SandboxError(f"there is no program {command!r}")
-    return os.path.abspath(found)
+    return os.path.abspath(path)
 
 
 def _own_folders(program: str) -> list[str]:
     """What a program needs of its own: the virtual environment that it lies in, or its file; and
     likewise what it is a link to, and the interpreter that its first line names."""
-    found = set[str]()
+    folders = set[str]()
     waiting = [program]
-    seen = set[str]()
+    visited = set[str]()
     while waiting:
         path = waiting.pop()
-        if path in seen or not os.path.exists(path):
+        if path in visited or not os.path.exists(path):
             continue
 
-        seen.add(path)
+        visited.add(path)
         above = os.path.dirname(os.path.dirname(path))
         is_in_one = os.path.exists(os.path.join(above, "pyvenv.cfg"))
         before, modules, _ = path.partition(NODE_MODULES)
-        found.add(above if is_in_one else (before + modules).rstrip("/") if modules else path)
+        folders.add(above if is_in_one else (before + modules).rstrip("/") if modules else path)
 
         if os.path.islink(path):
             target = os.path.join(os.path.dirname(path), os.readlink(path))
@@ -210,9 +210,9 @@ def _own_folders(program: str) -> list[str]:
         waiting += [os.path.realpath(path), *_interpreter(path)]
 
     if os.path.realpath(program) == python_program() and sys.prefix != sys.base_prefix:
-        found.add(sys.prefix)
+        folders.add(sys.prefix)
 
-    return sorted(path for path in found if not is_below(path, SYSTEM))
+    return sorted(path for path in folders if not is_below(path, SYSTEM))
 
 
 def _interpreter(program: str) -> list[str]:
@@ -233,7 +233,7 @@ def _interpreter(program: str) -> list[str]:
 
 def _there(path: Path) -> str:
     """Raises SandboxError."""
-    found = os.path.abspath(path.expanduser())
-    if not os.path.exists(found):
-        raise SandboxError(f"there is no {found}, which the sandbox is to show")
-    return found
+    absolute = os.path.abspath(path.expanduser())
+    if not os.path.exists(absolute):
+        raise SandboxError(f"there is no {absolute}, which the sandbox is to show")
+    return absolute

@@ -90,12 +90,12 @@ class RemoteSandbox:
         """Raises SandboxError."""
         section = self._section
         self._connection = await _connect(section)
-        asked = section.model_dump(mode="json", include=set(wire.REQUESTED))
+        options = section.model_dump(mode="json", include=set(wire.REQUESTED))
         tools = [
             wire.ToolForm(tool.name, tool.parameters, tool.description)
             for tool in self._tools.values()
         ]
-        first = wire.Open(asked, tuple(tools), section.wait_timeout_s)
+        first = wire.Open(options, tuple(tools), section.wait_timeout_s)
         limit = section.wait_timeout_s + section.start_timeout_s + MARGIN_S
         try:
             async with asyncio.timeout(limit):
@@ -125,7 +125,7 @@ class RemoteSandbox:
 
         async with self._lock:
             is_new = await self._ensure()
-            began = time.monotonic()
+            started_at = time.monotonic()
             try:
                 request = wire.Run(next(self._ids), code, limit)
                 ran = await self._ask(request, Execution, limit)
@@ -136,7 +136,7 @@ class RemoteSandbox:
                     value=None,
                     error=ended.failure,
                     files=(),
-                    duration_s=time.monotonic() - began,
+                    duration_s=time.monotonic() - started_at,
                     is_alive=False,
                     is_new=is_new,
                     files_lost=True,
@@ -152,12 +152,12 @@ class RemoteSandbox:
         self._check_size("stdin", stdin)
         async with self._lock:
             await self._ensure()
-            began = time.monotonic()
+            started_at = time.monotonic()
             request = wire.Execute(next(self._ids), tuple(argv), stdin, limit)
             try:
                 return await self._ask(request, ProgramRun, limit)
             except SandboxEnded as ended:
-                duration_s = time.monotonic() - began
+                duration_s = time.monotonic() - started_at
                 return ProgramRun(
                     stdout="",
                     stderr="",
@@ -205,8 +205,8 @@ class RemoteSandbox:
             except TimeoutError:
                 connection.transport.abort()
 
-    def _deadline(self, given: float | None) -> float:
-        limit = self._section.timeout_s if given is None else given
+    def _deadline(self, deadline_s: float | None) -> float:
+        limit = self._section.timeout_s if deadline_s is None else deadline_s
         if not 0 < limit < 1e6:
             raise SandboxError(f"a deadline of {limit} s: give seconds above 0 and below a million")
         return limit
@@ -354,7 +354,7 @@ async def _connect(section: SandboxSection) -> ClientConnection:
             return exc  # the key is for this server alone
 
     url = str(section.url).rstrip("/")
-    own: dict[str, Any] = {"proxy": None} if is_loopback(url) else {}
+    options: dict[str, Any] = {"proxy": None} if is_loopback(url) else {}
     try:
         return await Connect(
             f"ws{url.removeprefix('http')}{wire.PATH}",
@@ -365,7 +365,7 @@ async def _connect(section: SandboxSection) -> ClientConnection:
             ping_interval=wire.PING_S,
             ping_timeout=wire.SILENT_S,
             max_size=longest_message(section),
-            **own,
+            **options,
         )
     except InvalidStatus as error:
         status = error.response.status_code

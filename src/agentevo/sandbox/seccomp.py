@@ -195,8 +195,8 @@ def seccomp_program(*, keeps_attributes: bool = False, network: bool = False) ->
     plain = [*_if(_EQUAL, 0, _ALLOW), *_if(_EQUAL, 0xFFFFFFFF, _ALLOW)]
     lines += _on_argument(_PERSONALITY[column], 0, [*plain, _line(_RETURN, _ERRNO | _EPERM)])
     for numbers in _OF_OTHER_PROCESSES.values():
-        own = [*_if(_EQUAL, 0, _ALLOW), _line(_RETURN, _ERRNO | _EPERM)]
-        lines += _on_argument(numbers[column], 0, own)
+        rules = [*_if(_EQUAL, 0, _ALLOW), _line(_RETURN, _ERRNO | _EPERM)]
+        lines += _on_argument(numbers[column], 0, rules)
 
     return b"".join([*lines, _line(_RETURN, _ALLOW)])
 

@@ -93,5 +93,5 @@ def parser_named(name: str) -> ToolCallParser:
 def find_parser(chat_template: str) -> ToolCallParser:
     """The parser for models with this chat template."""
     parser = next(p for p in _PARSERS if re.search(p.shown_by, chat_template))
-    others = tuple(mark for mark in THOUGHTS if mark != "<think>" and mark in chat_template)
-    return replace(parser, thoughts=("<think>", *others))
+    extra_thoughts = tuple(mark for mark in THOUGHTS if mark != "<think>" and mark in chat_template)
+    return replace(parser, thoughts=("<think>", *extra_thoughts))

@@ -85,8 +85,8 @@ class _ValueCheck:
 
         if is_whole:
             properties = schema.get("properties")
-            known = properties if isinstance(properties, Mapping) else {}
-            part = known.get(self._parameter, schema.get("additionalProperties"))
+            declared = properties if isinstance(properties, Mapping) else {}
+            part = declared.get(self._parameter, schema.get("additionalProperties"))
             if not allows(part, is_whole=False):
                 return False
         elif not _fits(schema, value):
@@ -125,8 +125,8 @@ def _are_equal(first: Any, second: Any) -> bool:
 
 
 def _parts_of(schema: Mapping[str, Any], key: str) -> list[Any]:
-    given = schema.get(key)
-    return given if isinstance(given, list) else []
+    parts = schema.get(key)
+    return parts if isinstance(parts, list) else []
 
 
 def referred_schema(whole: Any, reference: str) -> Any:

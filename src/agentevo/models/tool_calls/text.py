@@ -46,7 +46,7 @@ class Marks:
 
     def find(self, text: CallText, *, here: bool = False) -> regex.Match[str] | None:
         """The first mark in what was not taken, or the beginning of one at the end of what has
-        come, which is a partial match. `here`: a mark that stands where the text goes on."""
+        come, which is a partial match. `at_start`: a mark that stands where the text goes on."""
         look = self._pattern.match if here else self._pattern.search
         return look(text.buffer, text.at, partial=not text.ended)
 
@@ -119,10 +119,10 @@ class CallText:
             raise self.broken(f"it has a number or word of more than {MAX_WORD} characters")
         return word
 
-    def _take_before(self, wanted: Marks) -> Generator[None, None, tuple[str, str]]:
+    def _take_before(self, end_marks: Marks) -> Generator[None, None, tuple[str, str]]:
         """`until`, with what it takes."""
         pieces: list[str] = []
-        mark = yield from self.until(wanted, pieces.append)
+        mark = yield from self.until(end_marks, pieces.append)
         return "".join(pieces), mark
 
     def starts_with(self, *strings: str) -> Generator[None, None, str]:

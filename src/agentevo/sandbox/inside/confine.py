@@ -130,13 +130,13 @@ def make_mounts(settings: dict[str, Any]) -> None:
     )
     owner = settings["uid"] or os.getuid()
     size = f"size={settings['disk_mib']}m,nr_inodes={settings['max_files'] + 16}"
-    kept = [(path, os.open(path, os.O_PATH)) for path in settings["unreachable"]]
+    handles = [(path, os.open(path, os.O_PATH)) for path in settings["unreachable"]]
 
     closed = {first_closed_folder(path) for path in settings["unreachable"]} - {None}
     for folder in closed:
         mount("tmpfs", str(folder), "tmpfs", _NO_SETUID | _NO_DEVICES, "mode=0755,size=64k")
 
-    for path, handle in kept:
+    for path, handle in handles:
         os.makedirs(path, mode=0o755, exist_ok=True)
         mount(f"/proc/self/fd/{handle}", path, "", _BIND | _RECURSIVE)
         mount("none", path, "", _BIND | _REMOUNT | _READ_ONLY | _NO_SETUID | _NO_DEVICES)
@@ -163,12 +163,12 @@ def restrict_files(settings: dict[str, Any]) -> None:
     if version < 1:
         raise OSError("the kernel has no landlock")
 
-    known = (1 << 13) - 1
-    known |= (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
-    known |= _IOCTL_DEVICE if version >= 5 else 0
+    rights = (1 << 13) - 1
+    rights |= (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
+    rights |= _IOCTL_DEVICE if version >= 5 else 0
     networks = 3 if version >= 4 else 0
     scopes = 3 if version >= 6 else 0
-    attributes = struct.pack("=QQQ", known, networks, scopes)
+    attributes = struct.pack("=QQQ", rights, networks, scopes)
     size = 8 if version < 4 else 16 if version < 6 else 24
     ruleset = call("syscall", _CREATE_RULESET, attributes, ctypes.c_size_t(size), 0)
     readable = _EXECUTE | _READ_FILE | _READ_FOLDER
@@ -178,7 +178,7 @@ def restrict_files(settings: dict[str, Any]) -> None:
     for path in DEVICES:
         allow(ruleset, path, _READ_FILE | _WRITE_FILE)
 
-    allow(ruleset, settings["work"], known & ~_MAKE_DEVICES & ~_IOCTL_DEVICE)
+    allow(ruleset, settings["work"], rights & ~_MAKE_DEVICES & ~_IOCTL_DEVICE)
     call("syscall", _RESTRICT, ruleset, 0)
     os.close(ruleset)
 
@@ -199,8 +199,8 @@ def allow(ruleset: int, path: str, rights: int) -> None:
 
 def filter_calls(program: bytes) -> None:
     """Installs the filter of seccomp.py for this process and all that it becomes."""
-    kept = ctypes.create_string_buffer(program, len(program))
-    line = struct.pack("@HP", len(program) // 8, ctypes.addressof(kept))
+    buffer = ctypes.create_string_buffer(program, len(program))
+    line = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
     call("prctl", _PR_SET_SECCOMP, _SECCOMP_FILTER, line, 0, 0)
 
 
@@ -217,10 +217,10 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def call(name: str, *arguments: Any, what: str = "") -> int:
-    given = [
+    converted = [
         ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments
     ]
-    result = getattr(LIBC, name)(*given)
+    result = getattr(LIBC, name)(*converted)
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name} {what}: {os.strerror(number)}")

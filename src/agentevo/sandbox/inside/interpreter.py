@@ -85,11 +85,11 @@ class Interpreter:
         def call(*values: Any, **named: Any) -> Any:
             if len(values) > len(parameters):
                 raise TypeError(f"{name}() takes {len(parameters)} arguments: {parameters}")
-            given = dict(zip(parameters, values, strict=False))
+            positional = dict(zip(parameters, values, strict=False))
             for key in named:
-                if key in given:
+                if key in positional:
                     raise TypeError(f"{name}() got two values for {key}")
-            return self._call(name, given | named)
+            return self._call(name, positional | named)
 
         call.__name__ = call.__qualname__ = name
         call.__doc__ = tool["description"]
@@ -194,13 +194,15 @@ def _describe_error(error: BaseException) -> dict[str, str]:
 
 def _keep_cells(summary: traceback.TracebackException) -> None:
     """Leaves the frames of the user's code only, of all exceptions in the chain."""
-    seen: list[traceback.TracebackException] = []
-    left: list[traceback.TracebackException | None] = [summary]
-    while left:
-        one = left.pop()
-        if one is None or one in seen:
+    visited: list[traceback.TracebackException] = []
+    waiting: list[traceback.TracebackException | None] = [summary]
+    while waiting:
+        error = waiting.pop()
+        if error is None or error in visited:
             continue
-        seen.append(one)
-        kept = [frame for frame in one.stack if frame.filename.startswith((_CELL, _work_folder()))]
-        one.stack = traceback.StackSummary.from_list(kept)
-        left += [one.__cause__, one.__context__]
+        visited.append(error)
+        cell_frames = [
+            frame for frame in error.stack if frame.filename.startswith((_CELL, _work_folder()))
+        ]
+        error.stack = traceback.StackSummary.from_list(cell_frames)
+        waiting += [error.__cause__, error.__context__]

@@ -153,16 +153,16 @@ class SandboxSupervisor:
         before = self._folder.snapshot()
 
         keys = ("id", "code", "deadline_s", "tools")
-        ended: dict[str, Any]
+        outcome: dict[str, Any]
         try:
             self._write_control(child, {key: request[key] for key in keys})
-            ended = self._attend(child, request["deadline_s"] + GRACE_S, request["id"])
+            outcome = self._attend(child, request["deadline_s"] + GRACE_S, request["id"])
         except frames.BadFrame as error:
-            ended = _failure("ProtocolViolation", f"the interpreter sent {error}, and was ended")
+            outcome = _failure("ProtocolViolation", f"the interpreter sent {error}, and was ended")
         except ConnectionError:
-            ended = self._how_it_died(child)
+            outcome = self._how_it_died(child)
 
-        is_alive = "value" in ended
+        is_alive = "value" in outcome
         for output in child.outputs:
             output.drain()
 
@@ -177,8 +177,8 @@ class SandboxSupervisor:
         return {
             "stdout": stdout,
             "stderr": stderr,
-            "value": ended.get("value"),
-            "error": ended["error"],
+            "value": outcome.get("value"),
+            "error": outcome["error"],
             "files": self._folder.list_changed(before),
             "is_alive": is_alive,
             "is_new": is_new,
@@ -217,7 +217,7 @@ class SandboxSupervisor:
         finally:
             os.close(stdin)
 
-        ended = self._attend(child, request["deadline_s"], request["id"])
+        outcome = self._attend(child, request["deadline_s"], request["id"])
         self._kill_all(child)
         for output in child.outputs:
             output.drain()
@@ -227,8 +227,8 @@ class SandboxSupervisor:
         return {
             "stdout": stdout,
             "stderr": stderr,
-            "exit_code": ended.get("exit_code"),
-            "error": ended["error"],
+            "exit_code": outcome.get("exit_code"),
+            "error": outcome["error"],
             "files": self._folder.list_changed(before),
         }
 
@@ -253,17 +253,19 @@ class SandboxSupervisor:
             if child.control is not None:
                 ready.register(child.control, selectors.EVENT_READ, "control")
 
-            while (left := until - time.monotonic()) > 0:
-                for key, _ in ready.select(min(left, 0.01 if child.control is None else LOOK_S)):
+            while (remaining := until - time.monotonic()) > 0:
+                for key, _ in ready.select(
+                    min(remaining, 0.01 if child.control is None else LOOK_S)
+                ):
                     if isinstance(key.data, ProgramOutput):
                         if not key.data.read():
                             ready.unregister(key.fileobj)
                     elif key.data == "host":
                         self._pass_answer(child)
                     else:
-                        ended = self._hear(child, request_id)
-                        if ended is not None:
-                            return ended
+                        outcome = self._hear(child, request_id)
+                        if outcome is not None:
+                            return outcome
 
                 self._reap(child)
                 if child.status is not None:
@@ -329,20 +331,20 @@ class SandboxSupervisor:
             return _failure("ProtocolViolation", "the interpreter closed its connection")
 
         code = os.waitstatus_to_exitcode(child.status)
-        known = -code in set(signal.Signals)
+        is_signal = -code in set(signal.Signals)
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
-        if known:
+        if is_signal:
             how = signal.Signals(-code).name
 
         return _failure("InterpreterDied", f"the interpreter ended with {how}")
 
     def _start_interpreter(self) -> SandboxedChild:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            ours.setblocking(False)
+        own_end, child_end = socket.socketpair()
+        with child_end:
+            own_end.setblocking(False)
             null = os.open(os.devnull, os.O_RDONLY)
             try:
-                return self._start(stdin=null, control=(ours.detach(), theirs.fileno()))
+                return self._start(stdin=null, control=(own_end.detach(), child_end.fileno()))
             finally:
                 os.close(null)
 
@@ -374,7 +376,7 @@ class SandboxSupervisor:
     ) -> None:
         """The child's side of a fork; it never returns."""
         try:
-            kept = None if control is None else os.dup2(control, 200, inheritable=False)
+            control_handle = None if control is None else os.dup2(control, 200, inheritable=False)
             for number, handle in enumerate((stdin, out, err)):
                 os.dup2(handle, number)
 
@@ -385,7 +387,7 @@ class SandboxSupervisor:
 
             if argv is not None:
                 os.execvpe(argv[0], argv, os.environ)
-            assert kept is not None
+            assert control_handle is not None
 
             _prctl(_PR_SET_DUMPABLE, 1)
             sys.stdin, sys.stdout, sys.stderr = (
@@ -394,7 +396,7 @@ class SandboxSupervisor:
             )
             sys.path[:] = [os.getcwd(), *sys.path, *self._settings["packages"]]
             sys.argv = [""]
-            interpreter.Interpreter(kept, self._settings["output_kib"] * 1024).serve()
+            interpreter.Interpreter(control_handle, self._settings["output_kib"] * 1024).serve()
         except BaseException as error:  # noqa: BLE001 (a child that returned would be a second us)
             with contextlib.suppress(BaseException):
                 message = f"{argv[0] if argv else 'the interpreter'}: {error}\n"
@@ -426,9 +428,9 @@ class SandboxSupervisor:
         """Buries the dead, whoever they belonged to."""
         child = child or self._interpreter
         with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if child is not None and ended[0] == child.pid:
-                    child.status = ended[1]
+            while (reaped := os.waitpid(-1, os.WNOHANG))[0]:
+                if child is not None and reaped[0] == child.pid:
+                    child.status = reaped[1]
 
     def _wait_for_host(self) -> dict[str, Any]:
         """The host's next message; without a host the sandbox ends."""

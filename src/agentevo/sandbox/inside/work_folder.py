@@ -25,28 +25,28 @@ class WorkFolder:
 
     def snapshot(self) -> dict[str, tuple[int, int, int]]:
         """Size, time of change and number of each regular file."""
-        found: dict[str, tuple[int, int, int]] = {}
-        left = [("", 0)]
+        files: dict[str, tuple[int, int, int]] = {}
+        folders = [("", 0)]
         num_entries = 0
-        while left:
-            folder, depth = left.pop()
+        while folders:
+            folder, depth = folders.pop()
             with contextlib.suppress(OSError), os.scandir(folder or ".") as entries:
                 for entry in entries:
                     path = f"{folder}/{entry.name}" if folder else entry.name
                     num_entries += 1
                     if num_entries > self._max_files:
-                        return found
+                        return files
                     if path == HIDDEN or len(path) > LONGEST_PATH:
                         continue
 
                     with contextlib.suppress(OSError):
                         what = entry.stat(follow_symlinks=False)
                         if stat.S_ISREG(what.st_mode):
-                            found[path] = (what.st_size, what.st_mtime_ns, what.st_ino)
+                            files[path] = (what.st_size, what.st_mtime_ns, what.st_ino)
                         elif stat.S_ISDIR(what.st_mode) and depth < 32:
-                            left.append((path, depth + 1))
+                            folders.append((path, depth + 1))
 
-        return found
+        return files
 
     def sizes(self) -> dict[str, int]:
         return {path: facts[0] for path, facts in sorted(self.snapshot().items())}
