@@ -161,7 +161,7 @@ class PackedMatrix:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, activation, [], "")
 
     def product_plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """x @ weight.T + bias + other, for other [rows, out]."""
+        """x @ weight.T + bias + addend, for addend [rows, out]."""
         if (few := self._of_few_rows(x, other)) is not None:
             return few
         if x.shape[0] == 1:
@@ -169,7 +169,7 @@ class PackedMatrix:
         return torch.ops.mkldnn._linear_pointwise(x, other, self._packed, self.bias, "add")
 
     def product_times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """(x @ weight.T + bias) * other, for other [rows, out]."""
+        """(x @ weight.T + bias) * factor, for factor [rows, out]."""
         if x.shape[0] == 1:
             return self.product(x).mul_(other)
         return torch.ops.mkldnn._linear_pointwise(x, other, self._packed, self.bias, "mul")
@@ -190,7 +190,7 @@ class PackedMatrix:
     def _of_few_rows(
         self, x: torch.Tensor, addend: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """x @ weight.T + bias + other by our own kernel; None for many rows, or without it."""
+        """x @ weight.T + bias + addend by our own kernel; None for many rows, or without it."""
         kernels = cpu_kernels()
         if kernels is None or self._few is None or x.shape[0] > FEW_ROWS:
             return None

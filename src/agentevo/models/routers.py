@@ -71,7 +71,7 @@ class Chooser(ABC):
 
     @abstractmethod
     def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
-        """own [T, K], what router number `layer` would choose -> what it chooses."""
+        """own_choice [T, K], what router number `layer` would choose -> what it chooses."""
 
 
 class Routers(NamedTuple):

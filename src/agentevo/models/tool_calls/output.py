@@ -265,7 +265,7 @@ def read_end(
     text: CallText, ends: tuple[str, ...], others: tuple[str, ...]
 ) -> Generator[None, None, str]:
     """Takes the mark that ends a call. It may be missing at the end of the text, and before one of
-    the other marks, which is returned then."""
+    `next_marks`, which is returned then."""
     mark = yield from text.take_any(*ends)
     if not mark:
         mark = yield from text.starts_with(*others)
