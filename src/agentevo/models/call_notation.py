@@ -1,5 +1,6 @@
-"""How a model's family writes a tool call, found by what its chat template makes of one: the text
-before the name, between name and arguments, between two calls, and after the last one."""
+"""The notation in which a model's family writes a tool call, derived from what its chat template
+renders: the text before the name, between name and arguments, between two calls, and after the last
+call."""
 
 from __future__ import annotations
 

@@ -1,26 +1,25 @@
 """Chat messages -> token ids, one turn at a time, without ever re-encoding what the model said.
 
-Along an episode the ids that the policy sees are
+Over an episode the policy sees the ids
 
     first_prompt(messages) + completion + continuation(new messages) + completion + ...
 
-and every completion stays the very ids that the engine drew. A continuation is what the chat
+and every completion keeps exactly the ids that the engine drew. A continuation is what the chat
 template puts after an assistant message: the template renders a conversation with a sentinel in the
 assistant's place, and the text after the sentinel is encoded. So a template that strips the model's
-thinking from old turns does no harm: the old turn is never rendered. Before the result of a tool,
-the assistant's message is a tool call with the sentinel among its arguments, where the template
-has a place for calls: some templates end such a message otherwise, or refuse results without one.
+thinking from old turns does no harm: old turns are never rendered. Before the result of a tool, the
+assistant's message is a tool call with the sentinel among its arguments, where the template
+supports calls: some templates end such a message differently, or refuse results without a call.
 
 Harmony's templates (GPT-OSS) end an answer with <|return|> where it is the last message and with
 <|end|> in a history, and leave its channel to the model. The drawn <|return|> or <|call|> is kept
-and stands for what the template writes in its place; <|end|> ends no answer, as a thought ends in
-it.
+in place of what the template writes there; <|end|> ends no answer, because a thought ends with it.
 
-Where a template rewrites what came before (numbers the turns, moves the system message, drops old
-messages) no continuation exists; it is refused at construction, and tools that it moves when they
-are first given. A mismatch that stays: where a completion ends in mid-word, the template's own
-rendering might merge its last characters with the end-of-turn text; special tokens, which all
-common templates use there, never merge.
+Where a template rewrites earlier text (numbers the turns, moves the system message, drops old
+messages) no continuation exists. Such a template is refused at construction; tools that it moves
+are refused when they are first given. One mismatch remains: where a completion ends in mid-word,
+the template's own rendering might merge its last characters with the end-of-turn text. Special
+tokens, which all common templates use there, never merge.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def num_characters(messages: Sequence[Message]) -> int:
 
 
 def is_long(messages: Sequence[Message]) -> bool:
-    """Whether encoding them takes so long that nobody should wait for it, nor keep it for later."""
+    """Whether encoding them takes too long to wait for, and too long to cache."""
     return num_characters(messages) > LONG_TEXT
 
 
@@ -110,8 +109,8 @@ class ChatFormat:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters that one token can stand for: a text has at least its length divided by this
-        many tokens."""
+        """Most characters that one token can represent: the length of a text divided by this is a
+        lower bound of its number of tokens."""
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
     @cached_property
@@ -195,7 +194,7 @@ class ChatFormat:
 
     @cached_property
     def added_tokens(self) -> dict[str, int]:
-        """The tokens that stand for a text of their own, such as "<tool_call>", and their ids."""
+        """The tokens that represent a text of their own, such as "<tool_call>", and their ids."""
         return dict(self.tokenizer.get_added_vocab())
 
     @cached_property

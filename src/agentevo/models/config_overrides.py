@@ -1,12 +1,12 @@
 """A model's configuration with keys of a recipe in place of its own (`model.config_overrides`).
 
-Trainer and engine, the processes that sample, and whoever loads a checkpoint have one
-configuration: it is made here, before a weight is read, by the model's own config class, and saved
-with every whole model. An adapter's folder keeps the keys in OVERRIDES_FILE, and is refused over a
-base that computes otherwise.
+The trainer, the engine, the processes that sample, and any program that loads a checkpoint have one
+configuration. The model's own config class makes it here, before a weight is read, and it is saved
+with every complete model. An adapter's folder keeps the keys in OVERRIDES_FILE, and is refused over
+a base that computes differently.
 
 A key that the class does not know, a parameter of RoPE that its kind does not take, and a value
-that the class undoes are refused: what a recipe says is what is computed.
+that the class undoes are refused: the model computes what the recipe says.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def adapter_overrides(folder: Path) -> dict[str, Any]:
 
 
 def keep_overrides(folder: Path, overrides: Mapping[str, Any]) -> None:
-    """Puts them beside an adapter, where there are any."""
+    """Writes them into an adapter's folder, if there are any."""
     if overrides:
         write_atomic(folder / OVERRIDES_FILE, json.dumps(dict(overrides), indent=2))
 

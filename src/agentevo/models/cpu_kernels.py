@@ -1,16 +1,16 @@
-"""A decoder's pass without gradients on an x86 CPU, in float32, by kernels of our own: what lies
-around its matrix products, and the products of few rows.
+"""A decoder's pass without gradients on an x86 CPU, in float32, by kernels of our own: the
+operations around its matrix products, and the products of few rows.
 
     cpu_kernels() -> CpuKernels   built for this machine (cpu_build.py), compared with PyTorch
                   -> None         PyTorch's operators do the same, at about two thirds of the speed
 
-Generating tokens multiplies few rows by all weights: as fast as memory is read, if the kernel
-fetches what comes next while it multiplies, which oneDNN's does not (docs/lab-notebook.md,
-2026-11-27). What remains is some forty small operations a layer, whose calls take longer than their
-arithmetic; here they are five.
+Generating tokens multiplies few rows by all weights. That is as fast as memory is read, if the
+kernel prefetches while it multiplies, which oneDNN's does not (docs/lab-notebook.md, 2026-11-27).
+The rest is some forty small operations a layer, whose calls take longer than their arithmetic;
+these kernels need five.
 
-The numbers of a row depend on that row alone, to the last bit, and products have the very bits of
-oneDNN, which computes those of many rows.
+The numbers of a row depend on that row alone, to the last bit. Products have exactly the bits of
+oneDNN, which computes the products of many rows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FLOAT = ctypes.c_float
 
 
 class Matrix(ctypes.Structure):
-    """`matrix` of cpu/products.c. Whoever makes one keeps its tensors alive."""
+    """`matrix` of cpu/products.c. The caller that makes one keeps its tensors alive."""
 
     _fields_ = (
         ("packed", _POINTER),
@@ -156,8 +156,8 @@ class CpuKernels:
         return gate
 
     def softmax_(self, scores: torch.Tensor) -> torch.Tensor:
-        """Softmax of scores [..., K], in place. Numbers of -inf change nothing, wherever they
-        stand; no row has only these."""
+        """Softmax of scores [..., K], in place. Numbers of -inf change nothing, at any position; no
+        row has only these."""
         assert scores.is_contiguous()
         width = scores.shape[-1]
         self._library.softmax_rows(
@@ -231,11 +231,11 @@ class CpuKernels:
         window: int | None,
         out: torch.Tensor,
     ) -> None:
-        """Softmax attention of B sequences' new tokens into `out` [T, H, D], at the places
-        `tokens` [B, Q] of queries q [T, H, D]: each to the keys of its own sequence up to its own,
-        at most `window` of them. The sequence lies in slots [B] with lengths [B] keys, after the
-        prefix if there is one; of its Q places the first counts [B] are its last tokens, the rest
-        pad. All int64; D is a multiple of WHOLE."""
+        """Softmax attention of B sequences' new tokens into `out` [T, H, D], at the places `tokens`
+        [B, Q] of queries q [T, H, D]: each to the keys of its own sequence up to its own, at most
+        `window` of them. The keys of a sequence are in slots [B] with lengths [B], after the prefix
+        if there is one. Of its Q places the first counts [B] are its last tokens; the rest is
+        padding. All int64; D is a multiple of WHOLE."""
         assert q.is_contiguous() and out.is_contiguous() and tokens.is_contiguous()
 
         batch, queries = tokens.shape
@@ -263,8 +263,7 @@ def cpu_kernels() -> CpuKernels | None:
 
 
 def why_not() -> tuple[str, str]:
-    """Why `cpu_kernels` is None, empty where it is not, and what the user can do about it, if
-    anything."""
+    """Why `cpu_kernels` is None (empty where it is not), and the remedy, if there is one."""
     return _found()[1:]
 
 
@@ -281,8 +280,8 @@ def _found() -> tuple[CpuKernels | None, str, str]:
 
 
 def _compare(kernels: CpuKernels) -> None:
-    """Raises KernelsUnavailableError where a function does not do what PyTorch's operators do.
-    Products are compared with oneDNN's, to the bit, by whoever packs a matrix."""
+    """Raises KernelsUnavailableError where a function computes something else than PyTorch's
+    operators. The code that packs a matrix compares products with oneDNN's, to the bit."""
     numbers = torch.Generator().manual_seed(0)
     x, y = torch.randn(2, 5, 96, generator=numbers, dtype=torch.float32).mul_(4)
     epsilon = 1e-5

@@ -1,9 +1,9 @@
-"""The most that a device can compute: floating-point operations per second in dense matrix
-products, the whole of which MFU is a share.
+"""The peak rate of a device: floating-point operations per second in dense matrix products. MFU is
+a share of it.
 
-GPUs: the makers' figures without sparsity. What is not in the table (any CPU, other GPUs) is
-measured, once per process, by a matrix product of a size that suits it: a figure that programs can
-reach, so MFU against it is higher than against a maker's.
+GPUs: the makers' figures without sparsity. A device that is not in the table (any CPU, other GPUs)
+is measured, once per process, by a matrix product of a suitable size. Programs can reach that
+figure, so MFU against it is higher than against a maker's.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> Peak:
 
 def known_peak(name: str, dtype: torch.dtype, *, tf32: bool) -> Peak | None:
     """By the name of a GPU; None for one that is not in the table. tf32: whether float32 products
-    may be computed so."""
+    may use TF32."""
     peaks = next((peaks for pattern, peaks in GPUS.items() if re.search(pattern, name)), None)
     if peaks is None or dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return None

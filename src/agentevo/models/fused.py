@@ -1,16 +1,16 @@
 """Decoder layers of the Llama family with fewer and larger operations, for passes without gradients
 in float32 on an x86 CPU.
 
-A transformers decoder layer runs about forty operations; with one token in flight the overhead of
-each is as long as its arithmetic, and with many, each writes its result to memory. `FusedLayer`
-does the same arithmetic in about twenty: one product for queries, keys and values, norm weights
-multiplied into the matrices that follow, activation, gate and residual sums inside oneDNN's
-products, and the rotation on queries and keys together. Where `cpu_kernels` are, norm, rotation and
-gate are one kernel each.
+A transformers decoder layer runs about forty operations. With one token in flight the overhead of
+each is as long as its arithmetic; with many tokens, each writes its result to memory. `FusedLayer`
+does the same arithmetic in about twenty: one product for queries, keys and values; norm weights
+multiplied into the matrices that follow; activation, gate and residual sums inside oneDNN's
+products; and the rotation on queries and keys together. Where `cpu_kernels` are available, norm,
+rotation and gate are one kernel each.
 
-The layer's modules, parameters and gradients stay as they are: a pass with gradients runs the
-layer's own `forward`. Results agree to float32 rounding. LoRA adapters are in the packed copies
-(`effective`), so that generation with them costs what it costs without.
+The layer's modules, parameters and gradients do not change: a pass with gradients runs the layer's
+own `forward`. Results agree to float32 rounding. The packed copies include LoRA adapters
+(`effective`), so generation costs the same with and without them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Whether a model's numbers for a token depend on the tokens that are computed beside it.
+"""Whether a model's numbers for a token depend on the other tokens in the pass.
 
 They do not, to the last bit, where every product of matrices is one of `models/linear.py`, every
-activation function one of `models/aligned.py`, and attention keeps to an order
+activation function is one of `models/aligned.py`, and attention keeps to an order
 (`inference/cache_attention.py`): float32 on an x86 CPU, in decoders without experts. Everything
 else in a decoder layer is computed number by number, or row by row.
 """

@@ -3,16 +3,16 @@ CPU.
 
 PyTorch sends float32 `F.linear` to MKL, which on CPUs that are not Intel's runs at a third of the
 speed of oneDNN (2 cores of an AMD EPYC, 64 rows of SmolLM2's MLP: 125 against 280 GFLOP/s;
-`benchmarks/linear.py` prints it for the machine at hand). oneDNN is part of PyTorch; only the
-operators that reach it have private names, which is why they are used in this one file.
+`benchmarks/linear.py` prints it for the machine at hand). oneDNN is part of PyTorch. Only the
+operators that reach it have private names, so this is the one file that uses them.
 
 `FastLinear` is `nn.Linear` in all but the library that multiplies: same parameters (shared, not
 copied), same state dict, same gradients to float32 rounding.
 
 Without gradients a row of a product does not depend on the other rows, to the last bit. oneDNN sums
-over the inputs in one order for any number of rows but one; a single row is summed here in that
-order (`_of_one_row`), or multiplied twice. `available()` looks whether this machine's kernels keep
-to it.
+over the inputs in one order for any number of rows but one. This module sums a single row in that
+order (`_of_one_row`), or multiplies it twice. `available()` checks whether this machine's kernels
+keep to that order.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STRETCHES = (512, 1024)
 _HAS_BITS_OF_ONEDNN: dict[tuple[object, ...], bool] = {}
 """Kernels, shape and number of threads -> whether PackedMatrix multiplies few rows by them."""
 SWISH_WIDTH = 16
-"""Numbers that lie in a row where `_swish` asks oneDNN for its function: a block has several."""
+"""Numbers in a row where `_swish` calls oneDNN for its function: a block has several."""
 
 
 @cache
@@ -197,9 +197,10 @@ class PackedMatrix:
         return kernels.product(self._few, x, addend)
 
     def _for_few_rows(self) -> Matrix | None:
-        """The matrix as our own kernel takes it; None where there is none, or where it does not
-        give the very bits that oneDNN gives many rows. That follows from the shape, so it is looked
-        at once for all layers and all weights of it: every publish packs a model anew."""
+        """The matrix as our own kernel takes it; None where there is no kernel, or where it does
+        not give exactly the bits that oneDNN gives many rows. That follows from the shape, so it is
+        checked once for all layers and all weights of that shape: every publish packs the model
+        again."""
         kernels = cpu_kernels()
         if kernels is None or self._tables is None:
             return None

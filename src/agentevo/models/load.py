@@ -85,7 +85,7 @@ def load_model(
 
 
 def template_text(template: str) -> str:
-    """A chat template of the recipe: the text itself, or that of one that AgentEvo ships."""
+    """A chat template of the recipe: the text itself, or that of a template that AgentEvo ships."""
     if template in CHAT_TEMPLATES:
         return (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
     return template
@@ -136,8 +136,8 @@ def _load(
 
 
 def load_base(name: str, overrides: Mapping[str, Any]) -> LoadedModel:
-    """A model as it was saved but for `overrides` of its configuration, in its own dtype, on the
-    CPU."""
+    """A model as it was saved, except for `overrides` of its configuration, in its own dtype, on
+    the CPU."""
     return _from_pretrained(name, fetch(name), "auto", torch.device("cpu"), {}, overrides)
 
 
@@ -206,8 +206,8 @@ def _check_rows(name: str, model: Any, tokenizer: PreTrainedTokenizerBase) -> No
 
 
 def hollow_model(section: ModelSection, folder: Path) -> PreTrainedModel:
-    """The model that is saved in `folder`, as the section has it but for adapters, on the device
-    `meta`: its config.json is read and no weight. Raises ModelError."""
+    """The model that is saved in `folder`, as the section describes it but without adapters, on the
+    device `meta`: only its config.json is read, no weight. Raises ModelError."""
     shape = _config(section.name, folder, section.config_overrides)
     try:
         return make_hollow(section, shape)
@@ -227,8 +227,8 @@ def make_hollow(section: ModelSection, shape: PretrainedConfig) -> PreTrainedMod
 
 def load_hollow(section: ModelSection, folder: Path, seed: int = 0) -> LoadedModel:
     """As `load_model`, without a weight: `hollow_model` with fresh adapters where the section asks
-    for them, and the tokenizer. Raises ModelError for what loading would refuse, but for the
-    weights."""
+    for them, and the tokenizer. Raises ModelError for everything that loading would refuse, except
+    problems with the weights."""
     model = hollow_model(section, folder)
     tokenizer = _read_tokenizer(f"model {section.name!r}", folder)
     _check_rows(section.name, model, tokenizer)
@@ -241,8 +241,8 @@ def load_hollow(section: ModelSection, folder: Path, seed: int = 0) -> LoadedMod
 
 def check_overrides(section: ModelSection, source: Path | str | None) -> None:
     """Raises ModelError for `config_overrides` that the model does not take, where its folder is on
-    this machine; one of a hub is asked when it is loaded. `source`: as `resolve` gives it, None
-    where it has not been downloaded."""
+    this machine; a model of a hub is checked when it is loaded. `source`: as `resolve` gives it,
+    None where it has not been downloaded."""
     if section.config_overrides and isinstance(source, Path):
         _config(section.name, source, section.config_overrides)
 
@@ -344,8 +344,8 @@ def _looks_or_listens(folder: Path) -> bool:
 
 
 def _place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """On the device; what transformers keeps in float32 beside weights of another dtype (the
-    frequencies of positions, the bias of a router) stays so."""
+    """On the device. Parts that transformers keeps in float32 in a model of another dtype (the
+    frequencies of positions, the bias of a router) stay in float32."""
     module: torch.nn.Module = model
     module.to(device=device).eval()
     return model
