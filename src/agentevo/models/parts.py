@@ -1,11 +1,11 @@
-"""Tensors that lie in parts on several processes: which box of the whole each of them has, and how
-wholes are made of that on the first process, one after the other.
+"""Tensors that are split over several processes: which box of the whole tensor each process has,
+and how the first process assembles whole tensors, one after the other.
 
 A part is a box: FSDP cuts rows, tensor and expert parallelism cut one dimension, and both at once
-cut a box out of a box. Processes that have the same box are replicas, of which one gives it.
+cut a box out of a box. Processes that have the same box are replicas; one of them sends it.
 
-Wholes are made on the CPU, and whoever takes them frees each before the next, so the first process
-holds its parts and one tensor, never a model. What travels is bytes, so every bit arrives.
+Whole tensors are made on the CPU, and the consumer frees each before the next, so the first process
+holds its parts and one tensor, never a model. Tensors travel as bytes, so every bit arrives.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Spec(NamedTuple):
 
 
 class Box(NamedTuple):
-    """Where a part lies in the whole."""
+    """The position of a part in the whole tensor."""
 
     offset: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -83,8 +83,8 @@ def boxes_of(grid: Grid, shape: Sequence[int]) -> list[Box]:
 
 
 def grid_of(boxes: Collection[Box], shape: Sequence[int]) -> Grid:
-    """The inverse, in whatever order they come. Raises ValueError for boxes that don't fill the
-    tensor, or are not all combinations of where they begin."""
+    """The inverse, for boxes in any order. Raises ValueError for boxes that don't fill the tensor,
+    or are not all combinations of where they begin."""
     grid = [sorted({box.offset[dim] for box in boxes}) for dim in range(len(shape))]
     if len(boxes) != len(set(boxes)) or set(boxes) != set(boxes_of(grid, shape)):
         raise ValueError(f"boxes {sorted(boxes)} of a tensor {tuple(shape)}")
@@ -149,13 +149,13 @@ class WeightPart:
 
 @runtime_checkable
 class Stored(Protocol):
-    """A tensor in a file, of which any box can be read."""
+    """A tensor in a file; any box of it can be read."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def read(self, box: Box | None = None) -> torch.Tensor:
-        """What lies in the box, or all of it, on the CPU."""
+        """The content of the box, or of the whole tensor, on the CPU."""
         ...
 
 
@@ -274,7 +274,8 @@ def boxes_of_all(
 
 
 def givers_of(boxes: list[Box]) -> dict[int, Box]:
-    """Process -> box: who gives what, the first of those that have the same; of one tensor."""
+    """Process -> box, for one tensor: the first process of those that have the same box sends
+    it."""
     givers: dict[Box, int] = {}
     for process, box in enumerate(boxes):
         if math.prod(box.sizes):

@@ -2,9 +2,9 @@
 
 Order: a local folder with a `config.json`; the folder of a run, for its best checkpoint, or
 RUN@best, RUN@last, RUN@STEP for that one; a known name (`known.py`), downloaded and converted on
-first use; a hub name `org/name`, left to whoever can reach the hub; `hf://org/name` is that and
-nothing else, and `modelscope:owner/name[@revision]` is ModelScope's. Importing this module imports
-no torch.
+first use; a hub name `org/name`, which is downloaded later, where the hub can be reached.
+`hf://org/name` is a hub name and nothing else, and `modelscope:owner/name[@revision]` is
+ModelScope's. Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def resolve(name: str, progress: Progress | None = None) -> Path | str:
 
 
 def locate(name: str) -> Path | str | KnownModel:
-    """What a name in a recipe stands for: a folder, a hub name or a known model. Downloads nothing.
+    """What a name in a recipe refers to: a folder, a hub name or a known model. Downloads nothing.
 
     Raises `UnknownNameError` (with the nearest known name) for what can be none of these,
     `ModelError` for a folder without a model.

@@ -1,8 +1,8 @@
-"""The routers of a mixture: what they choose is recorded in one pass and replayed in another
+"""The routers of a mixture: their choices are recorded in one pass and replayed in another
 ("rollout routing replay", arXiv 2510.11370, section 3).
 
-`routed(model)` puts a `_Router` in the place of each router's `forward`, and around each decoder
-layer a `RoutedLayer`, which takes from the pass's plan who is to hear of choices:
+`routed(model)` replaces each router's `forward` with a `_Router`, and each decoder layer's with a
+`RoutedLayer`, which takes from the pass's plan the object that receives the choices:
 
     plan.routing = Recording(...)    the router's own choice, written down
     plan.routing = Replay(...)       the recorded one in its place
@@ -12,17 +12,17 @@ or both, token by token (`Recording.replay`), in a pass of an engine that comput
 A layer that is computed again in the backward pass is called with the same plan, so it chooses the
 same experts. A pass whose plan has no `routing` is the model's own.
 
-A router's code is never written a second time here. It runs as it is, and of its calls of
-`torch.topk` the one whose indices it returns is answered with the recorded experts s and the scores
-at them: with x the scores, the router goes on with x[s] where it would have gone on with the
-highest of x. So weights are computed from the present logits and normalised as the architecture
-does, and their gradient flows into the router:
+This module does not reimplement any router's code. The code runs unchanged. Of its calls of
+`torch.topk`, the one whose indices the router returns is answered with the recorded experts s and
+the scores at them: with x the scores, the router continues with x[s] instead of the highest of x.
+So weights are computed from the present logits and normalised as the architecture does, and their
+gradient flows into the router:
 
     g_i = exp(z_i) / sum of exp(z_j) over j in s        (softmax, norm_topk_prob)
 
 Where the router agrees with the record these are the same operations on the same numbers, to the
-last bit. That a router is of this kind is found out by trying, when the model is loaded; one that
-is not is refused.
+last bit. A trial pass, when the model is loaded, checks that a router is of this kind; any other
+router is refused.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ TOKENS = 8
 
 
 class Routing(Protocol):
-    """Hears of the routers of a pass."""
+    """Receives the calls of a pass's routers."""
 
     def answer_call(self, router: _Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a router answers that is called with these arguments."""
+        """What a router returns for these arguments."""
         ...
 
 
 class Chooser(ABC):
-    """A Routing that says which experts are chosen."""
+    """A Routing that decides which experts are chosen."""
 
     def answer_call(self, router: _Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See Routing.asked."""
@@ -83,12 +83,12 @@ class Routers(NamedTuple):
 
 
 _ROUTING: ContextVar[Routing | None] = ContextVar("routing", default=None)
-"""Of the layer that is being computed."""
+"""The routing of the layer that is being computed."""
 _TOPK = (torch.topk, torch.Tensor.topk)
 
 
 class Recording(Chooser):
-    """Keeps what is chosen in one pass: by the routers or, of some tokens, by a replay."""
+    """Keeps the choices of one pass: of the routers or, for some tokens, of a replay."""
 
     def __init__(self, routers: Routers, replay: RouterReplay | None = None) -> None:
         self.routers = routers
@@ -109,8 +109,8 @@ class Recording(Chooser):
 
 
 class RouterReplay(Chooser):
-    """Answers with recorded experts in one pass, or only tells where they differ from the router's
-    own."""
+    """Answers with recorded experts in one pass, or only records where they differ from the
+    router's own."""
 
     def __init__(self, rows: torch.Tensor, *, apply: bool = True) -> None:
         """rows [T, layers, K] int64; OWN where the router decides. Without `apply` it decides
@@ -121,8 +121,8 @@ class RouterReplay(Chooser):
         self._is_divided = False
 
     def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
-        """See Chooser.choose. Raises TrainingError for another number of tokens than were
-        recorded."""
+        """See Chooser.choose. Raises TrainingError where the number of tokens differs from the
+        recorded one."""
         recorded = self.rows[:, layer]
         if recorded.shape != own.shape:
             raise TrainingError(
@@ -142,8 +142,8 @@ class RouterReplay(Chooser):
         return None if self._is_divided else _of_all(self._differs, self.rows.shape[1])
 
     def stretch(self, first: int, length: int) -> RouterReplay:
-        """Of a process that has these tokens of the pass alone; what is behind its end decides for
-        itself."""
+        """The replay of a process that has only these tokens of the pass; the router decides for
+        tokens after the end of the record."""
         self._is_divided = True
         rows = self.rows[first : first + length]
         padding = rows.new_full((length - len(rows), *rows.shape[1:]), OWN)
@@ -160,7 +160,7 @@ def _of_all(of_layers: dict[int, torch.Tensor], layers: int) -> torch.Tensor:
 
 
 class _RouterChoice(TorchFunctionMode):
-    """While a router computes: one of its calls of topk is answered with what `chooser` chooses."""
+    """While a router computes, answers one of its calls of topk with what `chooser` chooses."""
 
     def __init__(self, chooser: Chooser, layer: int, number: int) -> None:
         super().__init__()
@@ -188,13 +188,13 @@ class _RouterChoice(TorchFunctionMode):
 
 
 class _Router:
-    """Stands in for the `forward` of one router."""
+    """Replaces the `forward` of one router."""
 
     def __init__(self, router: nn.Module, layer: int) -> None:
         self.router = router
         self.layer = layer
         self.number = 0
-        """Which of its calls of topk chooses, from 0; as of `routers`, known once it was tried."""
+        """Index of the call of topk that chooses; like `routers`, known after the trial."""
         self.routers: Routers | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -209,7 +209,7 @@ class _Router:
 
 
 class RoutedLayer(PackedWeights):
-    """Stands in for the `forward` of a decoder layer that has routers."""
+    """Replaces the `forward` of a decoder layer that has routers."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
@@ -226,15 +226,15 @@ class RoutedLayer(PackedWeights):
 
 
 def routers_of(model: nn.Module) -> Routers | None:
-    """Those of a model that `routed` has prepared, or of a copy of one."""
+    """The routers of a model that `routed` has prepared, or of a copy of one."""
     stand_ins = (vars(module).get("forward") for module in model.modules())
     return next((stand_in.routers for stand_in in stand_ins if isinstance(stand_in, _Router)), None)
 
 
 def enable_routing(model: PreTrainedModel) -> PreTrainedModel:
     """Lets passes of the model record and replay what its routers choose, in place; after
-    `agentevo.models.attention.prepare`, before `keep_activations`. Raises ModelError, with the
-    model as it was, for one without experts, and for routers of another kind."""
+    `agentevo.models.attention.prepare`, before `keep_activations`. Raises ModelError, and leaves
+    the model unchanged, for a model without experts and for routers of another kind."""
     layer_of_router = _find(model)
     routers = [_Router(router, number) for number, router in enumerate(layer_of_router)]
     stand_ins: list[tuple[nn.Module, Any]] = [(wrapper.router, wrapper) for wrapper in routers]
@@ -265,7 +265,7 @@ def enable_routing(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _find(model: PreTrainedModel) -> dict[nn.Module, nn.Module]:
-    """Router -> the decoder layer that has it, in the order of the model's modules."""
+    """Router -> the decoder layer that contains it, in the order of the model's modules."""
     layer_of_router: dict[nn.Module, nn.Module] = {}
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
@@ -290,7 +290,7 @@ def _refusal(model: nn.Module, why: str) -> ModelError:
 
 
 class _Counting(TorchFunctionMode):
-    """Counts calls of topk, and keeps what they gave."""
+    """Counts calls of topk, and keeps their results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,7 +319,7 @@ class _Forced(Chooser):
 
 
 class _Trial:
-    """Finds out, in one pass of the model, how each router chooses, and that it takes another
+    """Finds, in one pass of the model, how each router chooses, and checks that it takes another
     choice."""
 
     def __init__(self) -> None:
@@ -369,7 +369,7 @@ class _Trial:
 
 
 _SHIFTS = (0, 1, 2)
-"""Experts that a router is made to choose in a trial: its own, and those so many numbers on."""
+"""Shifts of the expert numbers that a trial forces a router to choose; 0 is its own choice."""
 
 
 def _why_not_forced(
@@ -380,8 +380,8 @@ def _why_not_forced(
     num_experts: int,
     outputs: list[torch.Tensor],
 ) -> str:
-    """What a router does wrong that is made to choose other experts than `chosen`, with which it
-    gave these tensors; empty where nothing is."""
+    """The problem of a router when it is forced to choose other experts than `chosen`, its own
+    choice, which gave `outputs`; empty where there is none."""
     weights = _weights(outputs, chosen)
     if weights is None:
         return "returns no weights of the chosen experts"

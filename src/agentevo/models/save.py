@@ -23,7 +23,7 @@ PROCESSOR_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""What makes pixels of pictures, beside a model that sees. Nothing here changes it."""
+"""Files that turn pictures into pixels for a model that sees. Nothing here changes them."""
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
@@ -53,11 +53,11 @@ def write_model(
     *,
     weights: Wholes | Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Writes both into an existing folder, file by file; of a model with adapters, the adapter in
-    use alone. For callers that make the whole folder appear at once by `atomic_folder`.
+    """Writes both into an existing folder, file by file; of a model with adapters, only the adapter
+    in use. For callers that make the whole folder appear at once by `atomic_folder`.
 
-    `weights`: those of another moment (`saved_weights`), in place of the model's own. Of a model
-    that lies in parts on several processes they are gathered, one tensor after the other.
+    `weights`: those of another moment (`saved_weights`), in place of the model's own. Those of a
+    model that is split over several processes are gathered, one tensor after the other.
     """
     how = in_parts(model)
     with no_progress_bars():

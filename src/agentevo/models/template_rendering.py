@@ -1,8 +1,8 @@
 """Messages as mappings -> text, by a tokenizer's chat template: in this process, or, for templates
-of strangers, in one that has bounds of time, memory and length and can be ended.
+of strangers, in a process that has bounds of time, memory and length and can be ended.
 
-Within `templates_of_strangers`, every template that a ChatTemplate is made of is rendered in the
-other process. A template that was late once is not rendered again.
+Within `templates_of_strangers`, every template of a new ChatTemplate is rendered in the other
+process. A template that was late once is not rendered again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RENDER_S = 20.0
 
 Render = Callable[[PreTrainedTokenizerBase, list[dict[str, Any]], Any, bool], str]
 """(tokenizer, messages, schemas of tools or None, up to where the assistant speaks) -> text. Raises
-whatever the template raises."""
+every exception of the template."""
 
 
 def render_here(

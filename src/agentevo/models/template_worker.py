@@ -14,7 +14,7 @@ from agentevo.json_worker import serve_requests
 MAX_MEMORY = 512 * 2**20
 """Bytes of address space that renderings may take."""
 MAX_PROBLEM = 2000
-"""Characters of a problem that is told: a template may raise any text."""
+"""Characters of a problem that are reported: a template may raise any text."""
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""safetensors files that are written tensor by tensor, so that no more than one of them is in
-memory. What each is like is known beforehand, so the header, which says where each lies, comes
-first; tensors may then come in any order.
+"""safetensors files that are written tensor by tensor, so that at most one tensor is in memory. The
+form of each tensor is known beforehand, so the header, which contains the position of each, is
+written first; tensors may then come in any order.
 
 The format: https://github.com/huggingface/safetensors (8 bytes of length, a JSON header, tensors
 without gaps; those of wider elements first, so that all are aligned).

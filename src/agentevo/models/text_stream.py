@@ -1,13 +1,13 @@
-"""The text of a completion while its tokens come: token ids in, pieces of text out.
+"""The text of a completion while its tokens arrive: token ids in, pieces of text out.
 
 Invariant: the pieces add up to the text of the whole completion, and no piece is ever taken back.
-So what may still change waits: the bytes of a character that is not complete, a run of
-SentencePiece's byte tokens (which decode together), a token that would end the completion, and what
-may begin a stop string. `finish` compares and gives the rest.
+So text that may still change waits: the bytes of an incomplete character, a run of SentencePiece's
+byte tokens (which decode together), a token that would end the completion, and the possible
+beginning of a stop string. `finish` compares and gives the rest.
 
-Cost: linear in the length. A token is decoded with the few before it, in whose company it has the
-text that it has in the whole: a character is at most 4 tokens of one byte, and a decoder that drops
-a leading space does so at the first token alone. Tokenizers that rewrite their text afterwards
+Cost: linear in the length. A token is decoded with the few before it, with which it has the same
+text as in the whole completion: a character is at most 4 tokens of one byte, and a decoder that
+drops a leading space does so only at the first token. Tokenizers that rewrite their text afterwards
 (`clean_up_tokenization_spaces`), and those that are not of the `tokenizers` package, give all of
 their text at the end.
 """
@@ -59,11 +59,11 @@ class TextStream:
         """How many of them have gone into the window."""
         self._window: list[int] = []
         self._in_run = False
-        """Whether the last token of the window is a SentencePiece byte, whose run may go on."""
+        """Whether the last token of the window is a SentencePiece byte, whose run may continue."""
         self._known = 0
         """Characters of the window's text that have been taken."""
         self._waiting = ""
-        """Text that is certain, but for a stop string that may begin with it."""
+        """Text that is certain, unless a stop string begins with it."""
         self._stopped = False
         self._pieces: list[str] = []
 
@@ -126,7 +126,7 @@ class TextStream:
         return str(self._backend.decode(self._window, skip_special_tokens=False))
 
     def _before_stop(self, new: str) -> str:
-        """What can be told of the waiting text and this one."""
+        """The part of the waiting text and `new` that is certain."""
         if not self._stop_strings:
             return new
 

@@ -1,4 +1,4 @@
-"""What single tokens stand for: a text, and the bytes of it, which may be a part of a character."""
+"""What single tokens represent: a text, and the bytes of it, which may be a part of a character."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Whether AgentEvo computes what a model itself computes, found out by trying.
+"""Checks by a trial whether AgentEvo computes what a model itself computes.
 
 A model's name and config say little about what its layers do, and transformers gets new ones every
 month. So `try_out` runs a short text twice: by the model's own eager attention, alone, as
 transformers does; and as training and the engine do, in one row with another text and with a token
 at the last position that the model takes, the second half from a cache. The log-probs must agree.
 
-What shows up as a difference: attention in both directions, positions that are counted rather than
+These show up as a difference: attention in both directions, positions that are counted rather than
 given, frequencies that depend on the longest text of a pass, biases and masks that an attention
-function is not told of, convolutions, recurrences, shifted tokens, experts that drop tokens. What a
-short text can't show is a rule that begins at some length.
+function does not receive, convolutions, recurrences, shifted tokens, experts that drop tokens. A
+short text can't show a rule that begins at some length.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ def key_value_sizes(model: PreTrainedModel) -> list[KeyValueSize]:
 
 
 def pass_alone(model: PreTrainedModel, count: int, routing: Any) -> None:
-    """A pass of a prepared model over `count` tokens, each of which sees itself only, whose routers
-    `routing` hears of (models/routers.py)."""
+    """A pass of a prepared model over `count` tokens, each of which attends to itself only.
+    `routing` receives the calls of its routers (models/routers.py)."""
     last = model.config.get_text_config().vocab_size - 1
     ids = torch.linspace(min(2, last), last, count).long().tolist()
     with _evaluating(model):
@@ -186,7 +186,7 @@ def _cause(
     other_texts: list[list[int]],
     reference: torch.Tensor,
 ) -> str | None:
-    """Why the two ways to compute differ, where that can be told."""
+    """Why the two ways to compute differ, where the cause can be found."""
     tolerance = _tolerance(model)
     model.set_attn_implementation(implementation)
     repeated = [_Token(number, 0, text[3]) for number in range(OTHER)]
@@ -228,7 +228,7 @@ def _unlike(difference: float) -> str:
 
 
 def _texts(model: PreTrainedModel) -> list[list[int]]:
-    """The text that is compared, and two beside it."""
+    """The text that is compared, and two others."""
     last = model.config.get_text_config().vocab_size - 1
     ids = torch.linspace(min(2, last), last, TEXT + 2 * OTHER).long().tolist()
     return [ids[OTHER : OTHER + TEXT], ids[:OTHER], ids[OTHER + TEXT :]]
@@ -248,8 +248,8 @@ def _own_logits(model: PreTrainedModel, text: list[int], **lists: list[int]) -> 
 def _packed_logits(
     model: PreTrainedModel, text: list[int], other_texts: list[list[int]], far: int | None
 ) -> torch.Tensor:
-    """[TEXT, V] of the text in two passes, the second of which finds the first one's keys in a
-    cache. `far`: the position of a token beside it."""
+    """[TEXT, V] of the text in two passes; the second pass finds the keys of the first in a cache.
+    `far`: the position of an extra token in the passes."""
     first, second = (
         [_Token(n, place, id) for place, id in enumerate(ids)]
         for n, ids in enumerate(other_texts, 1)
@@ -267,7 +267,7 @@ def _packed_logits(
 def _logits(
     model: PreTrainedModel, tokens: Sequence[_Token], plan: Any, rows: list[int]
 ) -> torch.Tensor:
-    """[rows, V] of a pass under a plan, asked for as training and the engine do."""
+    """[rows, V] of a pass under a plan, requested as training and the engine do."""
     device = next(model.parameters()).device
     # What scores every token, as reward models do, knows no `logits_to_keep`.
     scores = _inner(model).get_output_embeddings() is None
@@ -309,8 +309,8 @@ def _pass(model: PreTrainedModel, what: str, **inputs: Any) -> torch.Tensor:
 
 
 def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """Root mean square of what lies between two models' log-probs, relative to that of the expected
-    ones around their mean; of scores, where there is one a token."""
+    """Root mean square of the difference between two models' log-probs, relative to that of the
+    expected ones around their mean; of scores, where there is one a token."""
     axis = -1 if logits.shape[-1] > 1 else 0
     if axis == -1:
         logits = logits.log_softmax(-1)

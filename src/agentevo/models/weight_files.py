@@ -1,5 +1,5 @@
-"""Whether the files of a saved model's weights can be read: each that loading opens is there and
-has the length that its header says. No weight is read, so a changed one does not show: of a
+"""Whether the files of a saved model's weights can be read: each file that loading opens exists and
+has the length that its header says. No weight is read, so a changed one does not show; for a
 checkpoint its digests are compared (checkpoint_manifest.py)."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which parser reads what a model writes: by the notation that its chat template shows."""
+"""Which parser reads a model's output: the one of the notation that its chat template shows."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ _PARSERS = (
     ),
     ToolCallParser("json", read_json, shown_by="", begins=_OBJECT),
 )
-"""A template asks for the first one that it shows; `json` reads the calls of any other."""
+"""A template selects the first one that it shows; `json` reads the calls of any other."""
 
 
 def parser_names() -> list[str]:

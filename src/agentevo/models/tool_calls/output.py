@@ -1,8 +1,8 @@
-"""What a parser makes of a text, as deltas.
+"""A parser's output for a text, as deltas.
 
 Content is the text outside of thoughts and calls, joined. Where one of them was cut out at an end
-of it, the white space beside the cut goes as well; a text without any is its own content. White
-space that may stand beside a cut is held back. Reasoning has no white space at its ends.
+of the text, the adjacent white space is cut as well; a text without any is its own content. White
+space that may be adjacent to a cut is held back. Reasoning has no white space at its ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PARAGRAPH = "\n\n"
 
 
 class Prose:
-    """Running text that is stripped beside cuts."""
+    """Running text that is stripped next to cuts."""
 
     def __init__(self, *, strip_end: bool) -> None:
         self._begun = False
@@ -228,7 +228,7 @@ def read_calls(
     goes_on: Callable[[CallText], Generator[None, None, bool]] | None = None,
 ) -> Generator[None, None, bool]:
     """Reads calls: an item, or a list of them with commas between, and again where `goes_on`, which
-    takes what stands behind the item or list, says so. False where the first is none. What breaks
+    takes what follows the item or list, returns true. False where the first is none. What breaks
     behind a call breaks that call."""
     text = out.text
     in_list = False

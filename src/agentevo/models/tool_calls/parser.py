@@ -102,7 +102,8 @@ def _read(parser: ToolCallParser, out: ParsedOutput, calls: bool) -> Wait:
 
 
 def _read_thoughts(out: ParsedOutput, begins: tuple[str, ...]) -> Wait:
-    """Reads the thoughts at the beginning of the text. One without an end goes on to the end."""
+    """Reads the thoughts at the beginning of the text. One without an end continues to the end of
+    the text."""
     text = out.text
     while True:
         space = yield from text.skip_space()
