@@ -1,5 +1,5 @@
 """Seeded text environments: the contract (`environment`), our own environments, and adapters to
-other people's.
+those of other projects.
 
 Importing this package registers our own environments; it imports neither torch nor an optional
 package.

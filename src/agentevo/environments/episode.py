@@ -1,4 +1,4 @@
-"""One episode's bookkeeping, shared by every environment of this room.
+"""One episode's bookkeeping, shared by every environment of this package.
 
 A subclass says how an environment starts (`start`), looks (`observe`) and answers an action
 (`act`); this class counts the actions, truncates at `config.max_actions`, fills `info`, and refuses

@@ -1,10 +1,10 @@
 """Any OpenEnv server as a text environment, by its URL: reset and step over its WebSocket, one
 connection for each episode.
 
-An action is what the player says, as the server's schema has it: where an action has one field,
-the text is that field, else the text is the action as a JSON object. What does not fit is an
+The server's schema decides how the player's text becomes an action: where an action has one field,
+the text is that field, else the text is the action as a JSON object. A text that does not fit is an
 invalid action. An observation is shown as its only field, or as `name: value` lines. The reward is
-the server's; an episode that ends without any has none, which fails the attempt.
+the server's; an episode that ends without any reward has none, which fails the attempt.
 
 No package of OpenEnv is needed. Every wait has a deadline, and messages have a limit: a server that
 hangs, dies, or sends something else costs the attempt.
@@ -188,7 +188,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
         self._open.close()
 
     def _fields(self, text: str) -> dict[str, Any] | None:
-        """The action that a text is; None for one that is none."""
+        """The action that a text represents; None for a text that represents none."""
         if self._field is not None:
             schema = self._form.fields.get(self._field, {})
             value = _value(text, schema)
@@ -350,7 +350,7 @@ def _plain(value: Any) -> str:
 
 
 def _value(text: str, schema: Mapping[str, Any]) -> Any:
-    """A text as the value that a schema asks for; None if it is none."""
+    """A text as the value that a schema requires; None if it is none."""
     schema = next((option for option in schema.get("anyOf", ()) if "type" in option), schema)
     if "enum" in schema:
         names = [str(value) for value in schema["enum"]]

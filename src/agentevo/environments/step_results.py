@@ -1,4 +1,4 @@
-"""What `reset` and `step` of an environment return, in the form of Gymnasium: (observation, info)
+"""The results of an environment's `reset` and `step`, in the form of Gymnasium: (observation, info)
 and (observation, reward, terminated, truncated, info).
 
 The old API of gym, whose reset gives the observation alone and whose step gives (observation,

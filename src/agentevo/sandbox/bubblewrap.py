@@ -1,9 +1,9 @@
-"""Sandboxes by bubblewrap: namespaces of their own, and a file system of which only the system's
-programs and this Python are there, read-only.
+"""Sandboxes by bubblewrap: namespaces of their own, and a read-only file system that contains only
+the system's programs and this Python.
 
-As root it makes namespaces without a user namespace, and the supervisor becomes a user that nobody
-else is: root would not be bound by limits of processes. As an ordinary user, and as root where
-that is not allowed, it makes a user namespace.
+As root it makes namespaces without a user namespace, and the supervisor becomes an unused user:
+root would not be bound by limits of processes. As an ordinary user, and as root where that is not
+allowed, it makes a user namespace.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Limits that the kernel keeps for all processes of a sandbox together: a cgroup (version 2) for
-each, where there are any and this user may make them.
+"""Limits that the kernel enforces for all processes of a sandbox together: a cgroup (version 2) for
+each, where the system has cgroups and this user may make them.
 
-It is a further wall: what watch.py looks at ten times a second is then refused at once, the
-kernel's own memory counts, and no process gets out of it, also none that has left its parents. A
-group is made beside this process's own, or below it, where controllers are handed down already:
-nothing of the machine's own groups is changed. A sandbox's processes are moved into it when its
+A cgroup is a further wall. It refuses at once what watch.py looks at ten times a second, it counts
+the kernel's own memory, and no process gets out of it, not even one that has left its parents. A
+group is made next to this process's own, or below it, where controllers are handed down already:
+the machine's own groups do not change. A sandbox's processes are moved into the group when its
 supervisor is ready, before any code of a model runs.
 """
 

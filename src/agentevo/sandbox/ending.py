@@ -1,4 +1,4 @@
-"""The end of all that runs in a sandbox, seen from the host."""
+"""Ends everything that runs in a sandbox, from the host."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
 """Sandboxes without any program to install: landlock for files, seccomp for system calls, rlimits,
 and namespaces where the kernel lets this user make them.
 
-Four ways, the first of which a trial shows to work:
+There are four ways; the first one that works in a trial is used:
 
-    namespaces        root: own processes, network, mounts; a user that nobody else is
+    namespaces        root: own processes, network, mounts; an unused user
     user namespaces   an ordinary user: the same within a user namespace
-    own user          root in a container: a user that nobody else is, and no namespaces
+    own user          root in a container: an unused user, and no namespaces
     same user         an ordinary user without namespaces; Linux 6.12 or newer, so that landlock
                       keeps signals inside
 
-What the last two can't promise is in docs/sandbox.md.
+docs/sandbox.md lists what the last two can't promise.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the process of a sandbox is started, and what of this machine it sees."""
+"""How a sandbox's process is started, and what it sees of this machine."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def package_folders(section: SeenMounts) -> list[str]:
 
 
 def hidden_folders(section: SeenMounts) -> list[str]:
-    """Packages that lie below what is visible, and are not asked for."""
+    """Folders of packages below the visible ones, which the section does not ask for."""
     if section.packages:
         return []
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"

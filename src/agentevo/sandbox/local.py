@@ -1,8 +1,9 @@
-"""A sandbox in processes of this machine: the host's side of the talk with its supervisor.
+"""A sandbox in processes of this machine: the host's side of the connection to its supervisor.
 
-Nothing that comes from inside is trusted: frames of bounded length, JSON of known types, texts of
-bounded length. What is wrong ends the sandbox, and is told as a failure of the code. A call waits
-for its deadline and a margin, and ends the sandbox then. Cancelled, it ends the sandbox at once.
+The host trusts nothing that comes from inside: it accepts frames of bounded length, JSON of known
+types, texts of bounded length. Anything else ends the sandbox, and is reported as a failure of the
+code. A call waits for its deadline and a margin, and then ends the sandbox. A cancelled call ends
+the sandbox at once.
 """
 
 from __future__ import annotations
@@ -213,7 +214,7 @@ class LocalSandbox:
         watch.add(watched)
 
     async def _abandon(self, spawning: asyncio.Future[Any]) -> None:
-        """Ends what was being started, also where its thread is still at it."""
+        """Ends the sandbox that was being started, even where its thread still runs."""
 
         def end(done: asyncio.Future[Any]) -> None:
             if not done.cancelled() and done.exception() is None:

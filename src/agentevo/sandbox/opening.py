@@ -1,4 +1,4 @@
-"""Which sandbox works here, and how many there may be at once."""
+"""Which kind of sandbox works here, and how many there may be at once."""
 
 from __future__ import annotations
 

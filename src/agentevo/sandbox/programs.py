@@ -1,11 +1,11 @@
-"""Programs in a sandbox of bubblewrap's whose stdin and stdout stay those of whoever starts them,
-such as servers.
+"""Programs, such as servers, in a sandbox of bubblewrap's; their stdin and stdout belong to the
+process that starts them.
 
-A program has a work folder of its own, which is its home; it sees the system's files, its own and
-those that are named, and no network unless it is asked for. It is started by the words of a
-command: inside/hand_over.py gives the filter of system calls to `bwrap`, and inside/become.py sets
-limits and the user. Its variables are those of whoever starts it, but HOME and TMPDIR. `Walls` hold
-what all its processes use together, as those of the sandbox of code do.
+A program has a work folder of its own, which is its home. It sees the system's files, its own and
+those that are named, and no network unless it is requested. The words of a command start it:
+inside/hand_over.py gives the filter of system calls to `bwrap`, and inside/become.py sets limits
+and the user. Its variables are those of the process that starts it, except HOME and TMPDIR. `Walls`
+limit what all its processes use together, as for the sandbox of code.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ class _SeenFolders:
 
 
 class Walls:
-    """Around one program that the words of `sandboxed` start, with all that it starts: a cgroup
-    where there can be one, and the watch of memory, processes and files."""
+    """Limits around one program that the words of `sandboxed` start, with all that it starts: a
+    cgroup where there can be one, and the watch of memory, processes and files."""
 
     def __init__(self, section: ProgramSandboxSection) -> None:
-        """Before its start. Blocks for a moment. Raises SandboxError and OSError."""
+        """Called before the program starts. Blocks for a moment. Raises SandboxError and
+        OSError."""
         self._section = section
         self._group = new_group(
             _ProgramLimits(section.memory_mib, section.disk_mib, section.processes)
@@ -67,8 +68,8 @@ class Walls:
         self._pid: int | None = None
 
     def surround(self, pid: int, tell: Callable[[str], None]) -> None:
-        """From its start on, before it says anything. `notify` is called, in the watching thread,
-        with the limit that ended the program. Raises OSError."""
+        """Called when the program has started, before it writes anything. `notify` is called, in
+        the watching thread, with the limit that ended the program. Raises OSError."""
         section = self._section
         self._pid = pid
 
@@ -187,8 +188,9 @@ def _program(command: str, folder: Path | None) -> str:
 
 
 def _own_folders(program: str) -> list[str]:
-    """What a program needs of its own: the virtual environment that it lies in, or its file; and
-    likewise what it is a link to, and the interpreter that its first line names."""
+    """The folders or files that a program needs: the virtual environment that contains it, or its
+    file; likewise for the target where it is a link, and for the interpreter that its first line
+    names."""
     folders = set[str]()
     waiting = [program]
     visited = set[str]()

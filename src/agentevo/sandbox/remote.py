@@ -1,9 +1,10 @@
 """A sandbox on another machine: the client of `agentevo sandbox serve`.
 
-The connection is the sandbox: it ends with it, and with this process. A server that is gone, hangs
-or sends something else is told as a failure of the call (`SandboxDied`, `Timeout`), with the files
-lost, and the next call opens another sandbox; where none can be opened that is a SandboxError.
-Functions of this machine that the code calls are called here, over the same connection.
+The connection is the sandbox: the sandbox ends with the connection, and with this process. A server
+that is gone, hangs or sends something else is reported as a failure of the call (`SandboxDied`,
+`Timeout`), with the files lost, and the next call opens another sandbox; where none can be opened
+it raises a SandboxError. Functions of this machine that the code calls are called here, over the
+same connection.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""What a sandbox's supervisor answers, in the forms that the host accepts, and as the store takes
-it."""
+"""The replies of a sandbox's supervisor, in the forms that the host accepts and the store takes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The contract of a sandbox: code in, what became of it out.
+"""The contract of a sandbox: code in, its results out.
 
-A sandbox has a work folder, and one Python interpreter whose variables live from one `run` to the
-next. Whatever the code does is told in an `Execution`; it never raises. `SandboxError` is raised
-for what is no fault of the code: a sandbox that can't be started, a path outside the work folder,
-a sandbox that is closed. One call is under way at a time; others wait for it.
+A sandbox has a work folder, and one Python interpreter whose variables persist from one `run` to
+the next. An `Execution` reports everything that the code does; the code's errors never raise here.
+`SandboxError` is raised for what is no fault of the code: a sandbox that can't be started, a path
+outside the work folder, a sandbox that is closed. One call runs at a time; others wait for it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Execution(msgspec.Struct, frozen=True):
 
     stdout: str
     stderr: str
-    """The head and the tail; what was left out is told between them."""
+    """The head and the tail; a note between them says what was left out."""
     value: str | None
     """The repr of the last expression, as a notebook shows it; None for None or no expression."""
     error: Failure | None
@@ -76,8 +76,8 @@ class SandboxTool(msgspec.Struct, frozen=True):
     """Their names in order, for arguments that are given without."""
     description: str
     call: Callable[[dict[str, Any]], Awaitable[Any]]
-    """Gives a JSON value. What it raises is raised in the code as `ToolError`, with the message of
-    an AgentEvoError and the type of anything else."""
+    """Returns a JSON value. An exception is raised in the code as `ToolError`, with the message of
+    an AgentEvoError and the type of any other."""
 
 
 class Sandbox(Protocol):

@@ -1,6 +1,6 @@
 """Work folders on the host's disk, for sandboxes without a file system of their own. What a killed
-process left is deleted when the next folder is made, by whoever sees the same processes: containers
-that share a disk leave one another's alone."""
+process left is deleted when the next folder is made, by a process that sees the same processes:
+containers that share a disk do not touch one another's folders."""
 
 from __future__ import annotations
 

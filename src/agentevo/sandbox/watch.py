@@ -1,9 +1,9 @@
-"""What a sandbox uses of the machine, watched from the outside: memory of all its processes
+"""Watches from the outside what a sandbox uses of the machine: memory of all its processes
 together, their number, and the files of its work folder. One thread of the host looks at all
-sandboxes, and ends the one that is over its limits.
+sandboxes, and ends each one that is over its limits.
 
 The kernel's own limits act first: address space of each process, the size of a file system in
-memory, the number of processes of a user. What is watched is what those leave open.
+memory, the number of processes of a user. This watch covers what those leave open.
 """
 
 from __future__ import annotations

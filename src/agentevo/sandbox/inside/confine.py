@@ -1,9 +1,9 @@
 """Confines this process by what the kernel offers without any package, and becomes another program.
 
 Run as `python -I -S confine.py SETTINGS PROGRAM...`, with SETTINGS in JSON, before any code of a
-model's runs. In this order: namespaces (processes, network, mounts) where they are asked for, a
-work folder in memory, another user, landlock, the filter of system calls. Whatever can't be done
-ends it with a message: it never starts the program half confined.
+model's runs. In this order: namespaces (processes, network, mounts) where they are requested, a
+work folder in memory, another user, landlock, the filter of system calls. Any failure ends the
+process with a message: it never starts the program half confined.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def make_mounts(settings: dict[str, Any]) -> None:
 
 
 def first_closed_folder(path: str) -> str | None:
-    """The uppermost folder above a path that other users may not pass."""
+    """The uppermost folder above a path that other users may not enter."""
     parts = path.split("/")
     for index in range(2, len(parts)):
         above = "/".join(parts[:index])
@@ -158,7 +158,7 @@ def first_closed_folder(path: str) -> str | None:
 
 
 def restrict_files(settings: dict[str, Any]) -> None:
-    """Only what is named can be opened from here on: landlock."""
+    """From now on only the named paths can be opened: landlock."""
     version = landlock_version()
     if version < 1:
         raise OSError("the kernel has no landlock")
@@ -198,7 +198,7 @@ def allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def filter_calls(program: bytes) -> None:
-    """Installs the filter of seccomp.py for this process and all that it becomes."""
+    """Installs the filter of seccomp.py for this process and every program that it becomes."""
     buffer = ctypes.create_string_buffer(program, len(program))
     line = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
     call("prctl", _PR_SET_SECCOMP, _SECCOMP_FILTER, line, 0, 0)

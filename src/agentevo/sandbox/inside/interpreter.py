@@ -1,7 +1,8 @@
 """The Python interpreter of a sandbox: it runs one piece of code after another in one namespace.
 
-It is untrusted as soon as it has run the first one. It talks to the supervisor over one socket, in
-frames; what the code prints goes to its stdout and stderr, which are pipes of the supervisor's.
+It is untrusted as soon as it has run the first piece. It communicates with the supervisor over one
+socket, in frames; the code's output goes to its stdout and stderr, which are pipes of the
+supervisor's.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ def _describe_error(error: BaseException) -> dict[str, str]:
 
 
 def _keep_cells(summary: traceback.TracebackException) -> None:
-    """Leaves the frames of the user's code only, of all exceptions in the chain."""
+    """Keeps only the frames of the user's code, in all exceptions of the chain."""
     visited: list[traceback.TracebackException] = []
     waiting: list[traceback.TracebackException | None] = [summary]
     while waiting:

@@ -1,8 +1,9 @@
-"""What a sandbox starts: it does what the host asks, and owns the interpreter and the programs.
+"""The process that a sandbox starts: it does what the host asks, and owns the interpreter and the
+programs.
 
-It runs with the rights of the code, which it does not trust: it reads frames of bounded length of
-the interpreter, keeps a bounded part of what is printed, and ends everything else that runs in the
-sandbox where a limit was reached. The host trusts it as little; see local.py.
+It runs with the rights of the code, which it does not trust: it reads frames of bounded length from
+the interpreter, keeps a bounded part of the output, and, where a limit was reached, ends everything
+else that runs in the sandbox. The host trusts it as little; see local.py.
 
 Run as `python -I -S supervisor.py`, with the socket to the host as stdin and stdout. The first
 message of the host is the settings.
@@ -243,7 +244,7 @@ class SandboxSupervisor:
         return {}
 
     def _attend(self, child: SandboxedChild, deadline_s: float, request_id: int) -> dict[str, Any]:
-        """Until the child has ended, or has done what it was asked, or the time is over."""
+        """Waits until the child has ended, or has done what it was asked, or the time is over."""
         until = time.monotonic() + deadline_s
         with selectors.DefaultSelector() as ready:
             for output in child.outputs:
@@ -274,7 +275,7 @@ class SandboxSupervisor:
         return _failure("Timeout", f"it has run for {deadline_s:g} s and was killed")
 
     def _hear(self, child: SandboxedChild, request_id: int) -> dict[str, Any] | None:
-        """A message of the interpreter's: its result, which ends the call, or a tool's call."""
+        """Reads a message of the interpreter: its result, which ends the call, or a tool's call."""
         assert child.control is not None
         try:
             chunk = os.read(child.control, 2**16)
@@ -306,7 +307,8 @@ class SandboxSupervisor:
         self._write_control(child, {k: v for k, v in answer.items() if k != "do"})
 
     def _write_control(self, child: SandboxedChild, message: dict[str, Any]) -> None:
-        """The interpreter may not read: it is given up then, as one that sends what is wrong."""
+        """The interpreter may not read: it is then given up, like one that sends something
+        wrong."""
         assert child.control is not None
 
         view = memoryview(frames.encode(message))
@@ -355,7 +357,7 @@ class SandboxSupervisor:
         argv: list[str] | None = None,
         control: tuple[int, int] | None = None,
     ) -> SandboxedChild:
-        """A program with `argv`, or the interpreter, with both ends of its socket."""
+        """Starts a program with `argv`, or the interpreter, with both ends of its socket."""
         out = os.pipe()
         err = os.pipe()
         pid = os.fork()
@@ -409,7 +411,7 @@ class SandboxSupervisor:
             self._interpreter = None
 
     def _kill_all(self, child: SandboxedChild) -> None:
-        """Ends all that runs in the sandbox but us."""
+        """Ends all processes of the sandbox except this one."""
         everybody = -1 if self._settings["is_alone"] else -child.pid
         until = time.monotonic() + KILLING_S
         while time.monotonic() < until:
@@ -425,7 +427,7 @@ class SandboxSupervisor:
             time.sleep(0.001)
 
     def _reap(self, child: SandboxedChild | None = None) -> None:
-        """Buries the dead, whoever they belonged to."""
+        """Collects ended children, including adopted ones."""
         child = child or self._interpreter
         with contextlib.suppress(ChildProcessError):
             while (reaped := os.waitpid(-1, os.WNOHANG))[0]:
@@ -433,7 +435,7 @@ class SandboxSupervisor:
                     child.status = reaped[1]
 
     def _wait_for_host(self) -> dict[str, Any]:
-        """The host's next message; without a host the sandbox ends."""
+        """The host's next message; the sandbox ends without a host."""
         while (message := self._incoming.next()) is None:
             with selectors.DefaultSelector() as ready:
                 ready.register(self._host, selectors.EVENT_READ)

@@ -1,5 +1,5 @@
 """The files of a sandbox, as its supervisor sees them: regular files below the work folder, reached
-without following any link, by relative paths. Their number and sizes are bounded."""
+by relative paths without following any link. Their number and sizes are bounded."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class WorkFolder:
         return {path: facts[0] for path, facts in sorted(self.snapshot().items())}
 
     def list_changed(self, before: dict[str, tuple[int, int, int]]) -> list[str]:
-        """Files that are not as they were, at most 200 of them."""
+        """Files that have changed since `before`, at most 200 of them."""
         now = self.snapshot()
         paths = [path for path in now.keys() | before.keys() if now.get(path) != before.get(path)]
         return sorted(paths)[:200]
@@ -75,7 +75,8 @@ class WorkFolder:
             return file.read(self._largest)
 
     def write(self, path: str, content: bytes) -> None:
-        """Beside its place first, so that no reader sees half of it."""
+        """Writes to a temporary file next to the target first, so that no reader sees half of
+        it."""
         folder, name = self._folder_of(path, makes=True)
         partial = f".{os.urandom(8).hex()}.partial"
         try:
