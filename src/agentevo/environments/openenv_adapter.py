@@ -71,7 +71,7 @@ class OpenEnvConfig(EnvironmentConfig):
 
 @dataclass(frozen=True)
 class OpenEnvForm:
-    """What a server says of itself."""
+    """A server's description of itself."""
 
     description: str
     fields: Mapping[str, Any]
@@ -87,7 +87,7 @@ class OpenEnvForm:
 
 
 _forms: dict[str, OpenEnvForm] = {}
-"""By URL: a server is asked once in a process."""
+"""The forms by URL: each server is asked once in a process."""
 _asking = threading.Lock()
 
 
@@ -202,8 +202,8 @@ class OpenEnvEnvironment(EpisodicEnvironment):
         return {**fields, **self.config.action} if isinstance(fields, dict) else None
 
     def _take(self, answer: Mapping[str, Any]) -> tuple[float, bool]:
-        """(reward, whether the episode is over) of an answer, whose observation is shown from
-        here on. Raises EnvironmentFailure for one of another form."""
+        """(reward, whether the episode is over) of an answer; its observation is shown from now on.
+        Raises EnvironmentFailure for an answer of another form."""
         observation = answer.get("observation")
         reward = answer.get("reward")
         done = answer.get("done", False)

@@ -24,8 +24,8 @@ KEEP_DIRECTION = 0.6
 
 
 class SokobanRoom(NamedTuple):
-    """The fixed parts of a room: all that no action changes. `neighbours[cell][action]` is the
-    floor cell there, or -1 for a wall."""
+    """The fixed parts of a room, which no action changes. `neighbours[cell][action]` is the floor
+    cell there, or -1 for a wall."""
 
     height: int
     width: int

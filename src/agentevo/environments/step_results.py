@@ -28,7 +28,7 @@ class StepResult(NamedTuple):
 
 
 def read_step(result: object) -> StepResult:
-    """Raises EnvironmentFailure for what is neither API's."""
+    """Reads the result of `step`. Raises EnvironmentFailure for a result of neither API."""
     if not isinstance(result, tuple):
         raise EnvironmentFailure(
             f"the environment's step() returned a {type(result).__name__}: return (observation, "
@@ -50,7 +50,7 @@ def read_step(result: object) -> StepResult:
 
 
 def read_reset(result: object) -> Any:
-    """The observation."""
+    """The observation of a result of `reset`."""
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
         return _whole(result[0])
     return _whole(result)

@@ -45,20 +45,20 @@ EXPENSIVE_OPERATORS = (
     "aten::_efficient_attention_forward",
     "mkldnn::_linear_pointwise",
 )
-"""Matrix products and attention: what `selective` keeps, where this build of PyTorch has it. Not
-batched products: those may be scores."""
+"""Matrix products and attention: the operators whose results `selective` keeps, where this build of
+PyTorch has them. Batched products are not among them: those may be scores."""
 SMALLEST_OFFLOAD = 64 * 1024
 """In bytes. Smaller tensors are not worth the trip."""
 
 
 class CheckpointedLayer(PackedWeights):
-    """Stands in for the `forward` of one decoder layer."""
+    """Replaces the `forward` of one decoder layer."""
 
     def __init__(self, layer: nn.Module, section: MemorySection) -> None:
         self.layer = layer
         self.section = section
         self.inner: PackedWeights | None = vars(layer).get("forward")
-        """The callable that stood in its place before (models/fused.py)."""
+        """The callable that it replaces (models/fused.py)."""
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the layer's own `forward`: hidden_states [1, T, H] first."""
@@ -95,13 +95,13 @@ class CheckpointedLayer(PackedWeights):
         return forward(*args, **kwargs)
 
     def _on_cpu(self, kwargs: dict[str, Any]) -> Any:
-        """Where this layer's parameters and what all layers share (rotations) stay on the
-        device."""
+        """While the context is open, saved tensors are in pinned CPU memory; the layer's parameters
+        and the tensors that all layers share (rotations) stay on the device."""
         return _saved_on_cpu([*self.layer.parameters(), *_tensors(kwargs)])
 
 
 def keep_activations(model: PreTrainedModel, section: MemorySection) -> PreTrainedModel:
-    """Follows the section, in place, on a model that `agentevo.models.attention.prepare` has
+    """Applies the section, in place, to a model that `agentevo.models.attention.prepare` has
     prepared. On a CPU the allocator then keeps less, too, for the whole process. Raises ModelError
     for a model without decoder layers of transformers' kind."""
     if section.checkpointing == "none" and not section.offload_activations:
@@ -176,7 +176,7 @@ def _saved_on_cpu(staying: list[torch.Tensor]) -> Iterator[None]:
     storages = {tensor.untyped_storage().data_ptr() for tensor in staying}
     moved: dict[
         tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]
-    ] = {}  # holds the tensors, so that no address is given away again
+    ] = {}  # holds the tensors, so that no address is reused
 
     def pack(tensor: torch.Tensor) -> tuple[torch.device | None, torch.Tensor]:
         place = tensor.untyped_storage().data_ptr()

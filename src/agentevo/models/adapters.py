@@ -41,7 +41,7 @@ FRESH_INITS = (True, False, "gaussian", "orthogonal")
 
 
 def peft() -> ModuleType:
-    """The package. Raises MissingExtraError. PEFT imports bitsandbytes, which warns on some CPUs
+    """Imports PEFT. Raises MissingExtraError. PEFT imports bitsandbytes, which warns on some CPUs
     that it lacks a kernel for packed weights; no training here packs them (models/load.py)."""
     logging.getLogger(_WARNS_OF_KERNELS).setLevel(logging.ERROR)
     return load_extra("peft", "lora", "model.lora")
@@ -184,8 +184,8 @@ def num_parameters(model: torch.nn.Module) -> tuple[int, int]:
 
 
 def use_adapter(model: PreTrainedModel, name: str) -> None:
-    """From now on `name` computes, and no other; which parameters are trained stays. On an engine:
-    `publish(version, adapter=name)`.
+    """From now on only the adapter `name` computes; which parameters are trained does not change.
+    On an engine: `publish(version, adapter=name)`.
 
     Raises ModelError for an unknown name.
     """
@@ -208,8 +208,8 @@ def use_adapter(model: PreTrainedModel, name: str) -> None:
 
 @contextmanager
 def dropping_out(model: torch.nn.Module, seed: int) -> Iterator[None]:
-    """While it is open, adapters with dropout drop out, by draws that only `seed` decides. For
-    supervised training."""
+    """While the context is open, adapters with dropout drop out, by draws that only `seed` decides.
+    For supervised training."""
     layers = [module for module in model.modules() if hasattr(module, "lora_dropout")]
     with drawing_by(next(model.parameters()).device, seed):
         for layer in layers:
@@ -292,7 +292,8 @@ def _special_linears(model: PreTrainedModel) -> list[str]:
 
 
 def _check_names(model: Any, section: LoraSection) -> None:
-    """PEFT is content if any of the names matches; a name that matches nothing is a mistake."""
+    """Raises ModelError for a name that matches no module; PEFT accepts a list if any of its names
+    matches."""
     parts = {
         part
         for name, _ in model.get_base_model().named_modules()

@@ -21,11 +21,11 @@ VECTORS = 64
 GRAIN = 32768
 """at::internal::GRAIN_SIZE: PyTorch gives a thread at least so many numbers."""
 GELU_GRAIN = 16384
-"""From here on GELU is split among all threads."""
+"""Above this many numbers GELU is split among all threads."""
 
 
 class Aligned:
-    """Stands in for the `forward` of one activation module, in passes without gradients."""
+    """Replaces the `forward` of one activation module, in passes without gradients."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -37,7 +37,7 @@ _SPACE = r"/[ \n]{0,2}/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerForm:
-    """What a request wants of its answer beyond a text."""
+    """What a request requires of its answer, beyond a text."""
 
     schema: Schema | None = None
     """The answer is JSON by it."""
@@ -49,7 +49,7 @@ class AnswerForm:
     parallel: bool = True
     """Whether it may be several calls."""
     strict: bool = False
-    """What OpenAI's API calls so: asks a remote model's server to enforce the schema. A policy is
+    """`strict` of OpenAI's API: asks a remote model's server to enforce the schema. A policy is
     held to it in any case."""
 
 
@@ -128,7 +128,8 @@ def is_strict(tool: Mapping[str, Any]) -> bool:
 
 
 def opening_after(chat: ChatFormat, prompt: Sequence[Message] | Sequence[int] | str) -> str:
-    """What a prompt, messages or ids, says in the assistant's place; a plain text says nothing."""
+    """The part of a prompt, messages or ids, that is in the assistant's place; empty for a plain
+    text."""
     if isinstance(prompt, str):
         return ""
     if prompt and isinstance(prompt[0], int):

@@ -127,12 +127,11 @@ AttentionMaskInterface.register(NAME, _mask)
 
 
 def prepare(model: PreTrainedModel, *, on_cpu: bool | None = None) -> PreTrainedModel:
-    """Points the model's attention here and, on a CPU, its linear layers at oneDNN. In place;
-    parameters stay the same objects. `on_cpu`: whether it computes there, if not as it lies.
-
-    Raises ModelError for an architecture that does not go through transformers' attention
-    interface, or that is computed otherwise than by transformers alone (models/trial.py).
-    """
+    """Makes the model's attention use this module and, on a CPU, its linear layers use oneDNN.
+    In place; parameters stay the same objects. `on_cpu`: whether it will compute there, if it is
+    not there now. Raises ModelError for an architecture that does not use transformers'
+    attention interface, or that computes something else this way than transformers alone
+    (models/trial.py)."""
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelError(
             f"{type(model).__name__} does not use transformers' attention interface, which "

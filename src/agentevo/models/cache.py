@@ -185,7 +185,7 @@ def _progress_text(model: KnownModel, size: int) -> str:
 
 
 def _size(folder: Path) -> int:
-    """Of the files that are there now, in bytes."""
+    """Bytes of the files that exist now."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(OSError):  # gone since
@@ -195,8 +195,8 @@ def _size(folder: Path) -> int:
 
 @contextmanager
 def _telling(report: Progress, words: Callable[[], str]) -> Iterator[None]:
-    """Says how far it is, and for how long it has taken, while the block runs; not where a bar says
-    it."""
+    """Reports progress and elapsed time while the block runs; not where a progress bar shows
+    them."""
     if is_shown():
         yield
         return

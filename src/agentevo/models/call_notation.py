@@ -32,7 +32,7 @@ class CallNotation:
 
 
 _BARE = CallNotation('{"name": "', '", "arguments": ', None, "}")
-"""Of templates that have no place for calls, and are read as plain JSON."""
+"""The notation of templates that have no place for calls; it is read as plain JSON."""
 
 
 def call_notation(parser: ToolCallParser, written: Callable[[Message], str]) -> CallNotation | None:
@@ -67,7 +67,7 @@ def call_notation(parser: ToolCallParser, written: Callable[[Message], str]) -> 
 
 
 def _pieces(text: str, count: int) -> list[str] | None:
-    """What stands before, between and behind names and arguments of that many calls."""
+    """The text before, between and behind the names and arguments of that many calls."""
     pieces: list[str] = []
     for name in _NAMES[:count]:
         before, found_name, rest = text.partition(name)

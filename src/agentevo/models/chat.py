@@ -203,7 +203,7 @@ class ChatFormat:
         return TokenTexts(self.tokenizer)
 
     def opening_of(self, prompt_ids: Sequence[int]) -> str:
-        """What the end of this prompt says in the assistant's place: `opening`, or nothing."""
+        """The part of this prompt's end that is in the assistant's place: `opening`, or nothing."""
         if not self.opening:
             return ""
         end = str(self.tokenizer.decode(list(prompt_ids[-len(self.opening) - 1 :])))
@@ -290,7 +290,7 @@ class ChatFormat:
         return self._written_with_end(message)[0]
 
     def _written_with_end(self, message: Message) -> tuple[str, int]:
-        """Likewise, and the token that ends it."""
+        """The same as `_written`, and the token that ends it."""
         prompt = self._template.render([_USER], prompt=True).removesuffix(self.opening)
         rendered = self._template.render([_USER, message], prompt=False)
         answer = rendered.removeprefix(prompt)

@@ -100,8 +100,8 @@ def seal(
 
 
 def read(folder: Path) -> CheckpointManifest:
-    """The manifest alone; the files are not looked at. Raises TornError, naming it, if it is
-    missing or torn, CheckpointError if it can't be read now."""
+    """Reads only the manifest, not the files. Raises TornError, naming it, if it is missing or
+    torn, CheckpointError if it can't be read now."""
     path = folder / NAME
     try:
         content = _regular_file(path).read_bytes()

@@ -24,7 +24,7 @@ from agentevo.models.linear import PackedWeights
 
 
 class CompiledLayer(PackedWeights):
-    """Stands in for the `forward` of one decoder layer."""
+    """Replaces the `forward` of one decoder layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer

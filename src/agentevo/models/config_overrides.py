@@ -124,7 +124,7 @@ def _made(
         try:
             config = kind.from_dict(changed)
             config.validate()
-        except Exception as error:  # of a class's own checks anything
+        except Exception as error:  # a class's own checks may raise anything
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise ModelError(f"{where}: {kind.__name__} does not take it ({reason})") from error
 
@@ -196,7 +196,8 @@ def _one_rope(saved_rope: Mapping[str, Any], override: Mapping[str, Any]) -> dic
 
 
 def _check_effect(config: PretrainedConfig, overrides: Mapping[str, Any], where: str) -> None:
-    """A class may put another value in a key's place, as Qwen2 does with a window that is off."""
+    """Raises ModelError where the class replaced a key's value, as Qwen2 does with a window that is
+    off."""
     for key, value in overrides.items():
         actual = getattr(config, key, None)
         if key not in ROPE and not isinstance(actual, PretrainedConfig) and actual != value:
@@ -208,7 +209,8 @@ def _check_effect(config: PretrainedConfig, overrides: Mapping[str, Any], where:
 
 @contextmanager
 def _remarks() -> Iterator[list[str]]:
-    """What transformers only logs of RoPE's parameters: unknown ones, and values out of range."""
+    """Collects what transformers only logs about RoPE's parameters: unknown ones, and values out of
+    range."""
     remarks: list[str] = []
 
     class OverrideListener(logging.Handler):

@@ -94,7 +94,7 @@ def _openmp() -> list[ctypes._FuncPointer]:
 
 
 def _built(options: tuple[str, ...]) -> Path:
-    """The library made with these options: from the cache, or built now."""
+    """The library built with these options: from the cache, or built now."""
     sources = sorted(file for file in SOURCES.iterdir() if file.suffix in {".c", ".h"})
     digest = hashlib.sha256(" ".join((*options, *platform.libc_ver())).encode())
     for source in sources:
@@ -144,7 +144,7 @@ def _build(sources: list[str], options: tuple[str, ...], folder: Path, key: str)
 
 
 def _drop_old_partials(folder: Path) -> None:
-    """What processes that were killed while they built have left."""
+    """Deletes files of processes that were killed while they built."""
     for file in folder.glob(f"*{PARTIAL}"):
         with suppress(FileNotFoundError):  # another process does the same
             if time.time() - file.stat().st_mtime > 2 * BUILD_TIMEOUT_S:

@@ -29,7 +29,7 @@ FEW_ROWS = 64
 WHOLE = 16
 """Numbers of a head, and of a row that goes through the gate, are a multiple of this."""
 BLOCK = 64
-"""Outputs that lie together in a packed matrix."""
+"""Outputs that are stored together in a packed matrix."""
 TOLERANCE = 2e-6
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,8 @@ class KernelCache(ctypes.Structure):
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor) -> KernelCache:
-        """Of one layer's keys [slots, G, blocks, D, KEY_BLOCK] and values [slots, G, places, D]."""
+        """The cache of one layer's keys [slots, G, blocks, D, KEY_BLOCK] and values [slots, G,
+        places, D]."""
         assert keys.is_contiguous() and values.is_contiguous()
         _, groups, places, dim = values.shape
         return cls(keys.data_ptr(), values.data_ptr(), groups, dim, keys.shape[2], places)
@@ -83,7 +84,7 @@ class Prefix(ctypes.Structure):
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Prefix:
-        """Of keys [G, blocks, D, KEY_BLOCK] and values [G, P, D]."""
+        """The prefix of keys [G, blocks, D, KEY_BLOCK] and values [G, P, D]."""
         assert keys.is_contiguous() and values.is_contiguous()
         return cls(keys.data_ptr(), values.data_ptr(), keys.shape[1], values.shape[1])
 

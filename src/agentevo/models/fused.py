@@ -40,7 +40,7 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 class FusedLayer(PackedWeights):
-    """Stands in for the `forward` of one decoder layer."""
+    """Replaces the `forward` of one decoder layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
@@ -170,8 +170,8 @@ class FusedLayer(PackedWeights):
         return rotated[:, :num_q], rotated[:, num_q:]
 
     def _ingredients(self) -> list[torch.Tensor | float] | None:
-        """All that the packed matrices are made of; None where a module is not what they stand
-        for."""
+        """Everything that the packed matrices are made of; None where a module is of an unexpected
+        kind."""
         made_of: list[torch.Tensor | float] = []
         for parent, name in self.linears:
             of_linear = ingredients(parent._modules[name])
@@ -209,7 +209,7 @@ class FusedLayer(PackedWeights):
                 PackedMatrix(up * norm_mlp, up_bias),
                 PackedMatrix(*down),
             )
-            self.packed_of = made_of  # keeps the ids in packed_state from being given away
+            self.packed_of = made_of  # keeps the ids in packed_state from being reused
             self.packed_state = state
 
         return self.packed

@@ -33,7 +33,7 @@ RECORDED = ("output_hidden_states", "output_attentions")
 
 
 class FusedDecoder:
-    """Stands in for the `forward` of one decoder."""
+    """Replaces the `forward` of one decoder."""
 
     def __init__(self, decoder: nn.Module) -> None:
         self.decoder = decoder

@@ -57,12 +57,12 @@ class Grammars:
 
     @classmethod
     def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Grammars:
-        """Those of a model's tokens."""
+        """The grammars of a model's tokens."""
         return cls(tokenizer, int(model.config.get_text_config().vocab_size))
 
     @property
     def num_words(self) -> int:
-        """uint32 of a mask."""
+        """Number of uint32 words of a mask."""
         return -(-self._vocabulary // 32)
 
     def is_ready(self, grammar: str, end_ids: Sequence[int]) -> bool:
@@ -200,7 +200,7 @@ class GrammarState:
         return GrammarError(f"the grammar or schema leads nowhere here: {_problem(self._matcher)}")
 
     def digest(self) -> str:
-        """Of all masks so far; see Constraint.masks."""
+        """The digest of all masks so far; see Constraint.masks."""
         return self._digest.hexdigest()
 
 

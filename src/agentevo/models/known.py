@@ -34,7 +34,7 @@ class GgufWheel:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownModel:
-    """One small Llama-shaped model and how to get it."""
+    """One small Llama-shaped model and its source."""
 
     name: str
     summary: str

@@ -293,11 +293,11 @@ class _LinearFunction(torch.autograd.Function):
 
 
 class PackedWeights(ABC):
-    """Something that keeps a packed copy of weights."""
+    """A layer that keeps a packed copy of weights."""
 
     @abstractmethod
     def drop(self) -> None:
-        """Forgets the copy; it is made again when needed."""
+        """Discards the copy; it is made again when needed."""
 
 
 class FastLinear(nn.Linear, PackedWeights):
@@ -314,7 +314,7 @@ class FastLinear(nn.Linear, PackedWeights):
 
     @classmethod
     def sharing(cls, linear: nn.Linear) -> FastLinear:
-        """A layer over the very parameters of `linear`."""
+        """A layer that shares the parameters of `linear`."""
         fast = cls.__new__(cls)
         nn.Module.__init__(fast)
         fast.in_features = linear.in_features
@@ -366,8 +366,8 @@ class FastLinear(nn.Linear, PackedWeights):
 
 
 def drop_packed(model: nn.Module) -> None:
-    """Forgets all packed copies in `model`: its weights were changed in a way that nothing here can
-    see."""
+    """Discards all packed copies in `model`, after a change of its weights that this module can't
+    detect."""
     for module in model.modules():
         for holder in (module, vars(module).get("forward")):
             if isinstance(holder, PackedWeights):

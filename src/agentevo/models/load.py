@@ -211,7 +211,7 @@ def hollow_model(section: ModelSection, folder: Path) -> PreTrainedModel:
     shape = _config(section.name, folder, section.config_overrides)
     try:
         return make_hollow(section, shape)
-    except Exception as error:  # of a damaged config.json anything
+    except Exception as error:  # a damaged config.json may raise anything
         raise _unreadable(f"model {section.name!r}", folder, _CAUSAL, error) from error
 
 
@@ -257,7 +257,7 @@ def _config(name: str, folder: Path, overrides: Mapping[str, Any]) -> Pretrained
 
 
 def _reason(error: Exception) -> str:
-    """What a library raised, on one line of bounded length."""
+    """The message of a library's error, on one line of bounded length."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 300 else f"{text[:297]}..."
 
@@ -301,7 +301,7 @@ def _read_folder(
             model, info = reader.from_pretrained(folder, output_loading_info=True, **options)
     except MemoryError:
         raise
-    except Exception as error:  # of a damaged config.json anything
+    except Exception as error:  # a damaged config.json may raise anything
         raise _unreadable(key, folder, kind, error) from error
 
     tokenizer = _read_tokenizer(key, folder)
@@ -318,7 +318,7 @@ def _read_folder(
 def _read_tokenizer(key: str, folder: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # of a damaged tokenizer.json anything
+    except Exception as error:  # a damaged tokenizer.json may raise anything
         raise ModelError(
             f"{key}: the tokenizer in {folder} can't be read ({_reason(error)}): save the model's "
             "own there with tokenizer.save_pretrained"

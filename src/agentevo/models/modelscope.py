@@ -18,7 +18,7 @@ from agentevo.errors import ModelError
 from agentevo.extras import load_extra
 
 MODELSCOPE = "modelscope:"
-"""How the name of such a model begins."""
+"""Prefix of the name of such a model."""
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 
 

@@ -29,7 +29,7 @@ class Cut(NamedTuple):
     dim: int
     first: int
     length: int
-    """Of the whole."""
+    """Of the whole tensor."""
 
 
 class Spec(NamedTuple):
@@ -97,10 +97,10 @@ class WeightPart:
 
     local: torch.Tensor
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Of the whole tensor."""
     offset: tuple[int, ...]
     dtype: torch.dtype | None = None
-    """Of what is given, where that is not `local`'s."""
+    """The type of what is given, where that is not `local`'s."""
 
     @classmethod
     def of(
@@ -129,12 +129,12 @@ class WeightPart:
 
     @property
     def spec(self) -> Spec:
-        """Of the whole."""
+        """Of the whole tensor."""
         return Spec(self.dtype or self.local.dtype, self.shape)
 
     @property
     def given(self) -> torch.Tensor:
-        """What is given of it, on the CPU."""
+        """The part that this process gives, on the CPU."""
         return self.local.detach().to(self.spec.dtype).cpu().contiguous()
 
     def to(self, dtype: torch.dtype) -> WeightPart:
@@ -192,9 +192,9 @@ def own_part(saved: Saved, parameter: torch.Tensor, cut: Cut | None = None) -> t
 
 class Wholes:
     """On the first process: iterates over (name, the whole tensor on the CPU) of every tensor, in
-    the order of the names, while the others `give` theirs. Who breaks off calls `close`, which
-    takes what is given still; as a context manager it does. Raises ModelError for parts that are
-    not all of a tensor."""
+    the order of the names, while the others `give` theirs. A consumer that stops early calls
+    `close`, which receives the rest; as a context manager it does so itself. Raises ModelError for
+    parts that are not all of a tensor."""
 
     def __init__(
         self, parts: Mapping[str, WeightPart], group: distributed.ProcessGroup | None = None
@@ -205,7 +205,7 @@ class Wholes:
         self._boxes = boxes_of_all(parts, group)
         self._waiting = iter(parts)
         self.specs = {name: part.spec for name, part in parts.items()}
-        """What comes, in this order."""
+        """The tensors that come, in this order."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self
@@ -228,7 +228,7 @@ class Wholes:
         return name, tensor
 
     def close(self) -> None:
-        """Takes the rest and keeps nothing of it."""
+        """Receives the rest and discards it."""
         for name in self._waiting:
             part = self._parts[name]
             self._take(torch.empty(part.shape, dtype=part.spec.dtype), self._givers(name))
@@ -264,7 +264,7 @@ def give(parts: Mapping[str, WeightPart], group: distributed.ProcessGroup | None
 def boxes_of_all(
     parts: Mapping[str, WeightPart], group: distributed.ProcessGroup | None
 ) -> list[dict[str, Box]]:
-    """Where the parts of each process lie; called by all of them."""
+    """The position of the parts of each process; called by all of them."""
     boxes = {name: part.box for name, part in parts.items()}
     if not distributed.is_initialized():
         return [boxes]
@@ -284,7 +284,7 @@ def givers_of(boxes: list[Box]) -> dict[int, Box]:
 
 
 def _begun(part: WeightPart) -> torch.Tensor:
-    """The whole with this process's own part in it."""
+    """A whole tensor with this process's own part in it."""
     if tuple(part.local.shape) == part.shape:
         return part.given
     tensor = torch.empty(part.shape, dtype=part.spec.dtype)

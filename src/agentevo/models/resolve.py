@@ -28,10 +28,10 @@ from agentevo.registry import nearest
 TINY = "tiny"
 """The model that a run makes for itself."""
 HUB = "hf://"
-"""How a name begins that can only be the Hugging Face hub's."""
+"""Prefix of a name that can only be the Hugging Face hub's."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PATH = re.compile(r"[./~]")
-"""How a name begins that can only be a path."""
+"""Beginning of a name that can only be a path."""
 _WEIGHTS = (".safetensors", ".bin", ".index.json")
 _TOKENIZER = ("tokenizer", "vocab", "merges", "spiece", "added_tokens")
 _OTHER_FORMATS = ["*.bin", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "*.ot", "original/*"]
@@ -163,7 +163,7 @@ def _holds_model(folder: Path) -> bool:
 
 
 def _no_folder(name: str, path: Path) -> str:
-    """What is at a path that is not a model's folder, and what to give."""
+    """Describes what is at a path that is not a model's folder, and what to give."""
     if name.lower().endswith(".gguf"):
         problem = (
             "GGUF is a format for inference" if os.path.isfile(path) else "there is no such file"

@@ -45,7 +45,8 @@ from agentevo.models.trial import pass_alone
 
 KEY = "trainer.routing_replay"
 NAMES = ("gate", "router")
-"""What architectures call the module that chooses among its neighbour `experts`."""
+"""Names of the module that chooses among the module `experts` of the same layer, in the
+architectures."""
 OWN = -1
 """In a row of `Replay`: what the router itself chooses, for tokens that nothing is predicted
 from."""
@@ -65,7 +66,7 @@ class Chooser(ABC):
     """A Routing that decides which experts are chosen."""
 
     def answer_call(self, router: _Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See Routing.asked."""
+        """See Routing.answer_call."""
         with _RouterChoice(self, router.layer, router.number):
             return router.alone(args, kwargs)
 
@@ -75,7 +76,7 @@ class Chooser(ABC):
 
 
 class Routers(NamedTuple):
-    """What the routers of a model have in common."""
+    """The properties that the routers of a model share."""
 
     layers: int
     top_k: int
@@ -324,7 +325,7 @@ class _Trial:
 
     def __init__(self) -> None:
         self.calls = 0
-        """Of topk, in routers."""
+        """Calls of topk, in routers."""
         self.problem = ""
         self._found: dict[int, Routers] = {}
 
@@ -342,7 +343,7 @@ class _Trial:
         return kinds.pop() if len(kinds) == 1 else "its routers choose different numbers of experts"
 
     def answer_call(self, router: _Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See Routing.asked: the router's own answer."""
+        """See Routing.answer_call: the router's own answer."""
         with _Counting() as counting:
             answer = router.alone(args, kwargs)
 

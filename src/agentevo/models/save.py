@@ -77,15 +77,15 @@ def write_model(
 
 
 def _copy_processor(source: Path, folder: Path) -> None:
-    """Of the folder that the model was read from, so that what is trained on text alone still
-    sees elsewhere."""
+    """Copies the files of the folder that the model was read from, so that a model that is trained
+    on text alone can still see elsewhere."""
     for name in PROCESSOR_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
 
 
 def saved_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What a folder of a model that this process has whole is written from."""
+    """The weights that a folder is written from, for a model that this process has completely."""
     if is_adapted(model):
         return trained_weights(model)
     return dict(model.state_dict())

@@ -44,9 +44,9 @@ class _Sharding:
     """The model as it was before it was sharded, without its weights."""
     mesh: DeviceMesh
     apart: Mapping[str, DeviceMesh]
-    """Name of a module -> the mesh over which its weights lie instead."""
+    """Name of a module -> the mesh over which its weights are split instead."""
     dtype: torch.dtype
-    """What it computes in."""
+    """The type that the model computes in."""
 
 
 _SHARDED: WeakKeyDictionary[nn.Module, _Sharding] = WeakKeyDictionary()

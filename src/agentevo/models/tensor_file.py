@@ -73,7 +73,7 @@ class TensorFile:
         self._file.write(flat.numpy().data)
 
     def take(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Writes all that the file is to have, which come first."""
+        """Writes all tensors of the file, which are the next of `tensors`."""
         for _ in self._specs:
             name, tensor = next(tensors)
             self.add(name, tensor)
@@ -111,7 +111,7 @@ def split_files(stem: str, specs: Mapping[str, Spec], most: int) -> dict[str, di
 
 
 def file_names(stem: str, count: int) -> list[str]:
-    """Those of a model, or weights, in so many files."""
+    """The names of the files of a model, or of weights, in so many files."""
     if count == 1:
         return [f"{stem}.safetensors"]
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]

@@ -54,9 +54,9 @@ class TextStream:
         self._in_pieces = _decodes_in_pieces(tokenizer)
         self._backend: Any = tokenizer.backend_tokenizer if self._in_pieces else None
         self._ids: list[int] = []
-        """All of the completion so far."""
+        """All ids of the completion so far."""
         self._decoded = 0
-        """How many of them have gone into the window."""
+        """Number of ids that have been added to the window."""
         self._window: list[int] = []
         self._in_run = False
         """Whether the last token of the window is a SentencePiece byte, whose run may continue."""

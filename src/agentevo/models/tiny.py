@@ -53,7 +53,7 @@ def make_tiny(
 
 
 def _check_memory(num_parameters: int) -> None:
-    """Before anything is allocated."""
+    """Raises ModelError, before anything is allocated, where the memory is too small."""
     needed = num_parameters * 4
     free = psutil.virtual_memory().available
     if needed > free:

@@ -63,10 +63,10 @@ class KeyValueSize(NamedTuple):
 
 @dataclass
 class _Alone:
-    """A plan by which every token sees itself only."""
+    """A plan by which every token attends to itself only."""
 
     sizes: list[KeyValueSize] = field(default_factory=list)
-    """Of each call so far."""
+    """The sizes of each call so far."""
     routing: Any = None
     """See models/routers.py."""
 
@@ -336,7 +336,7 @@ def _name(model: PreTrainedModel) -> str:
 
 @contextmanager
 def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Nothing drops out."""
+    """While the context is open, nothing drops out."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -21,9 +21,9 @@ QUICK_BYTES = 2**29
 
 
 def check_saved_model(key: str, folder: Path) -> str:
-    """What is said of a saved model that is not loaded: empty, or that its weights are too large to
-    be compared with their digests here. `key` is what messages call the model. Raises ModelError
-    and TornError, naming the file, as loading does."""
+    """A note about a saved model that is not loaded: empty, or that its weights are too large to
+    compare with their digests here. `key` is what messages call the model. Raises ModelError and
+    TornError, naming the file, as loading does."""
     compared = verify_model(folder, most_bytes=QUICK_BYTES)
     check_weight_files(key, folder)
     if compared:
@@ -48,7 +48,7 @@ def check_weight_files(key: str, folder: Path) -> None:
 
 
 def _list_weight_files(key: str, folder: Path) -> Iterator[Path]:
-    """Those of safetensors that loading opens."""
+    """The safetensors files that loading opens."""
     single_files = [folder / name for name in WHOLE if (folder / name).is_file()]
     yield from single_files
     if single_files or not (folder / INDEX).is_file():

@@ -31,7 +31,7 @@ PREFIX = "agentevo-sandbox-"
 OWN_MIB = 32
 """What the kernel may use for a sandbox besides its memory and files."""
 OWN_TASKS = 6
-"""Tasks that are ours: the wrapper's, the supervisor's, the interpreter's first."""
+"""Tasks of AgentEvo: the wrapper's, the supervisor's, the interpreter's first."""
 _PERIOD_US = 100_000
 _LOOK_S = 0.005
 _NAME = re.compile(rf"{PREFIX}(\d+-\d+-\d+)-\d+")
@@ -49,7 +49,7 @@ class CgroupPlace:
 
 
 class CgroupLimits(Protocol):
-    """What of a sandbox's section a group keeps."""
+    """The limits of a sandbox's section that a group enforces."""
 
     @property
     def memory_mib(self) -> int: ...
@@ -65,13 +65,13 @@ class CgroupLimits(Protocol):
 
 
 class ControlGroup:
-    """One sandbox's. Methods may block for a moment."""
+    """The cgroup of one sandbox. Methods may block for a moment."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def limit(self, section: CgroupLimits, controllers: frozenset[str]) -> None:
-        """Raises OSError."""
+        """Sets the limits. Raises OSError."""
         if "memory" in controllers:
             mib = section.memory_mib + section.disk_mib + OWN_MIB
             self._write("memory.max", str(mib * 2**20))
@@ -101,7 +101,8 @@ class ControlGroup:
         return re.search(r"^oom_kill [1-9]", events, re.MULTILINE) is not None
 
     def end(self, until: float) -> None:
-        """Kills what is in it, and deletes it; gives up at that time of the monotonic clock."""
+        """Kills its processes, and deletes it; gives up at `until`, a time of the monotonic
+        clock."""
         while True:
             with contextlib.suppress(OSError):
                 self._write("cgroup.kill", "1")

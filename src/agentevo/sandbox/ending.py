@@ -17,11 +17,12 @@ ENDING_S = 5.0
 _LOOK_S = 0.005
 
 _alive: set[tuple[int, subprocess.Popen[bytes], SandboxLaunch]] = set()
-"""With the process that started each: a fork of ours inherits the set, and not what is in it."""
+"""The sandboxes, with the process that started each: a fork of this process inherits the set, but
+not the sandboxes in it."""
 
 
 def end_with_this_process(process: subprocess.Popen[bytes], launch: SandboxLaunch) -> None:
-    """From here on it ends with this process at the latest."""
+    """From now on the sandbox ends with this process at the latest."""
     _alive.add((os.getpid(), process, launch))
 
 
@@ -51,8 +52,8 @@ def end_all_of(process: subprocess.Popen[bytes], launch: SandboxLaunch) -> None:
 
 
 def kill(process: subprocess.Popen[bytes], launch: SandboxLaunch) -> None:
-    """Kills every process of a sandbox. Where they are no namespace of their own it may take some
-    seconds."""
+    """Kills every process of a sandbox. Where they have no namespace of their own this may take
+    some seconds."""
     if process.poll() is None:
         if launch.has_namespace:
             # The first of the namespace is among them: all end with it. It does not end with

@@ -142,7 +142,7 @@ def _possible_ways() -> list[str]:
 
 @cache
 def _try_way(way: str) -> str:
-    """Why a way does not work; empty where it does."""
+    """Tries a way and returns why it does not work; empty where it does."""
     folder = new_folder()
     uid = new_uid() if way in ("namespaces", "own user") else None
     try:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SeenMounts(Protocol):
-    """What of a sandbox's section says what it sees."""
+    """The keys of a sandbox's section that decide what it sees."""
 
     @property
     def packages(self) -> bool:
@@ -35,8 +35,8 @@ class SeenMounts(Protocol):
 
 INSIDE = Path(__file__).parent / "inside"
 FIRST_UID = 1_800_000_000
-"""The first of the users that no account has; a sandbox that root starts is one of them, alone, by
-chance."""
+"""The first of the users that no account has. A sandbox that root starts gets one of them at
+random, which no other sandbox has."""
 NUM_UIDS = 100_000_000
 """How many such users there are."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -50,11 +50,11 @@ class SandboxLaunch:
 
     argv: list[str]
     settings: Mapping[str, Any]
-    """For the supervisor, see inside/supervisor.py."""
+    """Settings for the supervisor, see inside/supervisor.py."""
     pass_fds: tuple[int, ...] = ()
-    """Handles of ours that the process inherits; they are closed after its start."""
+    """Handles of this process that the new one inherits; they are closed after its start."""
     uid: int | None = None
-    """The user that starts it, where that is not ours."""
+    """The user that starts it, where that is not this process's user."""
     owned_uid: int | None = None
     """The user that all its processes have, and no others."""
     folder: Path | None = None
@@ -64,7 +64,7 @@ class SandboxLaunch:
     has_namespace: bool = True
     """Whether all its processes end with the first."""
     clean: Callable[[], None] = field(default=lambda: None)
-    """Deletes what it leaves on the host."""
+    """Deletes the files that it leaves on the host."""
     group: ControlGroup | None = None
     """The cgroup of all its processes."""
 
@@ -79,7 +79,7 @@ def python_program() -> str:
 
 
 def python_folders() -> list[str]:
-    """Where this Python is, besides the system's folders. Raises SandboxError where making that
+    """Folders of this Python, besides the system's folders. Raises SandboxError where making them
     visible would show a home folder."""
     folders = {os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix)}
     folders.add(os.path.dirname(os.path.dirname(python_program())))

@@ -75,7 +75,8 @@ class LocalKind(ABC):
 
     @abstractmethod
     def obstacle(self) -> str:
-        """What is missing here, and what to do; empty where it should work. May block."""
+        """Why the kind can't be used here, and what to do; empty where it should work. May
+        block."""
 
     @abstractmethod
     def launch(self, section: SandboxSection) -> SandboxLaunch:
@@ -228,7 +229,7 @@ class LocalSandbox:
         await self._end()
 
     async def _complaint(self) -> str:
-        """What the wrapper or the supervisor wrote last."""
+        """The last line that the wrapper or the supervisor wrote."""
         process = self._process
         if process is None or process.stderr is None:
             return ""
@@ -351,7 +352,8 @@ class LocalSandbox:
         return limit
 
     def _kept(self, text: str) -> str:
-        """Head and tail were cut inside; what is longer was not written by the supervisor."""
+        """Bounds a text. Head and tail were cut inside; a longer text does not come from the
+        supervisor."""
         return storable(text, 2 * self._section.output_kib * 1024 + 200)
 
     async def _ensure(self) -> bool:
@@ -388,7 +390,8 @@ class LocalSandbox:
                 raise SandboxError(f"the sandbox has ended: {ended.failure.message}") from ended
 
     async def _ask(self, do: str, limit_s: float, **fields: Any) -> dict[str, Any]:
-        """One request and its reply. Raises Ended, with everything ended then."""
+        """Sends one request and returns its reply. Raises SandboxEnded, after it has ended
+        everything."""
         self._num_requests += 1
         number = self._num_requests
         try:
@@ -454,11 +457,11 @@ class LocalSandbox:
 
     def _write(self, message: dict[str, Any]) -> None:
         content = msgspec.json.encode(message)
-        with contextlib.suppress(OSError):  # the reader hears of the end
+        with contextlib.suppress(OSError):  # the reader sees the end
             self._writer.write(_HEADER.pack(len(content)) + content)
 
     async def _read(self) -> dict[str, Any]:
-        """The next frame. Raises Ended."""
+        """Reads the next frame. Raises SandboxEnded."""
         try:
             (length,) = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
             if length > self._longest:
@@ -506,7 +509,8 @@ class LocalSandbox:
 
 
 def _move(pid: int, group: ControlGroup) -> None:
-    """All that runs so far is ours. Raises SandboxError."""
+    """Moves the processes into the group; all that run so far are AgentEvo's. Raises
+    SandboxError."""
     try:
         group.add([pid, *descendants(pid)])
     except OSError as error:

@@ -35,12 +35,13 @@ if TYPE_CHECKING:
     from agentevo.config.sandbox import ProgramSandboxSection
 
 NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/pki")
-"""What programs look into to find a server and to trust it."""
+"""Files that programs read to find a server and to trust it."""
 
 NODE_MODULES = "/node_modules/"
-"""Where a program of npm's finds its packages: its file in `.bin` is a link to one of them."""
+"""The folder where a program of npm's finds its packages: its file in `.bin` is a link to one of
+them."""
 MAX_FILES = 100_000
-"""In the work folder: empty ones take the kernel's memory as well."""
+"""Most files in the work folder: even empty ones take the kernel's memory."""
 ENDING_S = 2.0
 _FIRST_LINE = 4096
 """Bytes of a script that may name its interpreter."""
@@ -135,7 +136,7 @@ def sandbox_command(
     }
     uids = None
     if way == "root":
-        uids = [FIRST_UID, NUM_UIDS]  # one for each start: a user that nobody else is
+        uids = [FIRST_UID, NUM_UIDS]  # an unused user for each start
         limits["RLIMIT_NPROC"] = section.processes
 
     read_only = [*_own_folders(program), *map(_there, section.read_only)]
@@ -179,7 +180,7 @@ def _namespaces(way: str, network: bool) -> list[str]:
 
 
 def _program(command: str, folder: Path | None) -> str:
-    """Its path. Raises SandboxError."""
+    """The program's path. Raises SandboxError."""
     has_folder = os.path.dirname(command) and folder is not None
     path = shutil.which(os.path.join(folder, command) if has_folder and folder else command)
     if path is None:
@@ -218,7 +219,7 @@ def _own_folders(program: str) -> list[str]:
 
 
 def _interpreter(program: str) -> list[str]:
-    """That of a script, by its path, where it is there; where `env` looks for it, both."""
+    """The path of a script's interpreter, where it exists; where `env` looks for it, both paths."""
     try:
         with open(program, "rb") as file:
             first = file.read(_FIRST_LINE).split(b"\n")[0]
@@ -234,7 +235,7 @@ def _interpreter(program: str) -> list[str]:
 
 
 def _there(path: Path) -> str:
-    """Raises SandboxError."""
+    """The absolute path. Raises SandboxError where it does not exist."""
     absolute = os.path.abspath(path.expanduser())
     if not os.path.exists(absolute):
         raise SandboxError(f"there is no {absolute}, which the sandbox is to show")

@@ -239,7 +239,7 @@ class RemoteSandbox:
                 raise SandboxError(f"the sandbox has ended: {ended.failure.message}") from ended
 
     async def _ask(self, request: wire.Request, kind: type[_T], limit_s: float) -> _T:
-        """One request and its reply. Raises SandboxError for a refusal, and Ended, with everything
+        """One request and its reply. Raises SandboxError for a refusal, and SandboxEnded, with
         ended then."""
         try:
             async with asyncio.timeout(limit_s + MARGIN_S):
@@ -297,11 +297,11 @@ class RemoteSandbox:
         if error:
             answer = wire.Answer(call.number, error=error)
 
-        with contextlib.suppress(SandboxEnded):  # the reader hears of the end
+        with contextlib.suppress(SandboxEnded):  # the reader sees the end
             await self._send(answer)
 
     async def _send(self, message: wire.FromClient) -> None:
-        """Raises Ended."""
+        """Raises SandboxEnded."""
         from websockets.exceptions import ConnectionClosed
 
         if self._connection is None:
@@ -318,7 +318,7 @@ class RemoteSandbox:
             raise self._lost(error) from error
 
     async def _read(self) -> wire.FromServer:
-        """Raises Ended."""
+        """Raises SandboxEnded."""
         from websockets.exceptions import ConnectionClosed
 
         if self._connection is None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why code did not come to its end."""
+    """Why code did not finish."""
 
     type: str
     """The exception's type; or the limit that ended it: `Timeout`, `OutOfMemory`, `DiskFull`,
@@ -32,7 +32,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Execution(msgspec.Struct, frozen=True):
-    """What became of one call of `Sandbox.run`."""
+    """The result of one call of `Sandbox.run`."""
 
     stdout: str
     stderr: str
@@ -54,7 +54,7 @@ class Execution(msgspec.Struct, frozen=True):
 
 
 class ProgramRun(msgspec.Struct, frozen=True):
-    """What became of one call of `Sandbox.execute`."""
+    """The result of one call of `Sandbox.execute`."""
 
     stdout: str
     stderr: str
@@ -111,7 +111,7 @@ class Sandbox(Protocol):
         ...
 
     async def close(self) -> None:
-        """Ends all that runs in it, and deletes its files. May be called again."""
+        """Ends all its processes, and deletes its files. May be called again."""
         ...
 
 

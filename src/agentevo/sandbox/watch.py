@@ -91,7 +91,7 @@ class SandboxWatch:
                 self._thread.start()
 
     def remove(self, pid: int) -> None:
-        """From here on `end` is not called."""
+        """From now on `end` is not called."""
         with self._lock:
             self._watched.pop(pid, None)
 
@@ -154,7 +154,8 @@ def _proportional(pid: int) -> int:
 
 
 def _sum_of(path: str, names: tuple[bytes, ...]) -> int:
-    """Of lines in KiB. The code names its processes, with any bytes but a new line's."""
+    """The sum, in bytes, of the lines with these names, which are in KiB. The code names its
+    processes, with any bytes but a new line's."""
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError:

@@ -93,13 +93,13 @@ class Answer(_Message, frozen=True):
 
 
 class Opened(_Message, frozen=True):
-    """There is a sandbox of this kind."""
+    """A sandbox of this kind was opened."""
 
     kind: str
 
 
 class Refused(_Message, frozen=True):
-    """There is none; why."""
+    """No sandbox was opened, and why."""
 
     message: str
 
@@ -113,7 +113,8 @@ class Call(_Message, frozen=True):
 
 
 class Done(_Message, frozen=True):
-    """What the request `id` gave: an Execution, a ProgramRun, sizes by path, base64 or nothing."""
+    """The result of the request `id`: an Execution, a ProgramRun, sizes by path, base64 or
+    nothing."""
 
     id: int
     value: Any

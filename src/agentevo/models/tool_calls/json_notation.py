@@ -39,7 +39,7 @@ _BARE = Marks(("```json",), (OBJECT, _LIST))
 def read_value(text: CallText, emit: Emit) -> Wait:
     """Takes one value; `emit` gets its exact text."""
     brackets: list[str] = []
-    """What closes the lists and objects that are open."""
+    """The closing brackets of the open lists and objects."""
     while True:
         char = yield from _next_char(text, emit)
         if char in ("{", "["):
@@ -78,7 +78,7 @@ def _next_char(text: CallText, emit: Emit) -> Generator[None, None, str]:
 
 
 def _read_key(text: CallText, emit: Emit, closing: str) -> Wait:
-    """Takes what stands before a value: a key, where the value is an object's."""
+    """Takes the text before a value: a key, where the value is an object's."""
     if closing == "]":
         return
     if (yield from _next_char(text, emit)) != '"':

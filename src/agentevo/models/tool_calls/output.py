@@ -26,7 +26,7 @@ from agentevo.models.tool_calls.text import CallText, MalformedError, Wait, igno
 from agentevo.types import ToolCall
 
 PARAGRAPH = "\n\n"
-"""What stands between two thoughts, and between two messages of one completion."""
+"""The text between two thoughts, and between two messages of one completion."""
 
 
 class Prose:
@@ -39,7 +39,7 @@ class Prose:
         self._cut = self._cut_at_end = strip_end
 
     def add(self, text: str) -> str:
-        """What of this text and of what was held back can be shown."""
+        """The part of this text and of the text held back that can be shown."""
         if not self._begun and self._cut:
             text = text.lstrip()
 
@@ -56,7 +56,7 @@ class Prose:
         return shown
 
     def cut(self) -> None:
-        """Something else stands here."""
+        """Called where something else was cut out."""
         self._cut = True
         if not self._begun:
             self._space.clear()
@@ -88,7 +88,7 @@ class ParsedOutput:
         self.add(ReasoningDelta(self._reasoning.add(text)))
 
     def cut(self) -> None:
-        """A mark stands here, which belongs to no text."""
+        """Called at a mark, which belongs to no text."""
         self._content.cut()
         self.text.last = ""
 
@@ -102,7 +102,7 @@ class ParsedOutput:
         self._deltas.append(delta)
 
     def finish(self) -> None:
-        """The text has ended."""
+        """Called when the text has ended."""
         self.add(ContentDelta(self._content.finish()))
 
     def take(self) -> list[Delta]:

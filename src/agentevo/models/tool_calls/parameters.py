@@ -59,7 +59,7 @@ class ParameterTypes:
 
 
 _NOTHING = object()
-"""What no schema allows that says anything."""
+"""A value that no schema with any content allows."""
 
 
 class _ValueCheck:
@@ -101,7 +101,7 @@ class _ValueCheck:
 
 
 def _fits(schema: Mapping[str, Any], value: Any) -> bool:
-    """What a schema says itself."""
+    """Whether the value fits the schema's own keys, without references and choices."""
     kind = _KINDS.get(type(value), "")
     kinds = schema.get("type")
     if isinstance(kinds, str):
@@ -119,7 +119,7 @@ def _fits(schema: Mapping[str, Any], value: Any) -> bool:
 
 
 def _are_equal(first: Any, second: Any) -> bool:
-    """As JSON has it: true is not 1."""
+    """Equality of JSON: true is not 1."""
     kinds = {_KINDS.get(type(first)), _KINDS.get(type(second))}
     return (len(kinds) == 1 or kinds == {"integer", "number"}) and bool(first == second)
 

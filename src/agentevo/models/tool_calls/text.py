@@ -26,7 +26,7 @@ MAX_WORD = 1000
 
 
 class MalformedError(Exception):
-    """What is being read is no call, for the reason that the message gives."""
+    """The text that is being read is no call; the message gives the reason."""
 
 
 def ignore(_: str) -> None:
@@ -65,7 +65,7 @@ class CallText:
 
     def __init__(self) -> None:
         self.buffer = ""
-        """What has come and was not taken, from `at` on."""
+        """The text that has arrived and was not taken, from `at` on."""
         self.at = 0
         self.ended = False
         self.last = ""
@@ -120,7 +120,7 @@ class CallText:
         return word
 
     def _take_before(self, end_marks: Marks) -> Generator[None, None, tuple[str, str]]:
-        """`until`, with what it takes."""
+        """`until`, with the text that it takes."""
         pieces: list[str] = []
         mark = yield from self.until(end_marks, pieces.append)
         return "".join(pieces), mark

@@ -54,7 +54,7 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 
 def landlock_version() -> int:
-    """What the kernel knows of landlock; 0 where it is not there or not switched on."""
+    """The kernel's version of landlock; 0 where it is missing or switched off."""
     return max(0, LIBC.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
 
 
@@ -114,9 +114,10 @@ def end_as(status: int) -> NoReturn:
 
 
 def make_mounts(settings: dict[str, Any]) -> None:
-    """The work folder in memory, processes of this namespace, and a way to what must be read."""
+    """Mounts the work folder in memory, the processes of this namespace, and the folders that must
+    be readable."""
     mount("none", "/", "", _PRIVATE | _RECURSIVE)
-    # landlock lets the owner of a file change its mode and times: nobody does on a read-only mount
+    # landlock lets a file's owner change its mode and times; a read-only mount prevents that
     read_only = struct.pack("=4Q", _READ_ONLY | _NO_SETUID, 0, 0, 0)
     call(
         "syscall",

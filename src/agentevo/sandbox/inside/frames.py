@@ -14,7 +14,7 @@ LARGEST_CALL = 2**20
 
 
 class BadFrame(Exception):
-    """What came is no message."""
+    """The received bytes are no message."""
 
 
 def encode(message: dict[str, Any]) -> bytes:

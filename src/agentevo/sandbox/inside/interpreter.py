@@ -53,7 +53,7 @@ class Interpreter:
         self._names["ToolError"] = ToolError
 
     def serve(self) -> None:
-        """Until the supervisor closes the socket."""
+        """Answers requests until the supervisor closes the socket."""
         signal.signal(signal.SIGALRM, _raise_timeout)
         while True:
             while "code" not in (request := self._receive()):

@@ -76,7 +76,7 @@ class ProgramOutput:
                 return
 
     def take(self) -> str:
-        """What was kept since the last time."""
+        """The text that was kept since the last call."""
         tail = self._tail[-self._half :] if len(self._tail) > self._half else self._tail
         left_out = self._num_bytes - len(self._head) - len(tail)
         note = f"\n... {left_out} bytes left out ...\n".encode() if left_out else b""
@@ -88,7 +88,7 @@ class ProgramOutput:
 
 
 class SandboxedChild:
-    """A process of the code's: the interpreter, or a program."""
+    """A process that runs the code: the interpreter, or a program."""
 
     def __init__(
         self, pid: int, outputs: tuple[ProgramOutput, ProgramOutput], control: int | None
