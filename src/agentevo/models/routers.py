@@ -68,7 +68,7 @@ class Chooser(ABC):
     def answer_call(self, router: _Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See Routing.answer_call."""
         with _RouterChoice(self, router.layer, router.number):
-            return router.alone(args, kwargs)
+            return router.own_answer(args, kwargs)
 
     @abstractmethod
     def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
@@ -201,10 +201,12 @@ class _Router:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         routing = _ROUTING.get()
         return (
-            self.alone(args, kwargs) if routing is None else routing.answer_call(self, args, kwargs)
+            self.own_answer(args, kwargs)
+            if routing is None
+            else routing.answer_call(self, args, kwargs)
         )
 
-    def alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def own_answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The router's own answer."""
         return type(self.router).forward(self.router, *args, **kwargs)
 
@@ -345,7 +347,7 @@ class _Trial:
     def answer_call(self, router: _Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See Routing.answer_call: the router's own answer."""
         with _Counting() as counting:
-            answer = router.alone(args, kwargs)
+            answer = router.own_answer(args, kwargs)
 
         outputs = _tensors(answer)
         places = [

@@ -174,7 +174,7 @@ def visible_words(
         raise SandboxError(f"this Python is below {' or '.join(OWN_FOLDERS)}: install it elsewhere")
 
     parts: list[str] = []
-    for path in _above([*folders, *read_write, *SYSTEM_FILES]):
+    for path in _parent_folders([*folders, *read_write, *SYSTEM_FILES]):
         parts += ["--perms", "0755", "--dir", path]
     for path in SYSTEM:
         parts += _system_folder(path)
@@ -199,7 +199,7 @@ def _memory_folder(path: str, mib: int) -> list[str]:
     return ["--perms", "1777", "--size", str(mib * 2**20), "--tmpfs", path]
 
 
-def _above(paths: list[str]) -> list[str]:
+def _parent_folders(paths: list[str]) -> list[str]:
     """The folders above these, from the root on: bubblewrap would make them unreadable."""
     folders: list[str] = []
     for path in paths:

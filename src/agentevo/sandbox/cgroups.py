@@ -108,7 +108,7 @@ class ControlGroup:
                 self._write("cgroup.kill", "1")
 
             with contextlib.suppress(OSError):
-                for inner in [*_below(self._folder), self._folder]:
+                for inner in [*_groups_below(self._folder), self._folder]:
                     inner.rmdir()
                 return
 
@@ -214,7 +214,7 @@ def _try(folder: Path) -> None:
         group.end(time.monotonic() + 2.0)
 
 
-def _below(folder: Path) -> Iterator[Path]:
+def _groups_below(folder: Path) -> Iterator[Path]:
     """Groups in it, inner ones first: code that may write there could have made them."""
     for path, _, _ in os.walk(folder, topdown=False):
         if path != str(folder):

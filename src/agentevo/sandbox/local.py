@@ -271,9 +271,9 @@ class LocalSandbox:
                 )
 
         return Execution(
-            self._kept(reply.stdout),
-            self._kept(reply.stderr),
-            None if reply.value is None else self._kept(reply.value),
+            self._bounded(reply.stdout),
+            self._bounded(reply.stderr),
+            None if reply.value is None else self._bounded(reply.value),
             storable_failure(reply.error),
             tuple(storable(path, 1100) for path in reply.files),
             time.monotonic() - started_at,
@@ -307,8 +307,8 @@ class LocalSandbox:
                 return ProgramRun("", "", None, ended.failure, (), duration_s, files_lost=True)
 
         return ProgramRun(
-            self._kept(reply.stdout),
-            self._kept(reply.stderr),
+            self._bounded(reply.stdout),
+            self._bounded(reply.stderr),
             reply.exit_code,
             storable_failure(reply.error),
             tuple(storable(path, 1100) for path in reply.files),
@@ -351,7 +351,7 @@ class LocalSandbox:
             raise SandboxError(f"a deadline of {limit} s: give seconds above 0 and below a million")
         return limit
 
-    def _kept(self, text: str) -> str:
+    def _bounded(self, text: str) -> str:
         """Bounds a text. Head and tail were cut inside; a longer text does not come from the
         supervisor."""
         return storable(text, 2 * self._section.output_kib * 1024 + 200)

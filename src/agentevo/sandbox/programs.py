@@ -139,13 +139,13 @@ def sandbox_command(
         uids = [FIRST_UID, NUM_UIDS]  # an unused user for each start
         limits["RLIMIT_NPROC"] = section.processes
 
-    read_only = [*_own_folders(program), *map(_there, section.read_only)]
+    read_only = [*_own_folders(program), *map(_existing_path, section.read_only)]
     read_only += [path for path in NETWORK_FILES if section.network and os.path.exists(path)]
     words = [
         bwrap,
         *_namespaces(way, section.network),
         *visible_words(
-            _SeenFolders(section.disk_mib), read_only, list(map(_there, section.read_write))
+            _SeenFolders(section.disk_mib), read_only, list(map(_existing_path, section.read_write))
         ),
         "--setenv",
         "HOME",
@@ -234,7 +234,7 @@ def _interpreter(program: str) -> list[str]:
     return [word for word in words if os.path.isabs(word) and os.path.exists(word)]
 
 
-def _there(path: Path) -> str:
+def _existing_path(path: Path) -> str:
     """The absolute path. Raises SandboxError where it does not exist."""
     absolute = os.path.abspath(path.expanduser())
     if not os.path.exists(absolute):

@@ -239,8 +239,8 @@ class RemoteSandbox:
                 raise SandboxError(f"the sandbox has ended: {ended.failure.message}") from ended
 
     async def _ask(self, request: wire.Request, kind: type[_T], limit_s: float) -> _T:
-        """One request and its reply. Raises SandboxError for a refusal, and SandboxEnded, with
-        ended then."""
+        """Sends one request and returns its reply. Raises SandboxError for a refusal, and
+        SandboxEnded, after it has ended everything."""
         try:
             async with asyncio.timeout(limit_s + MARGIN_S):
                 await self._send(request)
@@ -315,7 +315,7 @@ class RemoteSandbox:
         try:
             await self._connection.send(content)
         except (ConnectionClosed, OSError) as error:
-            raise self._lost(error) from error
+            raise self._connection_lost(error) from error
 
     async def _read(self) -> wire.FromServer:
         """Raises SandboxEnded."""
@@ -327,12 +327,12 @@ class RemoteSandbox:
         try:
             return wire.read_answer(await self._connection.recv())
         except (ConnectionClosed, OSError) as error:
-            raise self._lost(error) from error
+            raise self._connection_lost(error) from error
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._end()
             raise violation("what is no answer") from error
 
-    def _lost(self, error: Exception) -> SandboxEnded:
+    def _connection_lost(self, error: Exception) -> SandboxEnded:
         self._end()
         message = f"the connection to {self._section.url} ended ({describe_error(error)})"
         return SandboxEnded(Failure("SandboxDied", storable(message, 500)))

@@ -264,7 +264,7 @@ class SandboxSupervisor:
                     elif key.data == "host":
                         self._pass_answer(child)
                     else:
-                        outcome = self._hear(child, request_id)
+                        outcome = self._read_message(child, request_id)
                         if outcome is not None:
                             return outcome
 
@@ -274,7 +274,7 @@ class SandboxSupervisor:
 
         return _failure("Timeout", f"it has run for {deadline_s:g} s and was killed")
 
-    def _hear(self, child: SandboxedChild, request_id: int) -> dict[str, Any] | None:
+    def _read_message(self, child: SandboxedChild, request_id: int) -> dict[str, Any] | None:
         """Reads a message of the interpreter: its result, which ends the call, or a tool's call."""
         assert child.control is not None
         try:
