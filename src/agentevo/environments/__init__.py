@@ -1,5 +1,5 @@
 """Seeded text environments: the contract (`environment`), our own environments, and adapters to
-other people's.
+those of other projects.
 
 Importing this package registers our own environments; it imports neither torch nor an optional
 package.
@@ -53,5 +53,5 @@ def mean_baselines(
 
 
 def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if len(known) == len(values) else None
+    present = [value for value in values if value is not None]
+    return sum(present) / len(present) if len(present) == len(values) else None

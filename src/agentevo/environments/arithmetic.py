@@ -1,8 +1,8 @@
-"""Arithmetic over given numbers: a safe evaluator of expressions, a search for one with a wanted
+"""Arithmetic over given numbers: a safe evaluator of expressions, a search for one with a given
 value, and the random player's chances.
 
-Values are exact fractions. Two moves make every expression that uses each number once: take two of
-the remaining terms in order, and join them by an operation, until one term is left.
+Values are exact fractions. Every expression that uses each number once is made by one kind of move:
+take two of the remaining terms in order and join them by an operation, until one term is left.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def evaluate(expression: str, operations: str = "+-*/") -> tuple[Fraction | None
     """(value, numbers used) of an expression of whole numbers, parentheses and `operations` (`-`
     also as a sign).
 
-    The value is None where it divides by zero. Returns None if the text is anything else. Nothing
-    is executed.
+    The value is None where it divides by zero. Returns None for any other text. Nothing is
+    executed.
     """
     if len(expression) > MAX_CHARACTERS or not PLAIN.fullmatch(expression):
         return None
@@ -102,17 +102,17 @@ def bare(expression: str) -> str:
 def solve(numbers: list[int], target: int, operations: str = "+-*/") -> str | None:
     """An expression that uses every number once and equals `target`; None if there is none.
     Depth-first, visiting equal terms once."""
-    seen: set[tuple[Fraction, ...]] = set()
+    visited: set[tuple[Fraction, ...]] = set()
 
     def search(terms: list[Term]) -> str | None:
         if len(terms) == 1:
             return terms[0][1] if terms[0][0] == target else None
 
         key = tuple(sorted(value for value, _ in terms))
-        if key in seen:
+        if key in visited:
             return None
 
-        seen.add(key)
+        visited.add(key)
         return next(
             (solution for following in joins(terms, operations) if (solution := search(following))),
             None,

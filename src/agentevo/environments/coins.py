@@ -1,11 +1,11 @@
 """Coins: look, then name the one coin that is best. One turn, one word; the smallest task that
 still needs reading.
 
-Which coin is best follows from `rule`, in rising order of what the policy must be able to do:
+`rule` decides which coin is best, in rising order of what the policy must be able to do:
 
     match    each coin has a colour, the lamp has one of them: take that coin
              (copy one word of the observation)
-    hidden   the lamp's colour decides, by a mapping that is never told
+    hidden   the lamp's colour decides, by a mapping that is never shown
              (remember a few associations from reward alone)
     table    the lamp's colour decides, by a mapping shown each time   (look up)
     value    each coin's value is shown: take the highest              (compare)

@@ -1,8 +1,8 @@
 """The environment contract: Gymnasium's reset and step, with text for observations and actions.
 
-An environment serves one player. Everything random in it comes from the seed given
-to `reset`. A bad action is part of the game (`info["valid"]` is false, the environment does not
-change, it still counts as an action), never an exception.
+An environment serves one player. The seed given to `reset` decides everything random in it. A bad
+action is part of the game, never an exception: `info["valid"]` is false, the environment does not
+change, and it still counts as an action.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class TextEnvironment(gymnasium.Env[str, str], ABC):
     @property
     @abstractmethod
     def instructions(self) -> str:
-        """Rules, legend and action names, told to the player once, before the first observation."""
+        """Rules, legend and action names; the player sees them once, before the first
+        observation."""
 
     @abstractmethod
     def reset(

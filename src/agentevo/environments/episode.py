@@ -1,4 +1,4 @@
-"""One episode's bookkeeping, shared by every environment of this room.
+"""One episode's bookkeeping, shared by every environment of this package.
 
 A subclass says how an environment starts (`start`), looks (`observe`) and answers an action
 (`act`); this class counts the actions, truncates at `config.max_actions`, fills `info`, and refuses
@@ -95,5 +95,7 @@ INVALID = ActionResult(valid=False, effective=False)
 
 def choose(action: str, names: tuple[str, ...] | list[str]) -> int | None:
     """Index of the name that `action` is, ignoring case; None if it is none of them."""
-    wanted = action.casefold()
-    return next((index for index, name in enumerate(names) if name.casefold() == wanted), None)
+    folded_action = action.casefold()
+    return next(
+        (index for index, name in enumerate(names) if name.casefold() == folded_action), None
+    )

@@ -64,17 +64,17 @@ class LakeMap(NamedTuple):
 
     def has_path(self) -> bool:
         """Whether the goal can be reached from the start over frozen tiles."""
-        seen = {self.start}
+        reached = {self.start}
         frontier = [self.start]
         while frontier:
             tile = frontier.pop()
             for direction in range(4):
                 following = self.neighbour(tile, direction)
-                if following not in seen and following not in self.holes:
-                    seen.add(following)
+                if following not in reached and following not in self.holes:
+                    reached.add(following)
                     frontier.append(following)
 
-        return self.goal in seen
+        return self.goal in reached
 
 
 def random_map(size: int, frozen_probability: float, rng: random.Random) -> LakeMap:

@@ -105,8 +105,8 @@ def transition_tables(published: Transitions, num_actions: int, success_on: str)
     move = np.zeros((num_actions, len(published), len(published)))
     for state, actions in published.items():
         for action in range(num_actions):
-            for chance, following, reward, ended in actions[action]:
-                if not ended:
+            for chance, following, reward, terminated in actions[action]:
+                if not terminated:
                     move[action, state, following] += chance
                 elif success_on == "termination" or reward > 0:
                     win[action, state] += chance
@@ -179,10 +179,10 @@ class GymnasiumEnvironment(EpisodicEnvironment):
         self._is_structured = not self._names and not isinstance(space, spaces.Text)
 
         published = getattr(self._world.unwrapped, "P", None)
-        known = (
+        has_table = (
             isinstance(published, dict) and bool(self._names) and len(published) <= MAX_TABLE_STATES
         )
-        self._published: Transitions | None = published if known else None
+        self._published: Transitions | None = published if has_table else None
 
     @cached_property
     def _tables(self) -> SuccessTables | None:

@@ -1,14 +1,14 @@
-"""Actions of a structured Gymnasium space, said as JSON.
+"""Actions of a structured Gymnasium space, written as JSON.
 
 | space | JSON |
 |---|---|
-| Box | numbers in lists of the space's shape; for a shape of one number it may stand alone |
+| Box | numbers in lists of the space's shape; a shape of one number also takes a plain number |
 | Discrete, MultiDiscrete, MultiBinary | whole numbers, in lists of the space's shape |
 | Text | a text |
 | Dict, Tuple | an object with all the keys, a list with all the entries |
 
-`describe_space` is what a player is told; the message of an ActionError says what is wrong, where,
-and which values the space has.
+A player sees `describe_space`; the message of an ActionError says what is wrong, where, and which
+values the space has.
 """
 
 from __future__ import annotations
@@ -153,10 +153,10 @@ def _read_numbers(value: Any, space: spaces.Space[Any], place: str) -> np.ndarra
     items = _leaves(value)
     for number, (item, index) in enumerate(zip(items, np.ndindex(low.shape), strict=True), 1):
         where = place if low.size == 1 else f"number {number} of {place}"
-        kept = _convert_number(item, low.dtype)
-        if kept is None or not float(low[index]) <= kept <= float(high[index]):
+        converted = _convert_number(item, low.dtype)
+        if converted is None or not float(low[index]) <= converted <= float(high[index]):
             raise ActionError(f"{where} is {_show_value(item)}: give {describe_space(space)}")
-        numbers[index] = kept
+        numbers[index] = converted
 
     return numbers
 

@@ -1,10 +1,10 @@
 """Any OpenEnv server as a text environment, by its URL: reset and step over its WebSocket, one
 connection for each episode.
 
-An action is what the player says, as the server's schema has it: where an action has one field,
-the text is that field, else the text is the action as a JSON object. What does not fit is an
+The server's schema decides how the player's text becomes an action: where an action has one field,
+the text is that field, else the text is the action as a JSON object. A text that does not fit is an
 invalid action. An observation is shown as its only field, or as `name: value` lines. The reward is
-the server's; an episode that ends without any has none, which fails the attempt.
+the server's; an episode that ends without any reward has none, which fails the attempt.
 
 No package of OpenEnv is needed. Every wait has a deadline, and messages have a limit: a server that
 hangs, dies, or sends something else costs the attempt.
@@ -71,7 +71,7 @@ class OpenEnvConfig(EnvironmentConfig):
 
 @dataclass(frozen=True)
 class OpenEnvForm:
-    """What a server says of itself."""
+    """A server's description of itself."""
 
     description: str
     fields: Mapping[str, Any]
@@ -87,7 +87,7 @@ class OpenEnvForm:
 
 
 _forms: dict[str, OpenEnvForm] = {}
-"""By URL: a server is asked once in a process."""
+"""The forms by URL: each server is asked once in a process."""
 _asking = threading.Lock()
 
 
@@ -121,8 +121,8 @@ class OpenEnvEnvironment(EpisodicEnvironment):
         if self.config.instructions:
             return self.config.instructions
         if self._field is not None:
-            said = self._form.fields.get(self._field, {}).get("description") or self._field
-            return f"{self._form.description}\nAnswer with: {said}".strip()
+            hint = self._form.fields.get(self._field, {}).get("description") or self._field
+            return f"{self._form.description}\nAnswer with: {hint}".strip()
         fields = json.dumps(dict(self._form.fields))
         return f"{self._form.description}\nAnswer with a JSON object of {fields}".strip()
 
@@ -174,13 +174,13 @@ class OpenEnvEnvironment(EpisodicEnvironment):
                 f"openenv: the episode of {self.config.url} ended, and no step of it had a reward"
             )
 
-        own = answer["observation"].get("success")
+        success = answer["observation"].get("success")
         won = self.config.success_on == "termination" or reward > 0
         return ActionResult(
             reward=reward,
             effective=self._shown != before or done,
             terminated=done,
-            success=own if isinstance(own, bool) else done and won,
+            success=success if isinstance(success, bool) else done and won,
         )
 
     def close(self) -> None:
@@ -188,22 +188,22 @@ class OpenEnvEnvironment(EpisodicEnvironment):
         self._open.close()
 
     def _fields(self, text: str) -> dict[str, Any] | None:
-        """The action that a text is; None for one that is none."""
+        """The action that a text represents; None for a text that represents none."""
         if self._field is not None:
             schema = self._form.fields.get(self._field, {})
             value = _value(text, schema)
             return None if value is None else {**self.config.action, self._field: value}
 
         try:
-            given = parse_json(text)
+            fields = parse_json(text)
         except ParseError:
             return None
 
-        return {**given, **self.config.action} if isinstance(given, dict) else None
+        return {**fields, **self.config.action} if isinstance(fields, dict) else None
 
     def _take(self, answer: Mapping[str, Any]) -> tuple[float, bool]:
-        """(reward, whether the episode is over) of an answer, whose observation is shown from
-        here on. Raises EnvironmentFailure for one of another form."""
+        """(reward, whether the episode is over) of an answer; its observation is shown from now on.
+        Raises EnvironmentFailure for an answer of another form."""
         observation = answer.get("observation")
         reward = answer.get("reward")
         done = answer.get("done", False)
@@ -227,7 +227,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
     def _connect(self) -> ClientConnection:
         scheme, rest = self.config.url.rstrip("/").split("://", 1)
         url = f"{'wss' if scheme in ('https', 'wss') else 'ws'}://{rest}/ws"
-        own: dict[str, Any] = {"proxy": None} if is_loopback(url) else {}
+        options: dict[str, Any] = {"proxy": None} if is_loopback(url) else {}
         try:
             return self._open.enter_context(
                 connect(
@@ -236,7 +236,7 @@ class OpenEnvEnvironment(EpisodicEnvironment):
                     close_timeout=CLOSE_S,
                     max_size=int(self.config.max_message_mb * 2**20),
                     additional_headers=trace_headers(),
-                    **own,
+                    **options,
                 )
             )
         except (OSError, WebSocketException) as error:
@@ -308,7 +308,9 @@ def _read_form(base: str, config: OpenEnvConfig) -> OpenEnvForm:
             description = about.json().get("description", "") if about.is_success else ""
 
         fields = {
-            name: one for name, one in schema.get("properties", {}).items() if name != "metadata"
+            name: field
+            for name, field in schema.get("properties", {}).items()
+            if name != "metadata"
         }
         return OpenEnvForm(str(description or ""), fields, frozenset(schema.get("required", ())))
     except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -348,8 +350,8 @@ def _plain(value: Any) -> str:
 
 
 def _value(text: str, schema: Mapping[str, Any]) -> Any:
-    """A text as the value that a schema asks for; None if it is none."""
-    schema = next((one for one in schema.get("anyOf", ()) if "type" in one), schema)
+    """A text as the value that a schema requires; None if it is none."""
+    schema = next((option for option in schema.get("anyOf", ()) if "type" in option), schema)
     if "enum" in schema:
         names = [str(value) for value in schema["enum"]]
         place = choose(text, names)

@@ -1,9 +1,9 @@
-"""What reference players reach in an environment: exactly, for a small Markov decision process, and
-by seeded play for any environment.
+"""The success rates of reference players in an environment: exact, for a small Markov decision
+process, and by seeded play for any environment.
 
 With `win[a, s]` the chance that action `a` in state `s` succeeds at once, `move[a, s, t]` the
-chance that it goes on in `t` (rows may sum to less than 1: the rest ended, won or lost), and V_0 =
-0, the success rate with k actions left is
+chance that it leads to state `t` (rows may sum to less than 1: the rest ended, won or lost), and
+V_0 = 0, the success rate with k actions left is
 
     Q_k[a, s] = win[a, s] + sum_t move[a, s, t] V_{k-1}[t]
     V_k       = max_a Q_k (optimal)  or  mean_a Q_k (uniform random)
@@ -87,10 +87,10 @@ def random_play_success(make: Callable[[], TextEnvironment], seed: int, num_play
     wins = 0
     for _ in range(num_plays):
         environment.reset(seed=seed)
-        ended = False
-        while not ended:
+        is_over = False
+        while not is_over:
             _, _, terminated, truncated, info = environment.step(environment.random_action(rng))
-            ended = terminated or truncated
+            is_over = terminated or truncated
         wins += bool(info["success"])
 
     return wins / num_plays

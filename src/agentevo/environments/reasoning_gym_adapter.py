@@ -1,9 +1,9 @@
 """reasoning-gym's procedural datasets as one-turn environments: the question is the observation,
 the action is the whole answer.
 
-The episode's seed is the dataset's, of which the first item is asked. Reward is the dataset's own
-score of the answer (0..1), success a score of 1. Answers are free text, so what a random player
-reaches is unknown; the optimal player gives the reference answer.
+The episode's seed is the dataset's seed, and its question is the dataset's first item. Reward is
+the dataset's own score of the answer (0..1), success a score of 1. Answers are free text, so a
+random player's success is unknown; the optimal player gives the reference answer.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class ReasoningGymEnvironment(EpisodicEnvironment):
         super().__init__(config)
         self._package = _package("reasoning_gym")
 
-        known = sorted(_package("reasoning_gym.factory").DATASETS)
-        if config.dataset not in known:
-            guess = nearest(config.dataset, known)
+        datasets = sorted(_package("reasoning_gym.factory").DATASETS)
+        if config.dataset not in datasets:
+            guess = nearest(config.dataset, datasets)
             hint = f"did you mean {guess!r}? " if guess else ""
             raise ConfigError(
                 f"reasoning_gym: no dataset is called {config.dataset!r}: {hint}known: "
-                f"{', '.join(known)}"
+                f"{', '.join(datasets)}"
             )
 
         self._dataset(0)

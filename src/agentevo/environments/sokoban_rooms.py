@@ -24,8 +24,8 @@ KEEP_DIRECTION = 0.6
 
 
 class SokobanRoom(NamedTuple):
-    """The fixed parts of a room: all that no action changes. `neighbours[cell][action]` is the
-    floor cell there, or -1 for a wall."""
+    """The fixed parts of a room, which no action changes. `neighbours[cell][action]` is the floor
+    cell there, or -1 for a wall."""
 
     height: int
     width: int
@@ -38,7 +38,7 @@ class SokobanRoom(NamedTuple):
     def build(cls, height: int, width: int, floor: set[int], targets: int) -> SokobanRoom:
         """A room with the given floor cells; everything else, and everything outside, is wall."""
 
-        def beside(cell: int, action: int) -> int:
+        def floor_next_to(cell: int, action: int) -> int:
             row = cell // width + STEPS[action][0]
             column = cell % width + STEPS[action][1]
             neighbour = row * width + column
@@ -49,7 +49,12 @@ class SokobanRoom(NamedTuple):
             )
 
         neighbours = tuple(
-            (beside(cell, 0), beside(cell, 1), beside(cell, 2), beside(cell, 3))
+            (
+                floor_next_to(cell, 0),
+                floor_next_to(cell, 1),
+                floor_next_to(cell, 2),
+                floor_next_to(cell, 3),
+            )
             for cell in range(height * width)
         )
         return cls(height, width, neighbours, tuple(sorted(floor)), targets)

@@ -1,4 +1,4 @@
-"""What `reset` and `step` of an environment return, in the form of Gymnasium: (observation, info)
+"""The results of an environment's `reset` and `step`, in the form of Gymnasium: (observation, info)
 and (observation, reward, terminated, truncated, info).
 
 The old API of gym, whose reset gives the observation alone and whose step gives (observation,
@@ -28,7 +28,7 @@ class StepResult(NamedTuple):
 
 
 def read_step(result: object) -> StepResult:
-    """Raises EnvironmentFailure for what is neither API's."""
+    """Reads the result of `step`. Raises EnvironmentFailure for a result of neither API."""
     if not isinstance(result, tuple):
         raise EnvironmentFailure(
             f"the environment's step() returned a {type(result).__name__}: return (observation, "
@@ -36,7 +36,7 @@ def read_step(result: object) -> StepResult:
         )
 
     if len(result) == 5:
-        return StepResult(_whole(result[0]), *result[1:])
+        return StepResult(_without_half_pairs(result[0]), *result[1:])
 
     if len(result) != 4:
         raise EnvironmentFailure(
@@ -46,17 +46,19 @@ def read_step(result: object) -> StepResult:
 
     observation, reward, done, info = result
     limited = done and isinstance(info, dict) and bool(info.get(TRUNCATED, False))
-    return StepResult(_whole(observation), reward, False if limited else done, limited, info)
+    return StepResult(
+        _without_half_pairs(observation), reward, False if limited else done, limited, info
+    )
 
 
 def read_reset(result: object) -> Any:
-    """The observation."""
+    """The observation of a result of `reset`."""
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
-        return _whole(result[0])
-    return _whole(result)
+        return _without_half_pairs(result[0])
+    return _without_half_pairs(result)
 
 
-def _whole(observation: Any) -> Any:
+def _without_half_pairs(observation: Any) -> Any:
     if not isinstance(observation, str) or observation.isascii():
         return observation
     return observation.encode("utf-8", "replace").decode()

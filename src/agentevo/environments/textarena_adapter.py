@@ -1,7 +1,7 @@
-"""TextArena's games as text environments for one seat; other seats are played by a seeded random
-player.
+"""TextArena's games as text environments for one seat; a seeded random player plays the other
+seats.
 
-An observation is what the game has told this seat since its last action, with only the newest
+An observation is what the game has sent to this seat since its last action, with only the newest
 board. The reward is paid at the end and is the game's own for this seat; success is a reward of at
 least `success_reward` (a win, or a fully solved puzzle, is 1 in TextArena). An invalid action never
 ends the game here (TextArena's error allowance is lifted): it costs an action and the game repeats
@@ -9,7 +9,7 @@ its board.
 
 TextArena draws from Python's and numpy's global generators. Each episode has its own pair of
 states, put in place under a lock for the duration of a call and taken out again, so that episodes
-neither disturb each other nor anyone else's random numbers.
+disturb neither each other nor the random numbers of other code.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ class TextArenaEnvironment(EpisodicEnvironment):
         super().__init__(config)
         self._package = _package("textarena")
 
-        known = _package("textarena.envs.registration").ENV_REGISTRY
-        if config.game not in known:
-            guess = nearest(config.game, list(known))
+        registry = _package("textarena.envs.registration").ENV_REGISTRY
+        if config.game not in registry:
+            guess = nearest(config.game, list(registry))
             raise ConfigError(
                 f"textarena: no game is called {config.game!r}"
                 + (f": did you mean {guess!r}?" if guess else "")

@@ -1,10 +1,10 @@
-"""What decoder layers keep between forward and backward pass: everything, the expensive part, or
-only their input; on the device or on the CPU.
+"""What decoder layers keep between the forward and the backward pass: everything, the expensive
+part, or only their input; on the device or on the CPU.
 
-`keep_activations(model, section)` puts a `CheckpointedLayer` in the place of each decoder layer's
-`forward`; modules, parameters and names stay. Passes without gradient go straight to what was there
-before. What is not kept is computed again in the backward pass, by the same operations on the same
-numbers and with the same random draws: the gradient is the same one.
+`keep_activations(model, section)` replaces the `forward` of each decoder layer with a
+`CheckpointedLayer`. Modules, parameters and names stay the same. Passes without gradient call the
+original `forward` directly. The backward pass computes again what was not kept, by the same
+operations on the same numbers and with the same random draws, so the gradient is the same.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ EXPENSIVE_OPERATORS = (
     "aten::_efficient_attention_forward",
     "mkldnn::_linear_pointwise",
 )
-"""Matrix products and attention: what `selective` keeps, where this build of PyTorch has it. Not
-batched products: those may be scores."""
+"""Matrix products and attention: the operators whose results `selective` keeps, where this build of
+PyTorch has them. Batched products are not among them: those may be scores."""
 SMALLEST_OFFLOAD = 64 * 1024
 """In bytes. Smaller tensors are not worth the trip."""
 
 
 class CheckpointedLayer(PackedWeights):
-    """Stands in for the `forward` of one decoder layer."""
+    """Replaces the `forward` of one decoder layer."""
 
     def __init__(self, layer: nn.Module, section: MemorySection) -> None:
         self.layer = layer
         self.section = section
         self.inner: PackedWeights | None = vars(layer).get("forward")
-        """The callable that stood in its place before (models/fused.py)."""
+        """The callable that it replaces (models/fused.py)."""
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the layer's own `forward`: hidden_states [1, T, H] first."""
@@ -95,13 +95,13 @@ class CheckpointedLayer(PackedWeights):
         return forward(*args, **kwargs)
 
     def _on_cpu(self, kwargs: dict[str, Any]) -> Any:
-        """Where this layer's parameters and what all layers share (rotations) stay on the
-        device."""
+        """While the context is open, saved tensors are in pinned CPU memory; the layer's parameters
+        and the tensors that all layers share (rotations) stay on the device."""
         return _saved_on_cpu([*self.layer.parameters(), *_tensors(kwargs)])
 
 
 def keep_activations(model: PreTrainedModel, section: MemorySection) -> PreTrainedModel:
-    """Follows the section, in place, on a model that `agentevo.models.attention.prepare` has
+    """Applies the section, in place, to a model that `agentevo.models.attention.prepare` has
     prepared. On a CPU the allocator then keeps less, too, for the whole process. Raises ModelError
     for a model without decoder layers of transformers' kind."""
     if section.checkpointing == "none" and not section.offload_activations:
@@ -168,15 +168,15 @@ def _leaves_device(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def _saved_on_cpu(staying: list[torch.Tensor]) -> Iterator[None]:
-    """While it is open, what autograd saves lies in pinned CPU memory, each tensor once; but for
-    `staying` and what is small.
+    """While the context is open, the tensors that autograd saves are in pinned CPU memory, each one
+    once, except those in `staying` and small ones.
 
-    Copies both ways run on the device's current stream, in order with the computation.
+    Copies in both directions run on the device's current stream, in order with the computation.
     """
     storages = {tensor.untyped_storage().data_ptr() for tensor in staying}
     moved: dict[
         tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]
-    ] = {}  # holds the tensors, so that no address is given away again
+    ] = {}  # holds the tensors, so that no address is reused
 
     def pack(tensor: torch.Tensor) -> tuple[torch.device | None, torch.Tensor]:
         place = tensor.untyped_storage().data_ptr()

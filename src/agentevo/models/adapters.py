@@ -1,13 +1,12 @@
-"""LoRA adapters over a base that stays as it is, by PEFT, which is imported here only.
+"""LoRA adapters over a base that does not change, by PEFT, which only this module imports.
 
     add_adapter     a fresh one, trained
-    load_adapter    a saved one, beside others if there are
+    load_adapter    a saved one, next to any others
     use_adapter     which one computes from now on
     merge_adapter   base + adapter -> a plain model folder (`models/merge.py`)
 
-An adapter at its start changes nothing: the policy is the base. The base's parameters need no
-gradient; whatever is trained beside adapters (biases, whole modules) is saved with them in PEFT's
-format.
+A fresh adapter changes nothing: the policy equals the base. The base's parameters need no gradient.
+Other trained parts (biases, whole modules) are saved with the adapters in PEFT's format.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ FRESH_INITS = (True, False, "gaussian", "orthogonal")
 
 
 def peft() -> ModuleType:
-    """The package. Raises MissingExtraError. PEFT imports bitsandbytes, which warns on some CPUs
+    """Imports PEFT. Raises MissingExtraError. PEFT imports bitsandbytes, which warns on some CPUs
     that it lacks a kernel for packed weights; no training here packs them (models/load.py)."""
     logging.getLogger(_WARNS_OF_KERNELS).setLevel(logging.ERROR)
     return load_extra("peft", "lora", "model.lora")
@@ -58,7 +57,7 @@ def is_adapted(model: torch.nn.Module) -> bool:
 
 
 def check_lora(section: LoraSection) -> None:
-    """Tells, before anything is created, what would fail later: a missing package, no adapter in
+    """Reports, before anything is created, what would fail later: a missing package, no adapter in
     the folder."""
     if not section.enabled:
         return
@@ -75,11 +74,11 @@ def check_quantize(kind: str) -> None:
 
 
 def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> PreTrainedModel:
-    """The model with a fresh adapter, the only part that is trained, or with the saved one that the
-    section names.
+    """The model with a fresh adapter, which is the only part that is trained, or with the saved
+    adapter that the section names.
 
-    `seed` decides the fresh weights, and nothing else is disturbed. Raises ModelError for layers
-    that the model has not.
+    `seed` alone decides the fresh weights; no other random generator is disturbed. Raises
+    ModelError for layers that the model does not have.
     """
     if section.adapter is not None:
         return load_adapter(model, section.adapter, trainable=True)
@@ -128,11 +127,11 @@ def add_adapter(model: PreTrainedModel, section: LoraSection, seed: int) -> PreT
 def load_adapter(
     model: PreTrainedModel, folder: Path, name: str = ADAPTER, *, trainable: bool = False
 ) -> PreTrainedModel:
-    """The model with the adapter that is saved in `folder`, under `name`, in use; adapters that it
-    has already stay beside it.
+    """The model with the adapter that is saved in `folder`, under `name` and in use. Adapters that
+    the model already has stay.
 
-    Raises ModelError for a folder without an adapter, another kind than LoRA, or one that was made
-    for another base.
+    Raises ModelError for a folder without an adapter, for a kind other than LoRA, or for an adapter
+    of another base.
     """
     library = peft()
     verify_model(folder)
@@ -185,15 +184,15 @@ def num_parameters(model: torch.nn.Module) -> tuple[int, int]:
 
 
 def use_adapter(model: PreTrainedModel, name: str) -> None:
-    """From now on `name` computes, and no other; which parameters are trained stays. On an engine:
-    `publish(version, adapter=name)`.
+    """From now on only the adapter `name` computes; which parameters are trained does not change.
+    On an engine: `publish(version, adapter=name)`.
 
     Raises ModelError for an unknown name.
     """
-    known = adapter_names(model)
-    if name not in known:
+    names = adapter_names(model)
+    if name not in names:
         raise ModelError(
-            f"the model has no adapter {name!r} (it has: {', '.join(known) or 'none'}): load it "
+            f"the model has no adapter {name!r} (it has: {', '.join(names) or 'none'}): load it "
             "with load_adapter"
         )
 
@@ -209,8 +208,8 @@ def use_adapter(model: PreTrainedModel, name: str) -> None:
 
 @contextmanager
 def dropping_out(model: torch.nn.Module, seed: int) -> Iterator[None]:
-    """While it is open, adapters with dropout drop out, by draws that only `seed` decides. For
-    supervised training."""
+    """While the context is open, adapters with dropout drop out, by draws that only `seed` decides.
+    For supervised training."""
     layers = [module for module in model.modules() if hasattr(module, "lora_dropout")]
     with drawing_by(next(model.parameters()).device, seed):
         for layer in layers:
@@ -243,8 +242,8 @@ def write_adapter(
 
 def _overrides_of(model: PreTrainedModel) -> dict[str, Any]:
     """`model.config_overrides` that the model, or the base of its adapters, was loaded with."""
-    whole: Any = model
-    base = whole.get_base_model() if is_adapted(model) else whole
+    adapted: Any = model
+    base = adapted.get_base_model() if is_adapted(model) else adapted
     return getattr(base, "config_overrides", {})
 
 
@@ -293,16 +292,20 @@ def _special_linears(model: PreTrainedModel) -> list[str]:
 
 
 def _check_names(model: Any, section: LoraSection) -> None:
-    """PEFT is content if any of the names matches; a name that matches nothing is a mistake."""
+    """Raises ModelError for a name that matches no module; PEFT accepts a list if any of its names
+    matches."""
     parts = {
         part
         for name, _ in model.get_base_model().named_modules()
         for part in (name, *name.split("."))
     }
-    wanted = [*(name for name in section.targets if name != "all-linear"), *section.modules_to_save]
+    targets = [
+        *(name for name in section.targets if name != "all-linear"),
+        *section.modules_to_save,
+    ]
     unknown = [
         name
-        for name in wanted
+        for name in targets
         if not any(part == name or part.endswith(f".{name}") for part in parts)
     ]
     if unknown:

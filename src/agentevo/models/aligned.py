@@ -1,9 +1,9 @@
-"""Activation functions whose every number is computed by the same instructions, wherever it lies.
+"""Activation functions that compute every number by the same instructions, whatever its position.
 
-PyTorch computes functions like SiLU and GELU on a CPU in vector registers, and what is left over at
-the end of a tensor, or of a thread's part of it, by other instructions, whose last digits differ.
-Where a row lies in its batch would then show in its numbers. `Aligned` adds zeros until nothing is
-left over.
+On a CPU, PyTorch computes functions like SiLU and GELU in vector registers. It computes the
+remainder at the end of a tensor, or at the end of a thread's part, by other instructions, whose
+last digits differ. The position of a row in its batch would then change its numbers. `Aligned` pads
+with zeros until there is no remainder.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ VECTORS = 64
 GRAIN = 32768
 """at::internal::GRAIN_SIZE: PyTorch gives a thread at least so many numbers."""
 GELU_GRAIN = 16384
-"""From here on GELU is split among all threads."""
+"""Above this many numbers GELU is split among all threads."""
 
 
 class Aligned:
-    """Stands in for the `forward` of one activation module, in passes without gradients."""
+    """Replaces the `forward` of one activation module, in passes without gradients."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -37,12 +37,12 @@ class Aligned:
 
         rows = x.reshape(-1, x.shape[-1])
         num_rows, width = rows.shape
-        more = -width % VECTORS
-        total = _even_rows(num_rows, width + more, torch.get_num_threads())
-        if not more and total == num_rows:
+        padding = -width % VECTORS
+        total = _even_rows(num_rows, width + padding, torch.get_num_threads())
+        if not padding and total == num_rows:
             return function(self.module, x)
 
-        padded = pad(rows, (0, more, 0, total - num_rows))
+        padded = pad(rows, (0, padding, 0, total - num_rows))
         return function(self.module, padded)[:num_rows, :width].reshape(x.shape)
 
 

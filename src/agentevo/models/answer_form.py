@@ -1,10 +1,11 @@
-"""What an answer has to look like, as a grammar: JSON by a schema, or calls of given tools in the
-notation of the model's family. A thought may come first where the family thinks, and must where the
-prompt has opened one.
+"""The required form of an answer, as a grammar: JSON by a schema, or calls of given tools in the
+notation of the model's family. A thought may come first where the family thinks, and must come
+first where the prompt has opened one.
 
-A tool whose function is `strict` (as OpenAI's API says it) is called by its schema or not at all:
-an answer is then a text in which nothing begins as a call, between calls that fit. Several clients
-send it unasked, so where it can't be enforced the answer is free, which is told once."""
+A tool whose function is `strict` (a term of OpenAI's API) is called by its schema or not at all: in
+such an answer no text begins as a call, except calls that fit. Several clients set `strict` by
+default, so where it can't be enforced the answer is free, and a note says so once.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ _SPACE = r"/[ \n]{0,2}/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerForm:
-    """What a request wants of its answer beyond a text."""
+    """What a request requires of its answer, beyond a text."""
 
     schema: Schema | None = None
     """The answer is JSON by it."""
@@ -48,7 +49,7 @@ class AnswerForm:
     parallel: bool = True
     """Whether it may be several calls."""
     strict: bool = False
-    """What OpenAI's API calls so: asks a remote model's server to enforce the schema. A policy is
+    """`strict` of OpenAI's API: asks a remote model's server to enforce the schema. A policy is
     held to it in any case."""
 
 
@@ -127,7 +128,8 @@ def is_strict(tool: Mapping[str, Any]) -> bool:
 
 
 def opening_after(chat: ChatFormat, prompt: Sequence[Message] | Sequence[int] | str) -> str:
-    """What a prompt, messages or ids, says in the assistant's place; a plain text says nothing."""
+    """The part of a prompt, messages or ids, that is in the assistant's place; empty for a plain
+    text."""
     if isinstance(prompt, str):
         return ""
     if prompt and isinstance(prompt[0], int):
@@ -147,8 +149,8 @@ def _calls(form: AnswerForm, chat: ChatFormat, tools: Sequence[Mapping[str, Any]
     """The rule `calls` and those below it; none where calls are free to be made and the family's
     notation is not known."""
     functions = [tool["function"] for tool in tools]
-    wanted = [f for f in functions if form.tool is None or f["name"] == form.tool]
-    if not wanted:
+    allowed = [f for f in functions if form.tool is None or f["name"] == form.tool]
+    if not allowed:
         missing = "there are no tools" if form.tool is None else f"no tool is called {form.tool!r}"
         raise BadRequestError(f"a call is required, and {missing}: give it among `tools`")
 
@@ -161,13 +163,14 @@ def _calls(form: AnswerForm, chat: ChatFormat, tools: Sequence[Mapping[str, Any]
             'use tool_choice "auto"'
         )
 
-    more = ""
+    more_calls = ""
     if form.parallel and form.tool is None and notation.between is not None:
-        more = f" ({_text(notation.between, chat)} call)*"
+        more_calls = f" ({_text(notation.between, chat)} call)*"
 
     return [
-        f"calls: {_text(notation.before_name, chat)} call{more} {_text(notation.after, chat)}",
-        *_each_call([(function, True) for function in wanted], notation, chat),
+        f"calls: {_text(notation.before_name, chat)} call{more_calls} "
+        f"{_text(notation.after, chat)}",
+        *_each_call([(function, True) for function in allowed], notation, chat),
     ]
 
 
@@ -177,24 +180,26 @@ def _text_with_calls(
     """The rule `text` and those below it: texts in which nothing begins as a call, and calls."""
     notation = chat.call_notation
     begins = chat.parser.begins
-    found = _begin_of_call(chat)
-    assert notation is not None and begins and found is not None, "see _enforced"
+    call_begin = _begin_of_call(chat)
+    assert notation is not None and begins and call_begin is not None, "see _enforced"
 
-    others = sorted(
+    other_tokens = sorted(
         token
         for text, token in chat.added_tokens.items()
         if token not in chat.end_ids and not re.search(begins, text)
     )
-    through, rules = _through(notation.before_name[found.start() :], chat, "begun", text="PLAIN")
+    through, rules = _through(
+        notation.before_name[call_begin.start() :], chat, "begun", text="PLAIN"
+    )
 
-    more = " call"
+    calls = " call"
     if form.parallel and notation.between is not None:
-        more = f" call ({_text(notation.between, chat)} call)*"
+        calls = f" call ({_text(notation.between, chat)} call)*"
 
-    lead = f"(PLAIN <[{','.join(map(str, others))}]>)*" if others else ""
-    one = f"{lead} {through}{more} {_text(notation.after, chat)}"
+    lead = f"(PLAIN <[{','.join(map(str, other_tokens))}]>)*" if other_tokens else ""
+    segment = f"{lead} {through}{calls} {_text(notation.after, chat)}"
     return [
-        f"text: ({one}){'*' if form.parallel else '?'} {lead} PLAIN",
+        f"text: ({segment}){'*' if form.parallel else '?'} {lead} PLAIN",
         f"PLAIN: /(?s:.*)/ & ~/(?s:.*)({begins.replace('/', chr(92) + '/')})(?s:.*)/",
         *rules,
         *_each_call([(tool["function"], is_strict(tool)) for tool in tools], notation, chat),
@@ -261,16 +266,16 @@ def _text(text: str, chat: ChatFormat) -> str:
     """A text as terminals of a grammar: what is a token of its own also as that token."""
     terminals = []
     while text:
-        found = [
+        matches = [
             (place, -len(token), token, number)
             for token, number in chat.added_tokens.items()
             if (place := text.find(token)) >= 0
         ]
-        if not found:
+        if not matches:
             terminals.append(json.dumps(text, ensure_ascii=False))
             break
 
-        place, _, token, number = min(found)
+        place, _, token, number = min(matches)
         if place:
             terminals.append(json.dumps(text[:place], ensure_ascii=False))
 

@@ -1,14 +1,14 @@
-"""One attention function for every transformers model, steered by a plan.
+"""One attention function for every transformers model, controlled by a plan.
 
-`prepare(model)` points the model at it. Each forward pass then carries `plan=...`, an object that
-knows which token may see which:
+`prepare(model)` makes the model call it. Each forward pass then carries `plan=...`, an object that
+knows which token may attend to which:
 
     inference: `CacheAttention` (inference/cache_attention.py), new tokens against a key-value cache
     training:  `TreeAttention` (training/tree_attention.py), packed sequences that share prefixes
 
-Tokens of all sequences lie side by side in one row, [1, tokens], without padding; only the plan
-tells them apart. So the model module is the same one for generation and for training. A model for
-which that does not give what transformers gives is refused (models/trial.py).
+Tokens of all sequences share one row, [1, tokens], without padding; only the plan separates them.
+So generation and training use the same model module. A model that computes something else this way
+than transformers does is refused (models/trial.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OWN_MASK = (
 
 
 class AttentionPlan(Protocol):
-    """Who sees whom in one forward pass."""
+    """Which token attends to which in one forward pass."""
 
     def attend(
         self,
@@ -55,7 +55,7 @@ class AttentionPlan(Protocol):
 
 @dataclass(frozen=True)
 class _SlidingMask:
-    """Stands for the mask of layers with a window."""
+    """A placeholder for the mask of layers with a window."""
 
     window: int
 
@@ -118,7 +118,7 @@ def _attention(  # noqa: PLR0917 (transformers' attention interface)
 
 
 def _mask(*args: Any, local_size: int | None = None, **kwargs: Any) -> _SlidingMask | None:
-    """The plan knows who sees whom; no mask tensor is built."""
+    """The plan knows which token attends to which; no mask tensor is built."""
     return None if local_size is None else _SlidingMask(local_size)
 
 
@@ -127,12 +127,11 @@ AttentionMaskInterface.register(NAME, _mask)
 
 
 def prepare(model: PreTrainedModel, *, on_cpu: bool | None = None) -> PreTrainedModel:
-    """Points the model's attention here and, on a CPU, its linear layers at oneDNN. In place;
-    parameters stay the same objects. `on_cpu`: whether it computes there, if not as it lies.
-
-    Raises ModelError for an architecture that does not go through transformers' attention
-    interface, or that is computed otherwise than by transformers alone (models/trial.py).
-    """
+    """Makes the model's attention use this module and, on a CPU, its linear layers use oneDNN.
+    In place; parameters stay the same objects. `on_cpu`: whether it will compute there, if it is
+    not there now. Raises ModelError for an architecture that does not use transformers'
+    attention interface, or that computes something else this way than transformers alone
+    (models/trial.py)."""
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelError(
             f"{type(model).__name__} does not use transformers' attention interface, which "

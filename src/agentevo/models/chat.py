@@ -1,26 +1,25 @@
 """Chat messages -> token ids, one turn at a time, without ever re-encoding what the model said.
 
-Along an episode the ids that the policy sees are
+Over an episode the policy sees the ids
 
     first_prompt(messages) + completion + continuation(new messages) + completion + ...
 
-and every completion stays the very ids that the engine drew. A continuation is what the chat
+and every completion keeps exactly the ids that the engine drew. A continuation is what the chat
 template puts after an assistant message: the template renders a conversation with a sentinel in the
 assistant's place, and the text after the sentinel is encoded. So a template that strips the model's
-thinking from old turns does no harm: the old turn is never rendered. Before the result of a tool,
-the assistant's message is a tool call with the sentinel among its arguments, where the template
-has a place for calls: some templates end such a message otherwise, or refuse results without one.
+thinking from old turns does no harm: old turns are never rendered. Before the result of a tool, the
+assistant's message is a tool call with the sentinel among its arguments, where the template
+supports calls: some templates end such a message differently, or refuse results without a call.
 
 Harmony's templates (GPT-OSS) end an answer with <|return|> where it is the last message and with
 <|end|> in a history, and leave its channel to the model. The drawn <|return|> or <|call|> is kept
-and stands for what the template writes in its place; <|end|> ends no answer, as a thought ends in
-it.
+in place of what the template writes there; <|end|> ends no answer, because a thought ends with it.
 
-Where a template rewrites what came before (numbers the turns, moves the system message, drops old
-messages) no continuation exists; it is refused at construction, and tools that it moves when they
-are first given. A mismatch that stays: where a completion ends in mid-word, the template's own
-rendering might merge its last characters with the end-of-turn text; special tokens, which all
-common templates use there, never merge.
+Where a template rewrites earlier text (numbers the turns, moves the system message, drops old
+messages) no continuation exists. Such a template is refused at construction; tools that it moves
+are refused when they are first given. One mismatch remains: where a completion ends in mid-word,
+the template's own rendering might merge its last characters with the end-of-turn text. Special
+tokens, which all common templates use there, never merge.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def num_characters(messages: Sequence[Message]) -> int:
 
 
 def is_long(messages: Sequence[Message]) -> bool:
-    """Whether encoding them takes so long that nobody should wait for it, nor keep it for later."""
+    """Whether encoding them takes too long to wait for, and too long to cache."""
     return num_characters(messages) > LONG_TEXT
 
 
@@ -110,8 +109,8 @@ class ChatFormat:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters that one token can stand for: a text has at least its length divided by this
-        many tokens."""
+        """Most characters that one token can represent: the length of a text divided by this is a
+        lower bound of its number of tokens."""
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
     @cached_property
@@ -195,7 +194,7 @@ class ChatFormat:
 
     @cached_property
     def added_tokens(self) -> dict[str, int]:
-        """The tokens that stand for a text of their own, such as "<tool_call>", and their ids."""
+        """The tokens that represent a text of their own, such as "<tool_call>", and their ids."""
         return dict(self.tokenizer.get_added_vocab())
 
     @cached_property
@@ -204,7 +203,7 @@ class ChatFormat:
         return TokenTexts(self.tokenizer)
 
     def opening_of(self, prompt_ids: Sequence[int]) -> str:
-        """What the end of this prompt says in the assistant's place: `opening`, or nothing."""
+        """The part of this prompt's end that is in the assistant's place: `opening`, or nothing."""
         if not self.opening:
             return ""
         end = str(self.tokenizer.decode(list(prompt_ids[-len(self.opening) - 1 :])))
@@ -291,15 +290,15 @@ class ChatFormat:
         return self._written_with_end(message)[0]
 
     def _written_with_end(self, message: Message) -> tuple[str, int]:
-        """Likewise, and the token that ends it."""
+        """The same as `_written`, and the token that ends it."""
         prompt = self._template.render([_USER], prompt=True).removesuffix(self.opening)
-        whole = self._template.render([_USER, message], prompt=False)
-        said = whole.removeprefix(prompt)
+        rendered = self._template.render([_USER, message], prompt=False)
+        answer = rendered.removeprefix(prompt)
         ends = [self.end_of_turn_id, *(self.end_ids if self._said_header else ())]
         marks = map(str, self.tokenizer.convert_ids_to_tokens(ends))
-        found = ((*said.rpartition(mark)[:2], end) for mark, end in zip(marks, ends, strict=True))
-        text, ended, end = next((one for one in found if one[1]), ("", "", ends[0]))
-        if not whole.startswith(prompt) or not ended:
+        cuts = ((*answer.rpartition(mark)[:2], end) for mark, end in zip(marks, ends, strict=True))
+        text, found_mark, end = next((cut for cut in cuts if cut[1]), ("", "", ends[0]))
+        if not rendered.startswith(prompt) or not found_mark:
             raise ModelError(
                 "the chat template begins or ends an assistant's message with tool calls or "
                 "reasoning otherwise than its own generation prompt: edit the template"
@@ -320,7 +319,7 @@ class ChatFormat:
         text = text.replace(CUT, "")
         unknown = self.tokenizer.unk_token_id
         if unknown is not None and unknown in ids and self.tokenizer.unk_token not in text:
-            lost = sorted(
+            unknown_chars = sorted(
                 {
                     char
                     for char in set(text)
@@ -329,7 +328,7 @@ class ChatFormat:
             )
             raise ModelError(
                 "the tokenizer has no token for "
-                f"{' '.join(map(repr, lost)) or 'part of the text'} in {text[-200:]!r}: "
+                f"{' '.join(map(repr, unknown_chars)) or 'part of the text'} in {text[-200:]!r}: "
                 "keep to characters it knows, or use model.tiny.tokenizer=byte"
             )
 
@@ -431,9 +430,9 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
 
     followed = after_answer([_USER], prompt=True)[: end + 1]
     is_harmony = find_parser(str(tokenizer.get_chat_template())).name == HARMONY
-    known = harmony_ids(tokenizer, *HARMONY_ENDS) if is_harmony else []
+    harmony_ends = harmony_ids(tokenizer, *HARMONY_ENDS) if is_harmony else []
     if followed != last[: end + 1] and not (
-        followed[:end] == last[:end] and {*followed[end:], last[end]} <= set(known)
+        followed[:end] == last[:end] and {*followed[end:], last[end]} <= set(harmony_ends)
     ):
         raise ModelError(
             _refusal("it ends an assistant's message differently once another message follows")
@@ -467,10 +466,10 @@ def thought_of(text: str, reasoning: str | None, opening: str) -> tuple[str, str
     none."""
     thinking, closed, answer = text.partition("</think>")
     if closed and not reasoning:
-        begun = thinking.removeprefix("<think>")
-        if begun != thinking and opening.endswith("\n"):
-            begun = begun.removeprefix("\n")
-        return begun + closed, answer
+        thought = thinking.removeprefix("<think>")
+        if thought != thinking and opening.endswith("\n"):
+            thought = thought.removeprefix("\n")
+        return thought + closed, answer
 
     rest = answer.lstrip("\n") if closed else text
     return f"{(reasoning or '').strip(chr(10))}\n</think>\n\n", rest

@@ -1,12 +1,12 @@
 """Messages -> text, by a tokenizer's own chat template.
 
-A message becomes the mapping that templates read: content is a text; the arguments of a tool call
-are the mapping that their JSON says (or the exact text, where it is no JSON object), because most
-templates write them as JSON themselves; reasoning goes under the keys that the template mentions.
-Some templates take calls otherwise (DeepSeek-R1: arguments as a text, calls only where content is
-None): each is tried out once, see `CallForm`. What a template has no place for is refused, but for
-reasoning, which templates strip from what was said earlier. Special tokens that a text spells out
-are cut (message_markers.py): `encode_rendering` makes ids of a rendering.
+A message becomes the mapping that templates read. Content is a text. The arguments of a tool call
+are the mapping that their JSON describes (or the exact text, where it is no JSON object), because
+most templates write JSON themselves. Reasoning has the keys that the template mentions. Some
+templates take calls in another form (DeepSeek-R1: arguments as a text, calls only where content is
+None): each template is tried once, see `CallForm`. Content that a template has no place for is
+refused, except reasoning, which templates strip from earlier turns. Special tokens that a text
+spells out are cut (message_markers.py): `encode_rendering` makes ids of a rendering.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from agentevo.models.template_rendering import current_render
 from agentevo.types import ImagePart, Message, ToolCall
 
 TEMPLATE_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError)
-"""What a template may raise: it may do anything with what it meets."""
+"""Exceptions of a template: it may do anything with its input."""
 _CALL = "probecall"
 _ARGUMENT = "probeargument"
 

@@ -4,10 +4,10 @@ sha256.
     {"step": 10, "value": 0.9 | null, "sha256": "ef…",
      "files": {"model.safetensors": "ab…", "optimizer/0.pt": "cd…"}}
 
-`sha256` is that of the same object without it, written without spaces and with sorted keys: one
-number stands for all bytes of all files. The manifest is written last, so a folder that has none is
-not whole. Its own bytes are determined by what they say, so any change shows. Files are read back
-in chunks, several at once, while others are on their way to the disk.
+`sha256` is that of the same object without this key, written without spaces and with sorted keys:
+one number covers all bytes of all files. The manifest is written last, so a folder without one is
+incomplete. Its bytes follow from its content, so any change shows. Files are read back in chunks,
+several at once, while others are written to the disk.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from agentevo.files import sync_to_disk
 
 NAME = "checkpoint.json"
 OF_TRAINING = frozenset({"trainer.pt", "state.json", NAME})
-"""Files of a checkpoint that say nothing about the model, beside those of folders within."""
+"""Files of a checkpoint that say nothing about the model, in addition to those of folders
+within."""
 UNREAD = frozenset({"README.md"})
-"""Files that may be added to a checkpoint, beside hidden ones: no loader reads them."""
+"""Files that may be added to a checkpoint, in addition to hidden ones: no loader reads them."""
 SEEN_S = 90.0
 """How long a file that another machine wrote may take to be seen here, as network file systems
 remember folders."""
@@ -45,8 +46,8 @@ _READERS = 4
 
 
 class TornError(UnusableCheckpointError):
-    """A checkpoint whose files are not those that were saved: one is missing or changed. One that
-    can't be read now, and may be whole, is a CheckpointError but no TornError."""
+    """A checkpoint whose files differ from those that were saved: one is missing or changed. One
+    that can't be read now, and may be complete, is a CheckpointError but no TornError."""
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,8 +67,9 @@ def seal(
     value: float | None,
     known: Mapping[str, str] = MappingProxyType({}),
 ) -> CheckpointManifest:
-    """Hashes every file below `folder`, brings them to the disk, and writes the manifest. `known`:
-    those that other processes have written, hashed and brought there. Raises OSError."""
+    """Hashes every file below `folder`, brings them to the disk, and writes the manifest.
+    `known_digests`: of files that other processes have written, hashed and brought to the disk.
+    Raises OSError."""
     deadline = time.monotonic() + SEEN_S
     while lacking := [name for name in known if not (folder / name).is_file()]:
         if time.monotonic() > deadline:
@@ -81,11 +83,11 @@ def seal(
         time.sleep(LOOK_S)
 
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    own = sorted(names - known.keys())
+    own_files = sorted(names - known.keys())
     with ThreadPoolExecutor(_READERS) as pool:
-        digests = list(pool.map(_hash_and_sync, (folder / name for name in own)))
+        digests = list(pool.map(_hash_and_sync, (folder / name for name in own_files)))
 
-    files = {**known, **dict(zip(own, digests, strict=True))}
+    files = {**known, **dict(zip(own_files, digests, strict=True))}
     manifest = CheckpointManifest(
         step=step, value=value, files=files, sha256=_sha256(step, value, files)
     )
@@ -98,8 +100,8 @@ def seal(
 
 
 def read(folder: Path) -> CheckpointManifest:
-    """The manifest alone; the files are not looked at. Raises TornError, naming it, if it is
-    missing or torn, CheckpointError if it can't be read now."""
+    """Reads only the manifest, not the files. Raises TornError, naming it, if it is missing or
+    torn, CheckpointError if it can't be read now."""
     path = folder / NAME
     try:
         content = _regular_file(path).read_bytes()
@@ -126,8 +128,8 @@ def read(folder: Path) -> CheckpointManifest:
 
 
 def verify(folder: Path) -> CheckpointManifest:
-    """Reads every file again. Raises TornError, naming the first file that is missing or of another
-    checksum, CheckpointError for one that can't be read now, or that was put there later."""
+    """Reads every file again. Raises TornError, naming the first file that is missing or has
+    another checksum; CheckpointError for a file that can't be read now, or that was added later."""
     manifest = read(folder)
     _refuse_others(folder, manifest)
     _verify(folder, manifest.files, "is torn: resume from an older one")
@@ -161,8 +163,8 @@ def verify_model(folder: Path, *, most_bytes: float = math.inf) -> bool:
 
 
 def _refuse_others(folder: Path, manifest: CheckpointManifest) -> None:
-    """Raises CheckpointError for a file that the manifest does not name: whoever loads the model
-    may read it, as an adapter, a template, or other weights."""
+    """Raises CheckpointError for a file that the manifest does not name: a loader may read it, as
+    an adapter, a template, or other weights."""
     for place, folders, names in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(place, name))]
         for path in (Path(place, name) for name in sorted([*names, *links])):

@@ -1,12 +1,12 @@
-"""Decoder layers that PyTorch's compiler has made fewer kernels of, for training on a GPU.
+"""Decoder layers that PyTorch's compiler fuses into fewer kernels, for training on a GPU.
 
-A transformers decoder layer reads and writes its hidden states some thirty times beside its matrix
-products: norms in float32, rotations, the gate. Compiled, each run of such operations is one
-kernel, and what the backward pass needs of them is computed again within its own kernels, so less
-is kept. Attention stays the plan's (`attention.py`), between two compiled parts.
+In addition to its matrix products, a transformers decoder layer reads and writes its hidden states
+some thirty times: norms in float32, rotations, the gate. Compiled, each run of such operations is
+one kernel. The backward pass computes what it needs of them again within its own kernels, so less
+is kept. Attention remains the plan's (`attention.py`), between two compiled parts.
 
-One compilation serves all layers of a kind and all numbers of tokens. The
-engine's passes stay as they are: their plans, and so the shapes, change with every step.
+One compilation serves all layers of a kind and all numbers of tokens. The engine's passes are not
+compiled: their plans, and so the shapes, change with every step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from agentevo.models.linear import PackedWeights
 
 
 class CompiledLayer(PackedWeights):
-    """Stands in for the `forward` of one decoder layer."""
+    """Replaces the `forward` of one decoder layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
@@ -64,5 +64,5 @@ def _has_experts(layer: nn.Module) -> bool:
 
 @cache
 def _compile_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    made: Callable[..., Any] = torch.compile(forward, dynamic=True)
-    return made
+    compiled_forward: Callable[..., Any] = torch.compile(forward, dynamic=True)
+    return compiled_forward

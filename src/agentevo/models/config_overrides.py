@@ -1,12 +1,12 @@
 """A model's configuration with keys of a recipe in place of its own (`model.config_overrides`).
 
-Trainer and engine, the processes that sample, and whoever loads a checkpoint have one
-configuration: it is made here, before a weight is read, by the model's own config class, and saved
-with every whole model. An adapter's folder keeps the keys in OVERRIDES_FILE, and is refused over a
-base that computes otherwise.
+The trainer, the engine, the processes that sample, and any program that loads a checkpoint have one
+configuration. The model's own config class makes it here, before a weight is read, and it is saved
+with every complete model. An adapter's folder keeps the keys in OVERRIDES_FILE, and is refused over
+a base that computes differently.
 
 A key that the class does not know, a parameter of RoPE that its kind does not take, and a value
-that the class undoes are refused: what a recipe says is what is computed.
+that the class undoes are refused: the model computes what the recipe says.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def model_config(folder: Path, overrides: Mapping[str, Any]) -> PretrainedConfig
     if not overrides:
         return saved
     tree, _ = PretrainedConfig.get_config_dict(folder)
-    return _made(saved, tree, overrides, KEY)
+    return _override(saved, tree, overrides, KEY)
 
 
 def check_same(folder: Path, overrides: Mapping[str, Any]) -> None:
@@ -87,12 +87,12 @@ def adapter_overrides(folder: Path) -> dict[str, Any]:
 
 
 def keep_overrides(folder: Path, overrides: Mapping[str, Any]) -> None:
-    """Puts them beside an adapter, where there are any."""
+    """Writes them into an adapter's folder, if there are any."""
     if overrides:
         write_atomic(folder / OVERRIDES_FILE, json.dumps(dict(overrides), indent=2))
 
 
-def _made(
+def _override(
     saved: PretrainedConfig, tree: Mapping[str, Any], overrides: Mapping[str, Any], where: str
 ) -> PretrainedConfig:
     kind = type(saved)
@@ -102,13 +102,15 @@ def _made(
     rope = None
     for key, value in overrides.items():
         name = kind.attribute_map.get(key, key)
-        own = getattr(saved, name, None)
+        saved_value = getattr(saved, name, None)
         if key in ROPE:
             rope = _rope(saved, value, f"{where}.{key}")
-        elif isinstance(own, PretrainedConfig):
+        elif isinstance(saved_value, PretrainedConfig):
             if not isinstance(value, dict):
                 raise ModelError(f"{where}.{key}: give a mapping of its keys")
-            changed[name] = _made(own, tree.get(name, {}), value, f"{where}.{key}").to_dict()
+            changed[name] = _override(
+                saved_value, tree.get(name, {}), value, f"{where}.{key}"
+            ).to_dict()
         else:
             changed.pop(key, None)
             changed[name] = value
@@ -120,30 +122,30 @@ def _made(
 
     with _remarks() as remarks:
         try:
-            made = kind.from_dict(changed)
-            made.validate()
-        except Exception as error:  # of a class's own checks anything
+            config = kind.from_dict(changed)
+            config.validate()
+        except Exception as error:  # a class's own checks may raise anything
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise ModelError(f"{where}: {kind.__name__} does not take it ({reason})") from error
 
     if remarks:
         raise ModelError(f"{where}: {kind.__name__} says: {remarks[0][:300]}")
 
-    _check_effect(made, overrides, where)
-    return made
+    _check_effect(config, overrides, where)
+    return config
 
 
 def _check_keys(saved: PretrainedConfig, overrides: Mapping[str, Any], where: str) -> None:
     kind = type(saved)
-    known = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
-    known |= {name for name in vars(saved) if not name.startswith("_")}
-    known |= set(ROPE) if "rope_parameters" in known else set()
-    known -= _FIXED | set(_KEPT)
+    known_keys = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
+    known_keys |= {name for name in vars(saved) if not name.startswith("_")}
+    known_keys |= set(ROPE) if "rope_parameters" in known_keys else set()
+    known_keys -= _FIXED | set(_KEPT)
     for key in overrides:
         if (reason := _without_effect(key)) is not None:
             raise ModelError(f"{where}.{key} would change nothing: {reason}; remove it")
 
-        if key in known:
+        if key in known_keys:
             continue
 
         if key in _KEPT:
@@ -151,8 +153,8 @@ def _check_keys(saved: PretrainedConfig, overrides: Mapping[str, Any], where: st
         elif key in _FIXED:
             hint = "it says what the weights are, which no key changes"
         else:
-            guess = nearest(key[:100], sorted(known))
-            hint = f"did you mean {guess}?" if guess else f"it has {', '.join(sorted(known))}"
+            guess = nearest(key[:100], sorted(known_keys))
+            hint = f"did you mean {guess}?" if guess else f"it has {', '.join(sorted(known_keys))}"
 
         raise ModelError(f"{where}.{key[:100]}: no key of {kind.__name__} to override: {hint}")
 
@@ -165,54 +167,56 @@ def _without_effect(key: str) -> str | None:
     return next((reason for keys, reason in _NOT_COMPUTED.items() if key in keys), None)
 
 
-def _rope(saved: PretrainedConfig, given: Any, where: str) -> dict[str, Any]:
+def _rope(saved: PretrainedConfig, override: Any, where: str) -> dict[str, Any]:
     """RoPE's parameters: a new kind over the base that the model was trained with, or, without
     `rope_type`, other values for its own kind."""
-    if not isinstance(given, dict):
+    if not isinstance(override, dict):
         raise ModelError(f"{where}: give a mapping, such as {{rope_type: yarn, factor: 4.0}}")
 
-    own: dict[str, Any] = saved.rope_parameters or {}
-    layers = saved.nested_rope_parameter_keys(own)
+    saved_rope: dict[str, Any] = saved.rope_parameters or {}
+    layers = saved.nested_rope_parameter_keys(saved_rope)
     if not layers:
-        return _one_rope(own, given)
+        return _one_rope(saved_rope, override)
 
-    wrong = [name for name in given if name not in layers]
-    if wrong or not all(isinstance(one, dict) for one in given.values()):
+    wrong = [name for name in override if name not in layers]
+    if wrong or not all(isinstance(entry, dict) for entry in override.values()):
         raise ModelError(
             f"{where}: this model has a RoPE for each kind of layer: give a mapping for one of "
             f"{', '.join(sorted(layers))}"
         )
 
-    return {name: _one_rope(own[name] or {}, given.get(name, {})) for name in layers}
+    return {name: _one_rope(saved_rope[name] or {}, override.get(name, {})) for name in layers}
 
 
-def _one_rope(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    is_new = "rope_type" in given or "type" in given
-    told = {"rope_type" if key == "type" else key: value for key, value in given.items()}
-    kept = {key: value for key, value in own.items() if not is_new or key in _KEPT}
-    return kept | told
+def _one_rope(saved_rope: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
+    is_new = "rope_type" in override or "type" in override
+    changes = {"rope_type" if key == "type" else key: value for key, value in override.items()}
+    base = {key: value for key, value in saved_rope.items() if not is_new or key in _KEPT}
+    return base | changes
 
 
-def _check_effect(made: PretrainedConfig, overrides: Mapping[str, Any], where: str) -> None:
-    """A class may put another value in a key's place, as Qwen2 does with a window that is off."""
+def _check_effect(config: PretrainedConfig, overrides: Mapping[str, Any], where: str) -> None:
+    """Raises ModelError where the class replaced a key's value, as Qwen2 does with a window that is
+    off."""
     for key, value in overrides.items():
-        found = getattr(made, key, None)
-        if key not in ROPE and not isinstance(found, PretrainedConfig) and found != value:
+        actual = getattr(config, key, None)
+        if key not in ROPE and not isinstance(actual, PretrainedConfig) and actual != value:
             raise ModelError(
-                f"{where}.{key}={json.dumps(value)} has no effect: {type(made).__name__} makes it "
-                f"{found!r}, by its other keys"
+                f"{where}.{key}={json.dumps(value)} has no effect: {type(config).__name__} makes "
+                f"it {actual!r}, by its other keys"
             )
 
 
 @contextmanager
 def _remarks() -> Iterator[list[str]]:
-    """What transformers only logs of RoPE's parameters: unknown ones, and values out of range."""
-    told: list[str] = []
+    """Collects what transformers only logs about RoPE's parameters: unknown ones, and values out of
+    range."""
+    remarks: list[str] = []
 
     class OverrideListener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if _RATIO not in (text := record.getMessage()):
-                told.append(text)
+                remarks.append(text)
 
     logger = logging.getLogger("transformers.modeling_rope_utils")
     listener = OverrideListener()
@@ -223,7 +227,7 @@ def _remarks() -> Iterator[list[str]]:
     logger.setLevel(logging.WARNING)
     logger.propagate = False
     try:
-        yield told
+        yield remarks
     finally:
         logger.removeHandler(listener)
         logger.setLevel(level)

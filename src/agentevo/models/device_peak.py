@@ -1,9 +1,9 @@
-"""The most that a device can compute: floating-point operations per second in dense matrix
-products, the whole of which MFU is a share.
+"""The peak rate of a device: floating-point operations per second in dense matrix products. MFU is
+a share of it.
 
-GPUs: the makers' figures without sparsity. What is not in the table (any CPU, other GPUs) is
-measured, once per process, by a matrix product of a size that suits it: a figure that programs can
-reach, so MFU against it is higher than against a maker's.
+GPUs: the makers' figures without sparsity. A device that is not in the table (any CPU, other GPUs)
+is measured, once per process, by a matrix product of a suitable size. Programs can reach that
+figure, so MFU against it is higher than against a maker's.
 """
 
 from __future__ import annotations
@@ -69,15 +69,15 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> Peak:
     """The peak for products of matrices of that dtype, under the current settings (threads,
     TF32)."""
     if is_accelerator(device):
-        known = known_peak(name_of(device), dtype, tf32=allows_tf32())
-        if known is not None:
-            return known
+        peak = known_peak(name_of(device), dtype, tf32=allows_tf32())
+        if peak is not None:
+            return peak
     return _measure(device.type, dtype, torch.get_num_threads(), allows_tf32())
 
 
 def known_peak(name: str, dtype: torch.dtype, *, tf32: bool) -> Peak | None:
     """By the name of a GPU; None for one that is not in the table. tf32: whether float32 products
-    may be computed so."""
+    may use TF32."""
     peaks = next((peaks for pattern, peaks in GPUS.items() if re.search(pattern, name)), None)
     if peaks is None or dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return None
@@ -105,9 +105,9 @@ def _seconds(product: Callable[[], torch.Tensor], device: str) -> float:
     seconds: list[float] = []
     until = time.perf_counter() + MEASURING_S
     while len(seconds) < 3 or time.perf_counter() < until:
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         product()
         synchronize(torch.device(device))
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - started_at)
 
     return min(seconds[1:])

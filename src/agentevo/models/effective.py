@@ -1,11 +1,11 @@
-"""The one matrix and one bias that a linear layer amounts to in a pass without gradients, also
-where LoRA adapters surround it.
+"""The one matrix and one bias that a linear layer is equivalent to in a pass without gradients,
+with or without LoRA adapters around it.
 
     W' = W + sum_i scale_i B_i A_i                          (LoRA, arXiv 2106.09685)
     W' = m / ||W + scale B A|| (W + scale B A), row by row   (DoRA, arXiv 2402.09353)
 
-The layer itself stays as it is: W and the adapters are not merged in place. PEFT's layer is known
-by its name and public attributes, so nothing here imports it.
+The layer itself does not change: W and the adapters are not merged in place. PEFT's layer is
+recognised by its name and public attributes, so this module does not import PEFT.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from agentevo.models.linear import FastLinear
 
 
 def ingredients(linear: nn.Module | None) -> list[torch.Tensor | float] | None:
-    """All that the layer's product depends on, in a fixed order; None where it is more than a
-    product: hooks that listen in, active dropout, adapters of other kinds or on other layers."""
+    """Everything that the layer's product depends on, in a fixed order; None where it is more than
+    a product: hooks, active dropout, adapters of other kinds or on other layers."""
     if type(linear) is FastLinear:
         parameters = linear._parameters.values()  # quicker than by name
         return (

@@ -1,17 +1,18 @@
-"""The floating-point operations that a pass of a model needs, by arithmetic. MFU (model FLOPs
-utilisation) is computed from them.
+"""The floating-point operations that a pass of a model needs, computed from its shape. MFU (model
+FLOPs utilisation) is derived from them.
 
     forward   2 per weight and token, 2 heads (d_qk + d_v) per query-key pair and layer
     backward  4 per trained weight and token, 2 per frozen one (only its input needs a gradient);
               twice the forward's for attention
 
 A multiply-add is two operations (PaLM, arXiv 2204.02311, appendix B, counts so: 6 N + 12 L H Q T a
-token). A query-key pair is a token and one that it sees, itself included. Only weights of matrix
-products count: embeddings are looked up. The output layer counts for the predictions that are asked
-for and not for every token, a mixture of experts for the experts that a token is sent to.
+token). A query-key pair is a token and one that it attends to, itself included. Only weights of
+matrix products count: embeddings are looked up. The output layer counts for the requested
+predictions and not for every token; a mixture of experts counts for the experts that a token is
+sent to.
 
-Left out: norms, activations, softmax, the optimizer, DoRA's norms, linear attention, what is
-computed a second time to save memory.
+Not counted: norms, activations, softmax, the optimizer, DoRA's norms, linear attention,
+recomputation that saves memory.
 """
 
 from __future__ import annotations
@@ -95,9 +96,9 @@ def work_of_depths(
 ) -> ForwardWork:
     """Tokens that see themselves and all before them: depths, of any shape, are numbers of tokens
     before each."""
-    seen = depths + 1
+    num_visible = depths + 1
     pairs = {
-        window: int((seen if window is None else seen.clamp(max=window)).sum())
+        window: int((num_visible if window is None else num_visible.clamp(max=window)).sum())
         for window in windows
     }
     return ForwardWork(depths.numel(), predictions, pairs)

@@ -1,16 +1,16 @@
 """Decoder layers of the Llama family with fewer and larger operations, for passes without gradients
 in float32 on an x86 CPU.
 
-A transformers decoder layer runs about forty operations; with one token in flight the overhead of
-each is as long as its arithmetic, and with many, each writes its result to memory. `FusedLayer`
-does the same arithmetic in about twenty: one product for queries, keys and values, norm weights
-multiplied into the matrices that follow, activation, gate and residual sums inside oneDNN's
-products, and the rotation on queries and keys together. Where `cpu_kernels` are, norm, rotation and
-gate are one kernel each.
+A transformers decoder layer runs about forty operations. With one token in flight the overhead of
+each is as long as its arithmetic; with many tokens, each writes its result to memory. `FusedLayer`
+does the same arithmetic in about twenty: one product for queries, keys and values; norm weights
+multiplied into the matrices that follow; activation, gate and residual sums inside oneDNN's
+products; and the rotation on queries and keys together. Where `cpu_kernels` are available, norm,
+rotation and gate are one kernel each.
 
-The layer's modules, parameters and gradients stay as they are: a pass with gradients runs the
-layer's own `forward`. Results agree to float32 rounding. LoRA adapters are in the packed copies
-(`effective`), so that generation with them costs what it costs without.
+The layer's modules, parameters and gradients do not change: a pass with gradients runs the layer's
+own `forward`. Results agree to float32 rounding. The packed copies include LoRA adapters
+(`effective`), so generation costs the same with and without them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 class FusedLayer(PackedWeights):
-    """Stands in for the `forward` of one decoder layer."""
+    """Replaces the `forward` of one decoder layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
@@ -170,8 +170,8 @@ class FusedLayer(PackedWeights):
         return rotated[:, :num_q], rotated[:, num_q:]
 
     def _ingredients(self) -> list[torch.Tensor | float] | None:
-        """All that the packed matrices are made of; None where a module is not what they stand
-        for."""
+        """Everything that the packed matrices are made of; None where a module is of an unexpected
+        kind."""
         made_of: list[torch.Tensor | float] = []
         for parent, name in self.linears:
             of_linear = ingredients(parent._modules[name])
@@ -209,7 +209,7 @@ class FusedLayer(PackedWeights):
                 PackedMatrix(up * norm_mlp, up_bias),
                 PackedMatrix(*down),
             )
-            self.packed_of = made_of  # keeps the ids in packed_state from being given away
+            self.packed_of = made_of  # keeps the ids in packed_state from being reused
             self.packed_state = state
 
         return self.packed

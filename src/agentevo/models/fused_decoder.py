@@ -1,10 +1,10 @@
 """From token ids to hidden states through a decoder's `FusedLayer`s and nothing else.
 
-A pass of a transformers decoder does more than its layers: it looks for a mask to build, collects
-what was asked to be recorded, and calls each layer as a module. Beside one new token that takes a
-tenth of the pass. `FusedDecoder` calls embeddings, rotary positions, layers and norm one after the
-other where all layers are fused (`models/fused.py`) and nobody listens in; in every other case the
-decoder's own `forward` runs. Its results are those of the decoder's own `forward`, to the bit.
+A pass of a transformers decoder does more than its layers: it checks whether to build a mask,
+collects the requested records, and calls each layer as a module. For one new token that takes a
+tenth of the pass. `FusedDecoder` calls embeddings, rotary positions, layers and norm in sequence
+where all layers are fused (`models/fused.py`) and there are no hooks; in every other case the
+decoder's own `forward` runs. The results equal those of the decoder's own `forward`, to the bit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RECORDED = ("output_hidden_states", "output_attentions")
 
 
 class FusedDecoder:
-    """Stands in for the `forward` of one decoder."""
+    """Replaces the `forward` of one decoder."""
 
     def __init__(self, decoder: nn.Module) -> None:
         self.decoder = decoder
@@ -81,9 +81,13 @@ class FusedDecoder:
         for layer in decoder.layers:
             fused = vars(layer).get("forward")
             listened = layer._forward_hooks or layer._forward_pre_hooks
-            if listened or not isinstance(fused, FusedLayer) or (own := fused.weights()) is None:
+            if (
+                listened
+                or not isinstance(fused, FusedLayer)
+                or (weights := fused.weights()) is None
+            ):
                 return None
-            layers.append((fused, own))
+            layers.append((fused, weights))
 
         return layers
 

@@ -1,13 +1,14 @@
-"""Which tokens a grammar allows next: constrained decoding, and the same masks again for whoever
-trains or checks what was drawn under them. The grammars are llguidance's (`agentevo[constrained]`).
+"""The tokens that a grammar allows next: constrained decoding, and the same masks again for code
+that trains or checks what was drawn under them. The grammars are llguidance's
+(`agentevo[constrained]`).
 
 A mask is a bit for each token of the vocabulary, lowest bit first, in W uint32. It follows from the
 grammar, the tokens that may end its texts, the tokens before it and the tokenizer alone, so it is
-never recorded: a turn has its grammar and a digest of its masks, by which whoever makes them again
-knows that they are the same.
+never recorded. A turn has its grammar and a digest of its masks, which shows that masks computed
+again are the same.
 
-A grammar is anybody's text. Its length, the work to compile it and the work for each mask are
-bounded; what needs more is a GrammarError, of that request alone.
+A grammar may come from any client. Its length, the work to compile it and the work for each mask
+are bounded; a grammar that needs more causes a GrammarError, which fails its own request only.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ class Grammars:
 
     @classmethod
     def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Grammars:
-        """Those of a model's tokens."""
+        """The grammars of a model's tokens."""
         return cls(tokenizer, int(model.config.get_text_config().vocab_size))
 
     @property
     def num_words(self) -> int:
-        """uint32 of a mask."""
+        """Number of uint32 words of a mask."""
         return -(-self._vocabulary // 32)
 
     def is_ready(self, grammar: str, end_ids: Sequence[int]) -> bool:
@@ -69,7 +70,7 @@ class Grammars:
         return (grammar, tuple(end_ids)) in self._compiled
 
     def begin(self, grammar: str, end_ids: Sequence[int]) -> GrammarState:
-        """The state before the first token. The first time it compiles the grammar, which may take
+        """The state before the first token. The first call compiles the grammar, which may take
         long. Raises GrammarError for one that is wrong or needs too much, and MissingExtraError
         without llguidance."""
         key = (grammar, tuple(end_ids))
@@ -190,8 +191,8 @@ class GrammarState:
         return mask
 
     def take(self, token: int) -> None:
-        """The next token. Raises GrammarError for one that the mask does not have, and where the
-        grammar needs too much from there on."""
+        """The next token. Raises GrammarError for a token that the mask does not have, and where
+        the grammar needs too much afterwards."""
         if not self._matcher.consume_token(token):
             raise self._broken()
 
@@ -199,7 +200,7 @@ class GrammarState:
         return GrammarError(f"the grammar or schema leads nowhere here: {_problem(self._matcher)}")
 
     def digest(self) -> str:
-        """Of all masks so far; see Constraint.masks."""
+        """The digest of all masks so far; see Constraint.masks."""
         return self._digest.hexdigest()
 
 

@@ -1,9 +1,9 @@
-"""Models of which no process has all weights: where the whole tensors come from when such a model
-is written for others (a checkpoint's folder, a version for engines).
+"""Models that no process holds completely: the source of the whole tensors when such a model is
+written (a checkpoint's folder, a version for engines).
 
-Whoever makes a model lie in parts says so once, by `lies_in_parts`. On the first process, which
-writes, `InParts.tensors` then makes one whole tensor after the other; the others give theirs, for
-which `tell` calls them.
+The code that splits a model registers it once, with `lies_in_parts`. On the first process, which
+writes, `InParts.tensors` then makes one whole tensor after the other. The other processes send
+their parts when `call_others` calls them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _IN_PARTS: WeakKeyDictionary[nn.Module, InParts] = WeakKeyDictionary()
 
 
 def lies_in_parts(model: nn.Module, how: InParts) -> None:
-    """From now on whoever writes the model gathers it."""
+    """Registers the model: from now on every writer gathers its parts."""
     _IN_PARTS[model] = how
 
 
@@ -74,8 +74,8 @@ def write_from_parts(
     file_bytes: int = FILE_BYTES,
 ) -> None:
     """Writes a model's configuration and weights as `save_pretrained` does, layer by layer: what
-    transformers has merged when it loaded the model (experts, say) is parted again within each.
-    `weights`: of another moment, in place of those that the model has now."""
+    transformers merged when it loaded the model (experts, say) is split again within each layer.
+    `weights`: those of another moment, in place of the model's current ones."""
     how.skeleton.save_pretrained(folder, state_dict={})
     (folder / "model.safetensors").unlink(missing_ok=True)
     coming = how.tensors(only_trained=False) if weights is None else weights
@@ -116,18 +116,18 @@ def _by_layers(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors as they are saved, of one layer after the other."""
     waiting = {layer: set(specs) for layer, specs in layers.items()}
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    collected: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors:
         layer = _layer_of(name)
         if name not in waiting.get(layer, ()):
             continue
 
-        found.setdefault(layer, {})[name] = tensor
+        collected.setdefault(layer, {})[name] = tensor
         del tensor
         waiting[layer].discard(name)
 
         if not waiting[layer]:
-            yield from _as_saved(model, found.pop(layer)).items()
+            yield from _as_saved(model, collected.pop(layer)).items()
 
 
 def _as_saved(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -136,5 +136,5 @@ def _as_saved(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[
 
 def _layer_of(name: str) -> str:
     """A layer's name (`model.layers.3`), or, outside of layers, the tensor's own."""
-    found = re.match(r".*?\.\d+(?=\.)", name)
-    return found[0] if found else name
+    match = re.match(r".*?\.\d+(?=\.)", name)
+    return match[0] if match else name

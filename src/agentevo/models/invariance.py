@@ -1,7 +1,7 @@
-"""Whether a model's numbers for a token depend on the tokens that are computed beside it.
+"""Whether a model's numbers for a token depend on the other tokens in the pass.
 
 They do not, to the last bit, where every product of matrices is one of `models/linear.py`, every
-activation function one of `models/aligned.py`, and attention keeps to an order
+activation function is one of `models/aligned.py`, and attention keeps to an order
 (`inference/cache_attention.py`): float32 on an x86 CPU, in decoders without experts. Everything
 else in a decoder layer is computed number by number, or row by row.
 """
@@ -33,8 +33,10 @@ def company_matters(model: nn.Module) -> str | None:
         for part in layer.modules()
     }
     for name, module in model.named_modules():
-        known = isinstance(module, FastLinear | nn.Embedding) or id(module) in within
-        if not known and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
+        is_ordered = isinstance(module, FastLinear | nn.Embedding) or id(module) in within
+        if not is_ordered and any(
+            parameter.dim() > 1 for parameter in module.parameters(recurse=False)
+        ):
             return f"{name} ({type(module).__name__}) multiplies in a way of its own"
 
     return None

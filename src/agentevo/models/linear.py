@@ -3,16 +3,16 @@ CPU.
 
 PyTorch sends float32 `F.linear` to MKL, which on CPUs that are not Intel's runs at a third of the
 speed of oneDNN (2 cores of an AMD EPYC, 64 rows of SmolLM2's MLP: 125 against 280 GFLOP/s;
-`benchmarks/linear.py` prints it for the machine at hand). oneDNN is part of PyTorch; only the
-operators that reach it have private names, which is why they are used in this one file.
+`benchmarks/linear.py` prints it for the machine at hand). oneDNN is part of PyTorch. Only the
+operators that reach it have private names, so this is the one file that uses them.
 
 `FastLinear` is `nn.Linear` in all but the library that multiplies: same parameters (shared, not
 copied), same state dict, same gradients to float32 rounding.
 
 Without gradients a row of a product does not depend on the other rows, to the last bit. oneDNN sums
-over the inputs in one order for any number of rows but one; a single row is summed here in that
-order (`_of_one_row`), or multiplied twice. `available()` looks whether this machine's kernels keep
-to it.
+over the inputs in one order for any number of rows but one. This module sums a single row in that
+order (`_of_one_row`), or multiplies it twice. `available()` checks whether this machine's kernels
+keep to that order.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STRETCHES = (512, 1024)
 _HAS_BITS_OF_ONEDNN: dict[tuple[object, ...], bool] = {}
 """Kernels, shape and number of threads -> whether PackedMatrix multiplies few rows by them."""
 SWISH_WIDTH = 16
-"""Numbers that lie in a row where `_swish` asks oneDNN for its function: a block has several."""
+"""Numbers in a row where `_swish` calls oneDNN for its function: a block has several."""
 
 
 @cache
@@ -69,8 +69,10 @@ def _sums_in_order() -> bool:
         weight = torch.randn(num_outputs, num_inputs, generator=numbers, dtype=torch.float32)
         x = torch.randn(67, num_inputs, generator=numbers, dtype=torch.float32)
         rows = torch.arange(num_inputs, dtype=torch.int32)
-        one = weighted_sums(weight.t().contiguous(), rows, rows[:1], x[0])
-        if any(not torch.equal(one, product(x[:count], weight)[:1]) for count in (2, 17, 67)):
+        ordered_sum = weighted_sums(weight.t().contiguous(), rows, rows[:1], x[0])
+        if any(
+            not torch.equal(ordered_sum, product(x[:count], weight)[:1]) for count in (2, 17, 67)
+        ):
             return False
 
     return True
@@ -82,8 +84,8 @@ def _has_one_swish() -> bool:
     numbers = torch.Generator().manual_seed(0)
     weight = torch.randn(BLOCK_OUT, 64, generator=numbers, dtype=torch.float32)
     x = torch.randn(67, 64, generator=numbers, dtype=torch.float32)
-    alone = _swish(product(x, weight).view(1, -1)).view(67, -1)
-    return torch.equal(alone, product(x, weight, None, "swish"))
+    expected = _swish(product(x, weight).view(1, -1)).view(67, -1)
+    return torch.equal(expected, product(x, weight, None, "swish"))
 
 
 def product(
@@ -159,7 +161,7 @@ class PackedMatrix:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, activation, [], "")
 
     def product_plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """x @ weight.T + bias + other, for other [rows, out]."""
+        """x @ weight.T + bias + addend, for addend [rows, out]."""
         if (few := self._of_few_rows(x, other)) is not None:
             return few
         if x.shape[0] == 1:
@@ -167,7 +169,7 @@ class PackedMatrix:
         return torch.ops.mkldnn._linear_pointwise(x, other, self._packed, self.bias, "add")
 
     def product_times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """(x @ weight.T + bias) * other, for other [rows, out]."""
+        """(x @ weight.T + bias) * factor, for factor [rows, out]."""
         if x.shape[0] == 1:
             return self.product(x).mul_(other)
         return torch.ops.mkldnn._linear_pointwise(x, other, self._packed, self.bias, "mul")
@@ -186,18 +188,19 @@ class PackedMatrix:
         return out if self.bias is None else out + self.bias
 
     def _of_few_rows(
-        self, x: torch.Tensor, other: torch.Tensor | None = None
+        self, x: torch.Tensor, addend: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """x @ weight.T + bias + other by our own kernel; None for many rows, or without it."""
+        """x @ weight.T + bias + addend by our own kernel; None for many rows, or without it."""
         kernels = cpu_kernels()
         if kernels is None or self._few is None or x.shape[0] > FEW_ROWS:
             return None
-        return kernels.product(self._few, x, other)
+        return kernels.product(self._few, x, addend)
 
     def _for_few_rows(self) -> Matrix | None:
-        """The matrix as our own kernel takes it; None where there is none, or where it does not
-        give the very bits that oneDNN gives many rows. That follows from the shape, so it is looked
-        at once for all layers and all weights of it: every publish packs a model anew."""
+        """The matrix as our own kernel takes it; None where there is no kernel, or where it does
+        not give exactly the bits that oneDNN gives many rows. That follows from the shape, so it is
+        checked once for all layers and all weights of that shape: every publish packs the model
+        again."""
         kernels = cpu_kernels()
         if kernels is None or self._tables is None:
             return None
@@ -214,10 +217,10 @@ class PackedMatrix:
     def _has_bits_of_onednn(self, kernels: CpuKernels, matrix: Matrix) -> bool:
         numbers = torch.Generator().manual_seed(1)
         x = torch.randn(FEW_ROWS + 1, self.num_inputs, generator=numbers, dtype=torch.float32)
-        other = torch.randn(len(x), self.num_outputs, generator=numbers, dtype=torch.float32)
-        wanted = torch.ops.mkldnn._linear_pointwise(x, other, self._packed, self.bias, "add")
+        addend = torch.randn(len(x), self.num_outputs, generator=numbers, dtype=torch.float32)
+        expected = torch.ops.mkldnn._linear_pointwise(x, addend, self._packed, self.bias, "add")
         return all(
-            torch.equal(kernels.product(matrix, x[:count], other[:count]), wanted[:count])
+            torch.equal(kernels.product(matrix, x[:count], addend[:count]), expected[:count])
             for count in (1, 2, 17)
         )
 
@@ -228,13 +231,13 @@ class PackedMatrix:
 
         numbers = torch.Generator().manual_seed(0)
         x = torch.randn(2, self.num_inputs, generator=numbers, dtype=torch.float32)
-        wanted = self._multiply(x, "none")[:1]
+        expected = self._multiply(x, "none")[:1]
         for stretch in (*STRETCHES, self.num_inputs):
             starts = torch.arange(0, self.num_inputs, stretch)
             blocks = torch.arange(0, len(self._tables), self.num_inputs)
             self._stretch = stretch
             self._starts = (blocks[:, None] + starts).to(torch.int32).view(-1)
-            if torch.equal(cast(torch.Tensor, self._of_one_row(x[:1])), wanted):
+            if torch.equal(cast(torch.Tensor, self._of_one_row(x[:1])), expected):
                 return
 
         self._tables = None
@@ -290,11 +293,11 @@ class _LinearFunction(torch.autograd.Function):
 
 
 class PackedWeights(ABC):
-    """Something that keeps a packed copy of weights."""
+    """A layer that keeps a packed copy of weights."""
 
     @abstractmethod
     def drop(self) -> None:
-        """Forgets the copy; it is made again when needed."""
+        """Discards the copy; it is made again when needed."""
 
 
 class FastLinear(nn.Linear, PackedWeights):
@@ -311,7 +314,7 @@ class FastLinear(nn.Linear, PackedWeights):
 
     @classmethod
     def sharing(cls, linear: nn.Linear) -> FastLinear:
-        """A layer over the very parameters of `linear`."""
+        """A layer that shares the parameters of `linear`."""
         fast = cls.__new__(cls)
         nn.Module.__init__(fast)
         fast.in_features = linear.in_features
@@ -363,8 +366,8 @@ class FastLinear(nn.Linear, PackedWeights):
 
 
 def drop_packed(model: nn.Module) -> None:
-    """Forgets all packed copies in `model`: its weights were changed in a way that nothing here can
-    see."""
+    """Discards all packed copies in `model`, after a change of its weights that this module can't
+    detect."""
     for module in model.modules():
         for holder in (module, vars(module).get("forward")):
             if isinstance(holder, PackedWeights):

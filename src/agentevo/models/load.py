@@ -85,7 +85,7 @@ def load_model(
 
 
 def template_text(template: str) -> str:
-    """A chat template of the recipe: the text itself, or that of one that AgentEvo ships."""
+    """A chat template of the recipe: the text itself, or that of a template that AgentEvo ships."""
     if template in CHAT_TEMPLATES:
         return (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
     return template
@@ -136,8 +136,8 @@ def _load(
 
 
 def load_base(name: str, overrides: Mapping[str, Any]) -> LoadedModel:
-    """A model as it was saved but for `overrides` of its configuration, in its own dtype, on the
-    CPU."""
+    """A model as it was saved, except for `overrides` of its configuration, in its own dtype, on
+    the CPU."""
     return _from_pretrained(name, fetch(name), "auto", torch.device("cpu"), {}, overrides)
 
 
@@ -175,7 +175,7 @@ def _from_pretrained(
     quantized: dict[str, Any],
     overrides: Mapping[str, Any],
 ) -> LoadedModel:
-    own = {"config": _config(name, folder, overrides)} if overrides else {}
+    config_options = {"config": _config(name, folder, overrides)} if overrides else {}
     changed = f" with model.config_overrides={json.dumps(dict(overrides))}" if overrides else ""
     model, tokenizer = _read_folder(
         f"model {name!r}{changed}",
@@ -183,7 +183,7 @@ def _from_pretrained(
         AutoModelForCausalLM,
         _CAUSAL,
         dtype=dtype,
-        **own,
+        **config_options,
         **quantized,
     )
     model.config_overrides = dict(overrides)
@@ -206,12 +206,12 @@ def _check_rows(name: str, model: Any, tokenizer: PreTrainedTokenizerBase) -> No
 
 
 def hollow_model(section: ModelSection, folder: Path) -> PreTrainedModel:
-    """The model that is saved in `folder`, as the section has it but for adapters, on the device
-    `meta`: its config.json is read and no weight. Raises ModelError."""
+    """The model that is saved in `folder`, as the section describes it but without adapters, on the
+    device `meta`: only its config.json is read, no weight. Raises ModelError."""
     shape = _config(section.name, folder, section.config_overrides)
     try:
         return make_hollow(section, shape)
-    except Exception as error:  # of a damaged config.json anything
+    except Exception as error:  # a damaged config.json may raise anything
         raise _unreadable(f"model {section.name!r}", folder, _CAUSAL, error) from error
 
 
@@ -227,8 +227,8 @@ def make_hollow(section: ModelSection, shape: PretrainedConfig) -> PreTrainedMod
 
 def load_hollow(section: ModelSection, folder: Path, seed: int = 0) -> LoadedModel:
     """As `load_model`, without a weight: `hollow_model` with fresh adapters where the section asks
-    for them, and the tokenizer. Raises ModelError for what loading would refuse, but for the
-    weights."""
+    for them, and the tokenizer. Raises ModelError for everything that loading would refuse, except
+    problems with the weights."""
     model = hollow_model(section, folder)
     tokenizer = _read_tokenizer(f"model {section.name!r}", folder)
     _check_rows(section.name, model, tokenizer)
@@ -241,8 +241,8 @@ def load_hollow(section: ModelSection, folder: Path, seed: int = 0) -> LoadedMod
 
 def check_overrides(section: ModelSection, source: Path | str | None) -> None:
     """Raises ModelError for `config_overrides` that the model does not take, where its folder is on
-    this machine; one of a hub is asked when it is loaded. `source`: as `resolve` gives it, None
-    where it has not been downloaded."""
+    this machine; a model of a hub is checked when it is loaded. `source`: as `resolve` gives it,
+    None where it has not been downloaded."""
     if section.config_overrides and isinstance(source, Path):
         _config(section.name, source, section.config_overrides)
 
@@ -257,7 +257,7 @@ def _config(name: str, folder: Path, overrides: Mapping[str, Any]) -> Pretrained
 
 
 def _reason(error: Exception) -> str:
-    """What a library raised, on one line of bounded length."""
+    """The message of a library's error, on one line of bounded length."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 300 else f"{text[:297]}..."
 
@@ -301,15 +301,15 @@ def _read_folder(
             model, info = reader.from_pretrained(folder, output_loading_info=True, **options)
     except MemoryError:
         raise
-    except Exception as error:  # of a damaged config.json anything
+    except Exception as error:  # a damaged config.json may raise anything
         raise _unreadable(key, folder, kind, error) from error
 
     tokenizer = _read_tokenizer(key, folder)
     if info["missing_keys"] or info["mismatched_keys"]:
-        lost = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
+        bad_weights = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
         raise ModelError(
-            f"{key}: {len(lost)} weights are missing or of another shape (first: {lost[0]}): save "
-            "or fetch it again"
+            f"{key}: {len(bad_weights)} weights are missing or of another shape (first: "
+            f"{bad_weights[0]}): save or fetch it again"
         )
 
     return model, tokenizer
@@ -318,7 +318,7 @@ def _read_folder(
 def _read_tokenizer(key: str, folder: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # of a damaged tokenizer.json anything
+    except Exception as error:  # a damaged tokenizer.json may raise anything
         raise ModelError(
             f"{key}: the tokenizer in {folder} can't be read ({_reason(error)}): save the model's "
             "own there with tokenizer.save_pretrained"
@@ -344,8 +344,8 @@ def _looks_or_listens(folder: Path) -> bool:
 
 
 def _place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """On the device; what transformers keeps in float32 beside weights of another dtype (the
-    frequencies of positions, the bias of a router) stays so."""
+    """On the device. Parts that transformers keeps in float32 in a model of another dtype (the
+    frequencies of positions, the bias of a router) stay in float32."""
     module: torch.nn.Module = model
     module.to(device=device).eval()
     return model

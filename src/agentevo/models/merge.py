@@ -27,10 +27,10 @@ def merge_adapter(folder: Path, out: Path, base: str | None = None) -> Path:
 
     loaded = load_base(str(name), adapter_overrides(folder))
     merged = load_adapter(loaded.model, folder)
-    whole: Any = merged
+    adapted: Any = merged
 
     tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
     if (folder / "tokenizer_config.json").is_file():
         tokenizer = AutoTokenizer.from_pretrained(folder)
 
-    return save_model(whole.merge_and_unload(safe_merge=True), tokenizer, out)
+    return save_model(adapted.merge_and_unload(safe_merge=True), tokenizer, out)

@@ -1,8 +1,8 @@
-"""A second model that starts as a copy of the policy and is then trained, or kept, by itself: a
+"""A second model that starts as a copy of the policy and is then trained, or kept, separately: a
 reference, a critic, a process reward.
 
-What the policy does not train (the base under its adapters) is shared, never copied: beside a
-policy with adapters a copy costs another set of adapters.
+What the policy does not train (the base under its adapters) is shared, never copied: a copy of a
+policy with adapters costs only another set of adapters.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from agentevo.models.sharded import copy_sharded, is_sharded
 def copy_policy(
     policy: PreTrainedModel, change: Callable[[PreTrainedModel], None] = lambda twin: None
 ) -> PreTrainedModel:
-    """A copy of the policy as it is now, given other layers by `change`, that shares every
-    parameter without gradient. Of a model that lies in parts on several processes each copies its
-    own, and `change` comes before there are weights: what the policy has not is 0."""
+    """A copy of the policy as it is now, with other layers from `change`, that shares every
+    parameter without gradient. Of a model that is split over several processes each process copies
+    its own part, and `change` runs before there are weights: what the policy does not have is 0."""
     if is_sharded(policy):
         return copy_sharded(policy, change)
     shared = {id(p): p for p in policy.parameters() if not p.requires_grad}

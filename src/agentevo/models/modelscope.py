@@ -1,10 +1,10 @@
 """Models of ModelScope's hub, through its own package: `modelscope:OWNER/NAME[@REVISION]`.
 
-Its package asks the hub which files there are and fetches what is missing, so a fetch that was
-broken off is completed. Where the hub can't be reached, what is here of a revision that the name
-gives is taken as it is; without a revision it may be an older one, and is not. Where the hub is,
-its cache and its token are the package's own business
-(MODELSCOPE_ENDPOINT, MODELSCOPE_CACHE, MODELSCOPE_API_TOKEN).
+The package asks the hub for the list of files and fetches the missing ones, so an interrupted fetch
+is completed. Where the hub can't be reached, the local files of a revision that the name gives are
+taken as they are; without a revision they may be an older version, and are not taken. The package
+itself decides the hub's address, its cache and its token (MODELSCOPE_ENDPOINT, MODELSCOPE_CACHE,
+MODELSCOPE_API_TOKEN).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentevo.errors import ModelError
 from agentevo.extras import load_extra
 
 MODELSCOPE = "modelscope:"
-"""How the name of such a model begins."""
+"""Prefix of the name of such a model."""
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 
 
@@ -56,13 +56,13 @@ def download(name: str, ignored: Sequence[str]) -> Path:
 
 
 def _parts(name: str) -> tuple[str, str | None]:
-    found = _NAME.fullmatch(name.removeprefix(MODELSCOPE))
-    if found is None:
+    match = _NAME.fullmatch(name.removeprefix(MODELSCOPE))
+    if match is None:
         raise ModelError(
             f"model {name[:100]!r}: a model of ModelScope is written "
             f"{MODELSCOPE}OWNER/NAME, or {MODELSCOPE}OWNER/NAME@REVISION"
         )
-    return found["repo"], found["revision"]
+    return match["repo"], match["revision"]
 
 
 def _package(name: str) -> Any:

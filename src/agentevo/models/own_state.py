@@ -1,9 +1,10 @@
-"""torch's settings of the thread that computes: those of a fresh thread, whatever a user's code has
-left there.
+"""torch's settings of the thread that computes: those of a fresh thread, whatever settings a user's
+code has left.
 
-An agent that awaits the policy inside of `with torch.no_grad()` leaves gradients off for everybody
-who shares its thread, and two of them end each other's blocks in the wrong order. What is computed
-here does not depend on it, and what the user's code has set is found again afterwards.
+An agent that awaits the policy inside of `with torch.no_grad()` turns gradients off for all code
+that shares its thread, and two such agents end each other's blocks in the wrong order. What is
+computed here does not depend on these settings, and the settings of the user's code are restored
+afterwards.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ _CPU = torch.device("cpu")
 
 @contextmanager
 def own_torch_state() -> Iterator[None]:
-    """Gradients on, no inference mode, no autocast, and tensors made on the CPU unless told
-    otherwise. For code that awaits nothing."""
+    """Gradients on, no inference mode, no autocast, and tensors made on the CPU by default. For
+    code that awaits nothing."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())

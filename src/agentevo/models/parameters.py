@@ -1,4 +1,4 @@
-"""A model's parameters as what is trained and what is not."""
+"""A model's parameters, divided into trained and frozen ones."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Tensors that lie in parts on several processes: which box of the whole each of them has, and how
-wholes are made of that on the first process, one after the other.
+"""Tensors that are split over several processes: which box of the whole tensor each process has,
+and how the first process assembles whole tensors, one after the other.
 
 A part is a box: FSDP cuts rows, tensor and expert parallelism cut one dimension, and both at once
-cut a box out of a box. Processes that have the same box are replicas, of which one gives it.
+cut a box out of a box. Processes that have the same box are replicas; one of them sends it.
 
-Wholes are made on the CPU, and whoever takes them frees each before the next, so the first process
-holds its parts and one tensor, never a model. What travels is bytes, so every bit arrives.
+Whole tensors are made on the CPU, and the consumer frees each before the next, so the first process
+holds its parts and one tensor, never a model. Tensors travel as bytes, so every bit arrives.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Cut(NamedTuple):
     dim: int
     first: int
     length: int
-    """Of the whole."""
+    """Of the whole tensor."""
 
 
 class Spec(NamedTuple):
@@ -44,7 +44,7 @@ class Spec(NamedTuple):
 
 
 class Box(NamedTuple):
-    """Where a part lies in the whole."""
+    """The position of a part in the whole tensor."""
 
     offset: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -68,7 +68,7 @@ def boxes_of(grid: Grid, shape: Sequence[int]) -> list[Box]:
         raise ValueError(f"a grid of {len(grid)} dimensions for a tensor of {len(shape)}")
 
     for starts, length in zip(grid, shape, strict=True):
-        ascends = all(one < other for one, other in itertools.pairwise([*starts, length]))
+        ascends = all(begin < end for begin, end in itertools.pairwise([*starts, length]))
         if not starts or starts[0] != 0 or not ascends:
             raise ValueError(f"boxes that begin at {list(starts)} of {length}")
 
@@ -83,8 +83,8 @@ def boxes_of(grid: Grid, shape: Sequence[int]) -> list[Box]:
 
 
 def grid_of(boxes: Collection[Box], shape: Sequence[int]) -> Grid:
-    """The inverse, in whatever order they come. Raises ValueError for boxes that don't fill the
-    tensor, or are not all combinations of where they begin."""
+    """The inverse, for boxes in any order. Raises ValueError for boxes that don't fill the tensor,
+    or are not all combinations of where they begin."""
     grid = [sorted({box.offset[dim] for box in boxes}) for dim in range(len(shape))]
     if len(boxes) != len(set(boxes)) or set(boxes) != set(boxes_of(grid, shape)):
         raise ValueError(f"boxes {sorted(boxes)} of a tensor {tuple(shape)}")
@@ -97,10 +97,10 @@ class WeightPart:
 
     local: torch.Tensor
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Of the whole tensor."""
     offset: tuple[int, ...]
     dtype: torch.dtype | None = None
-    """Of what is given, where that is not `local`'s."""
+    """The type of what is given, where that is not `local`'s."""
 
     @classmethod
     def of(
@@ -129,12 +129,12 @@ class WeightPart:
 
     @property
     def spec(self) -> Spec:
-        """Of the whole."""
+        """Of the whole tensor."""
         return Spec(self.dtype or self.local.dtype, self.shape)
 
     @property
     def given(self) -> torch.Tensor:
-        """What is given of it, on the CPU."""
+        """The part that this process gives, on the CPU."""
         return self.local.detach().to(self.spec.dtype).cpu().contiguous()
 
     def to(self, dtype: torch.dtype) -> WeightPart:
@@ -149,13 +149,13 @@ class WeightPart:
 
 @runtime_checkable
 class Stored(Protocol):
-    """A tensor in a file, of which any box can be read."""
+    """A tensor in a file; any box of it can be read."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def read(self, box: Box | None = None) -> torch.Tensor:
-        """What lies in the box, or all of it, on the CPU."""
+        """The content of the box, or of the whole tensor, on the CPU."""
         ...
 
 
@@ -192,9 +192,9 @@ def own_part(saved: Saved, parameter: torch.Tensor, cut: Cut | None = None) -> t
 
 class Wholes:
     """On the first process: iterates over (name, the whole tensor on the CPU) of every tensor, in
-    the order of the names, while the others `give` theirs. Who breaks off calls `close`, which
-    takes what is given still; as a context manager it does. Raises ModelError for parts that are
-    not all of a tensor."""
+    the order of the names, while the others `give` theirs. A consumer that stops early calls
+    `close`, which receives the rest; as a context manager it does so itself. Raises ModelError for
+    parts that are not all of a tensor."""
 
     def __init__(
         self, parts: Mapping[str, WeightPart], group: distributed.ProcessGroup | None = None
@@ -205,7 +205,7 @@ class Wholes:
         self._boxes = boxes_of_all(parts, group)
         self._waiting = iter(parts)
         self.specs = {name: part.spec for name, part in parts.items()}
-        """What comes, in this order."""
+        """The tensors that come, in this order."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self
@@ -214,21 +214,21 @@ class Wholes:
         name = next(self._waiting)
         part = self._parts[name]
         givers = self._givers(name)
-        whole = _begun(part)
-        self._take(whole, givers)
+        tensor = _with_own_part(part)
+        self._take(tensor, givers)
 
-        found = sum(math.prod(box.sizes) for box in givers.values())
-        wanted = whole.numel()
-        if found != wanted:
+        num_found = sum(math.prod(box.sizes) for box in givers.values())
+        num_expected = tensor.numel()
+        if num_found != num_expected:
             raise ModelError(
-                f"{name}: processes have parts of {found} elements of a tensor of {wanted}: this "
-                "is a defect, please report it"
+                f"{name}: processes have parts of {num_found} elements of a tensor of "
+                f"{num_expected}: this is a defect, please report it"
             )
 
-        return name, whole
+        return name, tensor
 
     def close(self) -> None:
-        """Takes the rest and keeps nothing of it."""
+        """Receives the rest and discards it."""
         for name in self._waiting:
             part = self._parts[name]
             self._take(torch.empty(part.shape, dtype=part.spec.dtype), self._givers(name))
@@ -242,14 +242,14 @@ class Wholes:
     def _givers(self, name: str) -> dict[int, Box]:
         return givers_of([boxes[name] for boxes in self._boxes])
 
-    def _take(self, whole: torch.Tensor, givers: Mapping[int, Box]) -> None:
-        """Puts what the other processes give into the whole."""
+    def _take(self, tensor: torch.Tensor, givers: Mapping[int, Box]) -> None:
+        """Puts what the other processes give into `tensor`, the whole one."""
         for process, box in givers.items():
             if process == 0:
                 continue
-            given = torch.empty(box.sizes, dtype=whole.dtype)
-            distributed.recv(as_bytes(given), group=self._group, group_src=process)
-            whole[box.slices] = given
+            received = torch.empty(box.sizes, dtype=tensor.dtype)
+            distributed.recv(as_bytes(received), group=self._group, group_src=process)
+            tensor[box.slices] = received
 
 
 def give(parts: Mapping[str, WeightPart], group: distributed.ProcessGroup | None = None) -> None:
@@ -264,17 +264,18 @@ def give(parts: Mapping[str, WeightPart], group: distributed.ProcessGroup | None
 def boxes_of_all(
     parts: Mapping[str, WeightPart], group: distributed.ProcessGroup | None
 ) -> list[dict[str, Box]]:
-    """Where the parts of each process lie; called by all of them."""
-    own = {name: part.box for name, part in parts.items()}
+    """The position of the parts of each process; called by all of them."""
+    boxes = {name: part.box for name, part in parts.items()}
     if not distributed.is_initialized():
-        return [own]
+        return [boxes]
     of_all: list[dict[str, Box]] = [{}] * distributed.get_world_size(group)
-    distributed.all_gather_object(of_all, own, group=group)
+    distributed.all_gather_object(of_all, boxes, group=group)
     return of_all
 
 
 def givers_of(boxes: list[Box]) -> dict[int, Box]:
-    """Process -> box: who gives what, the first of those that have the same; of one tensor."""
+    """Process -> box, for one tensor: the first process of those that have the same box sends
+    it."""
     givers: dict[Box, int] = {}
     for process, box in enumerate(boxes):
         if math.prod(box.sizes):
@@ -282,13 +283,13 @@ def givers_of(boxes: list[Box]) -> dict[int, Box]:
     return {process: box for box, process in givers.items()}
 
 
-def _begun(part: WeightPart) -> torch.Tensor:
-    """The whole with this process's own part in it."""
+def _with_own_part(part: WeightPart) -> torch.Tensor:
+    """A whole tensor with this process's own part in it."""
     if tuple(part.local.shape) == part.shape:
         return part.given
-    whole = torch.empty(part.shape, dtype=part.spec.dtype)
-    whole[part.box.slices] = part.given
-    return whole
+    tensor = torch.empty(part.shape, dtype=part.spec.dtype)
+    tensor[part.box.slices] = part.given
+    return tensor
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

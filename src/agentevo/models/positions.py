@@ -1,12 +1,12 @@
-"""How long a sequence a model computes, and rotary frequencies that depend on that length.
+"""The longest sequence that a model computes, and rotary frequencies that depend on that length.
 
-Of transformers' types of RoPE two choose frequencies by the longest position of a pass: `dynamic`
+Two of transformers' types of RoPE choose frequencies by the longest position of a pass: `dynamic`
 beyond `max_position_embeddings`, `longrope` (Phi-3-128k, Phi-3.5, Phi-4-mini) beyond
-`original_max_position_embeddings`. Beyond that border a token's frequencies depend on what lies
-beside it, and, in one sequence, on how long the answer will become: what the engine drew is not
-what a later pass computes. So such a model takes sequences up to the border, where it is exact, and
-`hold_positions` refuses longer ones. Frequencies that are the same on both sides (`short_factor`
-and `long_factor` alike) have no border.
+`original_max_position_embeddings`. Beyond that border a token's frequencies depend on the other
+sequences of the pass, and, in one sequence, on the later length of the answer: a later pass
+computes something else than the engine drew. So such a model takes sequences up to the border,
+where it is exact, and `hold_positions` refuses longer ones. Frequencies that are the same on both
+sides (`short_factor` and `long_factor` alike) have no border.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def length_advice(config: PretrainedConfig) -> str:
 
 
 def hold_positions(model: PreTrainedModel) -> None:
-    """From now on a pass beyond the border raises ModelError instead of giving all that lies beside
-    it other frequencies."""
+    """From now on a pass beyond the border raises ModelError instead of changing the frequencies of
+    all other sequences of the pass."""
     borders = list(_borders(model.config.get_text_config()))
     for module in model.modules() if borders else ():
         if isinstance(getattr(module, "rope_type", None), str | dict):

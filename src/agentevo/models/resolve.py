@@ -2,9 +2,9 @@
 
 Order: a local folder with a `config.json`; the folder of a run, for its best checkpoint, or
 RUN@best, RUN@last, RUN@STEP for that one; a known name (`known.py`), downloaded and converted on
-first use; a hub name `org/name`, left to whoever can reach the hub; `hf://org/name` is that and
-nothing else, and `modelscope:owner/name[@revision]` is ModelScope's. Importing this module imports
-no torch.
+first use; a hub name `org/name`, which is downloaded later, where the hub can be reached.
+`hf://org/name` is a hub name and nothing else, and `modelscope:owner/name[@revision]` is
+ModelScope's. Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from agentevo.registry import nearest
 TINY = "tiny"
 """The model that a run makes for itself."""
 HUB = "hf://"
-"""How a name begins that can only be the Hugging Face hub's."""
+"""Prefix of a name that can only be the Hugging Face hub's."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PATH = re.compile(r"[./~]")
-"""How a name begins that can only be a path."""
+"""Beginning of a name that can only be a path."""
 _WEIGHTS = (".safetensors", ".bin", ".index.json")
 _TOKENIZER = ("tokenizer", "vocab", "merges", "spiece", "added_tokens")
 _OTHER_FORMATS = ["*.bin", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "*.ot", "original/*"]
@@ -47,7 +47,7 @@ def resolve(name: str, progress: Progress | None = None) -> Path | str:
 
 
 def locate(name: str) -> Path | str | KnownModel:
-    """What a name in a recipe stands for: a folder, a hub name or a known model. Downloads nothing.
+    """What a name in a recipe refers to: a folder, a hub name or a known model. Downloads nothing.
 
     Raises `UnknownNameError` (with the nearest known name) for what can be none of these,
     `ModelError` for a folder without a model.
@@ -163,13 +163,13 @@ def _holds_model(folder: Path) -> bool:
 
 
 def _no_folder(name: str, path: Path) -> str:
-    """What is at a path that is not a model's folder, and what to give."""
+    """Describes what is at a path that is not a model's folder, and what to give."""
     if name.lower().endswith(".gguf"):
-        there = (
+        problem = (
             "GGUF is a format for inference" if os.path.isfile(path) else "there is no such file"
         )
         return (
-            f"{there}, and training needs the Hugging Face folder that it was made from "
+            f"{problem}, and training needs the Hugging Face folder that it was made from "
             "(config.json, *.safetensors, tokenizer.json): give that folder"
         )
 
@@ -241,9 +241,9 @@ def run_checkpoint(run_folder: Path, which: str = "best") -> Path:
     if any(os.path.isfile(path / name) for name in ("config.json", "adapter_config.json")):
         return path
 
-    known = ", ".join(str(saved) for saved in steps)
+    saved_steps = ", ".join(str(saved) for saved in steps)
     has_none = (
-        f"has no checkpoint of step {which}: its steps are {known or 'none'}"
+        f"has no checkpoint of step {which}: its steps are {saved_steps or 'none'}"
         if which.isdecimal()
         else "has no whole checkpoint: let it finish, or give another model"
     )

@@ -1,8 +1,8 @@
-"""The routers of a mixture: what they choose is recorded in one pass and replayed in another
+"""The routers of a mixture: their choices are recorded in one pass and replayed in another
 ("rollout routing replay", arXiv 2510.11370, section 3).
 
-`routed(model)` puts a `_Router` in the place of each router's `forward`, and around each decoder
-layer a `RoutedLayer`, which takes from the pass's plan who is to hear of choices:
+`routed(model)` replaces each router's `forward` with a `_Router`, and each decoder layer's with a
+`RoutedLayer`, which takes from the pass's plan the object that receives the choices:
 
     plan.routing = Recording(...)    the router's own choice, written down
     plan.routing = Replay(...)       the recorded one in its place
@@ -12,17 +12,17 @@ or both, token by token (`Recording.replay`), in a pass of an engine that comput
 A layer that is computed again in the backward pass is called with the same plan, so it chooses the
 same experts. A pass whose plan has no `routing` is the model's own.
 
-A router's code is never written a second time here. It runs as it is, and of its calls of
-`torch.topk` the one whose indices it returns is answered with the recorded experts s and the scores
-at them: with x the scores, the router goes on with x[s] where it would have gone on with the
-highest of x. So weights are computed from the present logits and normalised as the architecture
-does, and their gradient flows into the router:
+This module does not reimplement any router's code. The code runs unchanged. Of its calls of
+`torch.topk`, the one whose indices the router returns is answered with the recorded experts s and
+the scores at them: with x the scores, the router continues with x[s] instead of the highest of x.
+So weights are computed from the present logits and normalised as the architecture does, and their
+gradient flows into the router:
 
     g_i = exp(z_i) / sum of exp(z_j) over j in s        (softmax, norm_topk_prob)
 
 Where the router agrees with the record these are the same operations on the same numbers, to the
-last bit. That a router is of this kind is found out by trying, when the model is loaded; one that
-is not is refused.
+last bit. A trial pass, when the model is loaded, checks that a router is of this kind; any other
+router is refused.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ from agentevo.models.trial import pass_alone
 
 KEY = "trainer.routing_replay"
 NAMES = ("gate", "router")
-"""What architectures call the module that chooses among its neighbour `experts`."""
+"""Names of the module that chooses among the module `experts` of the same layer, in the
+architectures."""
 OWN = -1
 """In a row of `Replay`: what the router itself chooses, for tokens that nothing is predicted
 from."""
@@ -54,28 +55,28 @@ TOKENS = 8
 
 
 class Routing(Protocol):
-    """Hears of the routers of a pass."""
+    """Receives the calls of a pass's routers."""
 
     def answer_call(self, router: _Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a router answers that is called with these arguments."""
+        """What a router returns for these arguments."""
         ...
 
 
 class Chooser(ABC):
-    """A Routing that says which experts are chosen."""
+    """A Routing that decides which experts are chosen."""
 
     def answer_call(self, router: _Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See Routing.asked."""
+        """See Routing.answer_call."""
         with _RouterChoice(self, router.layer, router.number):
-            return router.alone(args, kwargs)
+            return router.own_answer(args, kwargs)
 
     @abstractmethod
     def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
-        """own [T, K], what router number `layer` would choose -> what it chooses."""
+        """own_choice [T, K], what router number `layer` would choose -> what it chooses."""
 
 
 class Routers(NamedTuple):
-    """What the routers of a model have in common."""
+    """The properties that the routers of a model share."""
 
     layers: int
     top_k: int
@@ -83,12 +84,12 @@ class Routers(NamedTuple):
 
 
 _ROUTING: ContextVar[Routing | None] = ContextVar("routing", default=None)
-"""Of the layer that is being computed."""
+"""The routing of the layer that is being computed."""
 _TOPK = (torch.topk, torch.Tensor.topk)
 
 
 class Recording(Chooser):
-    """Keeps what is chosen in one pass: by the routers or, of some tokens, by a replay."""
+    """Keeps the choices of one pass: of the routers or, for some tokens, of a replay."""
 
     def __init__(self, routers: Routers, replay: RouterReplay | None = None) -> None:
         self.routers = routers
@@ -104,13 +105,13 @@ class Recording(Chooser):
     def rows(self) -> np.ndarray:
         """[T, layers, K] uint16 on the CPU. Raises ModelError where a router was not asked."""
         chosen = _of_all(self._chosen, self.routers.layers)
-        found: np.ndarray = chosen.to(torch.int16).cpu().numpy().astype(np.uint16)
-        return found
+        experts: np.ndarray = chosen.to(torch.int16).cpu().numpy().astype(np.uint16)
+        return experts
 
 
 class RouterReplay(Chooser):
-    """Answers with recorded experts in one pass, or only tells where they differ from the router's
-    own."""
+    """Answers with recorded experts in one pass, or only records where they differ from the
+    router's own."""
 
     def __init__(self, rows: torch.Tensor, *, apply: bool = True) -> None:
         """rows [T, layers, K] int64; OWN where the router decides. Without `apply` it decides
@@ -121,8 +122,8 @@ class RouterReplay(Chooser):
         self._is_divided = False
 
     def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
-        """See Chooser.choose. Raises TrainingError for another number of tokens than were
-        recorded."""
+        """See Chooser.choose. Raises TrainingError where the number of tokens differs from the
+        recorded one."""
         recorded = self.rows[:, layer]
         if recorded.shape != own.shape:
             raise TrainingError(
@@ -142,12 +143,12 @@ class RouterReplay(Chooser):
         return None if self._is_divided else _of_all(self._differs, self.rows.shape[1])
 
     def stretch(self, first: int, length: int) -> RouterReplay:
-        """Of a process that has these tokens of the pass alone; what is behind its end decides for
-        itself."""
+        """The replay of a process that has only these tokens of the pass; the router decides for
+        tokens after the end of the record."""
         self._is_divided = True
-        own = self.rows[first : first + length]
-        padding = own.new_full((length - len(own), *own.shape[1:]), OWN)
-        return RouterReplay(torch.cat([own, padding]), apply=self.apply)
+        rows = self.rows[first : first + length]
+        padding = rows.new_full((length - len(rows), *rows.shape[1:]), OWN)
+        return RouterReplay(torch.cat([rows, padding]), apply=self.apply)
 
 
 def _of_all(of_layers: dict[int, torch.Tensor], layers: int) -> torch.Tensor:
@@ -160,7 +161,7 @@ def _of_all(of_layers: dict[int, torch.Tensor], layers: int) -> torch.Tensor:
 
 
 class _RouterChoice(TorchFunctionMode):
-    """While a router computes: one of its calls of topk is answered with what `chooser` chooses."""
+    """While a router computes, answers one of its calls of topk with what `chooser` chooses."""
 
     def __init__(self, chooser: Chooser, layer: int, number: int) -> None:
         super().__init__()
@@ -175,41 +176,43 @@ class _RouterChoice(TorchFunctionMode):
             return func(*args, **kwargs)
 
         self.calls += 1
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if self.calls - 1 != self.number:
-            return found
+            return result
 
-        chosen = self.chooser.choose(self.layer, found.indices)
-        if chosen is found.indices:
-            return found
+        chosen = self.chooser.choose(self.layer, result.indices)
+        if chosen is result.indices:
+            return result
 
         scores = args[0] if args else kwargs["input"]
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
 
 
 class _Router:
-    """Stands in for the `forward` of one router."""
+    """Replaces the `forward` of one router."""
 
     def __init__(self, router: nn.Module, layer: int) -> None:
         self.router = router
         self.layer = layer
         self.number = 0
-        """Which of its calls of topk chooses, from 0; as of `routers`, known once it was tried."""
+        """Index of the call of topk that chooses; like `routers`, known after the trial."""
         self.routers: Routers | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         routing = _ROUTING.get()
         return (
-            self.alone(args, kwargs) if routing is None else routing.answer_call(self, args, kwargs)
+            self.own_answer(args, kwargs)
+            if routing is None
+            else routing.answer_call(self, args, kwargs)
         )
 
-    def alone(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def own_answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The router's own answer."""
         return type(self.router).forward(self.router, *args, **kwargs)
 
 
 class RoutedLayer(PackedWeights):
-    """Stands in for the `forward` of a decoder layer that has routers."""
+    """Replaces the `forward` of a decoder layer that has routers."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
@@ -226,19 +229,19 @@ class RoutedLayer(PackedWeights):
 
 
 def routers_of(model: nn.Module) -> Routers | None:
-    """Those of a model that `routed` has prepared, or of a copy of one."""
+    """The routers of a model that `routed` has prepared, or of a copy of one."""
     stand_ins = (vars(module).get("forward") for module in model.modules())
-    return next((one.routers for one in stand_ins if isinstance(one, _Router)), None)
+    return next((stand_in.routers for stand_in in stand_ins if isinstance(stand_in, _Router)), None)
 
 
 def enable_routing(model: PreTrainedModel) -> PreTrainedModel:
     """Lets passes of the model record and replay what its routers choose, in place; after
-    `agentevo.models.attention.prepare`, before `keep_activations`. Raises ModelError, with the
-    model as it was, for one without experts, and for routers of another kind."""
-    found = _find(model)
-    routers = [_Router(router, number) for number, router in enumerate(found)]
-    stand_ins: list[tuple[nn.Module, Any]] = [(one.router, one) for one in routers]
-    stand_ins += [(layer, RoutedLayer(layer)) for layer in dict.fromkeys(found.values())]
+    `agentevo.models.attention.prepare`, before `keep_activations`. Raises ModelError, and leaves
+    the model unchanged, for a model without experts and for routers of another kind."""
+    layer_of_router = _find(model)
+    routers = [_Router(router, number) for number, router in enumerate(layer_of_router)]
+    stand_ins: list[tuple[nn.Module, Any]] = [(wrapper.router, wrapper) for wrapper in routers]
+    stand_ins += [(layer, RoutedLayer(layer)) for layer in dict.fromkeys(layer_of_router.values())]
     taken = next((module for module, _ in stand_ins if "forward" in vars(module)), None)
     if taken is not None:
         raise _refusal(model, f"something stands in the place of its {type(taken).__name__}")
@@ -248,9 +251,9 @@ def enable_routing(model: PreTrainedModel) -> PreTrainedModel:
 
     trial = _Trial()
     try:
-        with _Counting() as counted:
+        with _Counting() as counting:
             pass_alone(model, TOKENS, trial)
-        facts = trial.facts(len(routers), counted.calls)
+        facts = trial.facts(len(routers), counting.calls)
         if isinstance(facts, str):
             raise _refusal(model, facts)
     except BaseException:
@@ -258,26 +261,26 @@ def enable_routing(model: PreTrainedModel) -> PreTrainedModel:
             del module.forward
         raise
 
-    for one in routers:
-        one.routers = facts
+    for wrapper in routers:
+        wrapper.routers = facts
 
     return model
 
 
 def _find(model: PreTrainedModel) -> dict[nn.Module, nn.Module]:
-    """Router -> the decoder layer that has it, in the order of the model's modules."""
-    found: dict[nn.Module, nn.Module] = {}
+    """Router -> the decoder layer that contains it, in the order of the model's modules."""
+    layer_of_router: dict[nn.Module, nn.Module] = {}
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             for block in layer.modules():
                 names = [name for name in NAMES if isinstance(block._modules.get(name), nn.Module)]
                 if "experts" in block._modules and len(names) == 1:
-                    found[block.get_submodule(names[0])] = layer
+                    layer_of_router[block.get_submodule(names[0])] = layer
 
-    if not found:
+    if not layer_of_router:
         raise _refusal(model, "it has no experts with a router beside them")
 
-    return found
+    return layer_of_router
 
 
 def _refusal(model: nn.Module, why: str) -> ModelError:
@@ -290,41 +293,41 @@ def _refusal(model: nn.Module, why: str) -> ModelError:
 
 
 class _Counting(TorchFunctionMode):
-    """Counts calls of topk, and keeps what they gave."""
+    """Counts calls of topk, and keeps their results."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.given: list[tuple[torch.Tensor, Any]] = []
+        self.results: list[tuple[torch.Tensor, Any]] = []
 
     @property
     def calls(self) -> int:
-        return len(self.given)
+        return len(self.results)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func in _TOPK:
-            self.given.append((args[0] if args else (kwargs or {})["input"], found))
-        return found
+            self.results.append((args[0] if args else (kwargs or {})["input"], result))
+        return result
 
 
 class _Forced(Chooser):
-    """Chooses the experts `wanted` [T, K]."""
+    """Chooses the experts `experts` [T, K]."""
 
-    def __init__(self, wanted: torch.Tensor) -> None:
-        self.wanted = wanted
+    def __init__(self, experts: torch.Tensor) -> None:
+        self.experts = experts
 
     def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
         """See Chooser.choose."""
-        return self.wanted
+        return self.experts
 
 
 class _Trial:
-    """Finds out, in one pass of the model, how each router chooses, and that it takes another
+    """Finds, in one pass of the model, how each router chooses, and checks that it takes another
     choice."""
 
     def __init__(self) -> None:
         self.calls = 0
-        """Of topk, in routers."""
+        """Calls of topk, in routers."""
         self.problem = ""
         self._found: dict[int, Routers] = {}
 
@@ -338,19 +341,19 @@ class _Trial:
         if calls != self.calls:
             return "it chooses experts elsewhere than in its routers, too"
 
-        kinds = {found._replace(layers=layers) for found in self._found.values()}
+        kinds = {routers._replace(layers=layers) for routers in self._found.values()}
         return kinds.pop() if len(kinds) == 1 else "its routers choose different numbers of experts"
 
     def answer_call(self, router: _Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See Routing.asked: the router's own answer."""
-        with _Counting() as own:
-            answer = router.alone(args, kwargs)
+        """See Routing.answer_call: the router's own answer."""
+        with _Counting() as counting:
+            answer = router.own_answer(args, kwargs)
 
-        given = _tensors(answer)
+        outputs = _tensors(answer)
         places = [
             place
-            for place, (_, found) in enumerate(own.given)
-            if any(x.shape == found.indices.shape and torch.equal(x, found.indices) for x in given)
+            for place, (_, top) in enumerate(counting.results)
+            if any(x.shape == top.indices.shape and torch.equal(x, top.indices) for x in outputs)
         ]
         name = type(router.router).__name__
         if not places:
@@ -358,45 +361,45 @@ class _Trial:
             return answer
 
         router.number = places[-1]
-        scores, found = own.given[router.number]
-        wrong = _why_not_forced(router, args, kwargs, found.indices, scores.shape[-1], given)
+        scores, top = counting.results[router.number]
+        wrong = _why_not_forced(router, args, kwargs, top.indices, scores.shape[-1], outputs)
         if wrong:
             self.problem = f"its {name} {wrong}"
 
-        self.calls += (1 + len(_SHIFTS)) * own.calls
-        self._found[router.layer] = Routers(1, found.indices.shape[1], scores.shape[-1])
+        self.calls += (1 + len(_SHIFTS)) * counting.calls
+        self._found[router.layer] = Routers(1, top.indices.shape[1], scores.shape[-1])
         return answer
 
 
 _SHIFTS = (0, 1, 2)
-"""Experts that a router is made to choose in a trial: its own, and those so many numbers on."""
+"""Shifts of the expert numbers that a trial forces a router to choose; 0 is its own choice."""
 
 
 def _why_not_forced(
-    one: _Router,
+    router: _Router,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     chosen: torch.Tensor,
     num_experts: int,
-    given: list[torch.Tensor],
+    outputs: list[torch.Tensor],
 ) -> str:
-    """What a router does wrong that is made to choose other experts than `chosen`, with which it
-    gave these tensors; empty where nothing is."""
-    weights = _weights(given, chosen)
+    """The problem of a router when it is forced to choose other experts than `chosen`, its own
+    choice, which gave `outputs`; empty where there is none."""
+    weights = _weights(outputs, chosen)
     if weights is None:
         return "returns no weights of the chosen experts"
 
     for shift in _SHIFTS:
-        wanted = ((chosen + shift) % num_experts).flip(-1)
-        again = _tensors(_Forced(wanted).answer_call(one, args, kwargs))
-        theirs = _weights(again, wanted)
-        if theirs is None or not any(torch.equal(x, wanted) for x in again):
+        forced = ((chosen + shift) % num_experts).flip(-1)
+        forced_outputs = _tensors(_Forced(forced).answer_call(router, args, kwargs))
+        forced_weights = _weights(forced_outputs, forced)
+        if forced_weights is None or not any(torch.equal(x, forced) for x in forced_outputs):
             return "chooses again among what topk gave it"
-        if not (torch.isfinite(theirs) & (theirs != 0)).all():
+        if not (torch.isfinite(forced_weights) & (forced_weights != 0)).all():
             return "gives no weight to experts of groups that it would not have chosen"
 
-        near = 1e-5 if theirs.dtype == torch.float32 else 2e-2
-        if shift == 0 and not torch.allclose(theirs.flip(-1), weights, rtol=near):
+        near = 1e-5 if forced_weights.dtype == torch.float32 else 2e-2
+        if shift == 0 and not torch.allclose(forced_weights.flip(-1), weights, rtol=near):
             return "has other weights than those of the scores of the experts that it chooses"
 
     return ""
@@ -407,7 +410,7 @@ def _tensors(answer: Any) -> list[torch.Tensor]:
     return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
-def _weights(given: Sequence[torch.Tensor], chosen: torch.Tensor) -> torch.Tensor | None:
+def _weights(outputs: Sequence[torch.Tensor], chosen: torch.Tensor) -> torch.Tensor | None:
     """The floating-point tensor of the chosen experts' shape, the last one."""
-    found = [x for x in given if x.is_floating_point() and x.shape == chosen.shape]
-    return found[-1] if found else None
+    candidates = [x for x in outputs if x.is_floating_point() and x.shape == chosen.shape]
+    return candidates[-1] if candidates else None

@@ -23,7 +23,7 @@ PROCESSOR_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""What makes pixels of pictures, beside a model that sees. Nothing here changes it."""
+"""Files that turn pictures into pixels for a model that sees. Nothing here changes them."""
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Path:
@@ -53,11 +53,11 @@ def write_model(
     *,
     weights: Wholes | Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Writes both into an existing folder, file by file; of a model with adapters, the adapter in
-    use alone. For callers that make the whole folder appear at once by `atomic_folder`.
+    """Writes both into an existing folder, file by file; of a model with adapters, only the adapter
+    in use. For callers that make the whole folder appear at once by `atomic_folder`.
 
-    `weights`: those of another moment (`saved_weights`), in place of the model's own. Of a model
-    that lies in parts on several processes they are gathered, one tensor after the other.
+    `weights`: those of another moment (`saved_weights`), in place of the model's own. Those of a
+    model that is split over several processes are gathered, one tensor after the other.
     """
     how = in_parts(model)
     with no_progress_bars():
@@ -77,15 +77,15 @@ def write_model(
 
 
 def _copy_processor(source: Path, folder: Path) -> None:
-    """Of the folder that the model was read from, so that what is trained on text alone still
-    sees elsewhere."""
+    """Copies the files of the folder that the model was read from, so that a model that is trained
+    on text alone can still see elsewhere."""
     for name in PROCESSOR_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
 
 
 def saved_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What a folder of a model that this process has whole is written from."""
+    """The weights that a folder is written from, for a model that this process has completely."""
     if is_adapted(model):
         return trained_weights(model)
     return dict(model.state_dict())

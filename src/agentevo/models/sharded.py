@@ -1,17 +1,16 @@
-"""A model whose weights lie in parts on several processes (FSDP, `torch.distributed.fsdp`).
+"""A model whose weights are split over several processes (FSDP, `torch.distributed.fsdp`).
 
-Each decoder layer is one group, whose weights are gathered while it computes; embeddings, the last
+Each decoder layer is one group, whose weights are gathered while it computes. Embeddings, the last
 norm and the output layer are the root's group, which stays gathered until the backward pass is
-over, so that the chunked output layer has its whole weight. Gradients are added up over ranks, as
-losses are parts of the whole minibatch's. The shards are float32 whatever the model computes in:
-they are the master weights.
+over, so that the chunked output layer has its whole weight. Gradients are added up over ranks,
+because each rank's loss is a part of the whole minibatch's. The shards are float32 in any compute
+type: they are the master weights.
 
-Every pass is one that all ranks make together, so each makes as many as the others
-(`passes.null_batches`). What is written lies in parts too (`parts.py`); weights become whole tensor
-by tensor, on the first process.
+All ranks make every pass together, so each makes as many as the others (`passes.null_batches`).
+Written weights are split too (`parts.py`); the first process assembles them tensor by tensor.
 
 Layers that keep packed copies of their weights (models/linear.py, models/fused.py) become plain
-ones: gathered weights come and go.
+ones, because gathered weights are temporary.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ class _Sharding:
     """The model as it was before it was sharded, without its weights."""
     mesh: DeviceMesh
     apart: Mapping[str, DeviceMesh]
-    """Name of a module -> the mesh over which its weights lie instead."""
+    """Name of a module -> the mesh over which its weights are split instead."""
     dtype: torch.dtype
-    """What it computes in."""
+    """The type that the model computes in."""
 
 
 _SHARDED: WeakKeyDictionary[nn.Module, _Sharding] = WeakKeyDictionary()
@@ -59,10 +58,10 @@ def shard(
     apart: Mapping[str, DeviceMesh] = MappingProxyType({}),
 ) -> PreTrainedModel:
     """Shards the model in place over the mesh, of the dimensions (replicate and) shard, on the
-    mesh's kind of device; every process calls it with the same weights. Modules named in `apart`
-    have a mesh of their own: experts, which differ between processes of the other one. Raises
-    ModelError for a base in 8 or 4 bits, and for a model without decoder layers of transformers'
-    kind."""
+    mesh's kind of device; every process calls it with the same weights. Modules named in
+    `own_meshes` have a mesh of their own: experts, which differ between processes of the other one.
+    Raises ModelError for a base in 8 or 4 bits, and for a model without decoder layers of
+    transformers' kind."""
     check_shard(model)
     # Nothing here changes what a model returns in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -105,7 +104,8 @@ def copy_sharded(
     policy: PreTrainedModel, change: Callable[[PreTrainedModel], None] = lambda twin: None
 ) -> PreTrainedModel:
     """A copy of a sharded model as it is now, sharded alike: each process copies its own part.
-    `change` may give it other layers before it has weights; those that the policy has not are 0."""
+    `change` may give it other layers before it has weights; weights that the policy does not have
+    are 0."""
     sharding = _SHARDED[policy]
     device = next(policy.parameters()).device
     twin = copy.deepcopy(sharding.skeleton)
@@ -117,21 +117,21 @@ def copy_sharded(
     for name, buffer in twin.named_buffers():
         buffer.copy_(buffers[name])
 
-    theirs = dict(policy.named_parameters())
-    for name, ours in twin.named_parameters():
-        other = theirs.get(name)
-        if other is not None and other.shape == ours.shape:
-            ours.copy_(other)
+    sources = dict(policy.named_parameters())
+    for name, parameter in twin.named_parameters():
+        source = sources.get(name)
+        if source is not None and source.shape == parameter.shape:
+            parameter.copy_(source)
         else:
-            ours.zero_()
+            parameter.zero_()
 
     return twin
 
 
 @torch.no_grad()
 def gather_into(model: nn.Module, target: nn.Module | None) -> None:
-    """Writes the weights of a sharded model into a whole one of the same names, tensor by tensor;
-    called by all processes, of which those without a target only give their parts."""
+    """Writes the weights of a sharded model into a whole one of the same names, tensor by tensor.
+    All processes call it; those without a target only send their parts."""
     targets = None if target is None else dict(target.named_parameters())
     for name, parameter in model.named_parameters():
         tensor = cast(DTensor, parameter.detach()).full_tensor()
@@ -171,15 +171,15 @@ def _apply(model: PreTrainedModel, sharding: _Sharding) -> PreTrainedModel:
 def place(
     module: nn.Module, device: torch.device, *, trained_as: torch.dtype | None = None
 ) -> None:
-    """Moves the weights and buffers that do not lie in parts to the device, what is trained in
-    another type if `trained_as` names one. In place; parameters stay the same objects."""
+    """Moves the weights and buffers that are not split to the device; trained weights get another
+    type if `trained_as` names one. In place; parameters stay the same objects."""
     for parameter in module.parameters():
         if isinstance(parameter, DTensor):
             continue
 
-        there = parameter.device if parameter.is_meta else device
+        target = parameter.device if parameter.is_meta else device
         dtype = trained_as if trained_as is not None and parameter.requires_grad else None
-        parameter.data = parameter.data.to(there, dtype or parameter.dtype)
+        parameter.data = parameter.data.to(target, dtype or parameter.dtype)
 
     for buffer in module.buffers():
         if not buffer.is_meta:

@@ -1,8 +1,8 @@
 """Messages as mappings -> text, by a tokenizer's chat template: in this process, or, for templates
-of strangers, in one that has bounds of time, memory and length and can be ended.
+of strangers, in a process that has bounds of time, memory and length and can be ended.
 
-Within `templates_of_strangers`, every template that a ChatTemplate is made of is rendered in the
-other process. A template that was late once is not rendered again.
+Within `templates_of_strangers`, every template of a new ChatTemplate is rendered in the other
+process. A template that was late once is not rendered again.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ RENDER_S = 20.0
 
 Render = Callable[[PreTrainedTokenizerBase, list[dict[str, Any]], Any, bool], str]
 """(tokenizer, messages, schemas of tools or None, up to where the assistant speaks) -> text. Raises
-whatever the template raises."""
+every exception of the template."""
 
 
 def render_here(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Any, prompt: bool
 ) -> str:
-    """In this process: for templates of models that its user has chosen."""
+    """Renders in this process: for templates of models that its user has chosen."""
     text = tokenizer.apply_chat_template(
         messages, tools=tools, tokenize=False, add_generation_prompt=prompt
     )
@@ -38,7 +38,7 @@ def render_here(
 
 
 class TemplateWorker:
-    """Renders in a process of its own, begun with the first rendering."""
+    """Renders in a separate process, which starts with the first rendering."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -92,14 +92,14 @@ _render: ContextVar[Render] = ContextVar("agentevo template rendering", default=
 
 
 def current_render() -> Render:
-    """How templates are rendered here."""
+    """The function that renders templates in this context."""
     return _render.get()
 
 
 @contextmanager
 def templates_of_strangers() -> Iterator[None]:
-    """Chat formats that are made within render their templates in a process of its own, which ends
-    with the block."""
+    """Chat formats that are made in this context render their templates in a separate process,
+    which ends with the block."""
     worker = TemplateWorker()
     before = _render.set(worker.render)
     try:

@@ -14,7 +14,7 @@ from agentevo.json_worker import serve_requests
 MAX_MEMORY = 512 * 2**20
 """Bytes of address space that renderings may take."""
 MAX_PROBLEM = 2000
-"""Characters of a problem that is told: a template may raise any text."""
+"""Characters of a problem that are reported: a template may raise any text."""
 
 
 def main() -> None:
@@ -52,8 +52,8 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
 
 def longest_rendering(request: dict[str, Any]) -> int:
     """Characters that a rendering may have: templates escape and wrap what they are given."""
-    given = len(repr(request["messages"])) + len(repr(request["tools"]))
-    return len(request["template"]) + 4 * given + 2**16
+    input_chars = len(repr(request["messages"])) + len(repr(request["tools"]))
+    return len(request["template"]) + 4 * input_chars + 2**16
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""safetensors files that are written tensor by tensor, so that no more than one of them is in
-memory. What each is like is known beforehand, so the header, which says where each lies, comes
-first; tensors may then come in any order.
+"""safetensors files that are written tensor by tensor, so that at most one tensor is in memory. The
+form of each tensor is known beforehand, so the header, which contains the position of each, is
+written first; tensors may then come in any order.
 
 The format: https://github.com/huggingface/safetensors (8 bytes of length, a JSON header, tensors
 without gaps; those of wider elements first, so that all are aligned).
@@ -73,7 +73,7 @@ class TensorFile:
         self._file.write(flat.numpy().data)
 
     def take(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Writes all that the file is to have, which come first."""
+        """Writes all tensors of the file, which are the next of `tensors`."""
         for _ in self._specs:
             name, tensor = next(tensors)
             self.add(name, tensor)
@@ -111,7 +111,7 @@ def split_files(stem: str, specs: Mapping[str, Spec], most: int) -> dict[str, di
 
 
 def file_names(stem: str, count: int) -> list[str]:
-    """Those of a model, or weights, in so many files."""
+    """The names of the files of a model, or of weights, in so many files."""
     if count == 1:
         return [f"{stem}.safetensors"]
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]

@@ -1,13 +1,13 @@
-"""The text of a completion while its tokens come: token ids in, pieces of text out.
+"""The text of a completion while its tokens arrive: token ids in, pieces of text out.
 
 Invariant: the pieces add up to the text of the whole completion, and no piece is ever taken back.
-So what may still change waits: the bytes of a character that is not complete, a run of
-SentencePiece's byte tokens (which decode together), a token that would end the completion, and what
-may begin a stop string. `finish` compares and gives the rest.
+So text that may still change waits: the bytes of an incomplete character, a run of SentencePiece's
+byte tokens (which decode together), a token that would end the completion, and the possible
+beginning of a stop string. `finish` compares and gives the rest.
 
-Cost: linear in the length. A token is decoded with the few before it, in whose company it has the
-text that it has in the whole: a character is at most 4 tokens of one byte, and a decoder that drops
-a leading space does so at the first token alone. Tokenizers that rewrite their text afterwards
+Cost: linear in the length. A token is decoded with the few before it, with which it has the same
+text as in the whole completion: a character is at most 4 tokens of one byte, and a decoder that
+drops a leading space does so only at the first token. Tokenizers that rewrite their text afterwards
 (`clean_up_tokenization_spaces`), and those that are not of the `tokenizers` package, give all of
 their text at the end.
 """
@@ -38,7 +38,7 @@ def before_stop(text: str, stop_strings: Iterable[str]) -> str:
 
 
 class TextStream:
-    """See the module. `whole` gives the text of a whole completion."""
+    """See the module. `decode` gives the text of a whole completion."""
 
     def __init__(
         self,
@@ -48,22 +48,22 @@ class TextStream:
         stop_strings: Sequence[str],
         whole: Callable[[Sequence[int]], str],
     ) -> None:
-        self._whole = whole
+        self._decode = whole
         self._end_ids = frozenset(end_ids)
         self._stop_strings = tuple(stop_strings)
         self._in_pieces = _decodes_in_pieces(tokenizer)
         self._backend: Any = tokenizer.backend_tokenizer if self._in_pieces else None
         self._ids: list[int] = []
-        """All of the completion so far."""
+        """All ids of the completion so far."""
         self._decoded = 0
-        """How many of them have gone into the window."""
+        """Number of ids that have been added to the window."""
         self._window: list[int] = []
         self._in_run = False
-        """Whether the last token of the window is a SentencePiece byte, whose run may go on."""
+        """Whether the last token of the window is a SentencePiece byte, whose run may continue."""
         self._known = 0
         """Characters of the window's text that have been taken."""
         self._waiting = ""
-        """Text that is certain, but for a stop string that may begin with it."""
+        """Text that is certain, unless a stop string begins with it."""
         self._stopped = False
         self._pieces: list[str] = []
 
@@ -77,19 +77,19 @@ class TextStream:
         return piece
 
     def finish(self, said: str | None = None) -> str:
-        """The rest of the text, now that the completion is whole. `said`: all that it says, stop
-        strings included, for a caller that has decoded it. Raises ModelError for a tokenizer that
-        decodes a token otherwise in other company."""
-        text = self._whole(self._ids) if said is None else before_stop(said, self._stop_strings)
-        told = "".join(self._pieces)
-        if not text.startswith(told):
+        """The rest of the text, now that the completion is whole. `full_text`: all that it says,
+        stop strings included, for a caller that has decoded it. Raises ModelError for a tokenizer
+        that decodes a token otherwise in other company."""
+        text = self._decode(self._ids) if said is None else before_stop(said, self._stop_strings)
+        streamed = "".join(self._pieces)
+        if not text.startswith(streamed):
             raise ModelError(
-                f"the tokenizer decodes tokens otherwise one by one ({told[-80:]!r}) than all at "
-                f"once ({text[-80:]!r}): ask for the completion without streaming"
+                f"the tokenizer decodes tokens otherwise one by one ({streamed[-80:]!r}) than all "
+                f"at once ({text[-80:]!r}): ask for the completion without streaming"
             )
 
         self._pieces = [text]
-        return text[len(told) :]
+        return text[len(streamed) :]
 
     def _decode_new(self) -> str:
         """The certain text of the tokens that have not been decoded."""
@@ -126,7 +126,7 @@ class TextStream:
         return str(self._backend.decode(self._window, skip_special_tokens=False))
 
     def _before_stop(self, new: str) -> str:
-        """What can be told of the waiting text and this one."""
+        """The part of the waiting text and `new` that is certain."""
         if not self._stop_strings:
             return new
 

@@ -1,4 +1,4 @@
-"""What single tokens stand for: a text, and the bytes of it, which may be a part of a character."""
+"""What single tokens represent: a text, and the bytes of it, which may be a part of a character."""
 
 from __future__ import annotations
 
@@ -59,6 +59,6 @@ def _letters() -> dict[str, int]:
     """GPT-2's letter of each byte (openai/gpt-2, encoder.py): printable bytes are their own, the
     others follow from U+0100 on in their order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    shifted = {chr(0x100 + place): byte for place, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    shifted = {chr(0x100 + place): byte for place, byte in enumerate(unprintable)}
     return {chr(byte): byte for byte in printable} | shifted

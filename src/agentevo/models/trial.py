@@ -1,14 +1,14 @@
-"""Whether AgentEvo computes what a model itself computes, found out by trying.
+"""Checks by a trial whether AgentEvo computes what a model itself computes.
 
 A model's name and config say little about what its layers do, and transformers gets new ones every
 month. So `try_out` runs a short text twice: by the model's own eager attention, alone, as
 transformers does; and as training and the engine do, in one row with another text and with a token
 at the last position that the model takes, the second half from a cache. The log-probs must agree.
 
-What shows up as a difference: attention in both directions, positions that are counted rather than
+These show up as a difference: attention in both directions, positions that are counted rather than
 given, frequencies that depend on the longest text of a pass, biases and masks that an attention
-function is not told of, convolutions, recurrences, shifted tokens, experts that drop tokens. What a
-short text can't show is a rule that begins at some length.
+function does not receive, convolutions, recurrences, shifted tokens, experts that drop tokens. A
+short text can't show a rule that begins at some length.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class KeyValueSize(NamedTuple):
 
 @dataclass
 class _Alone:
-    """A plan by which every token sees itself only."""
+    """A plan by which every token attends to itself only."""
 
     sizes: list[KeyValueSize] = field(default_factory=list)
-    """Of each call so far."""
+    """The sizes of each call so far."""
     routing: Any = None
     """See models/routers.py."""
 
@@ -148,8 +148,8 @@ def key_value_sizes(model: PreTrainedModel) -> list[KeyValueSize]:
 
 
 def pass_alone(model: PreTrainedModel, count: int, routing: Any) -> None:
-    """A pass of a prepared model over `count` tokens, each of which sees itself only, whose routers
-    `routing` hears of (models/routers.py)."""
+    """A pass of a prepared model over `count` tokens, each of which attends to itself only.
+    `routing` receives the calls of its routers (models/routers.py)."""
     last = model.config.get_text_config().vocab_size - 1
     ids = torch.linspace(min(2, last), last, count).long().tolist()
     with _evaluating(model):
@@ -168,14 +168,14 @@ def try_out(model: PreTrainedModel, implementation: str) -> None:
         model.set_attn_implementation(implementation)
         return
 
-    text, *others = _texts(model)
+    text, *other_texts = _texts(model)
     with _evaluating(model):
-        alone = _own_logits(model, text)
+        reference = _own_logits(model, text)
         model.set_attn_implementation(implementation)
         far = min(context_length(model.config), FARTHEST) - 1
-        difference = _difference(_packed_logits(model, text, others, far), alone)
+        difference = _difference(_packed_logits(model, text, other_texts, far), reference)
         if not difference <= _tolerance(model):
-            cause = _cause(model, implementation, text, others, alone)
+            cause = _cause(model, implementation, text, other_texts, reference)
             raise ModelError(f"{_name(model)}: {cause or _unlike(difference)}: {REMEDY}")
 
 
@@ -183,15 +183,15 @@ def _cause(
     model: PreTrainedModel,
     implementation: str,
     text: list[int],
-    others: list[list[int]],
-    alone: torch.Tensor,
+    other_texts: list[list[int]],
+    reference: torch.Tensor,
 ) -> str | None:
-    """Why the two ways to compute differ, where that can be told."""
+    """Why the two ways to compute differ, where the cause can be found."""
     tolerance = _tolerance(model)
     model.set_attn_implementation(implementation)
-    one = [_Token(number, 0, text[3]) for number in range(OTHER)]
+    repeated = [_Token(number, 0, text[3]) for number in range(OTHER)]
     around = [_Token(OTHER + number, 0, id) for number, id in enumerate(text[:OTHER])]
-    mixed = [token for pair in zip(one, around, strict=True) for token in pair]
+    mixed = [token for pair in zip(repeated, around, strict=True) for token in pair]
     copies = _logits(model, mixed, _Alone(), list(range(0, len(mixed), 2)))
     if not _difference(copies, copies[:1].expand_as(copies)) <= tolerance:
         return (
@@ -200,18 +200,18 @@ def _cause(
             "packed sequences would mix"
         )
 
-    if _difference(_packed_logits(model, text, others, None), alone) <= tolerance:
+    if _difference(_packed_logits(model, text, other_texts, None), reference) <= tolerance:
         return "what it predicts depends on the longest sequence of a pass"
 
-    changed = _own_logits(model, [*text[:-1], others[0][0]])
-    if not _difference(changed[:-1], alone[:-1]) <= tolerance:
+    changed = _own_logits(model, [*text[:-1], other_texts[0][0]])
+    if not _difference(changed[:-1], reference[:-1]) <= tolerance:
         return (
             "a token sees those after it (is_decoder in its config.json is false, or it is no "
             "causal language model)"
         )
 
-    given = _own_logits(model, text, position_ids=list(range(TEXT)))
-    if not _difference(given, alone) <= tolerance:
+    positioned = _own_logits(model, text, position_ids=list(range(TEXT)))
+    if not _difference(positioned, reference) <= tolerance:
         return (
             "its positions do not begin at 0, so it would meet other ones in training and in the "
             "engine than in transformers"
@@ -228,7 +228,7 @@ def _unlike(difference: float) -> str:
 
 
 def _texts(model: PreTrainedModel) -> list[list[int]]:
-    """The text that is compared, and two beside it."""
+    """The text that is compared, and two others."""
     last = model.config.get_text_config().vocab_size - 1
     ids = torch.linspace(min(2, last), last, TEXT + 2 * OTHER).long().tolist()
     return [ids[OTHER : OTHER + TEXT], ids[:OTHER], ids[OTHER + TEXT :]]
@@ -246,31 +246,32 @@ def _own_logits(model: PreTrainedModel, text: list[int], **lists: list[int]) -> 
 
 
 def _packed_logits(
-    model: PreTrainedModel, text: list[int], others: list[list[int]], far: int | None
+    model: PreTrainedModel, text: list[int], other_texts: list[list[int]], far: int | None
 ) -> torch.Tensor:
-    """[TEXT, V] of the text in two passes, the second of which finds the first one's keys in a
-    cache. `far`: the position of a token beside it."""
+    """[TEXT, V] of the text in two passes; the second pass finds the keys of the first in a cache.
+    `far`: the position of an extra token in the passes."""
     first, second = (
-        [_Token(n, place, id) for place, id in enumerate(ids)] for n, ids in enumerate(others, 1)
+        [_Token(n, place, id) for place, id in enumerate(ids)]
+        for n, ids in enumerate(other_texts, 1)
     )
     tokens = [_Token(0, place, id) for place, id in enumerate(text)]
-    alone = [] if far is None else [_Token(3, far, text[0])]
-    plan = _SideBySide([*first, *tokens[:CACHED], *alone])
-    begun = _logits(model, plan.tokens, plan, list(range(OTHER, OTHER + CACHED)))
-    later = _SideBySide([*alone, *tokens[CACHED:], *second], before=plan)
-    start = len(alone)
-    ended = _logits(model, later.tokens, later, list(range(start, start + TEXT - CACHED)))
-    return torch.cat([begun, ended])
+    far_tokens = [] if far is None else [_Token(3, far, text[0])]
+    plan = _SideBySide([*first, *tokens[:CACHED], *far_tokens])
+    first_logits = _logits(model, plan.tokens, plan, list(range(OTHER, OTHER + CACHED)))
+    later = _SideBySide([*far_tokens, *tokens[CACHED:], *second], before=plan)
+    start = len(far_tokens)
+    rest_logits = _logits(model, later.tokens, later, list(range(start, start + TEXT - CACHED)))
+    return torch.cat([first_logits, rest_logits])
 
 
 def _logits(
     model: PreTrainedModel, tokens: Sequence[_Token], plan: Any, rows: list[int]
 ) -> torch.Tensor:
-    """[rows, V] of a pass under a plan, asked for as training and the engine do."""
+    """[rows, V] of a pass under a plan, requested as training and the engine do."""
     device = next(model.parameters()).device
     # What scores every token, as reward models do, knows no `logits_to_keep`.
     scores = _inner(model).get_output_embeddings() is None
-    kept = {} if scores else {"logits_to_keep": torch.tensor(rows, device=device)}
+    options = {} if scores else {"logits_to_keep": torch.tensor(rows, device=device)}
     logits = _pass(
         model,
         "a pass over sequences side by side",
@@ -278,7 +279,7 @@ def _logits(
         position_ids=torch.tensor([[token.place for token in tokens]], device=device),
         use_cache=False,
         plan=plan,
-        **kept,
+        **options,
     )
     logits = logits[rows] if scores else logits
     if len(logits) != len(rows):
@@ -307,15 +308,15 @@ def _pass(model: PreTrainedModel, what: str, **inputs: Any) -> torch.Tensor:
         raise ModelError(f"{_name(model)}: {what} fails ({reason}): {REMEDY}") from error
 
 
-def _difference(logits: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Root mean square of what lies between two models' log-probs, relative to that of the wanted
-    ones around their mean; of scores, where there is one a token."""
+def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root mean square of the difference between two models' log-probs, relative to that of the
+    expected ones around their mean; of scores, where there is one a token."""
     axis = -1 if logits.shape[-1] > 1 else 0
     if axis == -1:
         logits = logits.log_softmax(-1)
-        wanted = wanted.log_softmax(-1)
-    spread = (wanted - wanted.mean(axis, keepdim=True)).square().mean().sqrt()
-    return float((logits - wanted).square().mean().sqrt() / spread.clamp_min(1e-12))
+        expected = expected.log_softmax(-1)
+    spread = (expected - expected.mean(axis, keepdim=True)).square().mean().sqrt()
+    return float((logits - expected).square().mean().sqrt() / spread.clamp_min(1e-12))
 
 
 def _tolerance(model: PreTrainedModel) -> float:
@@ -335,7 +336,7 @@ def _name(model: PreTrainedModel) -> str:
 
 @contextmanager
 def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Nothing drops out."""
+    """While the context is open, nothing drops out."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

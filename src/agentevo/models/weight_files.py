@@ -1,5 +1,5 @@
-"""Whether the files of a saved model's weights can be read: each that loading opens is there and
-has the length that its header says. No weight is read, so a changed one does not show: of a
+"""Whether the files of a saved model's weights can be read: each file that loading opens exists and
+has the length that its header says. No weight is read, so a changed one does not show; for a
 checkpoint its digests are compared (checkpoint_manifest.py)."""
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ QUICK_BYTES = 2**29
 
 
 def check_saved_model(key: str, folder: Path) -> str:
-    """What is said of a saved model that is not loaded: empty, or that its weights are too large to
-    be compared with their digests here. `key` is what messages call the model. Raises ModelError
-    and TornError, naming the file, as loading does."""
+    """A note about a saved model that is not loaded: empty, or that its weights are too large to
+    compare with their digests here. `key` is what messages call the model. Raises ModelError and
+    TornError, naming the file, as loading does."""
     compared = verify_model(folder, most_bytes=QUICK_BYTES)
     check_weight_files(key, folder)
     if compared:
@@ -48,10 +48,10 @@ def check_weight_files(key: str, folder: Path) -> None:
 
 
 def _list_weight_files(key: str, folder: Path) -> Iterator[Path]:
-    """Those of safetensors that loading opens."""
-    whole = [folder / name for name in WHOLE if (folder / name).is_file()]
-    yield from whole
-    if whole or not (folder / INDEX).is_file():
+    """The safetensors files that loading opens."""
+    single_files = [folder / name for name in WHOLE if (folder / name).is_file()]
+    yield from single_files
+    if single_files or not (folder / INDEX).is_file():
         return
 
     try:

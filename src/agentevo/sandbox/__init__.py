@@ -1,5 +1,5 @@
-"""Where code runs that nobody has read: one warm Python interpreter for each trajectory, without
-network, host files, host variables or a way out."""
+"""Sandboxes for code that no one has reviewed: one warm Python interpreter for each trajectory,
+without network, host files, host variables or a way out."""
 
 from agentevo.sandbox import (  # noqa: F401 (they register themselves)
     bubblewrap,

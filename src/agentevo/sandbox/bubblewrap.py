@@ -1,9 +1,9 @@
-"""Sandboxes by bubblewrap: namespaces of their own, and a file system of which only the system's
-programs and this Python are there, read-only.
+"""Sandboxes by bubblewrap: namespaces of their own, and a read-only file system that contains only
+the system's programs and this Python.
 
-As root it makes namespaces without a user namespace, and the supervisor becomes a user that nobody
-else is: root would not be bound by limits of processes. As an ordinary user, and as root where
-that is not allowed, it makes a user namespace.
+As root it makes namespaces without a user namespace, and the supervisor becomes an unused user:
+root would not be bound by limits of processes. As an ordinary user, and as root where that is not
+allowed, it makes a user namespace.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def working_way(program: str) -> str:
 
 
 def _complaint(program: str) -> str:
-    said = _try_way(program, "user").stderr.decode("utf-8", "replace").strip()
-    return (said.splitlines() or ["it says nothing"])[-1][:300]
+    error_text = _try_way(program, "user").stderr.decode("utf-8", "replace").strip()
+    return (error_text.splitlines() or ["it says nothing"])[-1][:300]
 
 
 @cache
@@ -174,7 +174,7 @@ def visible_words(
         raise SandboxError(f"this Python is below {' or '.join(OWN_FOLDERS)}: install it elsewhere")
 
     parts: list[str] = []
-    for path in _above([*folders, *read_write, *SYSTEM_FILES]):
+    for path in _parent_folders([*folders, *read_write, *SYSTEM_FILES]):
         parts += ["--perms", "0755", "--dir", path]
     for path in SYSTEM:
         parts += _system_folder(path)
@@ -199,14 +199,14 @@ def _memory_folder(path: str, mib: int) -> list[str]:
     return ["--perms", "1777", "--size", str(mib * 2**20), "--tmpfs", path]
 
 
-def _above(paths: list[str]) -> list[str]:
+def _parent_folders(paths: list[str]) -> list[str]:
     """The folders above these, from the root on: bubblewrap would make them unreadable."""
-    found: list[str] = []
+    folders: list[str] = []
     for path in paths:
         parts = path.split("/")[1:-1]
         for index in range(len(parts)):
             above = "/" + "/".join(parts[: index + 1])
-            if above not in found and above != "/usr" and not above.startswith("/usr/"):
-                found.append(above)
+            if above not in folders and above != "/usr" and not above.startswith("/usr/"):
+                folders.append(above)
 
-    return found
+    return folders

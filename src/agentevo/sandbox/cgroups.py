@@ -1,10 +1,10 @@
-"""Limits that the kernel keeps for all processes of a sandbox together: a cgroup (version 2) for
-each, where there are any and this user may make them.
+"""Limits that the kernel enforces for all processes of a sandbox together: a cgroup (version 2) for
+each, where the system has cgroups and this user may make them.
 
-It is a further wall: what watch.py looks at ten times a second is then refused at once, the
-kernel's own memory counts, and no process gets out of it, also none that has left its parents. A
-group is made beside this process's own, or below it, where controllers are handed down already:
-nothing of the machine's own groups is changed. A sandbox's processes are moved into it when its
+A cgroup is a further wall. It refuses at once what watch.py looks at ten times a second, it counts
+the kernel's own memory, and no process gets out of it, not even one that has left its parents. A
+group is made next to this process's own, or below it, where controllers are handed down already:
+the machine's own groups do not change. A sandbox's processes are moved into the group when its
 supervisor is ready, before any code of a model runs.
 """
 
@@ -31,7 +31,7 @@ PREFIX = "agentevo-sandbox-"
 OWN_MIB = 32
 """What the kernel may use for a sandbox besides its memory and files."""
 OWN_TASKS = 6
-"""Tasks that are ours: the wrapper's, the supervisor's, the interpreter's first."""
+"""Tasks of AgentEvo: the wrapper's, the supervisor's, the interpreter's first."""
 _PERIOD_US = 100_000
 _LOOK_S = 0.005
 _NAME = re.compile(rf"{PREFIX}(\d+-\d+-\d+)-\d+")
@@ -49,7 +49,7 @@ class CgroupPlace:
 
 
 class CgroupLimits(Protocol):
-    """What of a sandbox's section a group keeps."""
+    """The limits of a sandbox's section that a group enforces."""
 
     @property
     def memory_mib(self) -> int: ...
@@ -65,13 +65,13 @@ class CgroupLimits(Protocol):
 
 
 class ControlGroup:
-    """One sandbox's. Methods may block for a moment."""
+    """The cgroup of one sandbox. Methods may block for a moment."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def limit(self, section: CgroupLimits, controllers: frozenset[str]) -> None:
-        """Raises OSError."""
+        """Sets the limits. Raises OSError."""
         if "memory" in controllers:
             mib = section.memory_mib + section.disk_mib + OWN_MIB
             self._write("memory.max", str(mib * 2**20))
@@ -101,13 +101,14 @@ class ControlGroup:
         return re.search(r"^oom_kill [1-9]", events, re.MULTILINE) is not None
 
     def end(self, until: float) -> None:
-        """Kills what is in it, and deletes it; gives up at that time of the monotonic clock."""
+        """Kills its processes, and deletes it; gives up at `until`, a time of the monotonic
+        clock."""
         while True:
             with contextlib.suppress(OSError):
                 self._write("cgroup.kill", "1")
 
             with contextlib.suppress(OSError):
-                for inner in [*_below(self._folder), self._folder]:
+                for inner in [*_groups_below(self._folder), self._folder]:
                     inner.rmdir()
                 return
 
@@ -124,20 +125,20 @@ class ControlGroup:
 def new_group(section: CgroupLimits) -> ControlGroup | None:
     """A group with the section's limits; None where none can be made. Raises SandboxError where the
     section needs one, and OSError."""
-    found = place()
-    if section.cpus is not None and "cpu" not in found.controllers:
-        why = found.problem or "the cpu controller is not handed down"
+    parent_group = place()
+    if section.cpus is not None and "cpu" not in parent_group.controllers:
+        why = parent_group.problem or "the cpu controller is not handed down"
         raise SandboxError(f"sandbox.cpus needs cgroups of version 2 ({why}): leave it out")
 
-    if found.folder is None:
+    if parent_group.folder is None:
         return None
 
-    _remove_stale(found.folder)
-    folder = found.folder / f"{PREFIX}{owner()}-{next(_numbers)}"
+    _remove_stale(parent_group.folder)
+    folder = parent_group.folder / f"{PREFIX}{owner()}-{next(_numbers)}"
     folder.mkdir()
     group = ControlGroup(folder)
     try:
-        group.limit(section, found.controllers)
+        group.limit(section, parent_group.controllers)
     except OSError:
         group.end(time.monotonic())
         raise
@@ -155,15 +156,15 @@ def place() -> CgroupPlace:
 @cache
 def _found() -> CgroupPlace:
     try:
-        own = _own_folders()
+        folders = _own_folders()
     except OSError as error:
         return CgroupPlace(None, problem=f"there are no cgroups: {error.strerror or error}")
 
-    if not own:
+    if not folders:
         return CgroupPlace(None, problem="the system has no cgroups of version 2")
 
-    problem = f"neither memory nor pids is handed down to groups in {own[-1]}"
-    for folder in own:
+    problem = f"neither memory nor pids is handed down to groups in {folders[-1]}"
+    for folder in folders:
         try:
             handed_down = set((folder / "cgroup.subtree_control").read_text().split())
             controllers = frozenset(handed_down & set(CONTROLLERS))
@@ -179,17 +180,17 @@ def _found() -> CgroupPlace:
 def _own_folders() -> list[Path]:
     """The folder of this process's own group, and those above it."""
     lines = Path("/proc/self/cgroup").read_text().splitlines()
-    own = next((line[3:] for line in lines if line.startswith("0::")), None)
+    group_path = next((line[3:] for line in lines if line.startswith("0::")), None)
     for mount in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = mount.partition(" - ")
-        if own is None or after.split()[:1] != ["cgroup2"]:
+        if group_path is None or after.split()[:1] != ["cgroup2"]:
             continue
 
         root, top = (_unescape(word) for word in before.split()[3:5])
-        if own != root and not own.startswith(root.rstrip("/") + "/"):
+        if group_path != root and not group_path.startswith(root.rstrip("/") + "/"):
             continue  # it shows another part of the tree
 
-        folder = Path(top) / own[len(root.rstrip("/")) :].strip("/")
+        folder = Path(top) / group_path[len(root.rstrip("/")) :].strip("/")
         return [folder, *(parent for parent in folder.parents if parent.is_relative_to(top))]
 
     return []
@@ -213,17 +214,17 @@ def _try(folder: Path) -> None:
         group.end(time.monotonic() + 2.0)
 
 
-def _below(folder: Path) -> Iterator[Path]:
+def _groups_below(folder: Path) -> Iterator[Path]:
     """Groups in it, inner ones first: code that may write there could have made them."""
-    for found, _, _ in os.walk(folder, topdown=False):
-        if found != str(folder):
-            yield Path(found)
+    for path, _, _ in os.walk(folder, topdown=False):
+        if path != str(folder):
+            yield Path(path)
 
 
 def _remove_stale(folder: Path) -> None:
     """Ends the groups of processes that were killed, with what they have left running."""
     with contextlib.suppress(OSError):
-        for found in folder.iterdir():
-            match = _NAME.fullmatch(found.name)
+        for group_folder in folder.iterdir():
+            match = _NAME.fullmatch(group_folder.name)
             if match is not None and is_gone(match[1]):
-                ControlGroup(found).end(time.monotonic() + 1.0)
+                ControlGroup(group_folder).end(time.monotonic() + 1.0)

@@ -1,4 +1,4 @@
-"""The end of all that runs in a sandbox, seen from the host."""
+"""Ends everything that runs in a sandbox, from the host."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ ENDING_S = 5.0
 _LOOK_S = 0.005
 
 _alive: set[tuple[int, subprocess.Popen[bytes], SandboxLaunch]] = set()
-"""With the process that started each: a fork of ours inherits the set, and not what is in it."""
+"""The sandboxes, with the process that started each: a fork of this process inherits the set, but
+not the sandboxes in it."""
 
 
 def end_with_this_process(process: subprocess.Popen[bytes], launch: SandboxLaunch) -> None:
-    """From here on it ends with this process at the latest."""
+    """From now on the sandbox ends with this process at the latest."""
     _alive.add((os.getpid(), process, launch))
 
 
@@ -32,7 +33,7 @@ def end_all_of(process: subprocess.Popen[bytes], launch: SandboxLaunch) -> None:
     tree = descendants(process.pid)
     kill(process, launch)
 
-    while time.monotonic() < until and not all(_is_dead(one) for one in tree):
+    while time.monotonic() < until and not all(_is_dead(descendant) for descendant in tree):
         time.sleep(_LOOK_S / 5)
 
     if launch.owned_uid is not None:
@@ -51,8 +52,8 @@ def end_all_of(process: subprocess.Popen[bytes], launch: SandboxLaunch) -> None:
 
 
 def kill(process: subprocess.Popen[bytes], launch: SandboxLaunch) -> None:
-    """Kills every process of a sandbox. Where they are no namespace of their own it may take some
-    seconds."""
+    """Kills every process of a sandbox. Where they have no namespace of their own this may take
+    some seconds."""
     if process.poll() is None:
         if launch.has_namespace:
             # The first of the namespace is among them: all end with it. It does not end with
@@ -71,8 +72,8 @@ def _end_descendants(pid: int, until: float) -> None:
         living = [descendant for descendant in descendants(pid) if not _is_dead(descendant)]
         if not living:
             return
-        for one in living:
-            _kill(one)
+        for survivor in living:
+            _kill(survivor)
         time.sleep(_LOOK_S)
 
 
@@ -86,8 +87,8 @@ def _end_user(uid: int, until: float) -> None:
         if not living:
             return
 
-        for one in living:
-            _kill(one)
+        for survivor in living:
+            _kill(survivor)
 
         time.sleep(_LOOK_S)
 

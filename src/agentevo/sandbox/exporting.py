@@ -1,4 +1,4 @@
-"""The work folder of a sandbox, copied to the host: what every kind's `export` does."""
+"""Copies the work folder of a sandbox to the host: the `export` of every kind."""
 
 from __future__ import annotations
 

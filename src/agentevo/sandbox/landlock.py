@@ -1,15 +1,15 @@
 """Sandboxes without any program to install: landlock for files, seccomp for system calls, rlimits,
 and namespaces where the kernel lets this user make them.
 
-Four ways, the first of which a trial shows to work:
+There are four ways; the first one that works in a trial is used:
 
-    namespaces        root: own processes, network, mounts; a user that nobody else is
+    namespaces        root: own processes, network, mounts; an unused user
     user namespaces   an ordinary user: the same within a user namespace
-    own user          root in a container: a user that nobody else is, and no namespaces
+    own user          root in a container: an unused user, and no namespaces
     same user         an ordinary user without namespaces; Linux 6.12 or newer, so that landlock
                       keeps signals inside
 
-What the last two can't promise is in docs/sandbox.md.
+docs/sandbox.md lists what the last two can't promise.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _possible_ways() -> list[str]:
 
 @cache
 def _try_way(way: str) -> str:
-    """Why a way does not work; empty where it does."""
+    """Tries a way and returns why it does not work; empty where it does."""
     folder = new_folder()
     uid = new_uid() if way in ("namespaces", "own user") else None
     try:
@@ -165,8 +165,8 @@ def _try_way(way: str) -> str:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
-    said = tried.stderr.decode("utf-8", "replace").strip().splitlines()
-    return "" if tried.returncode == 0 else (said or ["it says nothing"])[-1][:300]
+    error_lines = tried.stderr.decode("utf-8", "replace").strip().splitlines()
+    return "" if tried.returncode == 0 else (error_lines or ["it says nothing"])[-1][:300]
 
 
 def _trial(folder: Path) -> str:

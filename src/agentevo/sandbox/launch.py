@@ -1,4 +1,4 @@
-"""How the process of a sandbox is started, and what of this machine it sees."""
+"""How a sandbox's process is started, and what it sees of this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SeenMounts(Protocol):
-    """What of a sandbox's section says what it sees."""
+    """The keys of a sandbox's section that decide what it sees."""
 
     @property
     def packages(self) -> bool:
@@ -35,8 +35,8 @@ class SeenMounts(Protocol):
 
 INSIDE = Path(__file__).parent / "inside"
 FIRST_UID = 1_800_000_000
-"""The first of the users that no account has; a sandbox that root starts is one of them, alone, by
-chance."""
+"""The first of the users that no account has. A sandbox that root starts gets one of them at
+random, which no other sandbox has."""
 NUM_UIDS = 100_000_000
 """How many such users there are."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -50,11 +50,11 @@ class SandboxLaunch:
 
     argv: list[str]
     settings: Mapping[str, Any]
-    """For the supervisor, see inside/supervisor.py."""
+    """Settings for the supervisor, see inside/supervisor.py."""
     pass_fds: tuple[int, ...] = ()
-    """Handles of ours that the process inherits; they are closed after its start."""
+    """Handles of this process that the new one inherits; they are closed after its start."""
     uid: int | None = None
-    """The user that starts it, where that is not ours."""
+    """The user that starts it, where that is not this process's user."""
     owned_uid: int | None = None
     """The user that all its processes have, and no others."""
     folder: Path | None = None
@@ -64,7 +64,7 @@ class SandboxLaunch:
     has_namespace: bool = True
     """Whether all its processes end with the first."""
     clean: Callable[[], None] = field(default=lambda: None)
-    """Deletes what it leaves on the host."""
+    """Deletes the files that it leaves on the host."""
     group: ControlGroup | None = None
     """The cgroup of all its processes."""
 
@@ -79,22 +79,22 @@ def python_program() -> str:
 
 
 def python_folders() -> list[str]:
-    """Where this Python is, besides the system's folders. Raises SandboxError where making that
+    """Folders of this Python, besides the system's folders. Raises SandboxError where making them
     visible would show a home folder."""
-    found = {os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix)}
-    found.add(os.path.dirname(os.path.dirname(python_program())))
+    folders = {os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix)}
+    folders.add(os.path.dirname(os.path.dirname(python_program())))
     home = os.path.realpath(os.path.expanduser("~"))
-    for folder in found:
+    for folder in folders:
         if folder != "/usr" and (folder in TOO_WIDE or home == folder):
             raise SandboxError(
                 f"this Python is installed in {folder}, which a sandbox can't be shown: use one "
                 "that has a folder of its own, as those of uv, pyenv, conda and the system do"
             )
 
-    if any(folder.startswith("/nix/") for folder in found):
-        found = {"/nix/store"}
+    if any(folder.startswith("/nix/") for folder in folders):
+        folders = {"/nix/store"}
 
-    return sorted(folder for folder in found if not is_below(folder, SYSTEM))
+    return sorted(folder for folder in folders if not is_below(folder, SYSTEM))
 
 
 def package_folders(section: SeenMounts) -> list[str]:
@@ -106,7 +106,7 @@ def package_folders(section: SeenMounts) -> list[str]:
 
 
 def hidden_folders(section: SeenMounts) -> list[str]:
-    """Packages that lie below what is visible, and are not asked for."""
+    """Folders of packages below the visible ones, which the section does not ask for."""
     if section.packages:
         return []
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"

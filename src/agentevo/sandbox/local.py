@@ -1,8 +1,9 @@
-"""A sandbox in processes of this machine: the host's side of the talk with its supervisor.
+"""A sandbox in processes of this machine: the host's side of the connection to its supervisor.
 
-Nothing that comes from inside is trusted: frames of bounded length, JSON of known types, texts of
-bounded length. What is wrong ends the sandbox, and is told as a failure of the code. A call waits
-for its deadline and a margin, and ends the sandbox then. Cancelled, it ends the sandbox at once.
+The host trusts nothing that comes from inside: it accepts frames of bounded length, JSON of known
+types, texts of bounded length. Anything else ends the sandbox, and is reported as a failure of the
+code. A call waits for its deadline and a margin, and then ends the sandbox. A cancelled call ends
+the sandbox at once.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class LocalKind(ABC):
 
     @abstractmethod
     def obstacle(self) -> str:
-        """What is missing here, and what to do; empty where it should work. May block."""
+        """Why the kind can't be used here, and what to do; empty where it should work. May
+        block."""
 
     @abstractmethod
     def launch(self, section: SandboxSection) -> SandboxLaunch:
@@ -130,11 +132,11 @@ class LocalSandbox:
         spawning = asyncio.ensure_future(in_thread(self._spawn))
         try:
             async with asyncio.timeout(self._section.start_timeout_s):
-                process, launch, ours = await asyncio.shield(spawning)
+                process, launch, own_socket = await asyncio.shield(spawning)
                 self._process = process
                 self._launch = launch
                 self._failure = None
-                self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+                self._reader, self._writer = await asyncio.open_unix_connection(sock=own_socket)
                 self._write(dict(launch.settings))
                 await self._read()
 
@@ -162,13 +164,13 @@ class LocalSandbox:
         except (OSError, subprocess.SubprocessError) as error:
             raise SandboxError(f"{self._kind.name}: it can't be started: {error}") from error
 
-        ours, theirs = socket.socketpair()
+        own_socket, child_socket = socket.socketpair()
         try:
             launch = replace(launch, group=new_group(self._section))
             process = subprocess.Popen(
                 launch.argv,
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
+                stdin=child_socket.fileno(),
+                stdout=child_socket.fileno(),
                 stderr=subprocess.PIPE,
                 cwd="/",
                 env={},
@@ -179,19 +181,19 @@ class LocalSandbox:
                 extra_groups=None if launch.uid is None else [],
             )
         except (OSError, subprocess.SubprocessError, SandboxError) as error:
-            ours.close()
+            own_socket.close()
             if launch.group is not None:
                 launch.group.end(time.monotonic())
             launch.clean()
             raise SandboxError(f"{self._kind.name}: it can't be started: {error}") from error
         finally:
-            theirs.close()
+            child_socket.close()
             for handle in launch.pass_fds:
                 os.close(handle)
 
         end_with_this_process(process, launch)
-        ours.setblocking(False)
-        return process, launch, ours
+        own_socket.setblocking(False)
+        return process, launch, own_socket
 
     def _watch(self, process: subprocess.Popen[bytes], launch: SandboxLaunch) -> None:
         def end(kind: str, message: str) -> None:
@@ -213,12 +215,12 @@ class LocalSandbox:
         watch.add(watched)
 
     async def _abandon(self, spawning: asyncio.Future[Any]) -> None:
-        """Ends what was being started, also where its thread is still at it."""
+        """Ends the sandbox that was being started, even where its thread still runs."""
 
         def end(done: asyncio.Future[Any]) -> None:
             if not done.cancelled() and done.exception() is None:
-                process, launch, ours = done.result()
-                ours.close()
+                process, launch, own_socket = done.result()
+                own_socket.close()
                 threading.Thread(target=end_all_of, args=(process, launch)).start()
 
         if self._process is None:
@@ -227,7 +229,7 @@ class LocalSandbox:
         await self._end()
 
     async def _complaint(self) -> str:
-        """What the wrapper or the supervisor wrote last."""
+        """The last line that the wrapper or the supervisor wrote."""
         process = self._process
         if process is None or process.stderr is None:
             return ""
@@ -249,12 +251,12 @@ class LocalSandbox:
         async with self._lock:
             before = time.monotonic()
             is_new = await self._ensure()
-            began = time.monotonic()
+            started_at = time.monotonic()
             self._num_calls = 0
 
             try:
-                given = await self._ask("run", limit, code=code, deadline_s=limit, tools=tools)
-                reply = await self._convert(given, RunReply)
+                answer = await self._ask("run", limit, code=code, deadline_s=limit, tools=tools)
+                reply = await self._convert(answer, RunReply)
             except SandboxEnded as ended:
                 return Execution(
                     stdout="",
@@ -269,12 +271,12 @@ class LocalSandbox:
                 )
 
         return Execution(
-            self._kept(reply.stdout),
-            self._kept(reply.stderr),
-            None if reply.value is None else self._kept(reply.value),
+            self._bounded(reply.stdout),
+            self._bounded(reply.stderr),
+            None if reply.value is None else self._bounded(reply.value),
             storable_failure(reply.error),
             tuple(storable(path, 1100) for path in reply.files),
-            time.monotonic() - began,
+            time.monotonic() - started_at,
             is_alive=reply.is_alive,
             is_new=is_new or reply.is_new,
         )
@@ -293,24 +295,24 @@ class LocalSandbox:
             await self._ensure()
             self._has_lost = False
 
-            began = time.monotonic()
+            started_at = time.monotonic()
             text = base64.b64encode(stdin).decode()
             try:
-                given = await self._ask(
+                answer = await self._ask(
                     "execute", limit, argv=list(argv), stdin=text, deadline_s=limit
                 )
-                reply = await self._convert(given, ProgramReply)
+                reply = await self._convert(answer, ProgramReply)
             except SandboxEnded as ended:
-                duration_s = time.monotonic() - began
+                duration_s = time.monotonic() - started_at
                 return ProgramRun("", "", None, ended.failure, (), duration_s, files_lost=True)
 
         return ProgramRun(
-            self._kept(reply.stdout),
-            self._kept(reply.stderr),
+            self._bounded(reply.stdout),
+            self._bounded(reply.stderr),
             reply.exit_code,
             storable_failure(reply.error),
             tuple(storable(path, 1100) for path in reply.files),
-            time.monotonic() - began,
+            time.monotonic() - started_at,
         )
 
     async def files(self) -> dict[str, int]:
@@ -343,14 +345,15 @@ class LocalSandbox:
         self._is_closed = True
         await self._end()
 
-    def _deadline(self, given: float | None) -> float:
-        limit = self._section.timeout_s if given is None else given
+    def _deadline(self, deadline_s: float | None) -> float:
+        limit = self._section.timeout_s if deadline_s is None else deadline_s
         if not 0 < limit < 1e6:
             raise SandboxError(f"a deadline of {limit} s: give seconds above 0 and below a million")
         return limit
 
-    def _kept(self, text: str) -> str:
-        """Head and tail were cut inside; what is longer was not written by the supervisor."""
+    def _bounded(self, text: str) -> str:
+        """Bounds a text. Head and tail were cut inside; a longer text does not come from the
+        supervisor."""
         return storable(text, 2 * self._section.output_kib * 1024 + 200)
 
     async def _ensure(self) -> bool:
@@ -370,27 +373,30 @@ class LocalSandbox:
 
         return is_new
 
-    async def _file_request(self, do: str, key: str, kind: type[_T], **more: Any) -> _T:
-        if not is_unicode(more.get("path", "")):
-            raise SandboxError(f"the path {more['path'][:200]!r} is no Unicode: give another name")
+    async def _file_request(self, do: str, key: str, kind: type[_T], **fields: Any) -> _T:
+        if not is_unicode(fields.get("path", "")):
+            raise SandboxError(
+                f"the path {fields['path'][:200]!r} is no Unicode: give another name"
+            )
 
         async with self._lock:
             await self._ensure()
             try:
-                reply = await self._ask(do, FILE_S, **more)
+                reply = await self._ask(do, FILE_S, **fields)
                 if "refused" in reply:
                     raise SandboxError(storable(str(reply["refused"])))
                 return await self._convert(reply.get(key), kind)
             except SandboxEnded as ended:
                 raise SandboxError(f"the sandbox has ended: {ended.failure.message}") from ended
 
-    async def _ask(self, do: str, limit_s: float, **more: Any) -> dict[str, Any]:
-        """One request and its reply. Raises Ended, with everything ended then."""
+    async def _ask(self, do: str, limit_s: float, **fields: Any) -> dict[str, Any]:
+        """Sends one request and returns its reply. Raises SandboxEnded, after it has ended
+        everything."""
         self._num_requests += 1
         number = self._num_requests
         try:
             async with asyncio.timeout(limit_s + MARGIN_S):
-                self._write({"id": number, "do": do, **more})
+                self._write({"id": number, "do": do, **fields})
                 return await self._reply_to(number)
         except TimeoutError:
             failure = Failure("Timeout", f"the sandbox did not answer within {limit_s:g} s")
@@ -451,11 +457,11 @@ class LocalSandbox:
 
     def _write(self, message: dict[str, Any]) -> None:
         content = msgspec.json.encode(message)
-        with contextlib.suppress(OSError):  # the reader hears of the end
+        with contextlib.suppress(OSError):  # the reader sees the end
             self._writer.write(_HEADER.pack(len(content)) + content)
 
     async def _read(self) -> dict[str, Any]:
-        """The next frame. Raises Ended."""
+        """Reads the next frame. Raises SandboxEnded."""
         try:
             (length,) = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
             if length > self._longest:
@@ -503,7 +509,8 @@ class LocalSandbox:
 
 
 def _move(pid: int, group: ControlGroup) -> None:
-    """All that runs so far is ours. Raises SandboxError."""
+    """Moves the processes into the group; all that run so far are AgentEvo's. Raises
+    SandboxError."""
     try:
         group.add([pid, *descendants(pid)])
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Which sandbox works here, and how many there may be at once."""
+"""Which kind of sandbox works here, and how many there may be at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from agentevo.config.sandbox import SandboxSection
 
 ORDER = ("bubblewrap", "landlock")
-"""What `auto` tries. `none` is never among it."""
+"""The kinds that `auto` tries, never `none`."""
 _working: set[tuple[object, ...]] = set()
 
 
@@ -51,7 +51,7 @@ class Sandboxes:
     """Opens sandboxes of one section, at most `max_sandboxes` at once."""
 
     def __init__(self, section: SandboxSection) -> None:
-        """Raises UnknownNameError for a kind that there is not."""
+        """Raises UnknownNameError for an unknown kind."""
         if section.type != "auto":
             sandboxes.get(section.type)
         self._section = section

@@ -1,11 +1,11 @@
-"""Programs in a sandbox of bubblewrap's whose stdin and stdout stay those of whoever starts them,
-such as servers.
+"""Programs, such as servers, in a sandbox of bubblewrap's; their stdin and stdout belong to the
+process that starts them.
 
-A program has a work folder of its own, which is its home; it sees the system's files, its own and
-those that are named, and no network unless it is asked for. It is started by the words of a
-command: inside/hand_over.py gives the filter of system calls to `bwrap`, and inside/become.py sets
-limits and the user. Its variables are those of whoever starts it, but HOME and TMPDIR. `Walls` hold
-what all its processes use together, as those of the sandbox of code do.
+A program has a work folder of its own, which is its home. It sees the system's files, its own and
+those that are named, and no network unless it is requested. The words of a command start it:
+inside/hand_over.py gives the filter of system calls to `bwrap`, and inside/become.py sets limits
+and the user. Its variables are those of the process that starts it, except HOME and TMPDIR. `Walls`
+limit what all its processes use together, as for the sandbox of code.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ if TYPE_CHECKING:
     from agentevo.config.sandbox import ProgramSandboxSection
 
 NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/pki")
-"""What programs look into to find a server and to trust it."""
+"""Files that programs read to find a server and to trust it."""
 
 NODE_MODULES = "/node_modules/"
-"""Where a program of npm's finds its packages: its file in `.bin` is a link to one of them."""
+"""The folder where a program of npm's finds its packages: its file in `.bin` is a link to one of
+them."""
 MAX_FILES = 100_000
-"""In the work folder: empty ones take the kernel's memory as well."""
+"""Most files in the work folder: even empty ones take the kernel's memory."""
 ENDING_S = 2.0
 _FIRST_LINE = 4096
 """Bytes of a script that may name its interpreter."""
@@ -55,11 +56,12 @@ class _SeenFolders:
 
 
 class Walls:
-    """Around one program that the words of `sandboxed` start, with all that it starts: a cgroup
-    where there can be one, and the watch of memory, processes and files."""
+    """Limits around one program that the words of `sandboxed` start, with all that it starts: a
+    cgroup where there can be one, and the watch of memory, processes and files."""
 
     def __init__(self, section: ProgramSandboxSection) -> None:
-        """Before its start. Blocks for a moment. Raises SandboxError and OSError."""
+        """Called before the program starts. Blocks for a moment. Raises SandboxError and
+        OSError."""
         self._section = section
         self._group = new_group(
             _ProgramLimits(section.memory_mib, section.disk_mib, section.processes)
@@ -67,8 +69,8 @@ class Walls:
         self._pid: int | None = None
 
     def surround(self, pid: int, tell: Callable[[str], None]) -> None:
-        """From its start on, before it says anything. `tell` hears of a limit that ended it, in the
-        watching thread. Raises OSError."""
+        """Called when the program has started, before it writes anything. `notify` is called, in
+        the watching thread, with the limit that ended the program. Raises OSError."""
         section = self._section
         self._pid = pid
 
@@ -134,16 +136,16 @@ def sandbox_command(
     }
     uids = None
     if way == "root":
-        uids = [FIRST_UID, NUM_UIDS]  # one for each start: a user that nobody else is
+        uids = [FIRST_UID, NUM_UIDS]  # an unused user for each start
         limits["RLIMIT_NPROC"] = section.processes
 
-    read_only = [*_own_folders(program), *map(_there, section.read_only)]
+    read_only = [*_own_folders(program), *map(_existing_path, section.read_only)]
     read_only += [path for path in NETWORK_FILES if section.network and os.path.exists(path)]
     words = [
         bwrap,
         *_namespaces(way, section.network),
         *visible_words(
-            _SeenFolders(section.disk_mib), read_only, list(map(_there, section.read_write))
+            _SeenFolders(section.disk_mib), read_only, list(map(_existing_path, section.read_write))
         ),
         "--setenv",
         "HOME",
@@ -178,30 +180,31 @@ def _namespaces(way: str, network: bool) -> list[str]:
 
 
 def _program(command: str, folder: Path | None) -> str:
-    """Its path. Raises SandboxError."""
+    """The program's path. Raises SandboxError."""
     has_folder = os.path.dirname(command) and folder is not None
-    found = shutil.which(os.path.join(folder, command) if has_folder and folder else command)
-    if found is None:
+    path = shutil.which(os.path.join(folder, command) if has_folder and folder else command)
+    if path is None:
         raise SandboxError(f"there is no program {command!r}")
-    return os.path.abspath(found)
+    return os.path.abspath(path)
 
 
 def _own_folders(program: str) -> list[str]:
-    """What a program needs of its own: the virtual environment that it lies in, or its file; and
-    likewise what it is a link to, and the interpreter that its first line names."""
-    found = set[str]()
+    """The folders or files that a program needs: the virtual environment that contains it, or its
+    file; likewise for the target where it is a link, and for the interpreter that its first line
+    names."""
+    folders = set[str]()
     waiting = [program]
-    seen = set[str]()
+    visited = set[str]()
     while waiting:
         path = waiting.pop()
-        if path in seen or not os.path.exists(path):
+        if path in visited or not os.path.exists(path):
             continue
 
-        seen.add(path)
+        visited.add(path)
         above = os.path.dirname(os.path.dirname(path))
         is_in_one = os.path.exists(os.path.join(above, "pyvenv.cfg"))
         before, modules, _ = path.partition(NODE_MODULES)
-        found.add(above if is_in_one else (before + modules).rstrip("/") if modules else path)
+        folders.add(above if is_in_one else (before + modules).rstrip("/") if modules else path)
 
         if os.path.islink(path):
             target = os.path.join(os.path.dirname(path), os.readlink(path))
@@ -210,13 +213,13 @@ def _own_folders(program: str) -> list[str]:
         waiting += [os.path.realpath(path), *_interpreter(path)]
 
     if os.path.realpath(program) == python_program() and sys.prefix != sys.base_prefix:
-        found.add(sys.prefix)
+        folders.add(sys.prefix)
 
-    return sorted(path for path in found if not is_below(path, SYSTEM))
+    return sorted(path for path in folders if not is_below(path, SYSTEM))
 
 
 def _interpreter(program: str) -> list[str]:
-    """That of a script, by its path, where it is there; where `env` looks for it, both."""
+    """The path of a script's interpreter, where it exists; where `env` looks for it, both paths."""
     try:
         with open(program, "rb") as file:
             first = file.read(_FIRST_LINE).split(b"\n")[0]
@@ -231,9 +234,9 @@ def _interpreter(program: str) -> list[str]:
     return [word for word in words if os.path.isabs(word) and os.path.exists(word)]
 
 
-def _there(path: Path) -> str:
-    """Raises SandboxError."""
-    found = os.path.abspath(path.expanduser())
-    if not os.path.exists(found):
-        raise SandboxError(f"there is no {found}, which the sandbox is to show")
-    return found
+def _existing_path(path: Path) -> str:
+    """The absolute path. Raises SandboxError where it does not exist."""
+    absolute = os.path.abspath(path.expanduser())
+    if not os.path.exists(absolute):
+        raise SandboxError(f"there is no {absolute}, which the sandbox is to show")
+    return absolute

@@ -1,9 +1,10 @@
 """A sandbox on another machine: the client of `agentevo sandbox serve`.
 
-The connection is the sandbox: it ends with it, and with this process. A server that is gone, hangs
-or sends something else is told as a failure of the call (`SandboxDied`, `Timeout`), with the files
-lost, and the next call opens another sandbox; where none can be opened that is a SandboxError.
-Functions of this machine that the code calls are called here, over the same connection.
+The connection is the sandbox: the sandbox ends with the connection, and with this process. A server
+that is gone, hangs or sends something else is reported as a failure of the call (`SandboxDied`,
+`Timeout`), with the files lost, and the next call opens another sandbox; where none can be opened
+it raises a SandboxError. Functions of this machine that the code calls are called here, over the
+same connection.
 """
 
 from __future__ import annotations
@@ -90,12 +91,12 @@ class RemoteSandbox:
         """Raises SandboxError."""
         section = self._section
         self._connection = await _connect(section)
-        asked = section.model_dump(mode="json", include=set(wire.REQUESTED))
+        options = section.model_dump(mode="json", include=set(wire.REQUESTED))
         tools = [
             wire.ToolForm(tool.name, tool.parameters, tool.description)
             for tool in self._tools.values()
         ]
-        first = wire.Open(asked, tuple(tools), section.wait_timeout_s)
+        first = wire.Open(options, tuple(tools), section.wait_timeout_s)
         limit = section.wait_timeout_s + section.start_timeout_s + MARGIN_S
         try:
             async with asyncio.timeout(limit):
@@ -125,7 +126,7 @@ class RemoteSandbox:
 
         async with self._lock:
             is_new = await self._ensure()
-            began = time.monotonic()
+            started_at = time.monotonic()
             try:
                 request = wire.Run(next(self._ids), code, limit)
                 ran = await self._ask(request, Execution, limit)
@@ -136,7 +137,7 @@ class RemoteSandbox:
                     value=None,
                     error=ended.failure,
                     files=(),
-                    duration_s=time.monotonic() - began,
+                    duration_s=time.monotonic() - started_at,
                     is_alive=False,
                     is_new=is_new,
                     files_lost=True,
@@ -152,12 +153,12 @@ class RemoteSandbox:
         self._check_size("stdin", stdin)
         async with self._lock:
             await self._ensure()
-            began = time.monotonic()
+            started_at = time.monotonic()
             request = wire.Execute(next(self._ids), tuple(argv), stdin, limit)
             try:
                 return await self._ask(request, ProgramRun, limit)
             except SandboxEnded as ended:
-                duration_s = time.monotonic() - began
+                duration_s = time.monotonic() - started_at
                 return ProgramRun(
                     stdout="",
                     stderr="",
@@ -205,8 +206,8 @@ class RemoteSandbox:
             except TimeoutError:
                 connection.transport.abort()
 
-    def _deadline(self, given: float | None) -> float:
-        limit = self._section.timeout_s if given is None else given
+    def _deadline(self, deadline_s: float | None) -> float:
+        limit = self._section.timeout_s if deadline_s is None else deadline_s
         if not 0 < limit < 1e6:
             raise SandboxError(f"a deadline of {limit} s: give seconds above 0 and below a million")
         return limit
@@ -238,8 +239,8 @@ class RemoteSandbox:
                 raise SandboxError(f"the sandbox has ended: {ended.failure.message}") from ended
 
     async def _ask(self, request: wire.Request, kind: type[_T], limit_s: float) -> _T:
-        """One request and its reply. Raises SandboxError for a refusal, and Ended, with everything
-        ended then."""
+        """Sends one request and returns its reply. Raises SandboxError for a refusal, and
+        SandboxEnded, after it has ended everything."""
         try:
             async with asyncio.timeout(limit_s + MARGIN_S):
                 await self._send(request)
@@ -296,11 +297,11 @@ class RemoteSandbox:
         if error:
             answer = wire.Answer(call.number, error=error)
 
-        with contextlib.suppress(SandboxEnded):  # the reader hears of the end
+        with contextlib.suppress(SandboxEnded):  # the reader sees the end
             await self._send(answer)
 
     async def _send(self, message: wire.FromClient) -> None:
-        """Raises Ended."""
+        """Raises SandboxEnded."""
         from websockets.exceptions import ConnectionClosed
 
         if self._connection is None:
@@ -314,10 +315,10 @@ class RemoteSandbox:
         try:
             await self._connection.send(content)
         except (ConnectionClosed, OSError) as error:
-            raise self._lost(error) from error
+            raise self._connection_lost(error) from error
 
     async def _read(self) -> wire.FromServer:
-        """Raises Ended."""
+        """Raises SandboxEnded."""
         from websockets.exceptions import ConnectionClosed
 
         if self._connection is None:
@@ -326,12 +327,12 @@ class RemoteSandbox:
         try:
             return wire.read_answer(await self._connection.recv())
         except (ConnectionClosed, OSError) as error:
-            raise self._lost(error) from error
+            raise self._connection_lost(error) from error
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._end()
             raise violation("what is no answer") from error
 
-    def _lost(self, error: Exception) -> SandboxEnded:
+    def _connection_lost(self, error: Exception) -> SandboxEnded:
         self._end()
         message = f"the connection to {self._section.url} ended ({describe_error(error)})"
         return SandboxEnded(Failure("SandboxDied", storable(message, 500)))
@@ -354,7 +355,7 @@ async def _connect(section: SandboxSection) -> ClientConnection:
             return exc  # the key is for this server alone
 
     url = str(section.url).rstrip("/")
-    own: dict[str, Any] = {"proxy": None} if is_loopback(url) else {}
+    options: dict[str, Any] = {"proxy": None} if is_loopback(url) else {}
     try:
         return await Connect(
             f"ws{url.removeprefix('http')}{wire.PATH}",
@@ -365,7 +366,7 @@ async def _connect(section: SandboxSection) -> ClientConnection:
             ping_interval=wire.PING_S,
             ping_timeout=wire.SILENT_S,
             max_size=longest_message(section),
-            **own,
+            **options,
         )
     except InvalidStatus as error:
         status = error.response.status_code

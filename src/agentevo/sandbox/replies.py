@@ -1,5 +1,4 @@
-"""What a sandbox's supervisor answers, in the forms that the host accepts, and as the store takes
-it."""
+"""The replies of a sandbox's supervisor, in the forms that the host accepts and the store takes."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ LONGEST_CODE = 4 * 2**20
 
 
 class SandboxReply(msgspec.Struct):
-    """To any call that runs code."""
+    """The reply to any call that runs code."""
 
     error: Failure | None
     stdout: str
@@ -27,7 +26,7 @@ class SandboxReply(msgspec.Struct):
 
 
 class RunReply(SandboxReply):
-    """To `run`."""
+    """The reply to `run`."""
 
     is_alive: bool
     is_new: bool
@@ -35,7 +34,7 @@ class RunReply(SandboxReply):
 
 
 class ProgramReply(SandboxReply):
-    """To `execute`."""
+    """The reply to `execute`."""
 
     exit_code: int | None
 
@@ -66,7 +65,7 @@ def is_unicode(text: str) -> bool:
 
 
 def refused_code(code: str) -> Failure | None:
-    """What is wrong with a text that can't even be sent."""
+    """Why a text can't be sent; None where it can."""
     if len(code) > LONGEST_CODE:
         return Failure("ValueError", f"{len(code):,} characters of code, at most 4 MiB")
     if not is_unicode(code):

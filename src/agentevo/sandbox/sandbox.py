@@ -1,9 +1,9 @@
-"""The contract of a sandbox: code in, what became of it out.
+"""The contract of a sandbox: code in, its results out.
 
-A sandbox has a work folder, and one Python interpreter whose variables live from one `run` to the
-next. Whatever the code does is told in an `Execution`; it never raises. `SandboxError` is raised
-for what is no fault of the code: a sandbox that can't be started, a path outside the work folder,
-a sandbox that is closed. One call is under way at a time; others wait for it.
+A sandbox has a work folder, and one Python interpreter whose variables persist from one `run` to
+the next. An `Execution` reports everything that the code does; the code's errors never raise here.
+`SandboxError` is raised for what is no fault of the code: a sandbox that can't be started, a path
+outside the work folder, a sandbox that is closed. One call runs at a time; others wait for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why code did not come to its end."""
+    """Why code did not finish."""
 
     type: str
     """The exception's type; or the limit that ended it: `Timeout`, `OutOfMemory`, `DiskFull`,
@@ -32,11 +32,11 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Execution(msgspec.Struct, frozen=True):
-    """What became of one call of `Sandbox.run`."""
+    """The result of one call of `Sandbox.run`."""
 
     stdout: str
     stderr: str
-    """The head and the tail; what was left out is told between them."""
+    """The head and the tail; a note between them says what was left out."""
     value: str | None
     """The repr of the last expression, as a notebook shows it; None for None or no expression."""
     error: Failure | None
@@ -54,7 +54,7 @@ class Execution(msgspec.Struct, frozen=True):
 
 
 class ProgramRun(msgspec.Struct, frozen=True):
-    """What became of one call of `Sandbox.execute`."""
+    """The result of one call of `Sandbox.execute`."""
 
     stdout: str
     stderr: str
@@ -76,8 +76,8 @@ class SandboxTool(msgspec.Struct, frozen=True):
     """Their names in order, for arguments that are given without."""
     description: str
     call: Callable[[dict[str, Any]], Awaitable[Any]]
-    """Gives a JSON value. What it raises is raised in the code as `ToolError`, with the message of
-    an AgentEvoError and the type of anything else."""
+    """Returns a JSON value. An exception is raised in the code as `ToolError`, with the message of
+    an AgentEvoError and the type of any other."""
 
 
 class Sandbox(Protocol):
@@ -111,7 +111,7 @@ class Sandbox(Protocol):
         ...
 
     async def close(self) -> None:
-        """Ends all that runs in it, and deletes its files. May be called again."""
+        """Ends all its processes, and deletes its files. May be called again."""
         ...
 
 

@@ -140,7 +140,7 @@ _PERSONALITY = (135, 92)
 _NEW_NAMESPACES = 0x02000000 | 0x00020000 | 0x04000000 | 0x08000000 | 0x10000000
 _NEW_NAMESPACES |= 0x20000000 | 0x40000000 | 0x00000080
 _TERMINAL_INPUT = (0x5412, 0x541C, 0x541D)
-"""TIOCSTI, TIOCLINUX, TIOCCONS: they put words into the mouth of whoever types."""
+"""TIOCSTI, TIOCLINUX, TIOCCONS: they simulate input of the terminal's user."""
 
 _LOAD = 0x20
 _EQUAL = 0x15
@@ -195,8 +195,8 @@ def seccomp_program(*, keeps_attributes: bool = False, network: bool = False) ->
     plain = [*_if(_EQUAL, 0, _ALLOW), *_if(_EQUAL, 0xFFFFFFFF, _ALLOW)]
     lines += _on_argument(_PERSONALITY[column], 0, [*plain, _line(_RETURN, _ERRNO | _EPERM)])
     for numbers in _OF_OTHER_PROCESSES.values():
-        own = [*_if(_EQUAL, 0, _ALLOW), _line(_RETURN, _ERRNO | _EPERM)]
-        lines += _on_argument(numbers[column], 0, own)
+        rules = [*_if(_EQUAL, 0, _ALLOW), _line(_RETURN, _ERRNO | _EPERM)]
+        lines += _on_argument(numbers[column], 0, rules)
 
     return b"".join([*lines, _line(_RETURN, _ALLOW)])
 

@@ -1,6 +1,6 @@
 """Work folders on the host's disk, for sandboxes without a file system of their own. What a killed
-process left is deleted when the next folder is made, by whoever sees the same processes: containers
-that share a disk leave one another's alone."""
+process left is deleted when the next folder is made, by a process that sees the same processes:
+containers that share a disk do not touch one another's folders."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ _NAME = re.compile(rf"{PREFIX}(\d+-\d+-\d+)-\w+")
 
 
 def new_folder() -> Path:
-    """An empty folder that tells whose it is: by namespace, process and its time of start."""
+    """A new empty folder whose name identifies its owner: namespace, process and its time of
+    start."""
     remove_stale()
     return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{owner()}-"))
 
 
 def owner() -> str:
-    """This process among all that there ever were: namespace, id and time of start."""
+    """The identity of this process, unique over time: namespace, id and time of start."""
     me = os.getpid()
     return f"{_namespace()}-{me}-{_start_time(me)}"
 
 
 def is_gone(name: str) -> bool:
-    """Whether the process that `owner` names is one of ours to see, and there no more."""
+    """Whether the process that `owner` names would be visible here and has ended."""
     namespace, pid, started = map(int, name.split("-"))
     return namespace == _namespace() and _start_time(pid) != started
 
@@ -50,7 +51,7 @@ def remove_stale() -> None:
 
 
 def _namespace() -> int:
-    """Of process ids: each container has its own. 0 where the system has none."""
+    """The namespace of process ids: each container has its own. 0 where the system has none."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:

@@ -1,9 +1,9 @@
-"""What a sandbox uses of the machine, watched from the outside: memory of all its processes
+"""Watches from the outside what a sandbox uses of the machine: memory of all its processes
 together, their number, and the files of its work folder. One thread of the host looks at all
-sandboxes, and ends the one that is over its limits.
+sandboxes, and ends each one that is over its limits.
 
 The kernel's own limits act first: address space of each process, the size of a file system in
-memory, the number of processes of a user. What is watched is what those leave open.
+memory, the number of processes of a user. This watch covers what those leave open.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class SandboxWatch:
                 self._thread.start()
 
     def remove(self, pid: int) -> None:
-        """From here on `end` is not called."""
+        """From now on `end` is not called."""
         with self._lock:
             self._watched.pop(pid, None)
 
@@ -104,13 +104,13 @@ class SandboxWatch:
                     return
                 watched = list(self._watched.values())
 
-            for one in watched:
+            for sandbox in watched:
                 try:
-                    one.look()
+                    sandbox.look()
                 except OSError:  # it is just ending
                     continue
                 except Exception as error:  # noqa: BLE001 (others are watched on)
-                    one.end("SandboxDied", f"what can't be watched ({describe_error(error)})")
+                    sandbox.end("SandboxDied", f"what can't be watched ({describe_error(error)})")
 
 
 watch = SandboxWatch()
@@ -118,21 +118,21 @@ watch = SandboxWatch()
 
 def descendants(pid: int) -> list[int]:
     """Processes below this one, nearer ones first."""
-    found: list[int] = []
-    left = [pid]
-    while left:
-        parent = left.pop(0)
+    pids: list[int] = []
+    waiting = [pid]
+    while waiting:
+        parent = waiting.pop(0)
         for task in _tasks(parent):
             with contextlib.suppress(OSError, ValueError):
                 text = Path(f"/proc/{parent}/task/{task}/children").read_text()
                 children = [int(word) for word in text.split()]
-                found += children
-                left += children
+                pids += children
+                waiting += children
 
-        if len(found) > 100_000:
+        if len(pids) > 100_000:
             break
 
-    return found
+    return pids
 
 
 def _tasks(pid: int) -> list[str]:
@@ -154,7 +154,8 @@ def _proportional(pid: int) -> int:
 
 
 def _sum_of(path: str, names: tuple[bytes, ...]) -> int:
-    """Of lines in KiB. The code names its processes, with any bytes but a new line's."""
+    """The sum, in bytes, of the lines with these names, which are in KiB. The code names its
+    processes, with any bytes but a new line's."""
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError:
@@ -163,14 +164,14 @@ def _sum_of(path: str, names: tuple[bytes, ...]) -> int:
 
 
 def _entries(folder: Path, most: int) -> Iterator[os.stat_result]:
-    left = [str(folder)]
+    folders = [str(folder)]
     num_found = 0
-    while left and num_found < most:
-        with contextlib.suppress(OSError), os.scandir(left.pop()) as entries:
+    while folders and num_found < most:
+        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):
                     what = entry.stat(follow_symlinks=False)
                     if entry.is_dir(follow_symlinks=False):
-                        left.append(entry.path)
+                        folders.append(entry.path)
                     num_found += 1
                     yield what

@@ -1,12 +1,12 @@
-"""What a client of remote sandboxes and their server say to each other: one WebSocket for each
+"""The messages between a client of remote sandboxes and their server: one WebSocket for each
 sandbox, one JSON message in each frame, bytes as base64.
 
     client: Open                        server: Opened, or Refused and the end
             Run | Execute | Files | Read | Write      Call ... Call, then Done or Failed
             Answer (to a Call)
 
-One request is under way at a time. The sandbox ends with the connection, whichever side ends it. A
-message of another form ends it too.
+One request runs at a time. The sandbox ends with the connection, whichever side ends it. A message
+of another form ends it too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ToolForm(msgspec.Struct, frozen=True):
 
 
 class Open(_Message, frozen=True):
-    """The first message: what is asked for, and how long the client waits for a free place."""
+    """The first message: what the client requests, and how long it waits for a free place."""
 
     section: dict[str, Any]
     tools: tuple[ToolForm, ...]
@@ -85,7 +85,7 @@ class Write(_Message, frozen=True):
 
 
 class Answer(_Message, frozen=True):
-    """To a Call; `error` is what the code is told in place of a result."""
+    """To a Call; `error` is what the code receives in place of a result."""
 
     number: int
     result: Any = None
@@ -93,13 +93,13 @@ class Answer(_Message, frozen=True):
 
 
 class Opened(_Message, frozen=True):
-    """There is a sandbox of this kind."""
+    """A sandbox of this kind was opened."""
 
     kind: str
 
 
 class Refused(_Message, frozen=True):
-    """There is none; why."""
+    """No sandbox was opened, and why."""
 
     message: str
 
@@ -113,7 +113,8 @@ class Call(_Message, frozen=True):
 
 
 class Done(_Message, frozen=True):
-    """What the request `id` gave: an Execution, a ProgramRun, sizes by path, base64 or nothing."""
+    """The result of the request `id`: an Execution, a ProgramRun, sizes by path, base64 or
+    nothing."""
 
     id: int
     value: Any

@@ -1,4 +1,4 @@
-"""Which parser reads what a model writes: by the notation that its chat template shows."""
+"""Which parser reads a model's output: the one of the notation that its chat template shows."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ _PARSERS = (
     ),
     ToolCallParser("json", read_json, shown_by="", begins=_OBJECT),
 )
-"""A template asks for the first one that it shows; `json` reads the calls of any other."""
+"""A template selects the first one that it shows; `json` reads the calls of any other."""
 
 
 def parser_names() -> list[str]:
@@ -93,5 +93,5 @@ def parser_named(name: str) -> ToolCallParser:
 def find_parser(chat_template: str) -> ToolCallParser:
     """The parser for models with this chat template."""
     parser = next(p for p in _PARSERS if re.search(p.shown_by, chat_template))
-    others = tuple(mark for mark in THOUGHTS if mark != "<think>" and mark in chat_template)
-    return replace(parser, thoughts=("<think>", *others))
+    extra_thoughts = tuple(mark for mark in THOUGHTS if mark != "<think>" and mark in chat_template)
+    return replace(parser, thoughts=("<think>", *extra_thoughts))

@@ -39,7 +39,7 @@ _BARE = Marks(("```json",), (OBJECT, _LIST))
 def read_value(text: CallText, emit: Emit) -> Wait:
     """Takes one value; `emit` gets its exact text."""
     brackets: list[str] = []
-    """What closes the lists and objects that are open."""
+    """The closing brackets of the open lists and objects."""
     while True:
         char = yield from _next_char(text, emit)
         if char in ("{", "["):
@@ -78,7 +78,7 @@ def _next_char(text: CallText, emit: Emit) -> Generator[None, None, str]:
 
 
 def _read_key(text: CallText, emit: Emit, closing: str) -> Wait:
-    """Takes what stands before a value: a key, where the value is an object's."""
+    """Takes the text before a value: a key, where the value is an object's."""
     if closing == "]":
         return
     if (yield from _next_char(text, emit)) != '"':
@@ -105,9 +105,9 @@ def _read_string(text: CallText, emit: Emit) -> Wait:
     emit(text.take_next())
 
 
-def _read_text(text: CallText, wanted: str) -> Generator[None, None, str]:
+def _read_text(text: CallText, expected: str) -> Generator[None, None, str]:
     if (yield from _next_char(text, ignore)) != '"':
-        raise text.unexpected_error(wanted)
+        raise text.unexpected_error(expected)
     pieces: list[str] = []
     yield from _read_string(text, pieces.append)
     return str(json.loads("".join(pieces)))
@@ -116,7 +116,7 @@ def _read_text(text: CallText, wanted: str) -> Generator[None, None, str]:
 def read_object(text: CallText, call: OpenCall) -> Wait:
     """Takes `{"name": ..., "arguments": {...}}`, or with `parameters`, in any order and among
     other keys."""
-    seen: set[str] = set()
+    seen_parts: set[str] = set()
     yield from text.expect("{", wanted="an object with name and arguments")
     yield from text.skip_space()
     if call.is_bare and not (yield from text.starts_with(*_FIRST_KEYS)):
@@ -128,7 +128,7 @@ def read_object(text: CallText, call: OpenCall) -> Wait:
         yield from text.expect(":", wanted="a colon")
 
         part = _PARTS.get(key, "")
-        if part in seen:
+        if part in seen_parts:
             raise text.broken(f"it has {part} twice")
 
         if part == "name":
@@ -141,7 +141,7 @@ def read_object(text: CallText, call: OpenCall) -> Wait:
         else:
             yield from read_value(text, ignore)
 
-        seen |= {part} - {""}
+        seen_parts |= {part} - {""}
         mark = yield from text.expect(",", "}", wanted="a comma or }")
 
     if not call.name:

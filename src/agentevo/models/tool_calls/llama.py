@@ -43,9 +43,9 @@ def read_pythonic(out: ParsedOutput) -> Wait:
     yield from _read(out, _PYTHONIC)
 
 
-def _read(out: ParsedOutput, wanted: Marks) -> Wait:
+def _read(out: ParsedOutput, call_marks: Marks) -> Wait:
     text = out.text
-    while mark := (yield from text.until(wanted, out.content)):
+    while mark := (yield from text.until(call_marks, out.content)):
         if mark in BEGINS:
             yield from _read_marked(out, mark)
         elif mark == "[" and text.last not in ("", "\n"):

@@ -38,7 +38,7 @@ class NamedCalls:
     begin: str
     end: str = ""
     sections: tuple[str, ...] = ()
-    """Marks around several calls, which say nothing."""
+    """Marks around several calls, which have no meaning."""
     head: str
     """A regular expression of what stands before the arguments, without white space at its ends.
     Its group is the name."""

@@ -1,8 +1,8 @@
-"""What a parser makes of a text, as deltas.
+"""A parser's output for a text, as deltas.
 
 Content is the text outside of thoughts and calls, joined. Where one of them was cut out at an end
-of it, the white space beside the cut goes as well; a text without any is its own content. White
-space that may stand beside a cut is held back. Reasoning has no white space at its ends.
+of the text, the adjacent white space is cut as well; a text without any is its own content. White
+space that may be adjacent to a cut is held back. Reasoning has no white space at its ends.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from agentevo.models.tool_calls.text import CallText, MalformedError, Wait, igno
 from agentevo.types import ToolCall
 
 PARAGRAPH = "\n\n"
-"""What stands between two thoughts, and between two messages of one completion."""
+"""The text between two thoughts, and between two messages of one completion."""
 
 
 class Prose:
-    """Running text that is stripped beside cuts."""
+    """Running text that is stripped next to cuts."""
 
     def __init__(self, *, strip_end: bool) -> None:
         self._begun = False
@@ -39,7 +39,7 @@ class Prose:
         self._cut = self._cut_at_end = strip_end
 
     def add(self, text: str) -> str:
-        """What of this text and of what was held back can be shown."""
+        """The part of this text and of the text held back that can be shown."""
         if not self._begun and self._cut:
             text = text.lstrip()
 
@@ -56,7 +56,7 @@ class Prose:
         return shown
 
     def cut(self) -> None:
-        """Something else stands here."""
+        """Called where something else was cut out."""
         self._cut = True
         if not self._begun:
             self._space.clear()
@@ -88,7 +88,7 @@ class ParsedOutput:
         self.add(ReasoningDelta(self._reasoning.add(text)))
 
     def cut(self) -> None:
-        """A mark stands here, which belongs to no text."""
+        """Called at a mark, which belongs to no text."""
         self._content.cut()
         self.text.last = ""
 
@@ -102,7 +102,7 @@ class ParsedOutput:
         self._deltas.append(delta)
 
     def finish(self) -> None:
-        """The text has ended."""
+        """Called when the text has ended."""
         self.add(ContentDelta(self._content.finish()))
 
     def take(self) -> list[Delta]:
@@ -228,7 +228,7 @@ def read_calls(
     goes_on: Callable[[CallText], Generator[None, None, bool]] | None = None,
 ) -> Generator[None, None, bool]:
     """Reads calls: an item, or a list of them with commas between, and again where `goes_on`, which
-    takes what stands behind the item or list, says so. False where the first is none. What breaks
+    takes what follows the item or list, returns true. False where the first is none. What breaks
     behind a call breaks that call."""
     text = out.text
     in_list = False
@@ -265,7 +265,7 @@ def read_end(
     text: CallText, ends: tuple[str, ...], others: tuple[str, ...]
 ) -> Generator[None, None, str]:
     """Takes the mark that ends a call. It may be missing at the end of the text, and before one of
-    the other marks, which is returned then."""
+    `next_marks`, which is returned then."""
     mark = yield from text.take_any(*ends)
     if not mark:
         mark = yield from text.starts_with(*others)

@@ -59,7 +59,7 @@ class ParameterTypes:
 
 
 _NOTHING = object()
-"""What no schema allows that says anything."""
+"""A value that no schema with any content allows."""
 
 
 class _ValueCheck:
@@ -85,8 +85,8 @@ class _ValueCheck:
 
         if is_whole:
             properties = schema.get("properties")
-            known = properties if isinstance(properties, Mapping) else {}
-            part = known.get(self._parameter, schema.get("additionalProperties"))
+            declared = properties if isinstance(properties, Mapping) else {}
+            part = declared.get(self._parameter, schema.get("additionalProperties"))
             if not allows(part, is_whole=False):
                 return False
         elif not _fits(schema, value):
@@ -101,7 +101,7 @@ class _ValueCheck:
 
 
 def _fits(schema: Mapping[str, Any], value: Any) -> bool:
-    """What a schema says itself."""
+    """Whether the value fits the schema's own keys, without references and choices."""
     kind = _KINDS.get(type(value), "")
     kinds = schema.get("type")
     if isinstance(kinds, str):
@@ -119,14 +119,14 @@ def _fits(schema: Mapping[str, Any], value: Any) -> bool:
 
 
 def _are_equal(first: Any, second: Any) -> bool:
-    """As JSON has it: true is not 1."""
+    """Equality of JSON: true is not 1."""
     kinds = {_KINDS.get(type(first)), _KINDS.get(type(second))}
     return (len(kinds) == 1 or kinds == {"integer", "number"}) and bool(first == second)
 
 
 def _parts_of(schema: Mapping[str, Any], key: str) -> list[Any]:
-    given = schema.get(key)
-    return given if isinstance(given, list) else []
+    parts = schema.get(key)
+    return parts if isinstance(parts, list) else []
 
 
 def referred_schema(whole: Any, reference: str) -> Any:

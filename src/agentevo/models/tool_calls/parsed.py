@@ -12,7 +12,7 @@ from agentevo.types import ToolCall
 
 @dataclass(frozen=True, slots=True)
 class MalformedCall:
-    """What begins as a call and is none."""
+    """A text that begins as a call and is none."""
 
     text: str
     """All that the model wrote of it, marks included."""
@@ -75,7 +75,7 @@ class CallStarted:
     index: int
     name: str
     call_id: str = ""
-    """What the gateway calls it; parsers give no ids."""
+    """The id that the gateway gives; parsers give none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ THOUGHTS = {
     "<seed:think>": "</seed:think>",
     "<|START_THINKING|>": "<|END_THINKING|>",
 }
-"""How families begin and end what the model thinks before it answers."""
+"""How families mark the beginning and the end of what the model thinks before it answers."""
 HARMONY = "harmony"
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas in OpenAI's form."""
@@ -81,13 +81,13 @@ class StreamingParse:
             self._text.add(opening)
 
     def feed(self, piece: str) -> list[Delta]:
-        """What the next piece of the text makes certain."""
+        """Deltas that the next piece of the text makes certain."""
         self._text.add(piece)
         next(self._reading, None)
         return self._out.take()
 
     def finish(self) -> list[Delta]:
-        """What was held back until the text ended. Nothing may be fed afterwards."""
+        """The deltas that were held back until the text ended. Nothing may be fed afterwards."""
         self._text.ended = True
         return self.feed("")
 
@@ -102,7 +102,8 @@ def _read(parser: ToolCallParser, out: ParsedOutput, calls: bool) -> Wait:
 
 
 def _read_thoughts(out: ParsedOutput, begins: tuple[str, ...]) -> Wait:
-    """Reads the thoughts at the beginning of the text. One without an end goes on to the end."""
+    """Reads the thoughts at the beginning of the text. One without an end continues to the end of
+    the text."""
     text = out.text
     while True:
         space = yield from text.skip_space()

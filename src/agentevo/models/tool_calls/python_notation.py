@@ -1,4 +1,4 @@
-"""Python's notation of calls that arrive in pieces: `name(first=1, second=["a", None])`.
+"""Python's notation of calls, for text that arrives in pieces: `name(first=1, second=["a", None])`.
 
 Arguments are named, and their values are literals: texts, numbers, True, False, None (or JSON's
 true, false, null), lists, tuples and dictionaries with texts as keys. They become JSON.

@@ -1,10 +1,10 @@
 """Text that arrives in pieces, and how a parser reads it.
 
-A parser is a generator that reads from a `CallText` and yields where it must wait for more; whoever
-feeds the text resumes it. What has been decided never depends on where the pieces were cut: a
-reader decides on a character only when no further text could change the decision, or when the text
-has ended. Every character is taken once, and only the beginning of a possible mark is looked at
-again, so the cost is linear in the length of the text.
+A parser is a generator that reads from a `CallText` and yields where it must wait for more; the
+caller that feeds the text resumes it. Decisions never depend on where the pieces were cut: a reader
+decides on a character only when no further text could change the decision, or when the text has
+ended. Every character is taken once, and only the beginning of a possible mark is looked at again,
+so the cost is linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ MAX_WORD = 1000
 
 
 class MalformedError(Exception):
-    """What is being read is no call, for the reason that the message gives."""
+    """The text that is being read is no call; the message gives the reason."""
 
 
 def ignore(_: str) -> None:
-    """An `Emit` for what nobody wants; a call's text is kept all the same."""
+    """An `Emit` that discards its text; a call's text is kept all the same."""
 
 
 class Marks:
@@ -45,8 +45,8 @@ class Marks:
         self._pattern = regex.compile("|".join([*map(re.escape, strings), *patterns]) or r"(?!)")
 
     def find(self, text: CallText, *, here: bool = False) -> regex.Match[str] | None:
-        """The first mark in what was not taken, or the beginning of one at the end of what has
-        come, which is a partial match. `here`: a mark that stands where the text goes on."""
+        """The first mark in the text that was not taken, or the beginning of one at the end of that
+        text, which is a partial match. `at_start`: only a mark at the current position."""
         look = self._pattern.match if here else self._pattern.search
         return look(text.buffer, text.at, partial=not text.ended)
 
@@ -65,7 +65,7 @@ class CallText:
 
     def __init__(self) -> None:
         self.buffer = ""
-        """What has come and was not taken, from `at` on."""
+        """The text that has arrived and was not taken, from `at` on."""
         self.at = 0
         self.ended = False
         self.last = ""
@@ -119,14 +119,14 @@ class CallText:
             raise self.broken(f"it has a number or word of more than {MAX_WORD} characters")
         return word
 
-    def _take_before(self, wanted: Marks) -> Generator[None, None, tuple[str, str]]:
-        """`until`, with what it takes."""
+    def _take_before(self, end_marks: Marks) -> Generator[None, None, tuple[str, str]]:
+        """`until`, with the text that it takes."""
         pieces: list[str] = []
-        mark = yield from self.until(wanted, pieces.append)
+        mark = yield from self.until(end_marks, pieces.append)
         return "".join(pieces), mark
 
     def starts_with(self, *strings: str) -> Generator[None, None, str]:
-        """The one of the strings that the text goes on with, or "". None is taken."""
+        """The one of the strings that comes next in the text, or "". None is taken."""
         return (yield from self.look_for(marks(*strings)))
 
     def look_for(self, wanted: Marks) -> Generator[None, None, str]:
@@ -164,8 +164,8 @@ class CallText:
             yield
 
     def collect(self, *ends: str) -> Generator[None, None, tuple[str, str]]:
-        """(what comes before the first of the marks, that mark), of which the mark is not taken.
-        Raises MalformedError where none comes."""
+        """(the text before the first of the marks, that mark); the mark is not taken. Raises
+        MalformedError where none comes."""
         before, mark = yield from self._take_before(marks(*ends))
         if not mark:
             raise self.broken("the text ends inside the call")

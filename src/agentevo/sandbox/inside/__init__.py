@@ -1,2 +1,2 @@
-"""What runs inside a sandbox: files of their own, which import nothing but the standard library,
-since AgentEvo is not there."""
+"""Files that run inside a sandbox. They import nothing but the standard library, because AgentEvo
+is not installed there."""

@@ -1,9 +1,9 @@
 """Confines this process by what the kernel offers without any package, and becomes another program.
 
 Run as `python -I -S confine.py SETTINGS PROGRAM...`, with SETTINGS in JSON, before any code of a
-model's runs. In this order: namespaces (processes, network, mounts) where they are asked for, a
-work folder in memory, another user, landlock, the filter of system calls. Whatever can't be done
-ends it with a message: it never starts the program half confined.
+model's runs. In this order: namespaces (processes, network, mounts) where they are requested, a
+work folder in memory, another user, landlock, the filter of system calls. Any failure ends the
+process with a message: it never starts the program half confined.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 
 def landlock_version() -> int:
-    """What the kernel knows of landlock; 0 where it is not there or not switched on."""
+    """The kernel's version of landlock; 0 where it is missing or switched off."""
     return max(0, LIBC.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
 
 
@@ -114,9 +114,10 @@ def end_as(status: int) -> NoReturn:
 
 
 def make_mounts(settings: dict[str, Any]) -> None:
-    """The work folder in memory, processes of this namespace, and a way to what must be read."""
+    """Mounts the work folder in memory, the processes of this namespace, and the folders that must
+    be readable."""
     mount("none", "/", "", _PRIVATE | _RECURSIVE)
-    # landlock lets the owner of a file change its mode and times: nobody does on a read-only mount
+    # landlock lets a file's owner change its mode and times; a read-only mount prevents that
     read_only = struct.pack("=4Q", _READ_ONLY | _NO_SETUID, 0, 0, 0)
     call(
         "syscall",
@@ -130,13 +131,13 @@ def make_mounts(settings: dict[str, Any]) -> None:
     )
     owner = settings["uid"] or os.getuid()
     size = f"size={settings['disk_mib']}m,nr_inodes={settings['max_files'] + 16}"
-    kept = [(path, os.open(path, os.O_PATH)) for path in settings["unreachable"]]
+    handles = [(path, os.open(path, os.O_PATH)) for path in settings["unreachable"]]
 
     closed = {first_closed_folder(path) for path in settings["unreachable"]} - {None}
     for folder in closed:
         mount("tmpfs", str(folder), "tmpfs", _NO_SETUID | _NO_DEVICES, "mode=0755,size=64k")
 
-    for path, handle in kept:
+    for path, handle in handles:
         os.makedirs(path, mode=0o755, exist_ok=True)
         mount(f"/proc/self/fd/{handle}", path, "", _BIND | _RECURSIVE)
         mount("none", path, "", _BIND | _REMOUNT | _READ_ONLY | _NO_SETUID | _NO_DEVICES)
@@ -148,7 +149,7 @@ def make_mounts(settings: dict[str, Any]) -> None:
 
 
 def first_closed_folder(path: str) -> str | None:
-    """The uppermost folder above a path that other users may not pass."""
+    """The uppermost folder above a path that other users may not enter."""
     parts = path.split("/")
     for index in range(2, len(parts)):
         above = "/".join(parts[:index])
@@ -158,17 +159,17 @@ def first_closed_folder(path: str) -> str | None:
 
 
 def restrict_files(settings: dict[str, Any]) -> None:
-    """Only what is named can be opened from here on: landlock."""
+    """From now on only the named paths can be opened: landlock."""
     version = landlock_version()
     if version < 1:
         raise OSError("the kernel has no landlock")
 
-    known = (1 << 13) - 1
-    known |= (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
-    known |= _IOCTL_DEVICE if version >= 5 else 0
+    rights = (1 << 13) - 1
+    rights |= (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
+    rights |= _IOCTL_DEVICE if version >= 5 else 0
     networks = 3 if version >= 4 else 0
     scopes = 3 if version >= 6 else 0
-    attributes = struct.pack("=QQQ", known, networks, scopes)
+    attributes = struct.pack("=QQQ", rights, networks, scopes)
     size = 8 if version < 4 else 16 if version < 6 else 24
     ruleset = call("syscall", _CREATE_RULESET, attributes, ctypes.c_size_t(size), 0)
     readable = _EXECUTE | _READ_FILE | _READ_FOLDER
@@ -178,7 +179,7 @@ def restrict_files(settings: dict[str, Any]) -> None:
     for path in DEVICES:
         allow(ruleset, path, _READ_FILE | _WRITE_FILE)
 
-    allow(ruleset, settings["work"], known & ~_MAKE_DEVICES & ~_IOCTL_DEVICE)
+    allow(ruleset, settings["work"], rights & ~_MAKE_DEVICES & ~_IOCTL_DEVICE)
     call("syscall", _RESTRICT, ruleset, 0)
     os.close(ruleset)
 
@@ -198,9 +199,9 @@ def allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def filter_calls(program: bytes) -> None:
-    """Installs the filter of seccomp.py for this process and all that it becomes."""
-    kept = ctypes.create_string_buffer(program, len(program))
-    line = struct.pack("@HP", len(program) // 8, ctypes.addressof(kept))
+    """Installs the filter of seccomp.py for this process and every program that it becomes."""
+    buffer = ctypes.create_string_buffer(program, len(program))
+    line = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
     call("prctl", _PR_SET_SECCOMP, _SECCOMP_FILTER, line, 0, 0)
 
 
@@ -217,10 +218,10 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def call(name: str, *arguments: Any, what: str = "") -> int:
-    given = [
+    converted = [
         ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments
     ]
-    result = getattr(LIBC, name)(*given)
+    result = getattr(LIBC, name)(*converted)
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name} {what}: {os.strerror(number)}")

@@ -1,5 +1,5 @@
 """Messages between a host, a sandbox's supervisor and its interpreter: four bytes of length, then
-JSON. Nothing else is ever read of a stream that untrusted code can write to."""
+JSON. From a stream that untrusted code can write to, nothing else is ever read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LARGEST_CALL = 2**20
 
 
 class BadFrame(Exception):
-    """What came is no message."""
+    """The received bytes are no message."""
 
 
 def encode(message: dict[str, Any]) -> bytes:

@@ -1,7 +1,8 @@
-"""Hands a filter of system calls to `bwrap`, as a handle that it inherits, and becomes it.
+"""Hands a filter of system calls to `bwrap`, as an inherited handle, and becomes it.
 
 Run as `python -I -S hand_over.py FILTER bwrap ...`, with FILTER in base64 and HANDLE in the place
-of the handle's number: whoever starts servers passes no handles on. See sandbox/programs.py.
+of the handle's number, because the code that starts servers passes no handles on. See
+sandbox/programs.py.
 """
 
 from __future__ import annotations

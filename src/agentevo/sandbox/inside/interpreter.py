@@ -1,7 +1,8 @@
 """The Python interpreter of a sandbox: it runs one piece of code after another in one namespace.
 
-It is untrusted as soon as it has run the first one. It talks to the supervisor over one socket, in
-frames; what the code prints goes to its stdout and stderr, which are pipes of the supervisor's.
+It is untrusted as soon as it has run the first piece. It communicates with the supervisor over one
+socket, in frames; the code's output goes to its stdout and stderr, which are pipes of the
+supervisor's.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Interpreter:
         self._names["ToolError"] = ToolError
 
     def serve(self) -> None:
-        """Until the supervisor closes the socket."""
+        """Answers requests until the supervisor closes the socket."""
         signal.signal(signal.SIGALRM, _raise_timeout)
         while True:
             while "code" not in (request := self._receive()):
@@ -85,11 +86,11 @@ class Interpreter:
         def call(*values: Any, **named: Any) -> Any:
             if len(values) > len(parameters):
                 raise TypeError(f"{name}() takes {len(parameters)} arguments: {parameters}")
-            given = dict(zip(parameters, values, strict=False))
+            positional = dict(zip(parameters, values, strict=False))
             for key in named:
-                if key in given:
+                if key in positional:
                     raise TypeError(f"{name}() got two values for {key}")
-            return self._call(name, given | named)
+            return self._call(name, positional | named)
 
         call.__name__ = call.__qualname__ = name
         call.__doc__ = tool["description"]
@@ -193,14 +194,16 @@ def _describe_error(error: BaseException) -> dict[str, str]:
 
 
 def _keep_cells(summary: traceback.TracebackException) -> None:
-    """Leaves the frames of the user's code only, of all exceptions in the chain."""
-    seen: list[traceback.TracebackException] = []
-    left: list[traceback.TracebackException | None] = [summary]
-    while left:
-        one = left.pop()
-        if one is None or one in seen:
+    """Keeps only the frames of the user's code, in all exceptions of the chain."""
+    visited: list[traceback.TracebackException] = []
+    waiting: list[traceback.TracebackException | None] = [summary]
+    while waiting:
+        error = waiting.pop()
+        if error is None or error in visited:
             continue
-        seen.append(one)
-        kept = [frame for frame in one.stack if frame.filename.startswith((_CELL, _work_folder()))]
-        one.stack = traceback.StackSummary.from_list(kept)
-        left += [one.__cause__, one.__context__]
+        visited.append(error)
+        cell_frames = [
+            frame for frame in error.stack if frame.filename.startswith((_CELL, _work_folder()))
+        ]
+        error.stack = traceback.StackSummary.from_list(cell_frames)
+        waiting += [error.__cause__, error.__context__]

@@ -1,8 +1,9 @@
-"""What a sandbox starts: it does what the host asks, and owns the interpreter and the programs.
+"""The process that a sandbox starts: it does what the host asks, and owns the interpreter and the
+programs.
 
-It runs with the rights of the code, which it does not trust: it reads frames of bounded length of
-the interpreter, keeps a bounded part of what is printed, and ends everything else that runs in the
-sandbox where a limit was reached. The host trusts it as little; see local.py.
+It runs with the rights of the code, which it does not trust: it reads frames of bounded length from
+the interpreter, keeps a bounded part of the output, and, where a limit was reached, ends everything
+else that runs in the sandbox. The host trusts it as little; see local.py.
 
 Run as `python -I -S supervisor.py`, with the socket to the host as stdin and stdout. The first
 message of the host is the settings.
@@ -75,7 +76,7 @@ class ProgramOutput:
                 return
 
     def take(self) -> str:
-        """What was kept since the last time."""
+        """The text that was kept since the last call."""
         tail = self._tail[-self._half :] if len(self._tail) > self._half else self._tail
         left_out = self._num_bytes - len(self._head) - len(tail)
         note = f"\n... {left_out} bytes left out ...\n".encode() if left_out else b""
@@ -87,7 +88,7 @@ class ProgramOutput:
 
 
 class SandboxedChild:
-    """A process of the code's: the interpreter, or a program."""
+    """A process that runs the code: the interpreter, or a program."""
 
     def __init__(
         self, pid: int, outputs: tuple[ProgramOutput, ProgramOutput], control: int | None
@@ -153,16 +154,16 @@ class SandboxSupervisor:
         before = self._folder.snapshot()
 
         keys = ("id", "code", "deadline_s", "tools")
-        ended: dict[str, Any]
+        outcome: dict[str, Any]
         try:
             self._write_control(child, {key: request[key] for key in keys})
-            ended = self._attend(child, request["deadline_s"] + GRACE_S, request["id"])
+            outcome = self._attend(child, request["deadline_s"] + GRACE_S, request["id"])
         except frames.BadFrame as error:
-            ended = _failure("ProtocolViolation", f"the interpreter sent {error}, and was ended")
+            outcome = _failure("ProtocolViolation", f"the interpreter sent {error}, and was ended")
         except ConnectionError:
-            ended = self._how_it_died(child)
+            outcome = self._how_it_died(child)
 
-        is_alive = "value" in ended
+        is_alive = "value" in outcome
         for output in child.outputs:
             output.drain()
 
@@ -177,8 +178,8 @@ class SandboxSupervisor:
         return {
             "stdout": stdout,
             "stderr": stderr,
-            "value": ended.get("value"),
-            "error": ended["error"],
+            "value": outcome.get("value"),
+            "error": outcome["error"],
             "files": self._folder.list_changed(before),
             "is_alive": is_alive,
             "is_new": is_new,
@@ -217,7 +218,7 @@ class SandboxSupervisor:
         finally:
             os.close(stdin)
 
-        ended = self._attend(child, request["deadline_s"], request["id"])
+        outcome = self._attend(child, request["deadline_s"], request["id"])
         self._kill_all(child)
         for output in child.outputs:
             output.drain()
@@ -227,8 +228,8 @@ class SandboxSupervisor:
         return {
             "stdout": stdout,
             "stderr": stderr,
-            "exit_code": ended.get("exit_code"),
-            "error": ended["error"],
+            "exit_code": outcome.get("exit_code"),
+            "error": outcome["error"],
             "files": self._folder.list_changed(before),
         }
 
@@ -243,7 +244,7 @@ class SandboxSupervisor:
         return {}
 
     def _attend(self, child: SandboxedChild, deadline_s: float, request_id: int) -> dict[str, Any]:
-        """Until the child has ended, or has done what it was asked, or the time is over."""
+        """Waits until the child has ended, or has done what it was asked, or the time is over."""
         until = time.monotonic() + deadline_s
         with selectors.DefaultSelector() as ready:
             for output in child.outputs:
@@ -253,17 +254,19 @@ class SandboxSupervisor:
             if child.control is not None:
                 ready.register(child.control, selectors.EVENT_READ, "control")
 
-            while (left := until - time.monotonic()) > 0:
-                for key, _ in ready.select(min(left, 0.01 if child.control is None else LOOK_S)):
+            while (remaining := until - time.monotonic()) > 0:
+                for key, _ in ready.select(
+                    min(remaining, 0.01 if child.control is None else LOOK_S)
+                ):
                     if isinstance(key.data, ProgramOutput):
                         if not key.data.read():
                             ready.unregister(key.fileobj)
                     elif key.data == "host":
                         self._pass_answer(child)
                     else:
-                        ended = self._hear(child, request_id)
-                        if ended is not None:
-                            return ended
+                        outcome = self._read_message(child, request_id)
+                        if outcome is not None:
+                            return outcome
 
                 self._reap(child)
                 if child.status is not None:
@@ -271,8 +274,8 @@ class SandboxSupervisor:
 
         return _failure("Timeout", f"it has run for {deadline_s:g} s and was killed")
 
-    def _hear(self, child: SandboxedChild, request_id: int) -> dict[str, Any] | None:
-        """A message of the interpreter's: its result, which ends the call, or a tool's call."""
+    def _read_message(self, child: SandboxedChild, request_id: int) -> dict[str, Any] | None:
+        """Reads a message of the interpreter: its result, which ends the call, or a tool's call."""
         assert child.control is not None
         try:
             chunk = os.read(child.control, 2**16)
@@ -304,7 +307,8 @@ class SandboxSupervisor:
         self._write_control(child, {k: v for k, v in answer.items() if k != "do"})
 
     def _write_control(self, child: SandboxedChild, message: dict[str, Any]) -> None:
-        """The interpreter may not read: it is given up then, as one that sends what is wrong."""
+        """The interpreter may not read: it is then given up, like one that sends something
+        wrong."""
         assert child.control is not None
 
         view = memoryview(frames.encode(message))
@@ -329,20 +333,20 @@ class SandboxSupervisor:
             return _failure("ProtocolViolation", "the interpreter closed its connection")
 
         code = os.waitstatus_to_exitcode(child.status)
-        known = -code in set(signal.Signals)
+        is_signal = -code in set(signal.Signals)
         how = f"exit code {code}" if code >= 0 else f"signal {-code}"
-        if known:
+        if is_signal:
             how = signal.Signals(-code).name
 
         return _failure("InterpreterDied", f"the interpreter ended with {how}")
 
     def _start_interpreter(self) -> SandboxedChild:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            ours.setblocking(False)
+        own_end, child_end = socket.socketpair()
+        with child_end:
+            own_end.setblocking(False)
             null = os.open(os.devnull, os.O_RDONLY)
             try:
-                return self._start(stdin=null, control=(ours.detach(), theirs.fileno()))
+                return self._start(stdin=null, control=(own_end.detach(), child_end.fileno()))
             finally:
                 os.close(null)
 
@@ -353,7 +357,7 @@ class SandboxSupervisor:
         argv: list[str] | None = None,
         control: tuple[int, int] | None = None,
     ) -> SandboxedChild:
-        """A program with `argv`, or the interpreter, with both ends of its socket."""
+        """Starts a program with `argv`, or the interpreter, with both ends of its socket."""
         out = os.pipe()
         err = os.pipe()
         pid = os.fork()
@@ -374,7 +378,7 @@ class SandboxSupervisor:
     ) -> None:
         """The child's side of a fork; it never returns."""
         try:
-            kept = None if control is None else os.dup2(control, 200, inheritable=False)
+            control_handle = None if control is None else os.dup2(control, 200, inheritable=False)
             for number, handle in enumerate((stdin, out, err)):
                 os.dup2(handle, number)
 
@@ -385,7 +389,7 @@ class SandboxSupervisor:
 
             if argv is not None:
                 os.execvpe(argv[0], argv, os.environ)
-            assert kept is not None
+            assert control_handle is not None
 
             _prctl(_PR_SET_DUMPABLE, 1)
             sys.stdin, sys.stdout, sys.stderr = (
@@ -394,7 +398,7 @@ class SandboxSupervisor:
             )
             sys.path[:] = [os.getcwd(), *sys.path, *self._settings["packages"]]
             sys.argv = [""]
-            interpreter.Interpreter(kept, self._settings["output_kib"] * 1024).serve()
+            interpreter.Interpreter(control_handle, self._settings["output_kib"] * 1024).serve()
         except BaseException as error:  # noqa: BLE001 (a child that returned would be a second us)
             with contextlib.suppress(BaseException):
                 message = f"{argv[0] if argv else 'the interpreter'}: {error}\n"
@@ -407,7 +411,7 @@ class SandboxSupervisor:
             self._interpreter = None
 
     def _kill_all(self, child: SandboxedChild) -> None:
-        """Ends all that runs in the sandbox but us."""
+        """Ends all processes of the sandbox except this one."""
         everybody = -1 if self._settings["is_alone"] else -child.pid
         until = time.monotonic() + KILLING_S
         while time.monotonic() < until:
@@ -423,15 +427,15 @@ class SandboxSupervisor:
             time.sleep(0.001)
 
     def _reap(self, child: SandboxedChild | None = None) -> None:
-        """Buries the dead, whoever they belonged to."""
+        """Collects ended children, including adopted ones."""
         child = child or self._interpreter
         with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if child is not None and ended[0] == child.pid:
-                    child.status = ended[1]
+            while (reaped := os.waitpid(-1, os.WNOHANG))[0]:
+                if child is not None and reaped[0] == child.pid:
+                    child.status = reaped[1]
 
     def _wait_for_host(self) -> dict[str, Any]:
-        """The host's next message; without a host the sandbox ends."""
+        """The host's next message; the sandbox ends without a host."""
         while (message := self._incoming.next()) is None:
             with selectors.DefaultSelector() as ready:
                 ready.register(self._host, selectors.EVENT_READ)

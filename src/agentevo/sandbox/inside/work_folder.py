@@ -1,5 +1,5 @@
 """The files of a sandbox, as its supervisor sees them: regular files below the work folder, reached
-without following any link, by relative paths. Their number and sizes are bounded."""
+by relative paths without following any link. Their number and sizes are bounded."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ class WorkFolder:
 
     def snapshot(self) -> dict[str, tuple[int, int, int]]:
         """Size, time of change and number of each regular file."""
-        found: dict[str, tuple[int, int, int]] = {}
-        left = [("", 0)]
+        files: dict[str, tuple[int, int, int]] = {}
+        folders = [("", 0)]
         num_entries = 0
-        while left:
-            folder, depth = left.pop()
+        while folders:
+            folder, depth = folders.pop()
             with contextlib.suppress(OSError), os.scandir(folder or ".") as entries:
                 for entry in entries:
                     path = f"{folder}/{entry.name}" if folder else entry.name
                     num_entries += 1
                     if num_entries > self._max_files:
-                        return found
+                        return files
                     if path == HIDDEN or len(path) > LONGEST_PATH:
                         continue
 
                     with contextlib.suppress(OSError):
                         what = entry.stat(follow_symlinks=False)
                         if stat.S_ISREG(what.st_mode):
-                            found[path] = (what.st_size, what.st_mtime_ns, what.st_ino)
+                            files[path] = (what.st_size, what.st_mtime_ns, what.st_ino)
                         elif stat.S_ISDIR(what.st_mode) and depth < 32:
-                            left.append((path, depth + 1))
+                            folders.append((path, depth + 1))
 
-        return found
+        return files
 
     def sizes(self) -> dict[str, int]:
         return {path: facts[0] for path, facts in sorted(self.snapshot().items())}
 
     def list_changed(self, before: dict[str, tuple[int, int, int]]) -> list[str]:
-        """Files that are not as they were, at most 200 of them."""
+        """Files that have changed since `before`, at most 200 of them."""
         now = self.snapshot()
         paths = [path for path in now.keys() | before.keys() if now.get(path) != before.get(path)]
         return sorted(paths)[:200]
@@ -75,7 +75,8 @@ class WorkFolder:
             return file.read(self._largest)
 
     def write(self, path: str, content: bytes) -> None:
-        """Beside its place first, so that no reader sees half of it."""
+        """Writes to a temporary file next to the target first, so that no reader sees half of
+        it."""
         folder, name = self._folder_of(path, makes=True)
         partial = f".{os.urandom(8).hex()}.partial"
         try:
