@@ -243,8 +243,8 @@ def agent_section(name: str) -> type[AgentSection]:
 def brings_tasks(name: str) -> bool:
     """Whether an agent of that name gives its own tasks: a registered class with `brings_tasks =
     True` and a method `tasks()`."""
-    known = name not in SECTIONS and name in agents.names()
-    return known and bool(getattr(agents.get(name), "brings_tasks", False))
+    is_registered = name not in SECTIONS and name in agents.names()
+    return is_registered and bool(getattr(agents.get(name), "brings_tasks", False))
 
 
 def is_async(function: Any) -> bool:
@@ -275,8 +275,12 @@ def takes_policy(function: Any, name: str | None = None) -> bool:
     ]
     has_more = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
     needed = [parameter for parameter in parameters if parameter.default is parameter.empty]
-    num_needed = sum(one in places for one in needed)
-    if num_needed > 2 or not (places or has_more) or any(one.kind is _KEYWORD for one in needed):
+    num_needed = sum(parameter in places for parameter in needed)
+    if (
+        num_needed > 2
+        or not (places or has_more)
+        or any(parameter.kind is _KEYWORD for parameter in needed)
+    ):
         raise ConfigError(f"the agent {name!r} takes {_words(parameters)}: {_SHAPES}")
 
     return num_needed == 2 or has_more or (len(places) > 1 and places[1].name == "policy")

@@ -141,11 +141,11 @@ class AlgorithmKeys(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_the_preset(cls, given: Any) -> Any:
+    def _of_the_preset(cls, value: Any) -> Any:
         """Takes the keys that are not given from the preset."""
-        name = str(given.get("name", "grpo")) if isinstance(given, dict) else ""
+        name = str(value.get("name", "grpo")) if isinstance(value, dict) else ""
         preset = PRESETS.get(name) or PREFERENCE_PRESETS.get(name)
-        return {**preset.keys, **given} if preset is not None else given
+        return {**preset.keys, **value} if preset is not None else value
 
     @model_validator(mode="after")
     def _pieces_fit(self) -> Self:
@@ -194,8 +194,8 @@ class AlgorithmKeys(Section):
         algorithm = self.resolve()
         hyper = ", ".join(f"{key}={value}" for key, value in algorithm.advantage_hyper.items())
         function = self.credit or self.advantage_function
-        own = f" by {function}" if function is not None else ""
-        return f"{algorithm.advantage}{own}" + (f" ({hyper})" if hyper else "")
+        suffix = f" by {function}" if function is not None else ""
+        return f"{algorithm.advantage}{suffix}" + (f" ({hyper})" if hyper else "")
 
     @property
     def within_group(self) -> bool:

@@ -29,10 +29,10 @@ def entry_problem(place: str, model: type[pydantic.BaseModel], error: ErrorDetai
     section, info, rest = _found(model, loc)
     key = ".".join(str(part) for part in loc)
     if error["type"] == "extra_forbidden":
-        known = list(section.model_fields)
-        guess = nearest(str(loc[-1]), known)
+        field_names = list(section.model_fields)
+        guess = nearest(str(loc[-1]), field_names)
         above = ".".join(str(part) for part in (*loc[:-1], ""))
-        hint = f"; did you mean {above}{guess}?" if guess else f"; it has {', '.join(known)}"
+        hint = f"; did you mean {above}{guess}?" if guess else f"; it has {', '.join(field_names)}"
         return f"{place}.{key}: unknown key{hint}"
 
     if error["type"] in ("value_error", "assertion_error"):
@@ -52,15 +52,15 @@ def wrong_value(info: FieldInfo, rest: tuple[int | str, ...], value: object) -> 
     """The end of a line about a value of a field: `: got 5; needs a text`. `rest`: where inside the
     field's value it is, as pydantic says it."""
     inside = ""
-    wanted = info
+    expected = info
     for part in rest:
-        item = _item_type(wanted.annotation, part)
+        item = _item_type(expected.annotation, part)
         if item is None:
             break  # which alternative of several pydantic speaks of
         inside += f"[{part}]" if isinstance(part, int) else f".{part}"
-        wanted = FieldInfo.from_annotation(item)
+        expected = FieldInfo.from_annotation(item)
 
-    kinds = alternative_types(wanted.annotation)
+    kinds = alternative_types(expected.annotation)
     advice = ""
     if (
         isinstance(value, str)
@@ -75,8 +75,8 @@ def wrong_value(info: FieldInfo, rest: tuple[int | str, ...], value: object) -> 
     elif not inside and not info.is_required():
         advice = f" (default {as_yaml(info.get_default(call_default_factory=True))})"
 
-    words = type_in_words(wanted)
-    return f"{inside}: {describe_wrong_value(value, words, choices_of(wanted), advice)}"
+    words = type_in_words(expected)
+    return f"{inside}: {describe_wrong_value(value, words, choices_of(expected), advice)}"
 
 
 def _found(

@@ -63,7 +63,8 @@ def drop_idle_keys(
 
 def _is_changed(key: str, changed: Collection[str]) -> bool:
     return any(
-        f"{key}.".startswith(f"{one}.") or f"{one}.".startswith(f"{key}.") for one in changed
+        f"{key}.".startswith(f"{changed_key}.") or f"{changed_key}.".startswith(f"{key}.")
+        for changed_key in changed
     )
 
 

@@ -32,24 +32,24 @@ def with_importance(tree: Any) -> Any:
 
     engine = _value(tree, "engine", "type", default=OWN)
     quantize = _value(tree, "model", "lora", "quantize", default="none")
-    given = tree.get("algorithm", {})
-    if (engine == OWN and quantize != "8bit") or not isinstance(given, Mapping):
+    section = tree.get("algorithm", {})
+    if (engine == OWN and quantize != "8bit") or not isinstance(section, Mapping):
         return tree
 
-    name = given.get("name", "grpo")
+    name = section.get("name", "grpo")
     if not isinstance(name, str) or name in PREFERENCE_PRESETS or name not in PRESETS:
         return tree
 
     preset = PRESETS[name]
-    algorithm = {**preset.keys, **given}
+    algorithm = {**preset.keys, **section}
     loss = algorithm.get("policy_loss") or preset.policy_loss
     if loss == WEIGHS or algorithm.get("train_observations"):
         return tree
 
     if not DEFAULTS.keys() & algorithm.keys():
-        algorithm = {**given, **DEFAULTS}
+        algorithm = {**section, **DEFAULTS}
     elif "importance" not in algorithm and algorithm["old_logprobs"] == DEFAULTS["old_logprobs"]:
-        algorithm = {**given, "importance": DEFAULTS["importance"]}
+        algorithm = {**section, "importance": DEFAULTS["importance"]}
     else:
         return tree
 

@@ -52,9 +52,11 @@ def import_all(
 ) -> tuple[str, ...]:
     """Imports what the recipe `tree`, read from `folder`, or an override asks for; returns the
     entries with absolute paths. Raises ConfigError with what the user's code raised."""
-    own = [text for text in overrides if sources.split_override(text)[0] == KEY]
-    written = sources.merge({KEY: tree.get(KEY)}, own, where=where, is_text=lambda key: False)[KEY]
-    place = "override" if own else where
+    import_overrides = [text for text in overrides if sources.split_override(text)[0] == KEY]
+    written = sources.merge(
+        {KEY: tree.get(KEY)}, import_overrides, where=where, is_text=lambda key: False
+    )[KEY]
+    place = "override" if import_overrides else where
     entries = [written] if isinstance(written, str) else [] if written is None else written
     if not isinstance(entries, list) or not all(
         isinstance(entry, str) and entry for entry in entries
@@ -65,7 +67,7 @@ def import_all(
         )
 
     is_run = (folder / OF_A_RUN).is_file()
-    places = [*([] if own and is_run else [folder]), Path.cwd()]
+    places = [*([] if import_overrides and is_run else [folder]), Path.cwd()]
     folders = list(dict.fromkeys(place.resolve() for place in places))
     try:
         return tuple(_import(entry, folders) for entry in entries)
@@ -160,8 +162,8 @@ def _comes_with(entry: str, folder: Path) -> bool:
     if _is_path(entry):
         return not os.path.isabs(entry) or Path(entry).resolve().is_relative_to(folder)
 
-    here = Path.cwd().resolve()
-    bases = (folder, here) if len(entry) < MAX_NAME else ()
+    cwd = Path.cwd().resolve()
+    bases = (folder, cwd) if len(entry) < MAX_NAME else ()
     if any(_source(base / f"{entry}.py") or _source(base / entry) for base in bases):
         return True
     if entry in sys.modules:
@@ -170,7 +172,7 @@ def _comes_with(entry: str, folder: Path) -> bool:
     top = entry.partition(".")[0]
     is_imported = getattr(sys.modules.get(top), "__file__", None) is not None
     for place in _places(top):
-        inner = place.relative_to(here).parts if place.is_relative_to(here) else ()
+        inner = place.relative_to(cwd).parts if place.is_relative_to(cwd) else ()
         is_found_here = inner != () and inner[0].partition(".")[0] == top
         if (is_found_here and not is_imported) or place.is_relative_to(folder):
             return True

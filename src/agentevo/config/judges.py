@@ -68,19 +68,19 @@ def _problem(judge: JudgeOptions, digest: str) -> str:
         )
 
     path = Path(judge.calibration).expanduser()
-    again = "measure it again with `agentevo judge calibrate`"
+    remedy = "measure it again with `agentevo judge calibrate`"
     try:
         report = read_json_object(path)
         measured = report["measured"]
         of = str(report["digest"])
         values = {name: measured[name]["value"] for name in BARS}
     except (ConfigError, OSError, KeyError, TypeError, ValueError) as error:
-        return f"calibration: {path} is no report of `agentevo judge calibrate` ({error}): {again}"
+        return f"calibration: {path} is no report of `agentevo judge calibrate` ({error}): {remedy}"
 
     if of != digest:
         return (
             f"calibration: {path} is of another judge (other models, settings, rubric or votes): "
-            f"{again}"
+            f"{remedy}"
         )
 
     problems = below_bars(judge, values)
@@ -93,16 +93,16 @@ def _problem(judge: JudgeOptions, digest: str) -> str:
 def below_bars(judge: JudgeOptions, values: Mapping[str, Any]) -> list[str]:
     """The bars that a judge does not reach, in words. `values`: what was measured, by the bars'
     names; None where it could not be."""
-    found = []
+    problems = []
     for name, (what, at_least) in BARS.items():
         value = values.get(name)
         bar = getattr(judge, name)
         if value is None:
             if at_least:
-                found.append(f"{what} could not be measured, and {name}={bar:g} is wanted")
+                problems.append(f"{what} could not be measured, and {name}={bar:g} is wanted")
         elif (value < bar) if at_least else (abs(value) > bar):
-            found.append(
+            problems.append(
                 f"{what} is {value:.3g}, {'below' if at_least else 'above'} {name}={bar:g}"
             )
 
-    return found
+    return problems

@@ -130,8 +130,8 @@ class ConfigKeys:
         if not below:
             return explanations
 
-        held = tuple(inner for name in below for inner in self._explanations[name])
-        return [replace(explanations[0], keys=held)]
+        inner_keys = tuple(inner for name in below for inner in self._explanations[name])
+        return [replace(explanations[0], keys=inner_keys)]
 
     def sections(self) -> list[Explanation]:
         """The explanations of the sections at the top of the tree."""
@@ -167,7 +167,7 @@ class ConfigKeys:
         best_score = (0.0, 0)
         for name in self.names():
             explanation = self._explanations[name][0]
-            if name.startswith(tuple(f"{one}." for one in LISTS)):
+            if name.startswith(tuple(f"{list_key}." for list_key in LISTS)):
                 continue  # an entry's key can't be set from outside its list
 
             options = {kind for e in self._explanations[name] for kind in e.option_of}
@@ -199,15 +199,15 @@ class ConfigKeys:
 
         kind = error["type"]
         value = error["input"]
-        known = next(
+        num_known = next(
             (n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in self._explanations), 0
         )
-        key = ".".join(parts[:known])
+        key = ".".join(parts[:num_known])
         models = {model for item in self.kinds(key) if (model := section_model(item))}
-        inside = error["loc"][known + 1 :]
-        if inside and parts[known].isdigit() and len(models) == 1:
+        inside = error["loc"][num_known + 1 :]
+        if inside and parts[num_known].isdigit() and len(models) == 1:
             located = cast(ErrorDetails, {**error, "loc": inside})
-            return entry_problem(f"{key}[{parts[known]}]", models.pop(), located)
+            return entry_problem(f"{key}[{parts[num_known]}]", models.pop(), located)
 
         if kind in ("extra_forbidden", "invalid_key"):
             return self._unknown_key(".".join(parts), value, chosen)
@@ -223,14 +223,14 @@ class ConfigKeys:
             )
 
         if kind == "missing":
-            whole = known == len(parts)
+            is_known = num_known == len(parts)
             return (
                 f"{key}: missing; give {with_article(self._explanation(key, chosen).type)}"
-                if whole
+                if is_known
                 else self.wrong_value(key, value, chosen=chosen)
             )
 
-        place = key + "".join(f"[{part}]" for part in parts[known:] if part.isdigit())
+        place = key + "".join(f"[{part}]" for part in parts[num_known:] if part.isdigit())
         return self.wrong_value(key, value, chosen=chosen, place=place)
 
     def wrong_value(
@@ -279,11 +279,11 @@ class ConfigKeys:
 
     def _unknown_key(self, key: str, value: object, chosen: Mapping[str, str]) -> str:
         section = key.split(".")[0]
-        elsewhere = [kind for e in self._explanations.get(key, ()) for kind in e.option_of]
-        if elsewhere and section in chosen:
+        owner_types = [kind for e in self._explanations.get(key, ()) for kind in e.option_of]
+        if owner_types and section in chosen:
             return (
                 f"{key}: unknown key for {section}.type={chosen[section]}; it is an option of "
-                f"{', '.join(elsewhere)}"
+                f"{', '.join(owner_types)}"
             )
 
         if not isinstance(value, Mapping):

@@ -65,10 +65,10 @@ class LoraSection(Section):
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
         fields = type(self).model_fields
-        others = [key for key in fields if key not in ("rank", "adapter", "quantize")]
+        option_keys = [key for key in fields if key not in ("rank", "adapter", "quantize")]
         chosen = [
             key
-            for key in others
+            for key in option_keys
             if getattr(self, key) != fields[key].get_default(call_default_factory=True)
         ]
         if self.adapter is not None and (self.rank or chosen):

@@ -59,18 +59,18 @@ class NamedAgentSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _says_train(cls, given: Any) -> Any:
+    def _says_train(cls, value: Any) -> Any:
         """Other words for `train` are refused with ours."""
-        other = next(
-            (key for key in _OTHER_WORDS if isinstance(given, Mapping) and key in given), ""
+        synonym = next(
+            (key for key in _OTHER_WORDS if isinstance(value, Mapping) and key in value), ""
         )
-        if other:
+        if synonym:
             raise ValueError(
-                f"`{other}` is no key of an agent: write `train: false` for one whose weights stay "
-                "as they are, and `train: true` for one that learns"
+                f"`{synonym}` is no key of an agent: write `train: false` for one whose weights "
+                "stay as they are, and `train: true` for one that learns"
             )
 
-        return given
+        return value
 
     @property
     def is_earlier(self) -> bool:
@@ -192,10 +192,10 @@ def named_agent_contradictions(config: RunConfig) -> list[str]:
 
 def _of_one(config: RunConfig, section: NamedAgentSection) -> Iterator[str]:
     """Each begins with the key below the agent's name."""
-    other = section.weights_of
-    target = None if other is None else config.agents.get(other)
+    owner = section.weights_of
+    target = None if owner is None else config.agents.get(owner)
 
-    if section.is_earlier and other is None:
+    if section.is_earlier and owner is None:
         yield ": version and lag are of another agent's weights: add weights_of=NAME"
     if section.version is not None and section.lag is not None:
         yield ": version and lag are two ways to choose weights: leave one out"
@@ -203,20 +203,20 @@ def _of_one(config: RunConfig, section: NamedAgentSection) -> Iterator[str]:
         yield ".train: earlier weights are not trained: leave train, or version and lag"
 
     if section.remote is not None and section.remote not in config.remote_models:
-        known = ", ".join(config.remote_models) or "none"
-        yield f".remote: {section.remote!r} is not in remote_models ({known})"
+        model_names = ", ".join(config.remote_models) or "none"
+        yield f".remote: {section.remote!r} is not in remote_models ({model_names})"
 
-    others = (section.train, section.model, section.weights_of, section.version, section.lag)
-    if section.remote is not None and any(others):
+    settings = (section.train, section.model, section.weights_of, section.version, section.lag)
+    if section.remote is not None and any(settings):
         yield ".remote: nothing else can be said of a remote model's agent"
-    if other is not None and section.model is not None:
-        yield f".model: it has the weights of {other}: leave one of the two out"
+    if owner is not None and section.model is not None:
+        yield f".model: it has the weights of {owner}: leave one of the two out"
 
-    if other is not None and (target is None or target.weights_of is not None):
-        own = [name for name, agent in config.agents.items() if agent.weights_of is None]
-        yield f".weights_of: {other!r} has no weights of its own: name one of {own}"
+    if owner is not None and (target is None or target.weights_of is not None):
+        owners = [name for name, agent in config.agents.items() if agent.weights_of is None]
+        yield f".weights_of: {owner!r} has no weights of its own: name one of {owners}"
     elif target is not None and not target.is_trained and (section.is_earlier or section.train):
-        yield f".weights_of: {other} is not trained, so there is nothing to follow"
+        yield f".weights_of: {owner} is not trained, so there is nothing to follow"
 
 
 def _of_the_run(config: RunConfig) -> Iterator[str]:

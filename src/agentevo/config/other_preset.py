@@ -63,29 +63,29 @@ def kept_keys(
 
 
 def _dropped_lines(
-    given: Mapping[str, Any], dropped: Sequence[str], where: str, was: str, name: str
+    settings: Mapping[str, Any], dropped: Sequence[str], where: str, was: str, name: str
 ) -> list[str]:
-    written = ", ".join(_written(key, given[key]) for key in dropped)
+    written = ", ".join(_written(key, settings[key]) for key in dropped)
     what = f"{where} sets for algorithm.name={was} what {name} has no use for, left out: {written}"
     return [what] if dropped else []
 
 
 def _kept_lines(
-    given: Mapping[str, Any], where: str, was: str, name: str, *, in_python: bool
+    settings: Mapping[str, Any], where: str, was: str, name: str, *, in_python: bool
 ) -> list[str]:
-    """About the keys `given` that are not the preset's own."""
-    own = own_values(name)
-    kept = {key: value for key, value in given.items() if value != own.get(key)}
-    if not kept:
+    """About the keys of `settings` that are not the preset's own."""
+    preset_values = own_values(name)
+    retained = {key: value for key, value in settings.items() if value != preset_values.get(key)}
+    if not retained:
         return []
 
-    width = max(len(_written(key, value)) for key, value in kept.items())
-    remedies = [_written(key, own.get(key)) for key in kept]
+    width = max(len(_written(key, value)) for key, value in retained.items())
+    remedies = [_written(key, preset_values.get(key)) for key in retained]
     return [
         f"{where} sets for algorithm.name={was} what stays with {name}:",
         *(
-            f"  {_written(key, value):<{width}}  {name}'s own is {_yaml(own.get(key))}"
-            for key, value in kept.items()
+            f"  {_written(key, value):<{width}}  {name}'s own is {_yaml(preset_values.get(key))}"
+            for key, value in retained.items()
         ),
         f"to take {name}'s own, add: "
         f"{f'overrides={remedies}' if in_python else ' '.join(remedies)}",

@@ -119,16 +119,16 @@ def _of_stages(config: RunConfig) -> list[str]:
     needs = config.algorithm.needs
 
     problems = list[str]()
-    others = {key: size for key, size in parallel.above_one.items() if key != "pipeline"}
-    if others:
-        also = " and ".join(f"{key}={size}" for key, size in others.items())
+    other_sizes = {key: size for key, size in parallel.above_one.items() if key != "pipeline"}
+    if other_sizes:
+        also = " and ".join(f"{key}={size}" for key, size in other_sizes.items())
         problems.append(
             f"trainer.parallel.pipeline={parallel.pipeline} together with {also}: stages of a "
             "pipeline are not divided further: set the others to 1 (more processes become "
             "replicas of the pipeline), or pipeline to 1"
         )
 
-    asked = {
+    features = {
         "adapters (model.lora)": config.model.lora.enabled,
         f"a critic (algorithm.name={config.algorithm.name})": "values" in needs,
         f"a process reward (algorithm.name={config.algorithm.name})": "process_rewards" in needs,
@@ -141,7 +141,7 @@ def _of_stages(config: RunConfig) -> list[str]:
         f"{what} together with trainer.parallel.pipeline={parallel.pipeline}: stages of a pipeline "
         "compute policy and reference alone: set pipeline to 1, and share the models by "
         "trainer.parallel.shard"
-        for what, is_asked in asked.items()
+        for what, is_asked in features.items()
         if is_asked
     ]
     if config.memory.offload_activations:

@@ -101,18 +101,18 @@ class PeerValue:
 def peer_keys() -> tuple[PeerKey, ...]:
     """All keys of all systems, in the order of the page."""
     keys = []
-    for system, left, right, remark in _rows():
+    for system, their_cell, our_cell, remark in _rows():
         if system == VALUES:
             continue
 
-        theirs = _CODE.findall(left)
-        ours = _CODE.findall(right)
-        if len(theirs) != len(ours):
-            ours = [", ".join(ours) or right] * len(theirs)
+        theirs = _CODE.findall(their_cell)
+        equivalents = _CODE.findall(our_cell)
+        if len(theirs) != len(equivalents):
+            equivalents = [", ".join(equivalents) or our_cell] * len(theirs)
 
         keys += [
             PeerKey(system, key, stands_for, remark)
-            for key, stands_for in zip(theirs, ours, strict=True)
+            for key, stands_for in zip(theirs, equivalents, strict=True)
         ]
 
     return tuple(keys)
@@ -122,8 +122,8 @@ def peer_keys() -> tuple[PeerKey, ...]:
 def peer_values() -> tuple[PeerValue, ...]:
     """All values that are asked about, in the order of the page."""
     return tuple(
-        PeerValue(left.strip("`"), values, remark)
-        for section, left, values, remark in _rows()
+        PeerValue(value_cell.strip("`"), values, remark)
+        for section, value_cell, values, remark in _rows()
         if section == VALUES
     )
 
@@ -189,5 +189,5 @@ def _rows() -> Iterator[tuple[str, str, str, str]]:
         elif line.startswith("| ") and is_head:
             is_head = False
         elif line.startswith("| "):
-            left, right, remark = (cell.strip() for cell in line.strip("|").split("|"))
-            yield section, left, right, remark.replace("`", "")
+            first, second, remark = (cell.strip() for cell in line.strip("|").split("|"))
+            yield section, first, second, remark.replace("`", "")

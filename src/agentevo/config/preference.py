@@ -53,22 +53,22 @@ def check_preference_keys(section: AlgorithmKeys, preference: PreferenceAlgorith
     what = f"name={section.name} trains by the preference loss {preference.loss}"
     idle = _changed_keys(section, OF_RL)
     if idle:
-        kept = (
+        beta_hint = (
             "; its pull to the reference is beta"
             if "kl_coef" in idle and preference.needs_reference
             else ""
         )
         raise ValueError(
             f"{what}, in which {', '.join(idle)} has no place: remove it (or set it to its "
-            f"default){kept}"
+            f"default){beta_hint}"
         )
 
-    own = {
+    preset_values = {
         key: value
         for key, value in PREFERENCE_PRESETS[section.name].keys.items()
         if getattr(section, key) == value
     }
-    idle = [key for key in _changed_keys(section, OF_REFERENCE) if key not in own]
+    idle = [key for key in _changed_keys(section, OF_REFERENCE) if key not in preset_values]
     if idle and not preference.needs_reference:
         raise ValueError(f"{what}, which has no reference: remove {', '.join(idle)}")
 

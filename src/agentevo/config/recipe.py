@@ -140,8 +140,8 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _defaults_that_follow(cls, given: Any) -> Any:
-        return with_roles(with_recording(with_importance(given)))
+    def _defaults_that_follow(cls, tree: Any) -> Any:
+        return with_roles(with_recording(with_importance(tree)))
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
@@ -234,8 +234,8 @@ def build_config(
         )
 
     plain["import"] = imports
-    given = sources.overridden(overrides, keys.is_text)
-    drop_idle_keys(tree, plain, changed_keys(given.items()))
+    override_values = sources.overridden(overrides, keys.is_text)
+    drop_idle_keys(tree, plain, changed_keys(override_values.items()))
     lines = _fill_in(plain, name, folder or Path.cwd())
     variants = section_variants()
     chosen = {
@@ -331,17 +331,17 @@ def key_variants() -> Variants:
 
 
 def _read_variant(
-    section: str, given: Mapping[str, Any], models: Mapping[str, type[pydantic.BaseModel]]
+    section: str, options: Mapping[str, Any], models: Mapping[str, type[pydantic.BaseModel]]
 ) -> tuple[pydantic.BaseModel | None, list[ErrorDetails], str | None]:
     """A polymorphic section checked by the model that its `type` names, or what is wrong with its
     options, or with the type."""
-    kind = given.get("type")
-    known = list(models)
-    if not isinstance(kind, str) or kind not in known:
-        return None, [], describe_wrong_choice(section, given, "type", known, OF_YOUR_OWN)
+    kind = options.get("type")
+    type_names = list(models)
+    if not isinstance(kind, str) or kind not in type_names:
+        return None, [], describe_wrong_choice(section, options, "type", type_names, OF_YOUR_OWN)
 
     try:
-        return models[kind].model_validate(given), [], None
+        return models[kind].model_validate(options), [], None
     except pydantic.ValidationError as error:
         located = [{**wrong, "loc": (section, *wrong["loc"])} for wrong in error.errors()]
         return None, cast(list[ErrorDetails], located), None
@@ -363,23 +363,23 @@ def to_yaml(config: RunConfig) -> str:
 def changed_to_yaml(config: RunConfig) -> str:
     """Of the resolved tree what differs from the defaults, those of the preset and of the chosen
     environment and agent among them; loading it gives the same config."""
-    whole = to_tree(config)
+    resolved = to_tree(config)
     changed = escape_tree(config.model_dump(mode="json", exclude_defaults=True))
-    changed["algorithm"] = whole["algorithm"]
-    if whole["algorithm"] == {"name": AlgorithmSection().name}:
+    changed["algorithm"] = resolved["algorithm"]
+    if resolved["algorithm"] == {"name": AlgorithmSection().name}:
         del changed["algorithm"]
 
     for section in section_variants():
         if section in changed:
-            changed[section] = {"type": whole[section]["type"], **changed[section]}
+            changed[section] = {"type": resolved[section]["type"], **changed[section]}
 
-    return dump_yaml(_with_names(changed, whole))
+    return dump_yaml(_with_names(changed, resolved))
 
 
-def _with_names(changed: Any, whole: Any) -> Any:
+def _with_names(changed: Any, resolved: Any) -> Any:
     """`changed` with the name or type of each entry of a list, which tells what the entry is."""
     if isinstance(changed, dict):
-        return {key: _with_names(value, whole[key]) for key, value in changed.items()}
+        return {key: _with_names(value, resolved[key]) for key, value in changed.items()}
     if not isinstance(changed, list):
         return changed
 
@@ -387,7 +387,7 @@ def _with_names(changed: Any, whole: Any) -> Any:
         {key: all_of_it[key] for key in ("name", "type") if key in all_of_it} | entry
         if isinstance(entry, dict)
         else entry
-        for entry, all_of_it in zip(changed, whole, strict=True)
+        for entry, all_of_it in zip(changed, resolved, strict=True)
     ]
 
 

@@ -198,13 +198,13 @@ def unknown_helpers(names: Collection[str], agent: Section) -> Iterator[str]:
     context = getattr(agent, "context", None)
     browse = getattr(agent, "browse", None)
 
-    asked = [("agent.context.summary_model", getattr(context, "summary_model", None))]
-    asked += [("agent.browse.models", name) for name in getattr(browse, "models", ())]
-    for key, name in asked:
+    references = [("agent.context.summary_model", getattr(context, "summary_model", None))]
+    references += [("agent.browse.models", name) for name in getattr(browse, "models", ())]
+    for key, name in references:
         if name is not None and name not in names:
             hint = suggest_nearest(name, list(names))
-            known = ", ".join(names) or "none"
+            model_names = ", ".join(names) or "none"
             yield (
                 f"{key}: there is no remote model {name!r}: {hint}add it to remote_models, which "
-                f"has {known}"
+                f"has {model_names}"
             )

@@ -60,9 +60,9 @@ def read_rewards(given: Any) -> tuple[tuple[RewardConfig, ...], list[str]]:
             continue
 
         name = options.get("name")
-        known = rewards.names()
-        if not isinstance(name, str) or name not in known:
-            lines.append(describe_wrong_choice(place, options, "name", known, OF_YOUR_OWN))
+        reward_names = rewards.names()
+        if not isinstance(name, str) or name not in reward_names:
+            lines.append(describe_wrong_choice(place, options, "name", reward_names, OF_YOUR_OWN))
             continue
 
         model = reward_config(name)
@@ -85,10 +85,12 @@ def read_rewards(given: Any) -> tuple[tuple[RewardConfig, ...], list[str]]:
     for index, config in enumerate(configs if not lines else ()):
         for name in config.requires:
             if name == config.title or name not in names:
-                others = ", ".join(other for other in names if other != config.title) or "none"
+                other_titles = (
+                    ", ".join(title for title in names if title != config.title) or "none"
+                )
                 lines.append(
                     f"rewards[{index}].requires: got {name!r}; needs another reward of the list: "
-                    f"{others}"
+                    f"{other_titles}"
                 )
 
     return tuple(configs), lines

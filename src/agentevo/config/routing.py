@@ -23,8 +23,8 @@ def with_recording(tree: Any) -> Any:
 
     trainer = tree.get("trainer")
     engine = tree.get("engine", {})
-    asked = trainer.get("routing_replay") if isinstance(trainer, Mapping) else None
-    if asked != "rollout" or not isinstance(engine, Mapping) or "routed_experts" in engine:
+    replay = trainer.get("routing_replay") if isinstance(trainer, Mapping) else None
+    if replay != "rollout" or not isinstance(engine, Mapping) or "routed_experts" in engine:
         return tree
     return {**tree, "engine": {**engine, "routed_experts": True}}
 

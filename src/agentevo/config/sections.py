@@ -145,11 +145,11 @@ class ModelSection(Section):
 
     @field_validator("chat_template")
     @classmethod
-    def _template_is_read(cls, given: str | None) -> str | None:
-        if given is None or given in CHAT_TEMPLATES:
-            return given
-        is_text = "{%" in given or "{{" in given
-        template = given if is_text else _template_of(os.path.expanduser(given))
+    def _template_is_read(cls, value: str | None) -> str | None:
+        if value is None or value in CHAT_TEMPLATES:
+            return value
+        is_text = "{%" in value or "{{" in value
+        template = value if is_text else _template_of(os.path.expanduser(value))
         if "${" in template:
             raise ValueError("the template has ${ in it, which a recipe would fill in: write $ {")
         return template
@@ -443,10 +443,10 @@ class StoreSection(Section):
 
 def _template_of(path: str) -> str:
     """Raises ValueError for a file that can't be a chat template."""
-    known = ", ".join(CHAT_TEMPLATES)
+    template_names = ", ".join(CHAT_TEMPLATES)
     if not os.path.isfile(path):  # pathlib's raises for what can be no path
         raise ValueError(
-            f"{shown(path)} is no file: give a Jinja file, or a template's name ({known})"
+            f"{shown(path)} is no file: give a Jinja file, or a template's name ({template_names})"
         )
 
     try:

@@ -78,7 +78,9 @@ def question_family(name: str) -> Callable[[F], F]:
     Raises ConfigError for a class without these methods."""
 
     def add(family: F) -> F:
-        missing = [one for one in ("prompt", "read") if not callable(getattr(family, one, None))]
+        missing = [
+            method for method in ("prompt", "read") if not callable(getattr(family, method, None))
+        ]
         if missing:
             raise ConfigError(
                 f"the question family {name!r} has no {missing[0]}: give the class the methods "
@@ -87,8 +89,8 @@ def question_family(name: str) -> Callable[[F], F]:
 
         for method, takes in (("prompt", "self, rng"), ("read", "self, text, prompt")):
             try:
-                given = [None] * len(takes.split(","))
-                inspect.signature(getattr(family, method)).bind(*given)
+                arguments = [None] * len(takes.split(","))
+                inspect.signature(getattr(family, method)).bind(*arguments)
             except TypeError:
                 raise ConfigError(
                     f"the question family {name!r}: its method `{method}` is called as "

@@ -60,10 +60,10 @@ def packaged_files(ending: str) -> dict[str, Path]:
     """
     package = Path(__file__).parent.parent
     inside = package / "recipes"
-    beside = package.parent.parent / "recipes"
-    paths = list(inside.glob(f"*/*{ending}")) or list(beside.glob(f"*/*{ending}"))
-    found = {path.name.removesuffix(ending): path for path in paths}
-    return {name: found[name] for name in sorted(found) if "." not in name}
+    in_checkout = package.parent.parent / "recipes"
+    paths = list(inside.glob(f"*/*{ending}")) or list(in_checkout.glob(f"*/*{ending}"))
+    files = {path.name.removesuffix(ending): path for path in paths}
+    return {name: files[name] for name in sorted(files) if "." not in name}
 
 
 def recipe_names() -> list[str]:
@@ -74,7 +74,7 @@ def recipe_names() -> list[str]:
 def find_recipe(recipe: str) -> Path:
     """A YAML path, or the file of a packaged recipe of that name."""
     path = Path(recipe)
-    known = ", ".join(recipe_names())
+    available = ", ".join(recipe_names())
     if problem := name_problem(recipe):
         raise ConfigError(f"recipe {shorten(recipe)!r}: {problem}")
 
@@ -83,7 +83,7 @@ def find_recipe(recipe: str) -> Path:
             return path
         raise ConfigError(
             f"recipe {recipe}: no such file: {spelling_hint(path, os.path.isfile)}packaged "
-            f"recipes: {known}"
+            f"recipes: {available}"
         )
 
     packaged = packaged_recipes().get(recipe)
@@ -102,8 +102,8 @@ def find_recipe(recipe: str) -> Path:
     if guess and not (hint and "/" in recipe):
         hint = f"did you mean {guess!r}? "
     raise UnknownNameError(
-        f"no recipe is called {recipe!r}: {hint}packaged recipes: {known}; or give the path of a "
-        ".yaml file"
+        f"no recipe is called {recipe!r}: {hint}packaged recipes: {available}; or give the path of "
+        "a .yaml file"
     )
 
 
@@ -183,20 +183,20 @@ def _merge(
     addition: Mapping[str, Any],
     key: str,
     place: tuple[str, ...] = (),
-    whole: Mapping[str, Any] | None = None,
+    root: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """`tree` with `addition` on top; a section that is written as `${...}` is that of the tree, and
     one in its short form is written out, whichever of the two it is in: the short form sets its one
-    key. `place`: the keys under which `tree` lies in `whole`."""
+    key. `place`: the keys under which `tree` lies in `root`."""
     merged = dict(tree)
-    whole = tree if whole is None else whole
+    root = tree if root is None else root
     for name, value in addition.items():
         below = merged.get(name)
         at = (*place, name)
-        if _in_recipe(at) in SHORT_FORMS and isinstance(_seen(at, below, whole), dict):
-            value = _written_out(at, value, _seen(at, value, whole))
+        if _in_recipe(at) in SHORT_FORMS and isinstance(_seen(at, below, root), dict):
+            value = _written_out(at, value, _seen(at, value, root))
         if isinstance(value, dict) and is_interpolation(below):
-            below = Resolver(whole).value(at, below)
+            below = Resolver(root).value(at, below)
         if isinstance(value, dict):
             below = _written_out(at, below, below)
 
@@ -207,17 +207,17 @@ def _merge(
             )
 
         if isinstance(value, dict) and isinstance(below, dict):
-            value = _merge(below, value, key, (*place, name), whole)
+            value = _merge(below, value, key, (*place, name), root)
 
         merged[name] = value
 
     return merged
 
 
-def _seen(place: tuple[str, ...], value: Any, whole: Mapping[str, Any]) -> Any:
+def _seen(place: tuple[str, ...], value: Any, root: Mapping[str, Any]) -> Any:
     """What a value stands for, as far as the tree says so yet."""
     try:
-        return Resolver(whole).value(place, value) if is_interpolation(value) else value
+        return Resolver(root).value(place, value) if is_interpolation(value) else value
     except InterpolationError:
         return value
 

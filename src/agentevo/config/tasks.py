@@ -101,9 +101,9 @@ class TasksSection(Section):
             )
 
         if self.curriculum is not None and (self.stages or self.weights):
-            other = "stages" if self.stages else "weights"
+            conflict = "stages" if self.stages else "weights"
             raise ValueError(
-                f"curriculum and {other} both say which tasks a step plays: leave one of them out"
+                f"curriculum and {conflict} both say which tasks a step plays: leave one of them out"
             )
 
         if self.curriculum is not None and not self.train:
@@ -114,11 +114,11 @@ class TasksSection(Section):
         return self
 
     def _checked_self_play(self) -> TasksSection:
-        others = [key for key in ("train", "weights", "stages") if getattr(self, key)]
-        others += ["curriculum"] * (self.curriculum is not None)
-        if others:
+        conflicts = [key for key in ("train", "weights", "stages") if getattr(self, key)]
+        conflicts += ["curriculum"] * (self.curriculum is not None)
+        if conflicts:
             raise ValueError(
-                f"self_play and {others[0]} both say which tasks a step plays: leave one out"
+                f"self_play and {conflicts[0]} both say which tasks a step plays: leave one out"
             )
 
         if not self.eval:
@@ -177,9 +177,9 @@ def play_problems(
     has_environment = tree.get("environment") is not None
     kind = agent.get("type") if isinstance(agent, dict) else getattr(agent, "type", None)
     if isinstance(kind, str) and brings_tasks(kind):
-        given = "tasks" if has_tasks else "environment" if has_environment else ""
-        lines = f"{given}: agent.type={kind} brings tasks of its own: leave out `{given}`"
-        return [lines] if given else []
+        conflict = "tasks" if has_tasks else "environment" if has_environment else ""
+        line = f"{conflict}: agent.type={kind} brings tasks of its own: leave out `{conflict}`"
+        return [line] if conflict else []
 
     if has_tasks and has_environment:
         return [

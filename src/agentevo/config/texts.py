@@ -81,12 +81,12 @@ def check_texts(texts: Mapping[Any, Any], known: Sequence[str] | None = None) ->
 def read_texts(path: Path) -> dict[str, str]:
     """The texts of a YAML file, a mapping from names to texts. Raises ConfigError."""
     try:
-        found = parse_yaml(read_text(path))
-        if found is None:
-            found = {}
-        if not isinstance(found, dict):
-            raise ValueError(f"it holds a {type(found).__name__}: write NAME: TEXT")
-        return check_texts(found)
+        texts = parse_yaml(read_text(path))
+        if texts is None:
+            texts = {}
+        if not isinstance(texts, dict):
+            raise ValueError(f"it holds a {type(texts).__name__}: write NAME: TEXT")
+        return check_texts(texts)
     except (ParseError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
@@ -95,13 +95,13 @@ def with_texts_of_file(section: Mapping[str, Any], folder: Path) -> tuple[dict[s
     """The section of an agent, as written in a recipe that lies in `folder`, with the texts of the
     file that it names, beside the recipe or else in the current folder; and what is wrong with
     that, or nothing."""
-    given = section.get("texts")
-    if not isinstance(given, (str, Path)):
+    texts_file = section.get("texts")
+    if not isinstance(texts_file, (str, Path)):
         return dict(section), ""
 
     without = {key: value for key, value in section.items() if key != "texts"}
     for base in (folder, Path.cwd()):
-        path = Path(os.path.join(base, os.path.expanduser(given)))
+        path = Path(os.path.join(base, os.path.expanduser(texts_file)))
         try:
             if path.is_file():
                 return {**without, "texts": read_texts(path)}, ""
@@ -109,6 +109,6 @@ def with_texts_of_file(section: Mapping[str, Any], folder: Path) -> tuple[dict[s
             return without, f"agent.texts: {error}"
 
     return without, (
-        f"agent.texts: there is no file {shown(str(given))}: give a YAML file of NAME: TEXT, or "
-        "such a mapping"
+        f"agent.texts: there is no file {shown(str(texts_file))}: give a YAML file of NAME: TEXT, "
+        "or such a mapping"
     )

@@ -25,14 +25,14 @@ def read_tools(agent: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], 
     """The section of an agent, as written in a recipe that lies in `folder`, with the entries of
     its tools written out: a server that is started runs beside the recipe, wherever the run was
     started. With a line about each problem. Another agent's section stays as it is."""
-    given = agent.get("tools")
+    raw_entries = agent.get("tools")
     is_ours = "tools" in SECTIONS.get(str(agent.get("type")), Section).model_fields
-    if not is_ours or not isinstance(given, (list, tuple)):
+    if not is_ours or not isinstance(raw_entries, (list, tuple)):
         return dict(agent), []
 
     entries: list[Any] = []
     lines: list[str] = []
-    for index, entry in enumerate(given):
+    for index, entry in enumerate(raw_entries):
         read, problems = _read(f"agent.tools[{index}]", entry, folder)
         lines += problems
         entries += [] if problems else [read]

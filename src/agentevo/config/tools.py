@@ -133,8 +133,12 @@ def named_tool(given: Tool) -> Any:
 
 def public_methods(item: type) -> dict[str, Any]:
     """Name -> function of every tool of a class."""
-    found = inspect.getmembers(item, inspect.isfunction)
-    return {name: one for name, one in found if not name.startswith("_") and name not in RESERVED}
+    functions = inspect.getmembers(item, inspect.isfunction)
+    return {
+        name: function
+        for name, function in functions
+        if not name.startswith("_") and name not in RESERVED
+    }
 
 
 def check_tool(name: str, item: Any) -> None:

@@ -55,8 +55,8 @@ class TrackingSection(Section):
 
     @field_validator("backends", mode="before")
     @classmethod
-    def _read(cls, given: Any) -> Any:
-        return read_backends(given)
+    def _read(cls, value: Any) -> Any:
+        return read_backends(value)
 
 
 def read_backends(given: Any) -> tuple[TrackerConfig, ...]:
@@ -92,12 +92,12 @@ def _entry(index: int, entry: Any) -> TrackerConfig:
         raise ValueError(f"got {entry!r} at [{index}]; needs a name, or a mapping with a name")
 
     name = options.get("name")
-    known = trackers.names()
-    if not isinstance(name, str) or name not in known:
+    tracker_names = trackers.names()
+    if not isinstance(name, str) or name not in tracker_names:
         what = "an entry without a name" if "name" not in options else f"got {name!r}"
         raise ValueError(
-            f"{what}; {suggest_nearest(name, known)}choose of {', '.join(known)}, or install a "
-            "package that brings it (entry point agentevo.trackers)"
+            f"{what}; {suggest_nearest(name, tracker_names)}choose of "
+            f"{', '.join(tracker_names)}, or install a package that brings it (entry point agentevo.trackers)"
         )
 
     model = trackers.get(name).Config

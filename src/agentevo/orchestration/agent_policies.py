@@ -134,13 +134,21 @@ def _share(model: PreTrainedModel, main: PreTrainedModel) -> None:
     """Lets the model have the main one's tensors where neither is trained and both are equal."""
     fixed = {name: p for name, p in main.named_parameters() if not p.requires_grad}
     modules = dict(model.named_modules())
-    for name, own in list(model.named_parameters()):
-        other = fixed.get(name)
-        if other is None or own.requires_grad or own.shape != other.shape:
+    for name, parameter in list(model.named_parameters()):
+        main_parameter = fixed.get(name)
+        if (
+            main_parameter is None
+            or parameter.requires_grad
+            or parameter.shape != main_parameter.shape
+        ):
             continue
-        if own.dtype == other.dtype and own.device == other.device and torch.equal(own, other):
+        if (
+            parameter.dtype == main_parameter.dtype
+            and parameter.device == main_parameter.device
+            and torch.equal(parameter, main_parameter)
+        ):
             owner, _, leaf = name.rpartition(".")
-            setattr(modules[owner], leaf, other)
+            setattr(modules[owner], leaf, main_parameter)
 
 
 class EarlierVersions:

@@ -106,15 +106,15 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 def copy_weights(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies of a model's weights by name. Tied ones stay one tensor, which a model's folder has
     once."""
-    made: dict[tuple[int, torch.Size], torch.Tensor] = {}
-    found = {}
+    copies_by_storage: dict[tuple[int, torch.Size], torch.Tensor] = {}
+    copies = {}
     for name, tensor in weights.items():
         key = (tensor.data_ptr(), tensor.shape) if tensor.numel() else (id(tensor), tensor.shape)
-        if key not in made:
-            made[key] = _copy_tensor(tensor)
-        found[name] = made[key]
+        if key not in copies_by_storage:
+            copies_by_storage[key] = _copy_tensor(tensor)
+        copies[name] = copies_by_storage[key]
 
-    return found
+    return copies
 
 
 def copy_state(state: Any) -> Any:

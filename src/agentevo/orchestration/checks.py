@@ -57,14 +57,14 @@ def check_recipe(
     refusals.collect(check_agent, config, agent, tasks)
     refusals.collect(check_tracing, config)
 
-    given = None
+    given_tasks = None
     if command == "sft":
         refusals.collect(check_sft_parts, config, resume, may_fetch=may_fetch)
     else:
-        given = refusals.collect(check_parts, config, tasks, resume, may_fetch=may_fetch)
+        given_tasks = refusals.collect(check_parts, config, tasks, resume, may_fetch=may_fetch)
 
     refusals.raise_all()
-    return given
+    return given_tasks
 
 
 def check_parts(
@@ -87,8 +87,8 @@ def check_parts(
 
     refusals.collect(check_processes, config)
     refusals.collect(check_tracking, config)
-    given = refusals.collect(check_play, config, tasks)
-    refusals.collect(_check_serving, config, apart=apart or config.rollout.samplers > 0)
+    given_tasks = refusals.collect(check_play, config, tasks)
+    refusals.collect(_check_serving, config, is_disaggregated=apart or config.rollout.samplers > 0)
     refusals.collect(check_preference, config)
     if config.cold_start.episodes and not resume:
         asks = "cold_start.episodes asks: set cold_start.episodes=0"
@@ -100,7 +100,7 @@ def check_parts(
     refusals.collect(check_memory, config)
     refusals.collect(check_profile, config)
     _check_models(config, resume, may_fetch, refusals)
-    return given
+    return given_tasks
 
 
 def _check_models(config: RunConfig, resume: bool, may_fetch: bool, refusals: Refusals) -> None:
@@ -122,9 +122,9 @@ def _check_samplers(config: RunConfig) -> None:
     RunSecret(config.run_dir / "engines", config.rollout.engine_secret).check()
 
 
-def _check_serving(config: RunConfig, *, apart: bool) -> None:
+def _check_serving(config: RunConfig, *, is_disaggregated: bool) -> None:
     check_engine(config.engine)
-    check_transport(config, apart=apart)
+    check_transport(config, apart=is_disaggregated)
 
 
 def _check_algorithm(config: RunConfig) -> None:

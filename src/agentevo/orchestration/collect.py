@@ -108,7 +108,7 @@ class Collector:
         tasks = self._tasks.train(step)
 
         refill = self._tasks.refill(step)
-        wanted = len(tasks) if algorithm.dynamic_sampling > 1 else None
+        target_groups = len(tasks) if algorithm.dynamic_sampling > 1 else None
         gathered = _Gathered()
         rounds = 0
         while tasks:
@@ -117,20 +117,20 @@ class Collector:
             if last:  # these groups have been chosen among others already
                 algorithm = algorithm.model_copy(update={"keep_groups": 1.0})
 
-            kept, dropped = select(
-                gathered.sampled, algorithm, before=gathered.dropped, wanted=wanted
+            selected, dropped = select(
+                gathered.sampled, algorithm, before=gathered.dropped, wanted=target_groups
             )
-            informative = len({t.group_id for t in kept})
+            informative = len({t.group_id for t in selected})
             num_groups = len({t.group_id for t in gathered.sampled})
             tasks = []
-            if wanted is not None and rounds < algorithm.dynamic_sampling and not last:
-                tasks = list(islice(refill, next_round(wanted, informative, num_groups)))
+            if target_groups is not None and rounds < algorithm.dynamic_sampling and not last:
+                tasks = list(islice(refill, next_round(target_groups, informative, num_groups)))
 
         if self._rlpr is not None:
             self._rlpr.end_step()
 
         collected = self._collect_result(
-            gathered, kept, dropped, rounds if wanted is not None else None
+            gathered, selected, dropped, rounds if target_groups is not None else None
         )
         collected.metrics.update(self._tasks.metrics_of(step))
         self._solved = solved_attempts(gathered.sampled) if self._config.tasks.curriculum else {}
@@ -150,35 +150,39 @@ class Collector:
     async def _round(self, step: int, tasks: Sequence[Task], gathered: _Gathered) -> bool:
         """Samples a group per task and makes the decisions that are made once per round. Returns
         whether this was the last round."""
-        found = await self._attempts.round(step, tasks)
-        trajectories = found.trajectories
+        rollout_round = await self._attempts.round(step, tasks)
+        trajectories = rollout_round.trajectories
         sampled = [t for t in trajectories if not is_baseline(t)]
         greedy = [t for t in trajectories if is_baseline(t)]
 
-        gathered.dropped |= found.dropped
-        gathered.metrics |= found.metrics
+        gathered.dropped |= rollout_round.dropped
+        gathered.metrics |= rollout_round.metrics
         gathered.dropped |= {t.id: STALE for t in sampled if self._too_old(t, step)}
         if self._config.agents:
             learning = trained_agents(self._config)
             gathered.dropped |= {t.id: NOT_TRAINED for t in sampled if t.agent not in learning}
 
-        kept, _ = usable(
+        candidates, _ = usable(
             [t for t in sampled if t.id not in gathered.dropped], self._config.algorithm
         )
         if self._needs_baseline:
             measured = {t.task_id for t in greedy if t.status == "completed"}
-            gathered.dropped |= {t.id: "no-baseline" for t in kept if t.task_id not in measured}
-            kept = [t for t in kept if t.task_id in measured]
+            gathered.dropped |= {
+                t.id: "no-baseline" for t in candidates if t.task_id not in measured
+            }
+            candidates = [t for t in candidates if t.task_id in measured]
 
         if self._rlpr is not None:
-            filtered = self._rlpr.filter([t.reward for t in kept], [t.group_id for t in kept])
+            filtered = self._rlpr.filter(
+                [t.reward for t in candidates], [t.group_id for t in candidates]
+            )
             gathered.dropped |= {
-                kept[position].id: "below-usual-spread" for position in filtered.dropped
+                candidates[position].id: "below-usual-spread" for position in filtered.dropped
             }
 
         gathered.sampled += sampled
         gathered.greedy += greedy
-        return found.last
+        return rollout_round.last
 
     def _too_old(self, trajectory: Trajectory, step: int) -> bool:
         """Whether the whole trajectory is left out: its oldest token breaks the staleness bound,
@@ -192,13 +196,13 @@ class Collector:
     def _collect_result(
         self,
         gathered: _Gathered,
-        kept: list[Trajectory],
+        selected: list[Trajectory],
         dropped: dict[str, str],
         rounds: int | None,
     ) -> Collected:
         algorithm = self._config.algorithm
         length_max = self._config.length_max
-        shaped = shape_by_length(kept, algorithm, length_max)
+        shaped = shape_by_length(selected, algorithm, length_max)
         measured = [t for t in gathered.greedy if t.status == "completed"]
         baselines = {t.task_id: t.reward for t in shape_by_length(measured, algorithm, length_max)}
         trainable, _ = usable(gathered.sampled, algorithm)
@@ -213,7 +217,7 @@ class Collector:
         metrics |= collection_metrics(
             group_sizes=[len(rewards) for rewards in rewards_by_group(trainable).values()],
             length_parts=[
-                after.reward - before.reward for before, after in zip(kept, shaped, strict=True)
+                after.reward - before.reward for before, after in zip(selected, shaped, strict=True)
             ]
             if algorithm.length_shaping != "none"
             else [],
@@ -221,7 +225,7 @@ class Collector:
         )
         if rounds is not None:
             surplus = {t.group_id for t in gathered.sampled if dropped.get(t.id) == "surplus"}
-            informative = len(surplus | {t.group_id for t in kept})
+            informative = len(surplus | {t.group_id for t in selected})
             metrics["rollout/rounds"] = float(rounds)
             metrics["rollout/informative_share"] = informative / max(
                 len({t.group_id for t in gathered.sampled}), 1
@@ -238,13 +242,13 @@ class Collector:
 
 def solved_attempts(trajectories: Sequence[Trajectory]) -> dict[str, list[int]]:
     """Task id -> how many of its completed attempts have succeeded, and how many there are."""
-    found: dict[str, list[int]] = {}
+    counts_by_task: dict[str, list[int]] = {}
     for trajectory in trajectories:
         if trajectory.status == "completed":
-            counts = found.setdefault(trajectory.task_id, [0, 0])
+            counts = counts_by_task.setdefault(trajectory.task_id, [0, 0])
             counts[0] += trajectory.success
             counts[1] += 1
-    return found
+    return counts_by_task
 
 
 def is_baseline(trajectory: Trajectory) -> bool:
@@ -268,12 +272,12 @@ def _rlpr_filter(section: AlgorithmSection) -> RLPRStd | None:
     if section.rlpr_beta is None:
         return None
 
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "decay": section.rlpr_decay,
         "record_from": section.rlpr_record_from,
         "start": section.rlpr_start,
     }
     return RLPRStd(
         beta=section.rlpr_beta,
-        **{name: value for name, value in given.items() if value is not None},
+        **{name: value for name, value in settings.items() if value is not None},
     )

@@ -92,15 +92,15 @@ class Components:
     @property
     def engines(self) -> list[UpdatableEngine]:
         """Those of all policies, the main one's first."""
-        others = (policy.engine for policy in self.policies.values())
-        return [self.engine, *(engine for engine in others if engine is not self.engine)]
+        policy_engines = (policy.engine for policy in self.policies.values())
+        return [self.engine, *(engine for engine in policy_engines if engine is not self.engine)]
 
     @property
     def trained(self) -> list[tuple[PreTrainedModel, UpdatableEngine]]:
         """Every model that is trained, and its engine; the main one first."""
         names = trained_policies(self.config)
-        others = [(self.policies[name].model, self.policies[name].engine) for name in names[1:]]
-        return [(self.model, self.engine), *others]
+        secondary = [(self.policies[name].model, self.policies[name].engine) for name in names[1:]]
+        return [(self.model, self.engine), *secondary]
 
     @property
     def saved_beside(self) -> dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
@@ -109,10 +109,10 @@ class Components:
 
     def engine_stats(self) -> dict[str, float]:
         """Counters of all engines, added up."""
-        counted = Counter[str]()
+        totals = Counter[str]()
         for engine in self.engines:
-            counted.update(engine.stats())
-        return dict(counted)
+            totals.update(engine.stats())
+        return dict(totals)
 
     @property
     def plays(self) -> bool:
@@ -233,8 +233,8 @@ async def open_components(  # noqa: PLR0913 (the ways in which commands begin)
     `may_play=False`: a program's own loop plays, and nobody here; `traced`: its calls go where the
     recipe's `tracing` says; `elsewhere`: no engine is made here, the run's others are asked."""
     loaded = load_policy(config, checkpoint) if loaded is None else loaded
-    others = _run_engines(config) if elsewhere else None
-    engine = others or _own_engine(config, loaded, transport)
+    run_engines = _run_engines(config) if elsewhere else None
+    engine = run_engines or _own_engine(config, loaded, transport)
     main = AgentPolicy(loaded.model, loaded.tokenizer, engine)
     policies = make_policies(config, main, checkpoint, load_policy, transport)
     needs_environment = agent is None and isinstance(config.agent, EnvironmentAgentSection)
@@ -267,7 +267,7 @@ async def open_components(  # noqa: PLR0913 (the ways in which commands begin)
             note=note,
             checkpoint=checkpoint,
             policies=policies,
-            elsewhere=others,
+            elsewhere=run_engines,
         )
 
         if player is not None:
@@ -295,7 +295,7 @@ def load_token_reward_model(
     config: RunConfig,
     policy: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    share: Callable[[PreTrainedModel], PreTrainedModel] = lambda whole: whole,
+    share: Callable[[PreTrainedModel], PreTrainedModel] = lambda model: model,
 ) -> TokenRewardModel | None:
     """The model that adds to the environment's rewards; None for a recipe without one. `share`
     makes this process's part of it."""

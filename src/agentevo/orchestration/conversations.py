@@ -192,8 +192,8 @@ def check_sft_data(config: RunConfig) -> None:
         for source in sources:
             check_source(source, key)
 
-    given = [str(Path(source).expanduser().resolve()) for source in (*data.train, *data.eval)]
-    twice = next((source for source in given if given.count(source) > 1), None)
+    paths = [str(Path(source).expanduser().resolve()) for source in (*data.train, *data.eval)]
+    twice = next((source for source in paths if paths.count(source) > 1), None)
     if twice is not None:
         raise ConfigError(
             f"data.train, data.eval: {twice} is given twice: its conversations would count "
@@ -378,20 +378,20 @@ def best_attempts(
     samples: list[Sample] = []
     for task, members in tasks.items():
         members.sort(key=lambda t: (-t.reward, t.num_completion_tokens(), t.id))
-        kept: list[Any] = []
+        accepted: list[Any] = []
         for attempt in members:
             name = f"{where}:{attempt.id}"
             answer = answer_of(attempt)
-            if any(answer.says(other) for other in kept):
+            if any(answer.says(previous) for previous in accepted):
                 report.add(
                     name, RowError("duplicate", f"says what a better attempt at {task} says")
                 )
-            elif len(kept) == per_task:
+            elif len(accepted) == per_task:
                 report.add(
                     name, RowError("beyond_per_task", f"{per_task} of {task} are taken already")
                 )
             else:
-                kept.append(answer)
+                accepted.append(answer)
                 samples += answer.rows
 
     return samples, report

@@ -45,12 +45,12 @@ class Evaluated:
     @property
     def stages(self) -> str:
         """Greedy success by stage, in words; empty where there are none."""
-        found = [
+        rates = [
             f"{key.rpartition('/')[2]} {value:.1%}"
             for key, value in self.metrics.items()
             if f"/{BY_STAGE}/greedy/" in key
         ]
-        return f"success by stage: {', '.join(found)}" if found else ""
+        return f"success by stage: {', '.join(rates)}" if rates else ""
 
 
 def reference_players(parts: Components) -> Baselines | None:
@@ -114,12 +114,14 @@ async def evaluate(
 
         played = {t.agent for t in trajectories}
         for agent in config.agents if len(played) > 1 else ():  # one alone: the numbers below
-            if own := [t for t in trajectories if t.agent == agent and t.status == "completed"]:
+            if completed := [
+                t for t in trajectories if t.agent == agent and t.status == "completed"
+            ]:
                 by_agent[f"val-core/{name}:{agent}/success/{decoding}"] = fmean(
-                    t.success for t in own
+                    t.success for t in completed
                 )
                 by_agent[f"val-core/{name}:{agent}/reward/{decoding}"] = fmean(
-                    t.reward for t in own
+                    t.reward for t in completed
                 )
 
         if config.agents:  # the numbers of the attempts are those of the main agent
@@ -151,12 +153,12 @@ async def evaluate(
 
 def _by_stage(parts: Components, done: Sequence[Trajectory], prefix: str) -> dict[str, float]:
     """Success of completed attempts at the tasks of each stage that has some, as PREFIX/STAGE."""
-    found = {}
+    metrics = {}
     stages = parts.tasks.held_out_by_stage() if parts.config.tasks.stages else {}
     for stage, ids in stages.items():
-        if own := [t.success for t in done if t.task_id in ids]:
-            found[f"{prefix}/{stage}"] = fmean(own)
-    return found
+        if successes := [t.success for t in done if t.task_id in ids]:
+            metrics[f"{prefix}/{stage}"] = fmean(successes)
+    return metrics
 
 
 def headline(metrics: dict[str, float]) -> float | None:

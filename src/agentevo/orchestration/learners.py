@@ -31,7 +31,7 @@ def policy_trainer(
     config: RunConfig,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    share: Shared = lambda whole: whole,
+    share: Shared = lambda model: model,
 ) -> Trainer:
     """The trainer of a policy that learns by advantages, as the recipe says. `share` is for the
     models beside it that do not begin as copies of the policy."""

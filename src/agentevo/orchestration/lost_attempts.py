@@ -129,13 +129,13 @@ class LostAttempts:
                 self._newest[status] = ids[0] if ids else None
                 return []
 
-            known = self._newest[status]
-            if known not in ids and len(page) == limit:
+            last_seen = self._newest[status]
+            if last_seen not in ids and len(page) == limit:
                 limit *= 4
                 continue
 
             self._newest[status] = ids[0] if ids else None
-            return page[: ids.index(known)] if known in ids else page
+            return page[: ids.index(last_seen)] if last_seen in ids else page
 
     async def _check_failed(self) -> None:
         trainer = self._config.trainer

@@ -80,12 +80,12 @@ def check_play(config: RunConfig, tasks: Sequence[Task] | None) -> GivenTasks | 
     return None if source is None else source.read
 
 
-def _check_scoring(config: RunConfig, scoring: Scoring, given: Sequence[Task]) -> None:
+def _check_scoring(config: RunConfig, scoring: Scoring, tasks: Sequence[Task]) -> None:
     agent = None if config.agent.type == "function" else find_agent(config, None)
-    check_agent_names(given, config.agent.type)
-    needs_scorer = agent is not None and (agent.needs_scorer or any(map(asks_once, given)))
-    scoring.check(given, needed=needs_scorer)
-    check_calibrated(scoring.configs(given), config.remote_models)
+    check_agent_names(tasks, config.agent.type)
+    needs_scorer = agent is not None and (agent.needs_scorer or any(map(asks_once, tasks)))
+    scoring.check(tasks, needed=needs_scorer)
+    check_calibrated(scoring.configs(tasks), config.remote_models)
 
 
 def make_environment(config: RunConfig) -> TextEnvironment:
@@ -113,7 +113,9 @@ def reference_players(
     seeds = [task.seed for task in tasks]
     try:
         with solo_environment(config, note) as solo:
-            return solo.call(lambda one: mean_baselines(one.config, seeds, config.max_actions))
+            return solo.call(
+                lambda environment: mean_baselines(environment.config, seeds, config.max_actions)
+            )
     except (ConfigError, EnvironmentFailure) as error:
         note(f"what a random and an optimal player reach is not known: {error}")
         return None
@@ -126,7 +128,9 @@ def check_solver(config: RunConfig, who_asks: str, *, may_fail: bool = False) ->
     seed = environment_seed(config.run.seed, "demonstration", 0)
     with solo_environment(config) as solo:
         try:
-            shown = solo.call(lambda one: demonstrate(one, seed, config.environment_agent, 0.0))
+            shown = solo.call(
+                lambda environment: demonstrate(environment, seed, config.environment_agent, 0.0)
+            )
         except EnvironmentFailure as error:
             if may_fail:
                 return
@@ -143,8 +147,8 @@ def corpus_of(config: RunConfig) -> Iterable[str]:
     answers, for the word tokenizer."""
     if config.environment is None:
         source = TaskSource(config, None)
-        asked = source.proposals.of_step(1) if source.proposals is not None else []
-        for task in (*source.given(), *asked):
+        proposed = source.proposals.of_step(1) if source.proposals is not None else []
+        for task in (*source.given(), *proposed):
             yield from (task.query or "", *map(str, references(task.answer)))
         return
 

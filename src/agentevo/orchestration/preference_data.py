@@ -73,7 +73,9 @@ def _solver(parts: Components) -> Callable[[str], list[Sample]]:
     def demonstration_samples(task_id: str) -> list[Sample]:
         seed = seed_of_task(config.run.seed, task_id)
         try:
-            shown = solo.call(lambda one: demonstrate(one, seed, config.environment_agent, 0.0))
+            shown = solo.call(
+                lambda environment: demonstrate(environment, seed, config.environment_agent, 0.0)
+            )
         except EnvironmentFailure as error:
             failures.append(error)
             if len(failures) == 1:

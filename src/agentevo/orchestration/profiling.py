@@ -138,9 +138,9 @@ class Profiling:
     def _end(self) -> None:
         profiler = self._profiler
         self._profiler = None
-        whole = self._whole
+        whole_range = self._whole
         self._whole = None
-        whole.__exit__(None, None, None)
+        whole_range.__exit__(None, None, None)
 
         if profiler is None:
             self._ranges.close()
@@ -166,7 +166,7 @@ class Profiling:
 
     def _heading(self) -> list[str]:
         peak = device_peak(self.device, self.dtype)
-        held = (
+        memory_line = (
             "memory: bytes that PyTorch's allocator held on the GPU"
             if self._kernels is not None
             else f"memory: {format_bytes(self._base_bytes)} that the process held when profiling "
@@ -175,7 +175,7 @@ class Profiling:
         return [
             f"profile of {self._steps()}",
             f"device: {peak.source}, {peak.flops_per_s / 1e12:,.2f} TFLOP/s",
-            held,
+            memory_line,
         ]
 
     def _steps(self) -> str:

@@ -127,20 +127,20 @@ class RunProgress(msgspec.Struct):
     def shortcomings(self, num_steps: int, *, trains: bool = True) -> list[str]:
         """What is to be said at the end of a run, after `num_steps` steps, that has not done what
         its numbers suggest. `trains`: it was to train on something."""
-        found: list[str] = []
+        remarks: list[str] = []
         if self.step < num_steps:
-            return found
+            return remarks
 
         if trains and self.step and not self.updates:
             why = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
-            found.append(
+            remarks.append(
                 f"This run has trained on no token in {self.step} step{'s' * (self.step != 1)}, "
                 "so its weights are those that it began with"
                 + (f" (dropped attempts: {why})." if why else ".")
             )
 
         if self.groups and self.groups == self.equal_groups:
-            found.append(
+            remarks.append(
                 f"In every one of {self.groups} group{'s' * (self.groups != 1)} all attempts had "
                 "the same reward: there was nothing to tell better ones by. `agentevo doctor` says "
                 "what may help; a scorer that always says the same, and a task that is too hard or "
@@ -148,9 +148,9 @@ class RunProgress(msgspec.Struct):
             )
 
         if words := not_comparable(read_evaluations(self.before), read_evaluations(self.after)):
-            found.append(words)
+            remarks.append(words)
 
-        return found
+        return remarks
 
 
 def summary_of(run: TrainingRun) -> dict[str, Any]:

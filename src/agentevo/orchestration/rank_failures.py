@@ -41,9 +41,9 @@ class Failures:
     def report(self, error: BaseException) -> BaseException:
         """Called once with what has ended this process's part; returns what to raise. The first
         failure of all is shown, with the process's number, before the others can know."""
-        lost = isinstance(error, RuntimeError) and _is_lost(error)
-        first = self._first(LOOK_S if lost else 0.0)
-        if first is None and not lost:
+        is_lost = isinstance(error, RuntimeError) and _is_lost(error)
+        first = self._first(LOOK_S if is_lost else 0.0)
+        if first is None and not is_lost:
             first = self._tell(error)
         if self.log is not None:
             self.log.log_failure(error)
@@ -53,7 +53,7 @@ class Failures:
             sys.stderr.flush()
             return error
 
-        if isinstance(error, AgentEvoError) or not lost:
+        if isinstance(error, AgentEvoError) or not is_lost:
             return error
 
         if first is None:

@@ -67,21 +67,21 @@ def sigterm_told() -> Iterator[Callable[[Callable[[], None]], None]]:
     """SIGTERM does not end this process, and Ctrl-C does nothing. Yields a function to be called
     once, with what is to be called when SIGTERM comes or if it has come. Python runs a handler only
     when the main thread is back from what it waits for, so a thread of its own listens."""
-    told = threading.Event()
-    tell: list[Callable[[], None]] = []
+    registered = threading.Event()
+    callbacks: list[Callable[[], None]] = []
     arrived, wakes = os.pipe()
     os.set_blocking(wakes, False)
 
     def listen() -> None:
         while number := os.read(arrived, 1):
             if number[0] == signal.SIGTERM:
-                told.wait()
-                if tell:
-                    tell[0]()
+                registered.wait()
+                if callbacks:
+                    callbacks[0]()
 
-    def when_told(call: Callable[[], None]) -> None:
-        tell.append(call)
-        told.set()
+    def register(call: Callable[[], None]) -> None:
+        callbacks.append(call)
+        registered.set()
 
     thread = threading.Thread(target=listen, name="signals", daemon=True)
     with ExitStack() as stack:
@@ -93,10 +93,10 @@ def sigterm_told() -> Iterator[Callable[[Callable[[], None]], None]]:
         thread.start()
         stack.callback(os.close, arrived)
         stack.callback(thread.join)
-        stack.callback(told.set)
+        stack.callback(registered.set)
         stack.callback(os.close, wakes)
         stack.callback(signal.set_wakeup_fd, former)
         for number, handler in before.items():
             stack.callback(signal.signal, number, handler)
 
-        yield when_told
+        yield register

@@ -87,14 +87,14 @@ class RunRanks:
 
     def tell(self, learner: str, name: str, *arguments: Any, **options: Any) -> None:
         """On the first process: the others make this call, too."""
-        told = [(learner, name, arguments, options)]
-        distributed.broadcast_object_list(told, 0, group=self._calls)
+        message = [(learner, name, arguments, options)]
+        distributed.broadcast_object_list(message, 0, group=self._calls)
 
     def told(self) -> tuple[str, str, tuple[Any, ...], dict[str, Any]]:
         """On the others: the next call."""
-        told: list[Any] = [None]
-        distributed.broadcast_object_list(told, 0, group=self._calls)
-        return cast(tuple[str, str, tuple[Any, ...], dict[str, Any]], told[0])
+        message: list[Any] = [None]
+        distributed.broadcast_object_list(message, 0, group=self._calls)
+        return cast(tuple[str, str, tuple[Any, ...], dict[str, Any]], message[0])
 
     def share(self, model: PreTrainedModel) -> PreTrainedModel:
         """This process's part of a model that all have loaded."""
@@ -267,10 +267,10 @@ class _RankFollower:
                 getattr(self._learners[learner], name)(*arguments, **options)
 
     def _contribute(self, state: dict[str, Any], *, with_weights: bool, copied: bool) -> None:
-        made = _contribution_of(
+        contribution = _contribution_of(
             self._model, state, self._ranks.saves, with_weights=with_weights, copied=copied
         )
-        self.saves.give(made, copied=copied)
+        self.saves.give(contribution, copied=copied)
 
 
 def _contribution_of(
@@ -284,8 +284,8 @@ def _contribution_of(
     """This process's, of its trainer's state. `with_weights`: no process has the whole model.
     `copied`: of now, whatever is trained before it is written."""
     _, parts = split_state(state)
-    made = Contribution(saved_parts(model) if with_weights else {}, parts, group)
-    return made.copy() if copied else made
+    contribution = Contribution(saved_parts(model) if with_weights else {}, parts, group)
+    return contribution.copy() if copied else contribution
 
 
 def saved_state(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
@@ -363,10 +363,10 @@ class Leader:
     def contribution(self, learner: Led, *, copied: bool) -> tuple[dict[str, Any], Contribution]:
         """The trainer's state and what all processes add to its checkpoint, the others beginning
         now. `copied`: of now, whenever it is written."""
-        wanted = {"with_weights": not self._has_whole, "copied": copied}
-        self.ranks.tell(learner.name, "contribute", **wanted)
+        options = {"with_weights": not self._has_whole, "copied": copied}
+        self.ranks.tell(learner.name, "contribute", **options)
         state = learner.own_state()
-        return state, _contribution_of(self._model, state, self.ranks.saves, **wanted)
+        return state, _contribution_of(self._model, state, self.ranks.saves, **options)
 
 
 class Led:
@@ -377,11 +377,13 @@ class Led:
         self.name = name
         self._learner = learner
 
-    def _all(self, name: str, *arguments: Any, here: Any = None, **options: Any) -> Any:
-        """The call by all. `here`: what stands for the arguments on this process."""
+    def _all(self, name: str, *arguments: Any, local_arguments: Any = None, **options: Any) -> Any:
+        """The call by all. `local_arguments`: what replaces the arguments on this process."""
         with self._leader.log.call(f"{self.name} {name}"):
             self._leader.ranks.tell(self.name, name, *arguments, **options)
-            return getattr(self._learner, name)(*(arguments if here is None else here), **options)
+            return getattr(self._learner, name)(
+                *(arguments if local_arguments is None else local_arguments), **options
+            )
 
     @property
     def optimization(self) -> Optimization:
@@ -432,8 +434,8 @@ class Led:
         """See SupervisedTrainer.held_out; this process alone may stop it."""
         ranks = self._leader.ranks
         ranks.tell(self.name, "held_out", samples)
-        found: dict[str, float] | None = self._learner.held_out(samples, stop=stop)
-        return found
+        metrics: dict[str, float] | None = self._learner.held_out(samples, stop=stop)
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """See Learner.state_dict."""
@@ -450,4 +452,4 @@ class Led:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Learner.load_state_dict; the others read the checkpoint's file themselves."""
-        self._all("load_state_dict", self._leader.checkpoint, here=(state,))
+        self._all("load_state_dict", self._leader.checkpoint, local_arguments=(state,))

@@ -80,8 +80,8 @@ async def find_resume_point(
         checkpoints.forget_after(committed)
 
     if newest is not None:
-        again = f"; {len(steps)} committed steps after it are done again" if steps else ""
-        note(f"resuming after step {committed} from {checkpoints.path(newest)}{again}")
+        redone = f"; {len(steps)} committed steps after it are done again" if steps else ""
+        note(f"resuming after step {committed} from {checkpoints.path(newest)}{redone}")
 
     path = checkpoints.path(newest) if newest is not None else None
     end = End(committed, str(last.record[KEY])) if last is not None else before

@@ -53,8 +53,8 @@ class ResumeChecks:
         self._store = store
         self._url = without_password(config.store_url)
         self._head = read_head(self._folder)
-        beside = config.rollout.staleness > 0 or config.rollout.samplers > 0
-        self._queues = beside and command_of(config.run_dir) != "loop"
+        is_async = config.rollout.staleness > 0 or config.rollout.samplers > 0
+        self._queues = is_async and command_of(config.run_dir) != "loop"
         self._group_size = config.trainer.group_size
         self.warnings: list[str] = []
 
@@ -77,8 +77,12 @@ class ResumeChecks:
         ahead = self._head is not None and self._head.step > committed
         if later or ahead:
             names = [checkpoints.path(step).name for step in later]
-            known = later[-1:] or [self._head.step if self._head is not None else 0]
-            what = f"a checkpoint of step {known[0]}" if later else f"step {known[0]} in {HEAD}"
+            known_steps = later[-1:] or [self._head.step if self._head is not None else 0]
+            what = (
+                f"a checkpoint of step {known_steps[0]}"
+                if later
+                else f"step {known_steps[0]} in {HEAD}"
+            )
             where = checkpoints.folder if later else self._folder
             raise CheckpointError(
                 f"{where} has {what}, but the store {self._url} ends at step {committed}: it is "
@@ -149,10 +153,10 @@ class ResumeChecks:
 
     async def _known_checkpoints(self, step: int) -> list[str]:
         """sha256 of the checkpoints that were saved of the step."""
-        known = [] if self._head is None else [self._head.checkpoints.get(step)]
+        digests = [] if self._head is None else [self._head.checkpoints.get(step)]
         records = (await self._steps(step - 1))[:1] if step else []
-        known += [(record.record.get("checkpoint") or {}).get("sha256") for record in records]
-        return [sha256 for sha256 in known if sha256]
+        digests += [(record.record.get("checkpoint") or {}).get("sha256") for record in records]
+        return [sha256 for sha256 in digests if sha256]
 
     def end_of(self, checkpoint: Path) -> End:
         """The newest step that was committed when the checkpoint was saved."""
@@ -193,7 +197,7 @@ class ResumeChecks:
             stored = await self._read(trained_step=record.step)
             try:
                 StepPlan.of(record.step, record.record).restore_trained(
-                    one.trajectory for one in stored
+                    row.trajectory for row in stored
                 )
             except TrainingError as error:
                 raise CheckpointError(
@@ -208,22 +212,22 @@ class ResumeChecks:
             {"step": committed + 1},
         ]
         for which in waiting:
-            for one in await self._read(**which):
-                lost = one.tokens_deleted and one.state != "dropped"
-                if lost or not (one.tokens_deleted or is_as_written(one)):
+            for row in await self._read(**which):
+                is_lost = row.tokens_deleted and row.state != "dropped"
+                if is_lost or not (row.tokens_deleted or is_as_written(row)):
                     raise CheckpointError(
-                        f"trajectory {one.trajectory.id!r} in the store {self._url} is not what "
+                        f"trajectory {row.trajectory.id!r} in the store {self._url} is not what "
                         f"was written; {REMEDY}"
                     )
 
-                if (one.state == "failed") == (one.trajectory.status == "completed"):
+                if (row.state == "failed") == (row.trajectory.status == "completed"):
                     raise CheckpointError(
-                        f"trajectory {one.trajectory.id!r} in the store {self._url} is "
-                        f"{one.state}, though it {one.trajectory.status}; {REMEDY}"
+                        f"trajectory {row.trajectory.id!r} in the store {self._url} is "
+                        f"{row.state}, though it {row.trajectory.status}; {REMEDY}"
                     )
 
-                if one.split == "train" and one.state in ("ready", "reserved"):
-                    groups[one.trajectory.group_id] = one.trajectory.task_id
+                if row.split == "train" and row.state in ("ready", "reserved"):
+                    groups[row.trajectory.group_id] = row.trajectory.task_id
 
         if self._queues:
             await self._whole(groups)

@@ -90,7 +90,7 @@ def train(config: RunConfig, note: Callable[[str], None] = to_stderr) -> dict[st
     model = classifier_of(loaded.model, tokenizer, seed)
     del loaded
     longest = longest_conversation(model, tokenizer, config.rm.max_tokens)
-    pairs, held = (
+    pairs, held_out_pairs = (
         encode_pairs(lines, tokenizer, config.rm.margin, longest)
         for lines in (train_lines, eval_lines)
     )
@@ -102,7 +102,7 @@ def train(config: RunConfig, note: Callable[[str], None] = to_stderr) -> dict[st
         write_config(config, "rm")
         with track(config, "rm", Lines(note), lambda: bool(received)) as tracking:
             result = _train(
-                config, model, pairs, held, seed, lambda: bool(received), note, tracking
+                config, model, pairs, held_out_pairs, seed, lambda: bool(received), note, tracking
             )
 
         if result is not None:
@@ -120,7 +120,7 @@ def _train(
     config: RunConfig,
     model: object,
     pairs: Sequence[RewardPair],
-    held: Sequence[RewardPair],
+    held_out_pairs: Sequence[RewardPair],
     seed: int,
     stop: Callable[[], bool],
     note: Callable[[str], None],
@@ -132,8 +132,10 @@ def _train(
     assert isinstance(model, PreTrainedModel)
 
     size = config.rm.micro_batch_pairs
-    before = held_out(model, held, size)
-    note(f"held-out accuracy before: {before['rm/eval/accuracy']:.1%} of {len(held)} pairs")
+    before = held_out(model, held_out_pairs, size)
+    note(
+        f"held-out accuracy before: {before['rm/eval/accuracy']:.1%} of {len(held_out_pairs)} pairs"
+    )
 
     with MetricsLog(config.run_dir / "metrics.jsonl") as log:
         log.tracking = tracking
@@ -157,13 +159,13 @@ def _train(
         ):
             return None
 
-        after = held_out(model, held, size)
+        after = held_out(model, held_out_pairs, size)
         log.log(last, after)
         log.hand_over(last)
 
     keep_scale(model, after)
     note(f"held-out accuracy after: {after['rm/eval/accuracy']:.1%}")
-    counts = {"pairs": float(len(pairs)), "held_out_pairs": float(len(held))}
+    counts = {"pairs": float(len(pairs)), "held_out_pairs": float(len(held_out_pairs))}
     return after | {"rm/eval/accuracy_before": before["rm/eval/accuracy"]} | counts
 
 

@@ -216,10 +216,10 @@ class GroupStream:
             written = {group_of_all(summary.group_id) for summary in summaries}
             missing = [task for task, group in groups.items() if group not in written]
             aside[:] = await self._lost.set_aside(missing) if missing else []
-            passed.to(len(groups) - len(missing) + len(aside))
+            progress.to(len(groups) - len(missing) + len(aside))
             return len(aside) == len(missing)
 
-        with bar("waiting for attempts", len(groups), "groups") as passed:
+        with bar("waiting for attempts", len(groups), "groups") as progress:
             await self._until(is_finished)
 
         if len(aside) == len(groups):
@@ -229,13 +229,13 @@ class GroupStream:
         order = {group: place for place, group in enumerate(groups.values())}
         agents = {agent: place for place, agent in enumerate(self._agents)}
 
-        def place(one: Trajectory) -> tuple[int, int, str, int]:
-            name = group_of_all(one.group_id)
-            return order.get(name, len(order)), agents[one.agent], name, one.attempt
+        def place(trajectory: Trajectory) -> tuple[int, int, str, int]:
+            name = group_of_all(trajectory.group_id)
+            return order.get(name, len(order)), agents[trajectory.agent], name, trajectory.attempt
 
         return RolloutRound(sorted(trajectories, key=place))
 
-    async def _ready(self, step: int, wanted: int) -> RolloutRound:
+    async def _ready(self, step: int, num_groups: int) -> RolloutRound:
         """The first groups that are ready, whichever tasks they are of."""
         if step != self._step:
             first = self._step == 0
@@ -256,21 +256,21 @@ class GroupStream:
                 return RolloutRound([], last=True)
 
         size = self._config.trainer.group_size
-        limit = len(self._taken) + wanted
+        limit = len(self._taken) + num_groups
 
         async def fresh() -> list[str]:
-            beside = len(self._agents) + self._baseline
-            listed = await self._store.ready_groups("train", size=size, limit=beside * limit)
+            ids_per_group = len(self._agents) + self._baseline
+            listed = await self._store.ready_groups("train", size=size, limit=ids_per_group * limit)
             groups = [
                 name
                 for name in dict.fromkeys(map(group_of_all, listed))
                 if name not in self._taken and f"/{BASELINE}@" not in name
             ]
-            passed.to(min(len(groups), wanted))
-            return groups if len(groups) >= wanted else []
+            progress.to(min(len(groups), num_groups))
+            return groups if len(groups) >= num_groups else []
 
-        with bar("waiting for attempts", wanted, "groups") as passed:
-            groups = (await self._until(fresh))[:wanted]
+        with bar("waiting for attempts", num_groups, "groups") as progress:
+            groups = (await self._until(fresh))[:num_groups]
 
         self._taken.update(groups)
         return RolloutRound(await self._groups(groups))
@@ -379,7 +379,9 @@ class ColocatedRollouts:
         rollout = self._config.rollout
         changing = self._parts.sampler.engines
         for engine in dict.fromkeys(
-            one for agent, one in changing.items() if version_of(self._config, agent, 0) is not None
+            candidate
+            for agent, candidate in changing.items()
+            if version_of(self._config, agent, 0) is not None
         ):
             if rollout.policy == "wait" and isinstance(engine, VersionedEngine):
                 engine.keep(rollout.staleness)
@@ -483,9 +485,9 @@ class DisaggregatedRollouts:
     async def round(self, step: int, tasks: Sequence[Task]) -> RolloutRound:
         if self._alone_since is None:
             self._alone_since = time.monotonic()
-        found = await self._stream.round(step, tasks)
+        rollout_round = await self._stream.round(step, tasks)
         self._alone_since = math.inf
-        return found
+        return rollout_round
 
     async def _look_after(self) -> None:
         await self._published.look_after()

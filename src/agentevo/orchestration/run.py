@@ -121,7 +121,7 @@ def check_dry(
     says, and a line for each model whose weights were too much to compare with their digests.
     Raises ModelError and TornError, too."""
     refusals = Refusals()
-    given = refusals.collect(check_recipe, config, command, resume=resume, may_fetch=False)
+    given_tasks = refusals.collect(check_recipe, config, command, resume=resume, may_fetch=False)
     if follows():
         refusals.raise_all()
         return []
@@ -137,7 +137,7 @@ def check_dry(
             refusals.collect(read_sft_data, config, loaded, view, lambda: False)
 
     refusals.raise_all()
-    return remarks_before(config, given) + lines
+    return remarks_before(config, given_tasks) + lines
 
 
 Confirm = Callable[[], Awaitable[Callable[[], None]]]
@@ -183,10 +183,10 @@ async def run_training(
             stack.enter_context(only_trainer_here(folder, view, is_stopped))
             start, make_final = await _resume_point(config, checkpoints, confirm, view.note)
 
-        beside = bool(supervisor) or command == "learn"  # others sample for training
-        elsewhere = ranks is not None and serves_elsewhere(config, apart=beside)
+        is_disaggregated = bool(supervisor) or command == "learn"  # others sample for training
+        uses_run_engines = ranks is not None and serves_elsewhere(config, apart=is_disaggregated)
         if loaded is None or start.checkpoint is not None:
-            loaded = load_checked(config, start.checkpoint, for_part=elsewhere)
+            loaded = load_checked(config, start.checkpoint, for_part=uses_run_engines)
 
         conversations = (
             read_sft_data(config, loaded, view, is_stopped) if command == "sft" else None
@@ -203,11 +203,11 @@ async def run_training(
             tasks=tasks,
             checkpoint=start.checkpoint,
             loaded=loaded,
-            transport=local_transport(config, apart=beside or command == "sft"),
+            transport=local_transport(config, apart=is_disaggregated or command == "sft"),
             note=view.note,
             may_play=submissions is None,
             traced=True,
-            elsewhere=elsewhere,
+            elsewhere=uses_run_engines,
         ) as parts:
             if parts.tasks.read is not None and command != "sft":
                 begin_with(config, parts.tasks.read, view.note)

@@ -48,8 +48,8 @@ class SelfPlayRollouts(SynchronousRollouts):
             step=step,
             label="train",
         )
-        asked = await sample(tasks, attempts=self._group_size, write=False)
-        proposals = read_proposals(asked, step, self._held_out)
+        proposer_attempts = await sample(tasks, attempts=self._group_size, write=False)
+        proposals = read_proposals(proposer_attempts, step, self._held_out)
         attempts = await sample(proposals.tasks, attempts=config.trainer.group_size)
         paid = pay(proposals, attempts, self._section)
         earned = await sampler.write(paid.trajectories, split="train", step=step)

@@ -96,11 +96,11 @@ def _by_scorer(done: Sequence[Trajectory]) -> dict[str, float]:
         if len(attempts) == len(done):
             continue
 
-        own = [
+        scores = [
             sum(value for part, value in t.reward_parts.items() if part.partition("/")[0] == name)
             for t in attempts
         ]
-        metrics[f"reward_by_scorer/{name}/mean"] = fmean(own)
+        metrics[f"reward_by_scorer/{name}/mean"] = fmean(scores)
         metrics[f"reward_by_scorer/{name}/success"] = fmean(t.success for t in attempts)
 
     return metrics
@@ -131,9 +131,9 @@ def metrics_by_agent(
     several agents earn has no mean that says something."""
     metrics: dict[str, float] = {}
     for number, agent in enumerate(agents):
-        own = [t for t in trajectories if t.agent == agent]
-        reasons = {t.id: dropped[t.id] for t in own if t.id in dropped}
-        of_agent = rollout_metrics(own, reasons)
+        attempts = [t for t in trajectories if t.agent == agent]
+        reasons = {t.id: dropped[t.id] for t in attempts if t.id in dropped}
+        of_agent = rollout_metrics(attempts, reasons)
         metrics |= {} if number else of_agent
         metrics |= {f"agents/{agent}/{name}": value for name, value in of_agent.items()}
 

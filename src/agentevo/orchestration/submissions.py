@@ -93,14 +93,14 @@ class Submissions:
         """See `submit`. The store knows nothing yet of those that are under way."""
         ids = {trajectory.id for trajectory in submission.trajectories}
         tasks = {task.id: task for task in submission.tasks}
-        for other in self._under_way.values():
-            if shared := ids & {trajectory.id for trajectory in other.trajectories}:
+        for pending in self._under_way.values():
+            if shared := ids & {trajectory.id for trajectory in pending.trajectories}:
                 raise ConfigError(
                     f"train: the attempt {min(shared)!r} is in another submission that is under "
                     "way: no attempt is trained on twice; trainer.epochs makes several passes"
                 )
 
-            for task in other.tasks:
+            for task in pending.tasks:
                 if tasks.get(task.id, task) != task:
                     raise ConfigError(
                         f"train: the task {task.id!r} is another one in a submission that is "

@@ -64,18 +64,18 @@ def chosen(config: RunConfig, *, board: bool = True) -> list[TrackerConfig]:
     folder for it."""
     backends = [backend for backend in config.tracking.backends if backend.name != BOARD]
     named = len(backends) < len(config.tracking.backends)
-    wanted = board and (named or config.tracking.tensorboard)
-    return [*([TrackerConfig(name=BOARD)] if wanted else []), *backends]
+    has_board = board and (named or config.tracking.tensorboard)
+    return [*([TrackerConfig(name=BOARD)] if has_board else []), *backends]
 
 
 def check_tracking(config: RunConfig) -> None:
     """Raises ConfigError for a tracker that can't begin, whatever the network does: its package is
     missing, or its key."""
-    for one in chosen(config):
+    for tracker in chosen(config):
         try:
-            trackers.get(one.name).check(one)
+            trackers.get(tracker.name).check(tracker)
         except MissingExtraError as error:
-            if one.name != BOARD:
+            if tracker.name != BOARD:
                 raise
             raise MissingExtraError(
                 "tracking.tensorboard=true needs the package tensorboard: pip install "
@@ -96,7 +96,7 @@ def track(
     train together tells them; the others have none. `folder`: of what has no run's folder, such as
     an evaluation."""
     tracking = Tracking(
-        [(one, trackers.get(one.name)) for one in chosen(config, board=folder is None)]
+        [(tracker, trackers.get(tracker.name)) for tracker in chosen(config, board=folder is None)]
         if is_first()
         else [],
         _describe_run(config, kind, folder),
@@ -194,8 +194,8 @@ def _end(tracking: Tracking, config: RunConfig, state: State, folder: Path | Non
     summary: dict[str, Any] = {}
     if folder is not None:
         figures = {f"plots/{path.stem}": path for path in sorted((folder / "plots").glob("*.png"))}
-        kept = {"metrics": folder / "metrics.jsonl", "summary": folder / "summary.json"}
-        artifacts = {name: path for name, path in kept.items() if path.is_file()}
+        files = {"metrics": folder / "metrics.jsonl", "summary": folder / "summary.json"}
+        artifacts = {name: path for name, path in files.items() if path.is_file()}
         with suppress(OSError, ValueError):
             summary = without_secrets(json.loads((folder / "summary.json").read_bytes()))
         if config.tracking.log_model and state == "finished":

@@ -110,14 +110,14 @@ class TrainingRun:
         """Of the file of the newest step's token numbers, if there is one."""
         self._row_digests = RowDigests(parts.store)
         self._has_evaluated = False
-        apart = processes is not None or command == "learn"
+        is_disaggregated = processes is not None or command == "learn"
         sampled = conversations is None
         self.rollouts = make_rollouts(
             parts,
             is_stopped,
             view.warn,
             sampled=sampled,
-            apart=apart,
+            apart=is_disaggregated,
             supervisor=processes,
             submissions=submissions,
         )
@@ -182,7 +182,7 @@ class TrainingRun:
             self.trainer.load_state_dict(trainer_state)
             self.restore(run_state)
         elif config.cold_start.episodes and self.command != "sft":
-            await self._teach(again=bool(start.steps))
+            await self._teach(is_logged=bool(start.steps))
 
         if start.checkpoint is None and config.trainer.optimizer_from is not None:
             if isinstance(self.trainer, Led):
@@ -195,11 +195,12 @@ class TrainingRun:
         for warning in start.warnings:
             self.warn(warning)
 
-    async def _teach(self, *, again: bool) -> None:
-        """Teaches the model before the first step. `again`: a resumed run without a checkpoint,
+    async def _teach(self, *, is_logged: bool) -> None:
+        """Teaches the model before the first step. `is_logged`: a resumed run without a checkpoint,
         whose log has it already."""
         shows = self.parts.config.model.name != "tiny" and self.parts.elsewhere is None
-        if shows and not again:  # random weights show nothing, and engines elsewhere have none yet
+        # Random weights show nothing, and engines elsewhere have none yet.
+        if shows and not is_logged:
             try:
                 self.progress.cold_start_before = await self.evaluate(
                     "before the cold start", full=False, label="untaught-"
@@ -212,7 +213,7 @@ class TrainingRun:
         except StopAskedError:
             return
 
-        if not again:
+        if not is_logged:
             self.progress.trained_tokens += int(metrics.get("cold_start/tokens", 0))
             self.log.log(0, metrics)
 
@@ -343,10 +344,10 @@ class TrainingRun:
 
         num_steps = self.source.num_steps
         if (reason := self._early_stop()) is not None and self.progress.step < num_steps:
-            left = num_steps - self.progress.step
+            num_remaining = num_steps - self.progress.step
             self.view.note(
-                f"finished after step {self.progress.step}, {left} before the last: {reason} "
-                f"(evaluation.stop_after={stop_after})"
+                f"finished after step {self.progress.step}, {num_remaining} before the last: "
+                f"{reason} (evaluation.stop_after={stop_after})"
             )
             num_steps = self.progress.step
 
@@ -391,9 +392,9 @@ class TrainingRun:
             control.note_pause(step)
             folder = short(self.parts.config.run_dir)
             self.view.phase(PAUSED, f"after step {step}; agentevo control {folder} resume goes on")
-            began = time.perf_counter()
+            started = time.perf_counter()
             await asyncio.sleep(LOOK_S)
-            self._clock += time.perf_counter() - began  # a pause is no part of `wall_s`
+            self._clock += time.perf_counter() - started  # a pause is no part of `wall_s`
 
         if has_paused:
             control.goes_on()
@@ -497,18 +498,18 @@ class TrainingRun:
 
     async def _announce(self, step: int) -> None:
         self.view.phase("publishing weights", f"version {step}")
-        began = time.perf_counter()
+        started = time.perf_counter()
         await self.rollouts.announce(step)
-        self._announced_s = time.perf_counter() - began
+        self._announced_s = time.perf_counter() - started
 
     async def _keep_numbers(self, step: int) -> None:
         """Before the step is committed, so that whoever sees it finds them; they cost no run."""
         numbers = getattr(self.trainer, "numbers", None)  # only of those that learn from attempts
         if isinstance(numbers, TokenNumbers):
             try:
-                found = numbers.by_attempt()
+                numbers_by_attempt = numbers.by_attempt()
                 folder = self.parts.config.run_dir
-                await in_thread(write_numbers, folder, step, found)
+                await in_thread(write_numbers, folder, step, numbers_by_attempt)
                 self._numbers_digest = file_digest(folder / name_of(step))
             except OSError as error:
                 if not self._has_told_of_numbers:
@@ -535,11 +536,11 @@ class TrainingRun:
         with phase("evaluation"):
             held_out = self.source.evaluate(self.is_stopped)
             played: dict[str, float] = {}
-            found = None
+            evaluated = None
             if self.parts.plays:
-                found = await self._play_evaluation(step, full=full, label=label)
-                played = found.metrics
-                self.progress.generated_tokens += found.num_tokens
+                evaluated = await self._play_evaluation(step, full=full, label=label)
+                played = evaluated.metrics
+                self.progress.generated_tokens += evaluated.num_tokens
 
         metrics = held_out | played
         if held_out:
@@ -550,10 +551,10 @@ class TrainingRun:
             self.view.note(f"held-out conversations at step {step}: {', '.join(texts)}")
 
         self.log.log(step, metrics | {"timing_s/testing": time.perf_counter() - started})
-        if found is not None and not self.progress.begun:
-            check_first_evaluation(self.parts, found, self.command, self.head)
-        if found is not None:
-            notes = found.notes(self.parts.config, is_first=not self._has_evaluated)
+        if evaluated is not None and not self.progress.begun:
+            check_first_evaluation(self.parts, evaluated, self.command, self.head)
+        if evaluated is not None:
+            notes = evaluated.notes(self.parts.config, is_first=not self._has_evaluated)
             self.view.evaluation(step, metrics, notes)
             self._has_evaluated = True
 
@@ -561,8 +562,8 @@ class TrainingRun:
 
     async def _play_evaluation(self, step: int, *, full: bool, label: str) -> Evaluated:
         """The evaluation's attempts."""
-        elsewhere = self.parts.elsewhere
-        async with nullcontext() if elsewhere is None else elsewhere.looked_after():
+        run_engines = self.parts.elsewhere
+        async with nullcontext() if run_engines is None else run_engines.looked_after():
             samples = self.parts.config.evaluation.samples if full else 0
             work = asyncio.create_task(
                 evaluate(self.parts, step, samples=samples, players=self.players, label=label)
@@ -625,8 +626,8 @@ class TrainingRun:
         parts = self.parts
         step = self.progress.step
         saved = {"": parts.model}
-        beside = parts.saved_beside
-        saved |= {folder: model for folder, (model, _) in beside.items()}
+        extra_models = parts.saved_beside
+        saved |= {folder: model for folder, (model, _) in extra_models.items()}
         shared: Contribution | None = None
         copies: dict[str, dict[str, torch.Tensor]] = {}
         with phase("checkpoint"):
@@ -638,8 +639,10 @@ class TrainingRun:
 
             if copied:
                 trained = copy_state(trained)
-                whole = {k: one for k, one in saved.items() if in_parts(one) is None}
-                copies = {k: copy_weights(saved_weights(one)) for k, one in whole.items()}
+                whole_models = {k: model for k, model in saved.items() if in_parts(model) is None}
+                copies = {
+                    k: copy_weights(saved_weights(model)) for k, model in whole_models.items()
+                }
 
         def write() -> str:
             with phase("checkpoint"):
@@ -651,7 +654,7 @@ class TrainingRun:
                     state,
                     value,
                     prune=False,
-                    beside=beside,
+                    beside=extra_models,
                     contribution=shared,
                     copies=copies,
                 )[1]
