@@ -103,7 +103,8 @@ class TasksSection(Section):
         if self.curriculum is not None and (self.stages or self.weights):
             conflict = "stages" if self.stages else "weights"
             raise ValueError(
-                f"curriculum and {conflict} both say which tasks a step plays: leave one of them out"
+                f"curriculum and {conflict} both say which tasks a step plays: leave one of "
+                "them out"
             )
 
         if self.curriculum is not None and not self.train:

@@ -97,7 +97,8 @@ def _entry(index: int, entry: Any) -> TrackerConfig:
         what = "an entry without a name" if "name" not in options else f"got {name!r}"
         raise ValueError(
             f"{what}; {suggest_nearest(name, tracker_names)}choose of "
-            f"{', '.join(tracker_names)}, or install a package that brings it (entry point agentevo.trackers)"
+            f"{', '.join(tracker_names)}, or install a package that brings it "
+            "(entry point agentevo.trackers)"
         )
 
     model = trackers.get(name).Config
