@@ -26,7 +26,7 @@ from agentevo.registry import nearest
 def entry_problem(place: str, model: type[pydantic.BaseModel], error: ErrorDetails) -> str:
     """One pydantic error of the entry at `place`, as `key: what is wrong; what is allowed`."""
     loc = error["loc"]
-    section, info, rest = _found(model, loc)
+    section, info, rest = _locate(model, loc)
     key = ".".join(str(part) for part in loc)
     if error["type"] == "extra_forbidden":
         field_names = list(section.model_fields)
@@ -79,7 +79,7 @@ def wrong_value(info: FieldInfo, rest: tuple[int | str, ...], value: object) -> 
     return f"{inside}: {describe_wrong_value(value, words, choices_of(expected), advice)}"
 
 
-def _found(
+def _locate(
     model: type[pydantic.BaseModel], loc: tuple[int | str, ...]
 ) -> tuple[type[pydantic.BaseModel], FieldInfo | None, tuple[int | str, ...]]:
     """The innermost section on the way to a place, its field there, and what lies inside the

@@ -123,7 +123,7 @@ PLURALS = {
 
 
 def _alternatives(annotation: Any) -> str:
-    if (words := _said(annotation)) is not None:
+    if (words := _words_of(annotation)) is not None:
         return words.one
     return " or ".join(_name_of_type(kind) for kind in alternative_types(annotation))
 
@@ -136,7 +136,7 @@ def _or_null(annotation: Any) -> str:
     )
 
 
-def _said(annotation: Any) -> InWords | None:
+def _words_of(annotation: Any) -> InWords | None:
     """What an annotation says that it is called."""
     extras = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
     return next((extra for extra in extras if isinstance(extra, InWords)), None)
@@ -152,7 +152,7 @@ def _name_of_type(kind: Any) -> str:
         return f"one of {', '.join(str(choice) for choice in arguments)}"
 
     if origin in LISTS and arguments:
-        if (words := _said(arguments[0])) is not None:
+        if (words := _words_of(arguments[0])) is not None:
             return f"list of {words.many}"
 
         item = _alternatives(arguments[0])

@@ -64,8 +64,8 @@ class Resolver:
             value = self._copy(key, value)
             check_depth(value)
         except (RecursionError, ParseError) as error:
-            what = "`${...}` within one another is too deep: write the values"
-            raise InterpolationError(key, what) from error
+            problem = "`${...}` within one another is too deep: write the values"
+            raise InterpolationError(key, problem) from error
 
         return value
 

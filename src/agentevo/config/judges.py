@@ -72,12 +72,12 @@ def _problem(judge: JudgeOptions, digest: str) -> str:
     try:
         report = read_json_object(path)
         measured = report["measured"]
-        of = str(report["digest"])
+        measured_digest = str(report["digest"])
         values = {name: measured[name]["value"] for name in BARS}
     except (ConfigError, OSError, KeyError, TypeError, ValueError) as error:
         return f"calibration: {path} is no report of `agentevo judge calibrate` ({error}): {remedy}"
 
-    if of != digest:
+    if measured_digest != digest:
         return (
             f"calibration: {path} is of another judge (other models, settings, rubric or votes): "
             f"{remedy}"

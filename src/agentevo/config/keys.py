@@ -193,9 +193,9 @@ class ConfigKeys:
         parts = [str(part) for part in error["loc"]]
         if len(parts) > 1 and f"{parts[0]}.{NAME}" in self._explanations:
             named = f"{parts[0]}.{parts[1]}"
-            anyone = f"{parts[0]}.{NAME}"
-            located = cast(ErrorDetails, {**error, "loc": (anyone, *parts[2:])})
-            return self.problem(located, chosen=chosen).replace(anyone, named)
+            pattern_key = f"{parts[0]}.{NAME}"
+            located = cast(ErrorDetails, {**error, "loc": (pattern_key, *parts[2:])})
+            return self.problem(located, chosen=chosen).replace(pattern_key, named)
 
         kind = error["type"]
         value = error["input"]
@@ -241,12 +241,12 @@ class ConfigKeys:
         place = place or key
         if explanation.type == "section":
             inside = f"{key}.{_leaf(explanation.keys[0].key)}" if explanation.keys else key
-            what = (
+            problem = (
                 "is an empty section; remove it or put keys below it"
                 if value is None
                 else f"got {as_yaml(value)}; it is a section, set its keys"
             )
-            return f"{place}: {what}, such as {inside}"
+            return f"{place}: {problem}, such as {inside}"
 
         if isinstance(value, Mapping) and value:
             return (

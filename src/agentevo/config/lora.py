@@ -72,16 +72,16 @@ class LoraSection(Section):
             if getattr(self, key) != fields[key].get_default(call_default_factory=True)
         ]
         if self.adapter is not None and (self.rank or chosen):
-            what = ", ".join([*(["rank"] if self.rank else []), *chosen])
+            idle_keys = ", ".join([*(["rank"] if self.rank else []), *chosen])
             raise ValueError(
-                f"adapter={self.adapter} brings its own settings, so {what} would do nothing: "
+                f"adapter={self.adapter} brings its own settings, so {idle_keys} would do nothing: "
                 "remove it, or remove adapter"
             )
 
         if not self.enabled and (chosen or self.quantize != "none"):
-            what = ", ".join([*chosen, *(["quantize"] if self.quantize != "none" else [])])
+            idle_keys = ", ".join([*chosen, *(["quantize"] if self.quantize != "none" else [])])
             raise ValueError(
-                f"{what} is for adapters, and there are none while rank is 0: set rank=16, or "
+                f"{idle_keys} is for adapters, and there are none while rank is 0: set rank=16, or "
                 "remove it"
             )
 

@@ -66,8 +66,8 @@ def _dropped_lines(
     settings: Mapping[str, Any], dropped: Sequence[str], where: str, was: str, name: str
 ) -> list[str]:
     written = ", ".join(_written(key, settings[key]) for key in dropped)
-    what = f"{where} sets for algorithm.name={was} what {name} has no use for, left out: {written}"
-    return [what] if dropped else []
+    line = f"{where} sets for algorithm.name={was} what {name} has no use for, left out: {written}"
+    return [line] if dropped else []
 
 
 def _kept_lines(

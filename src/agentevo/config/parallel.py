@@ -121,10 +121,10 @@ def _of_stages(config: RunConfig) -> list[str]:
     problems = list[str]()
     other_sizes = {key: size for key, size in parallel.above_one.items() if key != "pipeline"}
     if other_sizes:
-        also = " and ".join(f"{key}={size}" for key, size in other_sizes.items())
+        sizes_text = " and ".join(f"{key}={size}" for key, size in other_sizes.items())
         problems.append(
-            f"trainer.parallel.pipeline={parallel.pipeline} together with {also}: stages of a "
-            "pipeline are not divided further: set the others to 1 (more processes become "
+            f"trainer.parallel.pipeline={parallel.pipeline} together with {sizes_text}: stages of "
+            "a pipeline are not divided further: set the others to 1 (more processes become "
             "replicas of the pipeline), or pipeline to 1"
         )
 

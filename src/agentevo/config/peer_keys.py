@@ -43,13 +43,13 @@ class PeerKey:
     @property
     def sentence(self) -> str:
         """`TRL's num_generations is trainer.group_size here`, with the remark."""
-        whose = (
+        subject = (
             f"what others call {self.key}"
             if self.system == ELSEWHERE
             else f"{self.system}'{'s' * (not self.system.endswith('s'))} {self.key}"
         )
         answer = "has no counterpart" if self.ours == "not there" else f"is {self.ours}"
-        return f"{whose} {answer} here{f': {self.remark}' if self.remark else ''}"
+        return f"{subject} {answer} here{f': {self.remark}' if self.remark else ''}"
 
     def likeness(self, key: str) -> tuple[int, int]:
         """How surely `key` is this one, and by how many names: 3 if it ends with all of it, 2 if it
@@ -111,8 +111,8 @@ def peer_keys() -> tuple[PeerKey, ...]:
             equivalents = [", ".join(equivalents) or our_cell] * len(theirs)
 
         keys += [
-            PeerKey(system, key, stands_for, remark)
-            for key, stands_for in zip(theirs, equivalents, strict=True)
+            PeerKey(system, key, equivalent, remark)
+            for key, equivalent in zip(theirs, equivalents, strict=True)
         ]
 
     return tuple(keys)

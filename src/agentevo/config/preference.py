@@ -50,7 +50,7 @@ def check_preference_keys(section: AlgorithmKeys, preference: PreferenceAlgorith
 
         return
 
-    what = f"name={section.name} trains by the preference loss {preference.loss}"
+    subject = f"name={section.name} trains by the preference loss {preference.loss}"
     idle = _changed_keys(section, OF_RL)
     if idle:
         beta_hint = (
@@ -59,7 +59,7 @@ def check_preference_keys(section: AlgorithmKeys, preference: PreferenceAlgorith
             else ""
         )
         raise ValueError(
-            f"{what}, in which {', '.join(idle)} has no place: remove it (or set it to its "
+            f"{subject}, in which {', '.join(idle)} has no place: remove it (or set it to its "
             f"default){beta_hint}"
         )
 
@@ -70,15 +70,15 @@ def check_preference_keys(section: AlgorithmKeys, preference: PreferenceAlgorith
     }
     idle = [key for key in _changed_keys(section, OF_REFERENCE) if key not in preset_values]
     if idle and not preference.needs_reference:
-        raise ValueError(f"{what}, which has no reference: remove {', '.join(idle)}")
+        raise ValueError(f"{subject}, which has no reference: remove {', '.join(idle)}")
 
     if section.pair_margin > 0 and not preference.within_group:
         raise ValueError(
-            f"{what} on {_answers(preference)}, which have no margin: remove pair_margin"
+            f"{subject} on {_answers(preference)}, which have no margin: remove pair_margin"
         )
 
     if section.pairs_per_group is not None and preference.loss == "kto":
-        raise ValueError(f"{what}, which takes every attempt: remove pairs_per_group")
+        raise ValueError(f"{subject}, which takes every attempt: remove pairs_per_group")
 
 
 def preference_contradictions(config: RunConfig) -> Iterator[str]:

@@ -343,7 +343,7 @@ def _read_variant(
     try:
         return models[kind].model_validate(options), [], None
     except pydantic.ValidationError as error:
-        located = [{**wrong, "loc": (section, *wrong["loc"])} for wrong in error.errors()]
+        located = [{**detail, "loc": (section, *detail["loc"])} for detail in error.errors()]
         return None, cast(list[ErrorDetails], located), None
 
 
@@ -384,10 +384,10 @@ def _with_names(changed: Any, resolved: Any) -> Any:
         return changed
 
     return [
-        {key: all_of_it[key] for key in ("name", "type") if key in all_of_it} | entry
+        {key: resolved_entry[key] for key in ("name", "type") if key in resolved_entry} | entry
         if isinstance(entry, dict)
         else entry
-        for entry, all_of_it in zip(changed, resolved, strict=True)
+        for entry, resolved_entry in zip(changed, resolved, strict=True)
     ]
 
 

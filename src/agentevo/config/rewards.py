@@ -69,13 +69,13 @@ def read_rewards(given: Any) -> tuple[tuple[RewardConfig, ...], list[str]]:
         try:
             configs.append(model.model_validate(options))
         except pydantic.ValidationError as error:
-            lines += [entry_problem(place, model, wrong) for wrong in error.errors()]
+            lines += [entry_problem(place, model, detail) for detail in error.errors()]
 
     names = [config.title for config in configs]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
         lines.append(
-            f"rewards: {twice} is listed twice: give one entry with a larger "
+            f"rewards: {duplicate} is listed twice: give one entry with a larger "
             "weight, or each a label of its own"
         )
 

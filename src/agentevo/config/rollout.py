@@ -113,7 +113,7 @@ def rollout_contradictions(config: RunConfig) -> Iterator[str]:
     yield from curriculum_contradictions(config)
     yield from self_play_contradictions(config)
     is_async = section.staleness > 0 or section.samplers > 0
-    weighs = (
+    has_importance = (
         config.algorithm.importance != "none"
         or config.algorithm.name == "decoupled_ppo"
         or config.algorithm.policy_loss == "decoupled_ppo"
@@ -125,7 +125,7 @@ def rollout_contradictions(config: RunConfig) -> Iterator[str]:
             "rollout.engine_secret='${env:NAME}' for them and for this run"
         )
 
-    if section.policy == "correct" and not weighs:
+    if section.policy == "correct" and not has_importance:
         yield (
             "rollout.policy=correct weighs stale tokens by importance, but algorithm.importance "
             "is none: set "

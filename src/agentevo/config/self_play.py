@@ -87,14 +87,14 @@ def question_family(name: str) -> Callable[[F], F]:
                 "`prompt(self, rng)` and `read(self, text, prompt)`"
             )
 
-        for method, takes in (("prompt", "self, rng"), ("read", "self, text, prompt")):
+        for method, signature in (("prompt", "self, rng"), ("read", "self, text, prompt")):
             try:
-                arguments = [None] * len(takes.split(","))
+                arguments = [None] * len(signature.split(","))
                 inspect.signature(getattr(family, method)).bind(*arguments)
             except TypeError:
                 raise ConfigError(
                     f"the question family {name!r}: its method `{method}` is called as "
-                    f"`{method}({takes})`: let it take these"
+                    f"`{method}({signature})`: let it take these"
                 ) from None
 
         question_families.register(name)(family)
@@ -106,8 +106,10 @@ def question_family(name: str) -> Callable[[F], F]:
 def with_roles(given: Any) -> Any:
     """A recipe as written, with the two agents where it has self-play and names none."""
     tasks = given.get("tasks") if isinstance(given, Mapping) else None
-    plays = tasks.get("self_play") if isinstance(tasks, Mapping) else getattr(tasks, "self_play", 0)
-    if not plays or given.get("agents"):
+    has_self_play = (
+        tasks.get("self_play") if isinstance(tasks, Mapping) else getattr(tasks, "self_play", 0)
+    )
+    if not has_self_play or given.get("agents"):
         return given
     return {**given, "agents": ROLES}
 

@@ -125,10 +125,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: is empty; a recipe needs at least `environment: {{type: ...}}`")
 
     if not isinstance(tree, dict):
-        what = "a list" if isinstance(tree, list) else "a single value"
+        kind = "a list" if isinstance(tree, list) else "a single value"
         raise ConfigError(
             f"{path}: a recipe is a mapping of sections such as `model:` and `environment:`, not "
-            f"{what}"
+            f"{kind}"
         )
 
     return tree
@@ -192,13 +192,15 @@ def _merge(
     root = tree if root is None else root
     for name, value in addition.items():
         below = merged.get(name)
-        at = (*place, name)
-        if _in_recipe(at) in SHORT_FORMS and isinstance(_seen(at, below, root), dict):
-            value = _written_out(at, value, _seen(at, value, root))
+        child_place = (*place, name)
+        if _in_recipe(child_place) in SHORT_FORMS and isinstance(
+            _resolved_value(child_place, below, root), dict
+        ):
+            value = _written_out(child_place, value, _resolved_value(child_place, value, root))
         if isinstance(value, dict) and is_interpolation(below):
-            below = Resolver(root).value(at, below)
+            below = Resolver(root).value(child_place, below)
         if isinstance(value, dict):
-            below = _written_out(at, below, below)
+            below = _written_out(child_place, below, below)
 
         if {type(value), type(below)} == {dict, list}:
             raise _MergeError(
@@ -214,7 +216,7 @@ def _merge(
     return merged
 
 
-def _seen(place: tuple[str, ...], value: Any, root: Mapping[str, Any]) -> Any:
+def _resolved_value(place: tuple[str, ...], value: Any, root: Mapping[str, Any]) -> Any:
     """What a value stands for, as far as the tree says so yet."""
     try:
         return Resolver(root).value(place, value) if is_interpolation(value) else value

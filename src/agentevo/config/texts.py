@@ -58,8 +58,9 @@ def text_problem(name: Any, text: Any) -> str | None:
 
 
 def check_texts(texts: Mapping[Any, Any], known: Sequence[str] | None = None) -> dict[str, str]:
-    """The texts. `known`: patterns of the names that the agent asks for; None where only its code
-    knows. Raises ValueError for what can't be a text, or nobody asks for."""
+    """The texts. `patterns`: of the names that the agent asks for; None where only its code knows
+    them. Raises ValueError for what can't be a text, and for a name that the agent never asks
+    for."""
     if len(texts) > MAX_TEXTS:
         raise ValueError(f"{len(texts)} texts: give at most {MAX_TEXTS}")
 
@@ -99,16 +100,16 @@ def with_texts_of_file(section: Mapping[str, Any], folder: Path) -> tuple[dict[s
     if not isinstance(texts_file, (str, Path)):
         return dict(section), ""
 
-    without = {key: value for key, value in section.items() if key != "texts"}
+    rest = {key: value for key, value in section.items() if key != "texts"}
     for base in (folder, Path.cwd()):
         path = Path(os.path.join(base, os.path.expanduser(texts_file)))
         try:
             if path.is_file():
-                return {**without, "texts": read_texts(path)}, ""
+                return {**rest, "texts": read_texts(path)}, ""
         except (ConfigError, OSError, ValueError) as error:
-            return without, f"agent.texts: {error}"
+            return rest, f"agent.texts: {error}"
 
-    return without, (
+    return rest, (
         f"agent.texts: there is no file {shown(str(texts_file))}: give a YAML file of NAME: TEXT, "
         "or such a mapping"
     )

@@ -62,17 +62,17 @@ def _read(place: str, entry: Any, folder: Path) -> tuple[Any, list[str]]:
 
     options = with_absolute_paths(dict(options), ("cwd", "file"), folder)
     if model is MCPServerSection and options.get("command") and options.get("cwd") is None:
-        options = _beside(options, folder.resolve())
+        options = _with_folder(options, folder.resolve())
 
     try:
         model.model_validate(options)
     except pydantic.ValidationError as error:
-        return None, [entry_problem(place, model, wrong) for wrong in error.errors()]
+        return None, [entry_problem(place, model, detail) for detail in error.errors()]
 
     return options, []
 
 
-def _beside(options: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _with_folder(options: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A server that is started, with where it runs: in the recipe's folder; in a sandbox it has a
     folder of its own, and the recipe's is where its program and the files for it are looked for."""
     sandbox = options.get("sandbox")

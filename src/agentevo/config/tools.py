@@ -124,11 +124,11 @@ def named_tool(given: Tool) -> Any:
             "tool, or an entry as in a recipe's agent.tools"
         )
 
-    filed = tools.name_of(given)
-    if filed is None:
+    registered_name = tools.name_of(given)
+    if registered_name is None:
         tool(name)(given)
 
-    return filed or name
+    return registered_name or name
 
 
 def public_methods(item: type) -> dict[str, Any]:

@@ -67,9 +67,9 @@ def read_backends(given: Any) -> tuple[TrackerConfig, ...]:
         _entry(index, entry) for index, entry in enumerate(entries) if entry not in (None, *ALWAYS)
     ]
     names = [config.name for config in configs]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ValueError(f"{twice} is listed twice: give one entry")
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
+        raise ValueError(f"{duplicate} is listed twice: give one entry")
     return tuple(configs)
 
 
@@ -94,9 +94,9 @@ def _entry(index: int, entry: Any) -> TrackerConfig:
     name = options.get("name")
     tracker_names = trackers.names()
     if not isinstance(name, str) or name not in tracker_names:
-        what = "an entry without a name" if "name" not in options else f"got {name!r}"
+        subject = "an entry without a name" if "name" not in options else f"got {name!r}"
         raise ValueError(
-            f"{what}; {suggest_nearest(name, tracker_names)}choose of "
+            f"{subject}; {suggest_nearest(name, tracker_names)}choose of "
             f"{', '.join(tracker_names)}, or install a package that brings it "
             "(entry point agentevo.trackers)"
         )

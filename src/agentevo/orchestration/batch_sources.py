@@ -157,10 +157,10 @@ class RolloutBatches(WithoutHeldOutData):
         trained = plan.restore_trained(stored)
         credited = self._ask_credit(trained)
         if credited.dropped:
-            what = (
+            problem = (
                 f"step {record.step} can't be done again: algorithm.credit fails where it did not"
             )
-            raise TrainingError("\n".join([what, *credited.warnings]))
+            raise TrainingError("\n".join([problem, *credited.warnings]))
 
         return self._trainer.prepare(
             trained,

@@ -78,9 +78,10 @@ def check_parts(
     """Raises ConfigError, with all of it, for what would otherwise fail while a training run's
     parts are built: an unknown engine or transport, a missing package or option of engine,
     environment or child processes, too few tasks, a model that can't be had. Returns the tasks that
-    the recipe's files or its agent gave. `apart`: samplers and engines are other processes, whoever
-    starts them. `may_fetch`: a known model is downloaded here, if nothing else is refused; without
-    it none is, and a model that is not on this machine is looked at by its name alone."""
+    the recipe's files or its agent gave. `is_disaggregated`: samplers and engines are other
+    processes, whichever program starts them. `may_fetch`: a known model is downloaded here, if
+    nothing else is refused; without it none is, and a model that is not on this machine is looked
+    at by its name alone."""
     refusals = Refusals()
     if config.rollout.samplers:
         refusals.collect(_check_samplers, config)
@@ -91,8 +92,8 @@ def check_parts(
     refusals.collect(_check_serving, config, is_disaggregated=apart or config.rollout.samplers > 0)
     refusals.collect(check_preference, config)
     if config.cold_start.episodes and not resume:
-        asks = "cold_start.episodes asks: set cold_start.episodes=0"
-        refusals.collect(check_solver, config, asks, may_fail=True)
+        reason = "cold_start.episodes asks: set cold_start.episodes=0"
+        refusals.collect(check_solver, config, reason, may_fail=True)
     if config.trainer.optimizer_from is not None and not resume:
         refusals.collect(_check_optimizer, config.trainer.optimizer_from)
 
@@ -209,8 +210,8 @@ def check_processes(config: RunConfig, *, world: int | None = None) -> None:
 
 
 def serves_elsewhere(config: RunConfig, *, apart: bool) -> bool:
-    """Whether the first of several processes needs no whole model: what it trains lies in parts on
-    them, and engines in other processes serve (`apart`)."""
+    """Whether the first of several processes needs no whole model: the processes hold the trained
+    model in parts, and engines in other processes serve (`is_disaggregated`)."""
     return apart and config.trainer.parallel.is_spread and not config.data.given
 
 

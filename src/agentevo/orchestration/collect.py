@@ -260,7 +260,7 @@ def next_round(wanted: int, informative: int, sampled: int) -> int:
     """Groups to sample next: so many that those that are missing are to be expected, by the share
     that was informative so far.
 
-    At most `wanted`, and as many if nothing was informative; 0 when the batch is full.
+    At most `target`, and as many if nothing was informative; 0 when the batch is full.
     """
     missing = wanted - informative
     if missing <= 0:

@@ -229,9 +229,10 @@ async def open_components(  # noqa: PLR0913 (the ways in which commands begin)
 ) -> AsyncIterator[Components]:
     """Builds everything; closes the store at the end. `checkpoint` replaces the recipe's model, see
     `checkpoint_section`; `loaded` is what `load_policy` has found already; `transport`: how the
-    engine gets what is trained (`local_transport`); `note` is told what somebody should know;
-    `may_play=False`: a program's own loop plays, and nobody here; `traced`: its calls go where the
-    recipe's `tracing` says; `elsewhere`: no engine is made here, the run's others are asked."""
+    engine gets what is trained (`local_transport`); `note` shows a message to the user;
+    `may_play=False`: a program's own loop plays, and this process does not; `traced`: its calls go
+    where the recipe's `tracing` says; `uses_run_engines`: this process makes no engine and asks the
+    run's other ones."""
     loaded = load_policy(config, checkpoint) if loaded is None else loaded
     run_engines = _run_engines(config) if elsewhere else None
     engine = run_engines or _own_engine(config, loaded, transport)

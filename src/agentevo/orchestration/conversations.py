@@ -193,10 +193,10 @@ def check_sft_data(config: RunConfig) -> None:
             check_source(source, key)
 
     paths = [str(Path(source).expanduser().resolve()) for source in (*data.train, *data.eval)]
-    twice = next((source for source in paths if paths.count(source) > 1), None)
-    if twice is not None:
+    duplicate = next((source for source in paths if paths.count(source) > 1), None)
+    if duplicate is not None:
         raise ConfigError(
-            f"data.train, data.eval: {twice} is given twice: its conversations would count "
+            f"data.train, data.eval: {duplicate} is given twice: its conversations would count "
             "twice, or be held out and trained on"
         )
 

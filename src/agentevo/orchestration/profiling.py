@@ -72,10 +72,10 @@ class Profiling:
         self._kernels = profiled_activity(self.device)
         self.summary: dict[str, Any] = {}
         """The profile's entry in summary.json; empty if nothing was profiled."""
-        self._left = section.after + section.steps if section.enabled else 0
+        self._steps_left = section.after + section.steps if section.enabled else 0
         self._profiled: list[int] = []
         self._profiler: Any = None
-        self._whole: Any = None
+        self._whole_range: Any = None
         self._ranges = ExitStack()
         """Open while steps are marked for Nsight."""
         self._base_bytes = 0
@@ -86,7 +86,7 @@ class Profiling:
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         if self._is_on:
             self._safely(self._end)
-        elif self._left and not self._profiled and kind is None:
+        elif self._steps_left and not self._profiled and kind is None:
             self.warn(
                 "profile: no step was profiled, because the run ended within "
                 f"profile.after={self.section.after} steps: set it lower"
@@ -95,21 +95,21 @@ class Profiling:
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """A context around step `number` and what follows it until the next step."""
-        if self._left and self._left <= self.section.steps:
+        if self._steps_left and self._steps_left <= self.section.steps:
             if not self._is_on:
                 self._safely(self._begin)
             if self._is_on:
                 self._profiled.append(number)
 
         yield
-        if self._left:
-            self._left -= 1
-            if self._left == 0 and self._is_on:
+        if self._steps_left:
+            self._steps_left -= 1
+            if self._steps_left == 0 and self._is_on:
                 self._safely(self._end)
 
     @property
     def _is_on(self) -> bool:
-        return self._profiler is not None or self._whole is not None
+        return self._profiler is not None or self._whole_range is not None
 
     def _begin(self) -> None:
         if self.section.nsight:
@@ -124,22 +124,22 @@ class Profiling:
         profiler = torch.profiler.profile(activities=activities, profile_memory=True)
         profiler.start()
         self._profiler = profiler
-        self._whole = torch.profiler.record_function(PREFIX + OTHER)
-        self._whole.__enter__()
+        self._whole_range = torch.profiler.record_function(PREFIX + OTHER)
+        self._whole_range.__enter__()
 
     def _mark(self) -> None:
         with ExitStack() as opened:
             # Phases are ranges under it as well: they ask whether a profiler is there.
             opened.enter_context(marked_for_nsight())
-            self._whole = torch.profiler.record_function(PREFIX + OTHER)
-            self._whole.__enter__()
+            self._whole_range = torch.profiler.record_function(PREFIX + OTHER)
+            self._whole_range.__enter__()
             self._ranges = opened.pop_all()
 
     def _end(self) -> None:
         profiler = self._profiler
         self._profiler = None
-        whole_range = self._whole
-        self._whole = None
+        whole_range = self._whole_range
+        self._whole_range = None
         whole_range.__exit__(None, None, None)
 
         if profiler is None:
@@ -189,8 +189,8 @@ class Profiling:
             work()
         except Exception as error:  # noqa: BLE001 (whatever breaks in here is told, and the run goes on)
             self._profiler = None
-            self._whole = None
-            self._left = 0
+            self._whole_range = None
+            self._steps_left = 0
 
             with suppress(Exception):  # of what is open for Nsight; the reason is told below
                 self._ranges.close()

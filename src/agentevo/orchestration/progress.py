@@ -78,7 +78,7 @@ class RunProgress(msgspec.Struct):
         best = self.best_rating
         num = self.evaluations_since_best
         if best is None:
-            which = "gave no number"
+            finding = "gave no number"
         else:
             measure = (
                 f"held-out loss of {-best.value:.4g}"
@@ -86,9 +86,9 @@ class RunProgress(msgspec.Struct):
                 else f"held-out success of {best.value:.1%}"
             )
             when = f"of step {best.step}" if best.step else "before the first step"
-            which = f"were no better than the {measure} {when}"
+            finding = f"were no better than the {measure} {when}"
 
-        return f"the last {num} evaluation{'s' * (num != 1)} {which}"
+        return f"the last {num} evaluation{'s' * (num != 1)} {finding}"
 
     def count(
         self, metrics: Mapping[str, float], reasons: Mapping[str, str], *, updated: bool

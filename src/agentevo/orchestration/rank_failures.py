@@ -44,7 +44,7 @@ class Failures:
         is_lost = isinstance(error, RuntimeError) and _is_lost(error)
         first = self._first(LOOK_S if is_lost else 0.0)
         if first is None and not is_lost:
-            first = self._tell(error)
+            first = self._publish(error)
         if self.log is not None:
             self.log.log_failure(error)
 
@@ -65,7 +65,7 @@ class Failures:
 
         return TrainingError(f"process {first[0]} of {self.world} failed first: {first[1]}")
 
-    def _tell(self, error: BaseException) -> tuple[int, str] | None:
+    def _publish(self, error: BaseException) -> tuple[int, str] | None:
         """Says that this process fails; returns who has said so first."""
         words = json.dumps([self.rank, describe_error(error)])
         with suppress(RuntimeError):  # the store is gone with the process that had it

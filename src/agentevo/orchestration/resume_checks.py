@@ -78,16 +78,16 @@ class ResumeChecks:
         if later or ahead:
             names = [checkpoints.path(step).name for step in later]
             known_steps = later[-1:] or [self._head.step if self._head is not None else 0]
-            what = (
+            evidence = (
                 f"a checkpoint of step {known_steps[0]}"
                 if later
                 else f"step {known_steps[0]} in {HEAD}"
             )
             where = checkpoints.folder if later else self._folder
             raise CheckpointError(
-                f"{where} has {what}, but the store {self._url} ends at step {committed}: it is "
-                "new, older, or another run's, or has lost steps. Nothing was deleted: restore the "
-                f"store, or, to give up all that came after step {committed}, delete "
+                f"{where} has {evidence}, but the store {self._url} ends at step {committed}: it "
+                "is new, older, or another run's, or has lost steps. Nothing was deleted: restore "
+                f"the store, or, to give up all that came after step {committed}, delete "
                 f"{', '.join([*names, HEAD] if ahead else names)} in {self._folder}"
             )
 
@@ -230,9 +230,9 @@ class ResumeChecks:
                     groups[row.trajectory.group_id] = row.trajectory.task_id
 
         if self._queues:
-            await self._whole(groups)
+            await self._check_complete(groups)
 
-    async def _whole(self, groups: Mapping[str, str]) -> None:
+    async def _check_complete(self, groups: Mapping[str, str]) -> None:
         """Groups that wait (with the ids of their tasks) must have all of their members: each was
         written whole."""
         for name, task in groups.items():

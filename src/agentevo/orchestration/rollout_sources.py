@@ -178,7 +178,7 @@ class GroupStream:
         self._config = config
         self._store = parts.store
         self._tasks = parts.tasks
-        self._lost = lost
+        self._lost_attempts = lost
         self._stop = stop
         self._check = check
         self._serves_early = serves_early
@@ -195,15 +195,15 @@ class GroupStream:
         """See RolloutSource.round. Raises StopAskedError, and TrainingError where waiting is in
         vain."""
         attempts = await (
-            self._own(step)
+            self._own_groups(step)
             if self._config.rollout.policy == "wait"
             else self._ready(step, len(tasks))
         )
-        await self._lost.look()
-        self._lost.round_ended()
+        await self._lost_attempts.look()
+        self._lost_attempts.round_ended()
         return attempts
 
-    async def _own(self, step: int) -> RolloutRound:
+    async def _own_groups(self, step: int) -> RolloutRound:
         """`wait`: the groups of the step's own tasks, in their order."""
         groups = {
             task.id: group_name(task.id, "train", step) for task in self._tasks.tasks_to_queue(step)
@@ -215,7 +215,7 @@ class GroupStream:
             summaries = await self._store.summaries(split="train", step=step)
             written = {group_of_all(summary.group_id) for summary in summaries}
             missing = [task for task, group in groups.items() if group not in written]
-            aside[:] = await self._lost.set_aside(missing) if missing else []
+            aside[:] = await self._lost_attempts.set_aside(missing) if missing else []
             progress.to(len(groups) - len(missing) + len(aside))
             return len(aside) == len(missing)
 
@@ -310,7 +310,7 @@ class GroupStream:
         ):
             self._check()
             if time.monotonic() - looked > LOOK_S:
-                await self._lost.check()
+                await self._lost_attempts.check()
                 if self._look_after is not None:
                     await self._look_after()
                 looked = time.monotonic()
@@ -336,24 +336,24 @@ class ColocatedRollouts:
         self._service = SamplerService(
             parts.config, parts.sampler, parts.engine, parts.store, parts.tasks, worker="train"
         )
-        self._ended = False
-        self._lost = LostAttempts(parts.config, parts.store, note)
-        self._stream = GroupStream(parts, self._lost, stop, self._check, serves_early=True)
+        self._has_ended = False
+        self._lost_attempts = LostAttempts(parts.config, parts.store, note)
+        self._stream = GroupStream(parts, self._lost_attempts, stop, self._check, serves_early=True)
         self._task: asyncio.Task[None] | None = None
         self._slept_s = 0.0
 
     async def begin(self, step: int) -> None:
-        await self._lost.look()
+        await self._lost_attempts.look()
         await self._parts.weights.begin(step)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[ColocatedRollouts]:
         """The sampler has given its tasks back at the end."""
-        self._task = asyncio.create_task(self._service.run(lambda: self._ended))
+        self._task = asyncio.create_task(self._service.run(lambda: self._has_ended))
         try:
             yield self
         finally:
-            self._ended = True
+            self._has_ended = True
             for engine in self._sleepers:
                 await engine.wake()
             with suppress(asyncio.CancelledError):
@@ -451,48 +451,48 @@ class DisaggregatedRollouts:
         self._parts = parts
         self._stop = stop
         self._note = note
-        self._elsewhere = parts.elsewhere
+        self._run_engines = parts.elsewhere
         """The engines that evaluate, where this process has none of its own: they get a step's
         weights before it is committed."""
 
         self._published = remote_sender(parts.model, parts.engine, parts.config, note)
-        if self._elsewhere is not None:
-            self._elsewhere.fed_by(self._published.look_after)
+        if self._run_engines is not None:
+            self._run_engines.fed_by(self._published.look_after)
 
-        self._lost = LostAttempts(parts.config, parts.store, note)
+        self._lost_attempts = LostAttempts(parts.config, parts.store, note)
         self._stream = GroupStream(
             parts,
-            self._lost,
+            self._lost_attempts,
             stop,
             check,
-            serves_early=self._elsewhere is not None,
+            serves_early=self._run_engines is not None,
             look_after=self._look_after,
         )
-        self._alone_since = math.inf if parts.config.rollout.samplers else None
+        self._waiting_since = math.inf if parts.config.rollout.samplers else None
         """When it began to wait for its first attempts; inf once some have come or it has told,
         and where it has samplers of its own."""
 
     async def begin(self, step: int) -> None:
         await self._parts.weights.begin(step)
-        await self._lost.look()
+        await self._lost_attempts.look()
         await self._published.begin(step)
-        if self._elsewhere is not None:
-            await self._elsewhere.reach(step, self._stop, self._note)
+        if self._run_engines is not None:
+            await self._run_engines.reach(step, self._stop, self._note)
 
     def running(self) -> AbstractAsyncContextManager[object]:
         return nullcontext()
 
     async def round(self, step: int, tasks: Sequence[Task]) -> RolloutRound:
-        if self._alone_since is None:
-            self._alone_since = time.monotonic()
+        if self._waiting_since is None:
+            self._waiting_since = time.monotonic()
         rollout_round = await self._stream.round(step, tasks)
-        self._alone_since = math.inf
+        self._waiting_since = math.inf
         return rollout_round
 
     async def _look_after(self) -> None:
         await self._published.look_after()
-        if self._alone_since is not None and time.monotonic() - self._alone_since > ALONE_S:
-            self._alone_since = math.inf
+        if self._waiting_since is not None and time.monotonic() - self._waiting_since > ALONE_S:
+            self._waiting_since = math.inf
             self._note(
                 f"no attempts after {ALONE_S:g} s: `agentevo sample` makes them, with the engines "
                 "of `agentevo serve`, both of this recipe"
@@ -506,12 +506,12 @@ class DisaggregatedRollouts:
 
     async def swap(self, step: int) -> None:
         await self._parts.weights.publish(step)  # this process's own engine evaluates
-        if self._elsewhere is not None:
+        if self._run_engines is not None:
             await self._published.publish(step)
 
     async def announce(self, step: int) -> None:
-        if self._elsewhere is None:
+        if self._run_engines is None:
             await self._published.publish(step)
 
     def stats(self) -> dict[str, float]:
-        return self._lost.stats()
+        return self._lost_attempts.stats()

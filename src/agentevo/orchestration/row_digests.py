@@ -24,7 +24,7 @@ class RowDigests:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._known: set[str] = set()
+        self._recorded_tasks: set[str] = set()
         """Tasks that earlier records hold."""
 
     async def of_step(
@@ -39,7 +39,7 @@ class RowDigests:
             evaluated += await self._read_evaluations(0)
         tasks = {trajectory.task_id for trajectory in (*attempts.values(), *evaluated)}
         return RecordedRows(
-            tasks=await self._tasks(tasks - self._known),
+            tasks=await self._tasks(tasks - self._recorded_tasks),
             untrained={name: _shown(attempts[name]) for name in attempts.keys() - ids},
             evaluated={trajectory.id: _shown(trajectory) for trajectory in evaluated},
         )
@@ -68,7 +68,7 @@ class RowDigests:
             return digests
 
         digests = await with_retries(read, within_s=STORE_RETRY_S, what="reading the tasks")
-        self._known.update(digests)
+        self._recorded_tasks.update(digests)
         return digests
 
 

@@ -150,7 +150,7 @@ def attempts_table(
             trajectory.success,
             len(trajectory.turns),
             trajectory.num_completion_tokens(),
-            _said(trajectory),
+            _transcript(trajectory),
             trajectory.error or "",
         )
         for trajectory in trajectories[:count]
@@ -158,7 +158,7 @@ def attempts_table(
     return (clean_table(TrackedTable("attempts", COLUMNS, tuple(rows))),)
 
 
-def _said(trajectory: Trajectory) -> str:
+def _transcript(trajectory: Trajectory) -> str:
     parts = []
     for turn in trajectory.turns:
         for message in turn.messages:

@@ -41,9 +41,9 @@ def make_rollouts(
     supervisor: SamplerSupervisor | None,
     submissions: Submissions | None = None,
 ) -> RolloutSource:
-    """The source that the recipe asks for. `sampled`: attempts are trained on. `apart`: engines and
-    samplers are other processes, which `supervisor`, if there is one, keeps alive. `submissions`: a
-    program's own loop makes the attempts."""
+    """The source that the recipe asks for. `sampled`: attempts are trained on.
+    `is_disaggregated`: engines and samplers are other processes, which `supervisor`, if there is
+    one, keeps alive. `submissions`: a program's own loop makes the attempts."""
     if submissions is not None:
         return SubmittedRollouts(parts, submissions)
 
