@@ -38,29 +38,30 @@ from agentevo.models.positions import context_length
 from agentevo.rollout.sampler import Player
 
 CHECKPOINTS = "agents"
-"""Folder below a checkpoint for the policies beside the main one."""
+"""Folder below a checkpoint for the policies other than the main one."""
 EARLIER = "earlier"
 SPARE = 2
-"""Versions that are kept beside those of the lag: the newest one, and one for a run that is resumed
-at the step before, as its last one was not committed."""
+"""Versions that are kept in addition to those of the lag: the newest one, and one for a run that is
+resumed at the step before because its last step was not committed."""
 
 
 @dataclass(eq=False)
 class AgentPolicy:
-    """One policy and the engine that draws from it."""
+    """A policy and the engine that samples from it."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     engine: UpdatableEngine
 
     def player(self) -> Player:
-        """What its agents draw their tokens with."""
+        """The engine from which the agents of this policy sample their tokens."""
         chat = ChatFormat(self.tokenizer, getattr(self.model, "generation_config", None))
         return Player(self.engine, chat, context_length(self.model.config))
 
 
 def checkpoint_of(checkpoint: Path | None, config: RunConfig, policy: str) -> Path | None:
-    """Where a checkpoint has a policy. None for one that is not trained, so never saved."""
+    """The folder of this policy in a checkpoint. None for a policy that is not trained and
+    therefore never saved."""
     trained = trained_policies(config)
     if checkpoint is None or not trained or policy == trained[0]:
         return checkpoint
@@ -70,7 +71,7 @@ def checkpoint_of(checkpoint: Path | None, config: RunConfig, policy: str) -> Pa
 def saved_beside(
     config: RunConfig, policies: Mapping[str, AgentPolicy]
 ) -> dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
-    """Folder below a checkpoint -> what is saved there, of the trained policies beside the main
+    """Folder below a checkpoint -> what is saved there of the trained policies other than the main
     one."""
     return {
         f"{CHECKPOINTS}/{name}": (policies[name].model, policies[name].tokenizer)
@@ -85,9 +86,9 @@ def make_policies(
     load: Callable[[RunConfig, Path | None], LoadedModel],
     transport: str,
 ) -> dict[str, AgentPolicy]:
-    """Every policy by name, the main one among them; those of other agents' earlier weights come
-    last. `load`: a recipe's model, or the checkpoint in its place. `transport`: how engines get
-    what is trained."""
+    """Every policy by name, including the main one; the policies with other agents' earlier weights
+    come last. `load`: loads a recipe's model, or the checkpoint in its place. `transport`: how
+    engines get the trained weights."""
     if not config.agents:
         return {}
 
@@ -117,7 +118,7 @@ def make_policies(
 
 
 def players(config: RunConfig, policies: Mapping[str, AgentPolicy]) -> dict[str, Player]:
-    """What each agent draws with, by its name."""
+    """The engine from which each agent samples, by the agent's name."""
     of_policy = {name: policy.player() for name, policy in policies.items()}
     return {name: of_policy[policy_of(config, name)] for name in by_rank(config)}
 
@@ -131,7 +132,8 @@ def _engine(
 
 @torch.no_grad()
 def _share(model: PreTrainedModel, main: PreTrainedModel) -> None:
-    """Lets the model have the main one's tensors where neither is trained and both are equal."""
+    """Replaces the model's tensors by the main model's tensors where neither is trained and both
+    are equal."""
     fixed = {name: p for name, p in main.named_parameters() if not p.requires_grad}
     modules = dict(model.named_modules())
     for name, parameter in list(model.named_parameters()):
@@ -152,8 +154,8 @@ def _share(model: PreTrainedModel, main: PreTrainedModel) -> None:
 
 
 class EarlierVersions:
-    """Lets agents play with earlier weights of a policy: keeps those that are still needed, and
-    swaps them in."""
+    """Lets agents play with earlier weights of a policy: keeps the versions that are still needed,
+    and swaps them in."""
 
     def __init__(self, config: RunConfig, policies: Mapping[str, AgentPolicy]) -> None:
         self._config = config
@@ -161,7 +163,7 @@ class EarlierVersions:
         self._loaded: dict[str, int] = {}
 
     async def advance(self, step: int, *, anew: bool) -> None:
-        """The trained policies are of version `step` now. `anew`: they were loaded, so nothing that
+        """The trained policies now have version `step`. `anew`: they were loaded, so nothing that
         was swapped in before counts. Raises CheckpointError."""
         for name, section in self._config.agents.items():
             if not section.is_earlier or section.weights_of is None:
@@ -205,7 +207,7 @@ class EarlierVersions:
 
 
 class AllWeights:
-    """The ways of all trained policies' weights to their engines, as one (WeightSender)."""
+    """The transports of all trained policies' weights to their engines, as one WeightSender."""
 
     def __init__(self, senders: Sequence[WeightSender], earlier: EarlierVersions) -> None:
         self._senders = senders
@@ -236,8 +238,8 @@ async def open_weights(
     transport: str,
     note: Callable[[str], None],
 ) -> WeightSender:
-    """How what is trained reaches the engines, each of which has its model's weights as version 0
-    now."""
+    """How trained weights reach the engines. Each engine now has its model's weights as version
+    0."""
     senders = {}
     for name, policy in (policies or {"": main}).items():
         way = transport if not name or name in trained_policies(config) else "shared"

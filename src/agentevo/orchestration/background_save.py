@@ -27,7 +27,7 @@ class BackgroundSave:
     """See the module."""
 
     def __init__(self, saved: Callable[[int, str], None], warn: Callable[[str], None]) -> None:
-        """`saved(step, sha256)` is called on the thread of the run, as is `warn`."""
+        """`saved(step, sha256)` and `warn` are called on the run's thread."""
         self._saved = saved
         self._warn = warn
         self._thread: threading.Thread | None = None
@@ -35,7 +35,7 @@ class BackgroundSave:
         self._outcome: str | Exception | None = None
 
     def start(self, step: int, write: Callable[[], str]) -> None:
-        """`write` returns the checkpoint's sha256. Nothing else may be under way (`settle`)."""
+        """`write` returns the checkpoint's sha256. No other save may be in progress (`settle`)."""
         assert self._thread is None, "one checkpoint at a time"
 
         loop = _running_loop()
@@ -54,8 +54,8 @@ class BackgroundSave:
         self._thread.start()
 
     def settle(self, *, wait: bool) -> None:
-        """Records the checkpoint that was written. `wait`: until it is. Raises CheckpointError for
-        one that could not be."""
+        """Records the checkpoint that was written. `wait`: until it is written. Raises
+        CheckpointError if it could not be written."""
         if self._thread is None or not (wait or self._outcome is not None):
             return
 
@@ -81,15 +81,15 @@ class BackgroundSave:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Waits for what is under way where the run has failed of something else: what goes wrong
-        with it is told, not raised."""
+        """Waits for the save in progress when the run has failed for another reason. A failure of
+        the save is reported as a warning and not raised."""
         try:
             self.settle(wait=True)
         except AgentEvoError as error:
             self._warn(str(error))
 
     def _look(self) -> None:
-        """On the event loop, when the thread has ended."""
+        """Called on the event loop when the thread has ended."""
         if isinstance(self._outcome, Exception):
             self._warn(f"checkpoint of step {self._step}: {describe_error(self._outcome)}")
         else:
@@ -104,8 +104,8 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def copy_weights(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies of a model's weights by name. Tied ones stay one tensor, which a model's folder has
-    once."""
+    """Copies of a model's weights by name. Tied weights remain one tensor, since a model's folder
+    has them once."""
     copies_by_storage: dict[tuple[int, torch.Size], torch.Tensor] = {}
     copies = {}
     for name, tensor in weights.items():
@@ -118,7 +118,7 @@ def copy_weights(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 
 def copy_state(state: Any) -> Any:
-    """A copy of a trainer's state, of which later steps change nothing."""
+    """A copy of a trainer's state. Later steps do not change it."""
     if isinstance(state, torch.Tensor):
         return _copy_tensor(state)
     if isinstance(state, WeightPart):

@@ -32,19 +32,19 @@ from agentevo.training.batching.shaping import shape_by_length
 from agentevo.types import Task, Trajectory
 
 NOT_TRAINED = "not-trained"
-"""Drop reason of what an agent has said that is not trained."""
+"""Drop reason of the attempts of an agent that is not trained."""
 ONLY_SAMPLED = "only-sampled"
-"""Drop reason of every attempt of a run that trains on none (trainer.epochs=0)."""
+"""Drop reason of every attempt of a run that trains on no attempt (trainer.epochs=0)."""
 STALE = "stale"
 """Drop reason of an attempt that has a token older than rollout.staleness allows."""
 
 
 @dataclass(frozen=True)
 class Collected:
-    """What a step has sampled and what of it is trained on."""
+    """What a step has sampled, and which part of it is trained on."""
 
     trajectories: list[Trajectory] = field(default_factory=list)
-    """Everything that was sampled and is in the store, greedy attempts included, with rewards as
+    """Everything that was sampled and is in the store, including greedy attempts, with rewards as
     they were earned."""
     kept: list[Trajectory] = field(default_factory=list)
     """The trajectories to train on, in order, with their final rewards."""
@@ -64,12 +64,12 @@ class _Gathered:
     sampled: list[Trajectory] = field(default_factory=list)
     greedy: list[Trajectory] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
-    """Trajectory id -> drop reason, for the drops that were decided at the end of a round."""
+    """Trajectory id -> drop reason, for the drops that are decided at the end of a round."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 class StepTasks(Protocol):
-    """Which tasks a step is about (rollout/task_source.py)."""
+    """Which tasks a step has (rollout/task_source.py)."""
 
     def train(self, step: int) -> Sequence[Task]: ...
 
@@ -80,18 +80,18 @@ class StepTasks(Protocol):
         """The name of a task's source, where sources are mixed."""
 
     async def learn(self, store: Store) -> None:
-        """Reads of the committed steps what later ones' tasks follow from."""
+        """Reads the part of the committed steps that determines the tasks of later steps."""
 
     def stage_name(self, step: int) -> str:
-        """The name of the stage that a step is in; empty where there are none."""
+        """The name of the stage of a step; empty where there are none."""
 
     def metrics_of(self, step: int) -> dict[str, float]:
-        """What is to be said of how a step's tasks were chosen."""
+        """Metrics of how a step's tasks were chosen."""
 
 
 class Collector:
-    """Collects the trajectories of one step after another; `state_dict` holds what it remembers
-    between them."""
+    """Collects the trajectories of one step after another. `state_dict` holds the state that it
+    keeps between steps."""
 
     def __init__(self, config: RunConfig, attempts: RolloutSource, tasks: StepTasks) -> None:
         self._config = config
@@ -103,7 +103,7 @@ class Collector:
 
     async def collect(self, step: int) -> Collected:
         """Samples for step `step` (from 1) with the engine's present weights, in as many rounds as
-        it needs and may have."""
+        it needs and is allowed."""
         algorithm = self._config.algorithm
         tasks = self._tasks.train(step)
 
@@ -137,13 +137,14 @@ class Collector:
         return collected
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run needs, as JSON values. What the newest step solved is in it
-        for its record, which a curriculum reads."""
+        """The state that a resumed run needs, as JSON values. It contains what the newest step
+        solved, for the step's record, which a curriculum reads."""
         rlpr = {"rlpr": self._rlpr.state_dict()} if self._rlpr is not None else {}
         return rlpr | ({SOLVED: self._solved} if self._solved else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` gave; a filter that was off until now begins anew."""
+        """Takes over what `state_dict` gave. A filter that was off until now starts without
+        history."""
         if self._rlpr is not None and "rlpr" in state:
             self._rlpr.load_state_dict(state["rlpr"])
 
@@ -252,13 +253,13 @@ def solved_attempts(trajectories: Sequence[Trajectory]) -> dict[str, list[int]]:
 
 
 def is_baseline(trajectory: Trajectory) -> bool:
-    """Whether the trajectory is the greedy attempt beside a group."""
+    """Whether the trajectory is the greedy attempt of a group's task."""
     return trajectory.group_id.startswith(f"{trajectory.task_id}/{BASELINE}@")
 
 
 def next_round(wanted: int, informative: int, sampled: int) -> int:
-    """Groups to sample next: so many that those that are missing are to be expected, by the share
-    that was informative so far.
+    """The number of groups to sample next: as many as are expected to give the missing groups, by
+    the share that was informative so far.
 
     At most `target`, and as many if nothing was informative; 0 when the batch is full.
     """

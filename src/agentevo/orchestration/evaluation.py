@@ -1,5 +1,5 @@
-"""How good the policy is on held-out tasks, beside a random and an optimal player under the same
-limits."""
+"""How good the policy is on held-out tasks, compared with a random and an optimal player under the
+same limits."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ BY_STAGE = "success_by_stage"
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation's numbers, and what went wrong in it."""
+    """An evaluation's metrics and errors."""
 
     metrics: dict[str, float]
     num_tokens: int
-    """Generated tokens."""
+    """The number of generated tokens."""
     num_attempts: int
     errors: list[str | None]
-    """Of the failed attempts."""
+    """The errors of the failed attempts."""
 
     @property
     def failures(self) -> str:
-        """How many failed and why, in words; empty where none did."""
+        """How many attempts failed and why, in words; empty where none failed."""
         if not self.errors:
             return ""
         words = failure_words(self.errors, self.num_attempts)
         return f"{words}; they count neither in success nor in reward"
 
     def notes(self, config: RunConfig, *, is_first: bool = True) -> list[str]:
-        """What is to be said under the table of its numbers; what success means stands under the
-        first one alone."""
+        """The lines under the table of an evaluation's numbers. Only the first table explains what
+        success means."""
         meaning = meaning_of_success(config) if is_first else ""
         return [line for line in (self.stages, self.failures, meaning) if line]
 
@@ -54,15 +54,15 @@ class Evaluated:
 
 
 def reference_players(parts: Components) -> Baselines | None:
-    """Mean success of the two reference players on the held-out tasks; None for a user's own
-    agent, and, with a note, for an environment that can't say."""
+    """Mean success of the two reference players on the held-out tasks; None for a user's own agent,
+    and, with a note, for an environment that can't give it."""
     if parts.config.environment is None:
         return None
     return players_of(parts.config, parts.tasks.held_out(), parts.note)
 
 
 def meaning_of_success(config: RunConfig) -> str:
-    """What the numbers of a graded agent mean; empty for an environment's own success."""
+    """The meaning of the numbers of a graded agent; empty for an environment's own success."""
     if config.environment is not None and isinstance(config.agent, EnvironmentAgentSection):
         return ""
 
@@ -172,6 +172,6 @@ def failed_share(metrics: dict[str, float]) -> float:
 
 
 def solved_share(metrics: dict[str, float]) -> float:
-    """Of all greedy attempts those that succeeded, failed ones counted: weights under which
-    attempts fail are never the best for it."""
+    """The share of all greedy attempts that succeeded, counting failed ones. By this number,
+    weights under which attempts fail are never the best."""
     return (headline(metrics) or 0.0) * (1.0 - failed_share(metrics))
