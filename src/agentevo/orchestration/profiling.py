@@ -41,7 +41,8 @@ NUM_OPERATORS = 25
 
 
 def check_profile(config: RunConfig) -> None:
-    """Raises ConfigError, before anything is created, for marks that this machine can't make."""
+    """Raises ConfigError, before anything is created, for profiling marks that this machine can't
+    make."""
     section = config.profile
     if section.enabled and section.nsight and not has_nvtx(find(config.model.device)):
         raise ConfigError(
@@ -77,7 +78,7 @@ class Profiling:
         self._profiler: Any = None
         self._whole_range: Any = None
         self._ranges = ExitStack()
-        """Open while steps are marked for Nsight."""
+        """The ranges that are open while steps are marked for Nsight."""
         self._base_bytes = 0
 
     def __enter__(self) -> Self:
@@ -184,7 +185,8 @@ class Profiling:
         return f"step {first}" if first == last else f"steps {first} to {last}"
 
     def _safely(self, work: Callable[[], None]) -> None:
-        """The one boundary between the profiler and the run."""
+        """The only boundary between the profiler and the run: calls the profiler, and reports its
+        failure as a warning."""
         try:
             work()
         except Exception as error:  # noqa: BLE001 (whatever breaks in here is told, and the run goes on)

@@ -25,12 +25,12 @@ from agentevo.errors import AgentEvoError, TrainingError, describe_error
 
 _KEY = "failure"
 LOOK_S = 3.0
-"""How long a process whose connection broke waits for another one's words."""
+"""How long a process whose connection broke waits for the error of another one."""
 _LOST = ("connection", "gloo", "nccl", "timed out", "timeout", "socket", "peer", "recvvalue")
 
 
 class Failures:
-    """The failures of the processes that train together, of which this is number `rank`."""
+    """The failures of the processes that train together. This process has number `rank`."""
 
     def __init__(self, store: distributed.Store, rank: int, world: int) -> None:
         self._store = store
@@ -39,8 +39,9 @@ class Failures:
         self.log: RankLog | None = None
 
     def report(self, error: BaseException) -> BaseException:
-        """Called once with what has ended this process's part; returns what to raise. The first
-        failure of all is shown, with the process's number, before the others can know."""
+        """Called once with the error that has ended this process's part; returns the error to
+        raise. The first failure of all is shown, with the process's number, before the other
+        processes can know of it."""
         is_lost = isinstance(error, RuntimeError) and _is_lost(error)
         first = self._first(LOOK_S if is_lost else 0.0)
         if first is None and not is_lost:
@@ -66,7 +67,8 @@ class Failures:
         return TrainingError(f"process {first[0]} of {self.world} failed first: {first[1]}")
 
     def _publish(self, error: BaseException) -> tuple[int, str] | None:
-        """Says that this process fails; returns who has said so first."""
+        """Writes this process's error into the store; returns the first error that a process has
+        written."""
         words = json.dumps([self.rank, describe_error(error)])
         with suppress(RuntimeError):  # the store is gone with the process that had it
             return _read(self._store.compare_set(_KEY, "", words))
@@ -93,16 +95,17 @@ def _read(words: bytes | str) -> tuple[int, str]:
 
 
 def _is_lost(error: RuntimeError) -> bool:
-    """Whether it may be the complaint of a collective about other processes."""
+    """Whether the error may be a collective's report that another process is gone."""
     text = str(error).lower()
     return isinstance(error, distributed.DistError) or any(word in text for word in _LOST)
 
 
 class RankLog:
-    """The log of one process; see the module. A folder that this machine does not see has none."""
+    """The log of one process; see the module. A run folder that this machine does not see has
+    none."""
 
     def __init__(self, run_dir: Path, rank: int, world: int, place: str) -> None:
-        """`place`: where it stands among the processes."""
+        """`place`: the position of the process among the others."""
         self._path: Path | None = None
         if run_dir.is_dir():
             self._path = run_dir / "logs" / f"rank-{rank}.log"
@@ -110,13 +113,13 @@ class RankLog:
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """Around one call that all processes make."""
+        """A context around one call that all processes make."""
         started = time.perf_counter()
         yield
         self._write(f"{name}: {time.perf_counter() - started:.3f} s")
 
     def log_failure(self, error: BaseException) -> None:
-        """The end, with the traceback."""
+        """Logs the end, with the traceback."""
         self._write("".join(traceback.format_exception(error)).rstrip())
 
     def _write(self, text: str) -> None:

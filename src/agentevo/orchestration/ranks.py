@@ -57,11 +57,12 @@ from agentevo.training.token_numbers import TokenNumbers
 from agentevo.types import Sample, Trajectory
 
 COMPUTING = timedelta(minutes=10)
-"""The longest that a process waits for the others within one call."""
+"""The longest time that a process waits for the others within one call."""
 SAVING = timedelta(hours=1)
 """The same while a checkpoint is written, which takes as long as the slowest disk."""
 SAMPLING = timedelta(days=7)
-"""The longest that others wait for the first process's next call; its end they see at once."""
+"""The longest time that the other processes wait for the first process's next call. They notice its
+end immediately."""
 
 
 class RunRanks:
@@ -76,8 +77,9 @@ class RunRanks:
         weights: distributed.ProcessGroup | None = None,
         saves: distributed.ProcessGroup | None = None,
     ) -> None:
-        """Groups of all processes for what lies on the CPU: `calls` of trainers, `weights` on their
-        way to the first process, and `saves`, which may go on beside both."""
+        """Groups of all processes for data on the CPU: `calls` for calls of trainers, `weights` for
+        weights on their way to the first process, and `saves` for checkpoints, whose traffic may
+        overlap with both."""
         self.meshes = meshes
         self._calls = calls
         self._failures = failures
@@ -86,12 +88,12 @@ class RunRanks:
         self.saves = saves
 
     def tell(self, learner: str, name: str, *arguments: Any, **options: Any) -> None:
-        """On the first process: the others make this call, too."""
+        """Called on the first process: the other processes make this call too."""
         message = [(learner, name, arguments, options)]
         distributed.broadcast_object_list(message, 0, group=self._calls)
 
     def told(self) -> tuple[str, str, tuple[Any, ...], dict[str, Any]]:
-        """On the others: the next call."""
+        """Called on the other processes: waits for the next call and returns it."""
         message: list[Any] = [None]
         distributed.broadcast_object_list(message, 0, group=self._calls)
         return cast(tuple[str, str, tuple[Any, ...], dict[str, Any]], message[0])
@@ -101,7 +103,7 @@ class RunRanks:
         return spread(model, self.meshes)
 
     def log(self, run_dir: Path) -> RankLog:
-        """The log of this process, from here on."""
+        """The log of this process from this point on."""
         failures = self._failures
         place = ", ".join(
             f"{name} {index} of {size}"
@@ -114,8 +116,8 @@ class RunRanks:
 
 @contextmanager
 def join_ranks(config: RunConfig) -> Iterator[RunRanks | None]:
-    """Among the others that the launcher has started; None where there are none. Raises
-    TrainingError for what has ended another one of them."""
+    """Joins the other processes that the launcher has started; yields None where there are none.
+    Raises TrainingError with the reason for which another process has ended."""
     if world_size() == 1:
         yield None
         return
@@ -189,19 +191,20 @@ _OF_DELTAS: dict[str, Callable[[PublishedParts], object]] = {
     "give_changes": PublishedParts.give,
     "keep": PublishedParts.keep,
 }
-"""What the first process asks of the others while it publishes what changed."""
+"""The calls that the first process asks of the others while it publishes changed weights."""
 
 
 class _SharedSaves:
-    """On another process than the first: gives its contributions to checkpoints, one at a time, at
-    once or while the next step goes on. TrainingRun saves with the first process's own."""
+    """Used on processes other than the first: contributes to checkpoints, one at a time,
+    immediately or while the next step runs. TrainingRun saves with the first process's own
+    contribution."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
     def give(self, contribution: Contribution, *, copied: bool) -> None:
-        """A copied one is given by a thread. Raises what the one before has failed with."""
+        """A thread gives a copied contribution. Raises the error of the previous one."""
         self.end()
         if not copied:
             contribution.give()
@@ -217,7 +220,7 @@ class _SharedSaves:
         self._thread.start()
 
     def end(self) -> None:
-        """Waits for what is under way; raises what it has failed with."""
+        """Waits for the contribution in progress; raises its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -228,7 +231,7 @@ class _SharedSaves:
 
 
 class _RankFollower:
-    """One of the others: its part of the model, and its trainers."""
+    """A process other than the first: its part of the model, and its trainers."""
 
     def __init__(self, ranks: RunRanks, config: RunConfig, checkpoint: Path | None) -> None:
         self._config = config
@@ -281,21 +284,22 @@ def _contribution_of(
     with_weights: bool,
     copied: bool,
 ) -> Contribution:
-    """This process's, of its trainer's state. `with_weights`: no process has the whole model.
-    `copied`: of now, whatever is trained before it is written."""
+    """This process's contribution, made of its trainer's state. `with_weights`: no process has the
+    whole model. `copied`: of the state as it is now, although training continues before it is
+    written."""
     _, parts = split_state(state)
     contribution = Contribution(saved_parts(model) if with_weights else {}, parts, group)
     return contribution.copy() if copied else contribution
 
 
 def saved_state(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
-    """The trainer's state in a checkpoint, of which this process reads what it needs."""
+    """The trainer's state in a checkpoint, from which this process reads what it needs."""
     folder = Checkpoints(checkpoint.parent, config.checkpoint.keep_last, alone=True)
     return folder.load(checkpoint, mapped=config.trainer.parallel.is_spread)[0]
 
 
 class Leader:
-    """On the first process: the policy that all train, and its trainers."""
+    """Used on the first process: the policy that all processes train, and its trainers."""
 
     def __init__(
         self,
@@ -307,8 +311,8 @@ class Leader:
         *,
         serves: bool = True,
     ) -> None:
-        """`model` is the one that serves, unless engines elsewhere do (`serves=False`): then it
-        becomes this process's part of it. `checkpoint`: what it was loaded from."""
+        """`model` serves, unless other engines do (`serves=False`); in that case it becomes this
+        process's part. `checkpoint`: the one from which the model was loaded."""
         self.ranks = ranks
         self.serving = model
         self.checkpoint = checkpoint
@@ -318,7 +322,7 @@ class Leader:
         self.log = ranks.log(config.run_dir)
         self._is_spread = config.trainer.parallel.is_spread
         self._has_whole = serves or not self._is_spread
-        """Whether this process has the whole model, too."""
+        """Whether this process also has the whole model."""
 
         if self._is_spread:
             part_of = load_policy(config, checkpoint, for_part=True).model if serves else model
@@ -338,8 +342,8 @@ class Leader:
             )
 
     def make(self, name: str, *arguments: Any, local: Callable[..., Any] | None = None) -> Led:
-        """A trainer that all processes make (learners.py). `local` makes this process's, where it
-        is to have more than theirs."""
+        """A trainer that all processes make (learners.py). `local` makes this process's trainer,
+        where it needs more than those of the others."""
         self.ranks.tell(name, "make", *arguments)
         learner = (
             make_learner(
@@ -355,14 +359,14 @@ class Leader:
         return saved_state(self._config, checkpoint)
 
     def gather(self) -> None:
-        """Brings the model that serves to what is trained."""
+        """Copies the trained weights into the model that serves."""
         if self._is_spread and self._has_whole:
             self.ranks.tell("", "gather")
             gather_trained(self._model, self.serving)
 
     def contribution(self, learner: Led, *, copied: bool) -> tuple[dict[str, Any], Contribution]:
-        """The trainer's state and what all processes add to its checkpoint, the others beginning
-        now. `copied`: of now, whenever it is written."""
+        """The trainer's state and what all processes add to its checkpoint. The other processes
+        begin now. `copied`: of the state as it is now, whenever it is written."""
         options = {"with_weights": not self._has_whole, "copied": copied}
         self.ranks.tell(learner.name, "contribute", **options)
         state = learner.own_state()
@@ -370,7 +374,7 @@ class Leader:
 
 
 class Led:
-    """The first process's trainer, of any kind, whose calls all processes make together."""
+    """The first process's trainer, of any kind. All processes make its calls together."""
 
     def __init__(self, leader: Leader, name: str, learner: Any) -> None:
         self._leader = leader
@@ -378,7 +382,8 @@ class Led:
         self._learner = learner
 
     def _all(self, name: str, *arguments: Any, local_arguments: Any = None, **options: Any) -> Any:
-        """The call by all. `local_arguments`: what replaces the arguments on this process."""
+        """Makes the call on all processes. `local_arguments` replaces the arguments on this
+        process."""
         with self._leader.log.call(f"{self.name} {name}"):
             self._leader.ranks.tell(self.name, name, *arguments, **options)
             return getattr(self._learner, name)(
@@ -411,8 +416,8 @@ class Led:
         bound: int | None = None,
         turn_credits: TurnCredits = MappingProxyType({}),
     ) -> PreparedBatch:
-        """See RolloutTrainer.prepare. Pairs are made of attempts without any model, by this process
-        alone."""
+        """See RolloutTrainer.prepare. Making pairs of attempts needs no model, so this process does
+        it alone."""
         attempts = list(trajectories)
         by_task = dict(baselines)
         options = {"version": version, "bound": bound, "turn_credits": dict(turn_credits)}
@@ -431,7 +436,7 @@ class Led:
     def held_out(
         self, samples: Sequence[Sample], *, stop: Callable[[], bool] = lambda: False
     ) -> dict[str, float] | None:
-        """See SupervisedTrainer.held_out; this process alone may stop it."""
+        """See SupervisedTrainer.held_out. Only this process can stop it."""
         ranks = self._leader.ranks
         ranks.tell(self.name, "held_out", samples)
         metrics: dict[str, float] | None = self._learner.held_out(samples, stop=stop)
@@ -447,9 +452,9 @@ class Led:
         self.optimization.carry_on(self._leader.saved_state(checkpoint)["optimization"])
 
     def own_state(self) -> dict[str, Any]:
-        """This process's part of `state_dict`; the others make theirs at the same time."""
+        """This process's part of `state_dict`. The others make theirs at the same time."""
         return cast(dict[str, Any], self._learner.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Learner.load_state_dict; the others read the checkpoint's file themselves."""
+        """See Learner.load_state_dict. The others read the checkpoint's file themselves."""
         self._all("load_state_dict", self._leader.checkpoint, local_arguments=(state,))

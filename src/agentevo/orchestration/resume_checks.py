@@ -1,9 +1,10 @@
 """What a resume checks before it trains on anything that an earlier life of the run has left:
 files, records, trajectories.
 
-A store and a folder that nobody touched pass; whatever the trainer would read in another form than
-it was written is refused, with what to do. Only what will be read is checked, so the cost grows
-with what is done again and what waits, not with the run. `agentevo audit` checks all of a run.
+A store and a folder that were not modified pass. Anything that the trainer would read in another
+form than it was written is refused, with the remedy. Only what will be read is checked, so the cost
+grows with the steps that are done again and the attempts that wait, and not with the run. `agentevo
+audit` checks all of a run.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ class ResumeChecks:
                 )
 
     def reach(self, checkpoints: Checkpoints, last: StepRecord | None) -> None:
-        """The store must have every step that the folder knows of. A step's checkpoint is saved
-        before it is committed, so a kill can leave the one of the step after the last committed
-        one."""
+        """The store must have every step that the folder has. A step's checkpoint is saved before
+        the step is committed, so a kill can leave the checkpoint of the step after the last
+        committed one."""
         committed = last.step if last is not None else 0
         if last is not None and KEY not in last.record:
             raise CheckpointError(f"{self._folder}: {OLDER}")
@@ -98,8 +99,8 @@ class ResumeChecks:
             )
 
     async def log(self, last: StepRecord | None) -> None:
-        """metrics.jsonl must be what was logged. Where its last steps are missing, as a power cut
-        may take them, a warning says so."""
+        """metrics.jsonl must contain what was logged. Where its last steps are missing, which a
+        power cut can cause, a warning says so."""
         if last is None or LOG not in last.record:
             return
 
@@ -131,8 +132,8 @@ class ResumeChecks:
     async def newest_checkpoint(
         self, checkpoints: Checkpoints, committed: int
     ) -> tuple[int | None, Unusable]:
-        """The newest one that is whole and the run's own, and those after it that are not, with the
-        reason."""
+        """The newest checkpoint that is whole and the run's own, and the unusable ones after it,
+        with their reasons."""
         unusable: Unusable = []
         limit = committed
         while True:
@@ -152,7 +153,7 @@ class ResumeChecks:
             limit = newest - 1
 
     async def _known_checkpoints(self, step: int) -> list[str]:
-        """sha256 of the checkpoints that were saved of the step."""
+        """The sha256 of each checkpoint that was saved of the step."""
         digests = [] if self._head is None else [self._head.checkpoints.get(step)]
         records = (await self._steps(step - 1))[:1] if step else []
         digests += [(record.record.get("checkpoint") or {}).get("sha256") for record in records]
@@ -166,7 +167,7 @@ class ResumeChecks:
         return End(**state[KEY])
 
     async def records(self, end: End) -> list[StepRecord]:
-        """Those after `end`, each of which must be the one that was committed there."""
+        """The records after `end`. Each must be the record that was committed for its step."""
         records = await self._steps(end.step)
         broken = broken_links(records, end)
         ends = {end.step: end.chain} | {r.step: str(r.record.get(KEY)) for r in records}
@@ -191,8 +192,9 @@ class ResumeChecks:
         return records
 
     async def trajectories(self, steps: list[StepRecord], committed: int) -> None:
-        """What steps are done again from must be what they were trained on, and what waits for the
-        next ones, or was evaluated since, what was written."""
+        """The attempts of the steps that are done again must be what those steps were trained on.
+        The attempts that wait for the next steps, or were evaluated since, must be as they were
+        written."""
         for record in steps:
             stored = await self._read(trained_step=record.step)
             try:
@@ -233,8 +235,8 @@ class ResumeChecks:
             await self._check_complete(groups)
 
     async def _check_complete(self, groups: Mapping[str, str]) -> None:
-        """Groups that wait (with the ids of their tasks) must have all of their members: each was
-        written whole."""
+        """Groups that wait (with the ids of their tasks) must have all their members, since every
+        group is written whole."""
         for name, task in groups.items():
             rows = await with_retries(
                 lambda: self._store.summaries(group_id=name),  # noqa: B023 (called before the next)

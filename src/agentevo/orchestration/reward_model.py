@@ -43,8 +43,8 @@ from agentevo.training.reward_model import (
 
 LOSS = "bradley_terry"
 RESULT = "reward_model.json"
-TOLD_EVERY = 10
-"""Optimizer steps between two lines for people."""
+NOTE_EVERY = 10
+"""Optimizer steps between two lines of output."""
 
 
 def split_pairs(config: RunConfig) -> tuple[list[PairLine], list[PairLine]]:
@@ -65,8 +65,8 @@ def split_pairs(config: RunConfig) -> tuple[list[PairLine], list[PairLine]]:
 
 
 def check_parts(config: RunConfig) -> tuple[list[PairLine], list[PairLine]]:
-    """What `train` refuses before it loads the model; returns `split_pairs`. Downloads and writes
-    nothing. Raises ConfigError and ModelError."""
+    """Refuses what `train` refuses before it loads the model; returns `split_pairs`. Downloads and
+    writes nothing. Raises ConfigError and ModelError."""
     check_alone("the training of a reward model (agentevo rm)")
     check_tracking(config)
     lines = split_pairs(config)
@@ -77,8 +77,9 @@ def check_parts(config: RunConfig) -> tuple[list[PairLine], list[PairLine]]:
 
 
 def train(config: RunConfig, note: Callable[[str], None] = to_stderr) -> dict[str, float]:
-    """Trains, tries it on the held-out pairs before and after, and saves it as RUN/model. Returns
-    what reward_model.json holds. Raises ConfigError before anything is created."""
+    """Trains the model, evaluates it on the held-out pairs before and after, and saves it as
+    RUN/model. Returns the contents of reward_model.json. Raises ConfigError before anything is
+    created."""
     train_lines, eval_lines = check_parts(config)
     loaded = load_model(
         config.model,
@@ -126,7 +127,7 @@ def _train(
     note: Callable[[str], None],
     tracking: Tracking,
 ) -> dict[str, float] | None:
-    """What came of it; None where it was stopped."""
+    """The results; None if the training was stopped."""
     from transformers import PreTrainedModel
 
     assert isinstance(model, PreTrainedModel)
@@ -148,7 +149,7 @@ def _train(
             log.log(step, metrics)
             log.hand_over(step - 1)
 
-            if step % TOLD_EVERY == 0 or step == total:
+            if step % NOTE_EVERY == 0 or step == total:
                 note(
                     f"{step}/{total}: loss {metrics['rm/loss']:.4f}, accuracy "
                     f"{metrics['rm/accuracy']:.1%}"

@@ -47,55 +47,56 @@ from agentevo.types import Task, Trajectory, group_of_agent
 T = TypeVar("T")
 
 LOOK_S = 5.0
-"""How often a waiting trainer looks at what becomes of the attempts."""
+"""How often a waiting trainer looks for the outcome of attempts."""
 ALONE_S = 60.0
-"""A wait for the first attempts that is told of: perhaps nobody makes any."""
+"""After this time without first attempts the trainer reports that perhaps no process makes any."""
 
 
 class StopAskedError(AgentEvoError):
-    """Somebody asked the run to stop while it waited for attempts, evaluated, or read its data."""
+    """The user asked the run to stop while it waited for attempts, evaluated, or read its data."""
 
 
 class RolloutRound(NamedTuple):
-    """What a round of collecting gets."""
+    """The result of a round of collecting."""
 
     trajectories: list[Trajectory]
     """Whole groups, with their greedy baselines where the recipe has any."""
     last: bool = False
-    """The step gets no further round: these are what it was trained on when its trainer was
-    killed."""
+    """The step gets no further round: these are the attempts on which it was trained when its
+    trainer was killed."""
     dropped: Mapping[str, str] = MappingProxyType({})
     """Trajectory id -> why it is not trained on, where the source says so."""
     metrics: Mapping[str, float] = MappingProxyType({})
 
 
 class RolloutSource(Protocol):
-    """Where the loop's attempts come from and its weights go."""
+    """The source of the loop's attempts and the destination of its weights."""
 
     async def begin(self, step: int) -> None:
         """The model's weights as they are now, loaded or taught before the first step, are version
         `step`."""
 
     def running(self) -> AbstractAsyncContextManager[object]:
-        """Around all steps: whatever samples beside them lives in here."""
+        """A context around all steps, in which everything runs that samples at the same time."""
 
     async def round(self, step: int, tasks: Sequence[Task]) -> RolloutRound:
         """The attempts of as many groups as there are tasks."""
 
     def training(self) -> AbstractAsyncContextManager[None]:
-        """Around what the trainer computes and `swap`."""
+        """A context around what the trainer computes and `swap`."""
 
     async def compute(self, work: Callable[[], T]) -> T:
         """Runs what the trainer computes."""
 
     async def swap(self, step: int) -> None:
-        """The weights of version `step` serve on this process's engine; within `training`."""
+        """The weights of version `step` now serve on this process's engine. Called within
+        `training`."""
 
     async def announce(self, step: int) -> None:
-        """Version `step` is committed: other processes may have it."""
+        """Version `step` is committed, so other processes may have it."""
 
     def stats(self) -> dict[str, float]:
-        """What the sampler counts, for the step's metrics."""
+        """The sampler's counters, for the step's metrics."""
 
 
 class SamplerSupervisor(Protocol):
@@ -106,7 +107,7 @@ class SamplerSupervisor(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
     def check(self) -> None:
-        """Raises AgentEvoError when one of them can't be kept alive."""
+        """Raises AgentEvoError when a process can't be kept alive."""
 
 
 class SynchronousRollouts:
@@ -156,11 +157,11 @@ class SynchronousRollouts:
 
 
 class GroupStream:
-    """Groups as samplers finish them, out of the store.
+    """Groups from the store, as samplers finish them.
 
     A step that was reserved and not committed when its trainer was killed gets the same groups
-    again: its weights may have served already, and drawn tokens that bear its number. If they have
-    (`serves_early`) and nothing is reserved, it trained on nothing, and does so again.
+    again: its weights may already have served, and drawn tokens with its number. If they have
+    (`serves_early`) and nothing is reserved, the step trained on nothing, and does so again.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class GroupStream:
         self._check = check
         self._serves_early = serves_early
         self._look_after = look_after
-        """What else to see to, every LOOK_S of a wait."""
+        """Called every LOOK_S of a wait."""
         self._baseline = "baseline_rewards" in config.algorithm.needs
         self._agents = by_rank(config) or ("",)
         self._step = 0
@@ -192,8 +193,8 @@ class GroupStream:
         reserved."""
 
     async def round(self, step: int, tasks: Sequence[Task]) -> RolloutRound:
-        """See RolloutSource.round. Raises StopAskedError, and TrainingError where waiting is in
-        vain."""
+        """See RolloutSource.round. Raises StopAskedError, and TrainingError where waiting is
+        useless."""
         attempts = await (
             self._own_groups(step)
             if self._config.rollout.policy == "wait"
@@ -211,7 +212,7 @@ class GroupStream:
         aside: list[StoredTask] = []
 
         async def is_finished() -> bool:
-            """Whether every task has its group, or never will."""
+            """Whether every task has its group, or will never have it."""
             summaries = await self._store.summaries(split="train", step=step)
             written = {group_of_all(summary.group_id) for summary in summaries}
             missing = [task for task, group in groups.items() if group not in written]
@@ -236,7 +237,7 @@ class GroupStream:
         return RolloutRound(sorted(trajectories, key=place))
 
     async def _ready(self, step: int, num_groups: int) -> RolloutRound:
-        """The first groups that are ready, whichever tasks they are of."""
+        """The first groups that are ready, of any tasks."""
         if step != self._step:
             first = self._step == 0
             self._step = step
@@ -281,7 +282,8 @@ class GroupStream:
         return any(step in turn.versions for row in ready for turn in row.trajectory.turns)
 
     async def _groups(self, names: Iterable[str]) -> list[Trajectory]:
-        """Their members, of each agent in turn, and the greedy attempts beside them."""
+        """The members of the groups, of each agent in turn, and the greedy attempts of the same
+        tasks."""
         trajectories = []
         for name in names:
             for agent in self._agents:
@@ -303,7 +305,7 @@ class GroupStream:
         return await with_retries(read, within_s=STORE_RETRY_S, what="reading attempts")
 
     async def _until(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Asks every `rollout.poll_s` until the answer is not empty or false."""
+        """Calls the function every `rollout.poll_s` until the answer is not empty or false."""
         looked = time.monotonic()
         while not (
             answer := await with_retries(ask, within_s=STORE_RETRY_S, what="waiting for attempts")
@@ -332,7 +334,7 @@ class ColocatedRollouts:
         self._parts = parts
         self._config = parts.config
         self._sleepers = _sleepers(parts) if parts.config.rollout.sharing == "turns" else []
-        """The engines, where they are to sleep while the trainer computes."""
+        """The engines, where they have to sleep while the trainer computes."""
         self._service = SamplerService(
             parts.config, parts.sampler, parts.engine, parts.store, parts.tasks, worker="train"
         )
@@ -348,7 +350,7 @@ class ColocatedRollouts:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[ColocatedRollouts]:
-        """The sampler has given its tasks back at the end."""
+        """On exit, the sampler has returned its tasks."""
         self._task = asyncio.create_task(self._service.run(lambda: self._has_ended))
         try:
             yield self
@@ -374,8 +376,7 @@ class ColocatedRollouts:
                 self._slept_s += time.perf_counter() - started
 
     def _keep_version(self) -> None:
-        """Under `wait`: groups that are under way are drawn from the present weights to their
-        end."""
+        """Under `wait`, groups in progress are drawn from the present weights until they end."""
         rollout = self._config.rollout
         changing = self._parts.sampler.engines
         for engine in dict.fromkeys(
@@ -399,7 +400,7 @@ class ColocatedRollouts:
         return self._service.stats() | {"engine/slept_s": self._slept_s}
 
     def _check(self) -> None:
-        """The sampler's failure is the run's."""
+        """Raises the sampler's failure as the run's."""
         if self._task is not None and self._task.done():
             self._task.result()
             raise EngineError(
@@ -452,8 +453,8 @@ class DisaggregatedRollouts:
         self._stop = stop
         self._note = note
         self._run_engines = parts.elsewhere
-        """The engines that evaluate, where this process has none of its own: they get a step's
-        weights before it is committed."""
+        """The engines that evaluate, where this process has no engine of its own. They get a step's
+        weights before the step is committed."""
 
         self._published = remote_sender(parts.model, parts.engine, parts.config, note)
         if self._run_engines is not None:
@@ -469,8 +470,8 @@ class DisaggregatedRollouts:
             look_after=self._look_after,
         )
         self._waiting_since = math.inf if parts.config.rollout.samplers else None
-        """When it began to wait for its first attempts; inf once some have come or it has told,
-        and where it has samplers of its own."""
+        """When the wait for the first attempts began; inf once some have arrived or the wait was
+        reported, and where the run has samplers of its own."""
 
     async def begin(self, step: int) -> None:
         await self._parts.weights.begin(step)

@@ -20,7 +20,7 @@ from agentevo.types import Trajectory
 
 
 class RowDigests:
-    """Those of one step after the other, of a run's trainer."""
+    """The row digests of one step after another, of a run's trainer."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -30,8 +30,8 @@ class RowDigests:
     async def of_step(
         self, step: int, sampled: Iterable[Trajectory], trained: Iterable[str]
     ) -> RecordedRows:
-        """The rows that the record of a step holds: of its attempts `sampled` those that are not
-        `trained` (ids), of evaluations those since the record before."""
+        """The rows that the record of a step holds: of the attempts `sampled` those that are not
+        `trained` (ids), and the evaluations since the previous record."""
         ids = set(trained)
         attempts = {trajectory.id: trajectory for trajectory in sampled}
         evaluated = await self._read_evaluations(step)
@@ -45,7 +45,7 @@ class RowDigests:
         )
 
     async def _read_evaluations(self, step: int) -> list[Trajectory]:
-        """The attempts that have evaluated the policy after a step."""
+        """The attempts that evaluated the policy after a step."""
 
         async def read() -> list[Trajectory]:
             rows = self._store.trajectories(step=step, split="eval")

@@ -117,9 +117,9 @@ def check_dry(
     config: RunConfig, command: Literal["train", "sft"] = "train", *, resume: bool = False
 ) -> list[str]:
     """Refuses what `train` would refuse before it samples, all of it in one ConfigError, without
-    the weights of a saved model. Downloads and writes nothing; returns what `remarks_before`
-    says, and a line for each model whose weights were too much to compare with their digests.
-    Raises ModelError and TornError, too."""
+    reading the weights of a saved model. Downloads and writes nothing. Returns what
+    `remarks_before` says, and a line for each model whose weights were too large to compare with
+    their digests. Raises ModelError and TornError too."""
     refusals = Refusals()
     given_tasks = refusals.collect(check_recipe, config, command, resume=resume, may_fetch=False)
     if follows():
@@ -156,8 +156,8 @@ async def run_training(
     submissions: Submissions | None = None,
     confirm: Confirm | None = None,
 ) -> None:
-    """What `train` does after its checks. `submissions`: those of a program's own loop; `confirm`:
-    see `_resumed`."""
+    """What `train` does after its checks. `submissions`: of a program's own loop. `confirm`: see
+    `_resumed`."""
     folder = config.run_dir
     checkpoints = Checkpoints(
         folder / "checkpoints",
@@ -244,7 +244,8 @@ async def run_training(
 def _join(
     config: RunConfig, stack: ExitStack, stop_signals: list[int], view: LiveView
 ) -> RunRanks | None:
-    """The processes that train together; a stop that another one is asked is this one's, too."""
+    """Joins the processes that train together. A stop of another process is also a stop of this
+    one."""
     ranks = stack.enter_context(join_ranks(config))
     if ranks is not None:
         stack.enter_context(ranks.stops.heard(stop_signals, view.note))
@@ -257,9 +258,8 @@ async def _resume_point(
     confirm: Confirm | None,
     note: Callable[[str], None],
 ) -> tuple[ResumePoint, Callable[[], None]]:
-    """Where a resume starts, and what is to be called when the folder has this configuration:
-    `confirm` says it, or refuses the configuration, now that no other process can change the
-    folder."""
+    """Where a resume starts, and what is called when the folder has this configuration. `confirm`
+    accepts or refuses the configuration, now that no other process can change the folder."""
     make_final = (lambda: None) if confirm is None else await confirm()
     return await find_resume_point(config, checkpoints, note=note), make_final
 
@@ -267,7 +267,7 @@ async def _resume_point(
 def _open_control(
     folder: Path, stop_signals: list[int], view: LiveView
 ) -> AbstractContextManager[RunControl | None]:
-    """Around a run's steps. To stop is what SIGTERM does."""
+    """A context around a run's steps. A stop request acts as SIGTERM does."""
 
     def stop() -> None:
         stop_signals.append(signal.SIGTERM)
@@ -300,7 +300,7 @@ def _begin_folder(
     make_final: Callable[[], None],
     conversations: SFTData | None,
 ) -> None:
-    """The run's folder is there from here on."""
+    """The run's folder exists from this point on."""
     write_config(config, kind_of(command))
     make_final()
     if conversations is not None:

@@ -72,15 +72,14 @@ from agentevo.training.token_numbers import TokenNumbers, name_of, write_numbers
 Command = Literal["train", "learn", "sft", "loop"]
 
 SAME = 1e-3
-"""Relative difference of a gradient norm up to which a step that was done again is taken for the
-same."""
+"""Relative difference of a gradient norm up to which a repeated step counts as the same."""
 
 
 class TrainingRun:
-    """The steps of one run, from where it stands to the last one."""
+    """The steps of one run, from its current step to the last one."""
 
     _announced_s = 0.0
-    """How long the version of the step before took to be announced, after its own row."""
+    """How long the previous step's version took to be announced, after its own row."""
 
     def __init__(
         self,
@@ -95,19 +94,19 @@ class TrainingRun:
         submissions: Submissions | None = None,
         ranks: RunRanks | None = None,
     ) -> None:
-        """`is_stopped`: whether somebody has asked the run to stop; it ends after the step that it
-        is in. `processes`: the run's own samplers and engines, if it has any. `submissions`:
-        those of a program's own loop. `ranks`: with whom it trains."""
+        """`is_stopped`: whether the user has asked the run to stop; it ends after the current step.
+        `processes`: the run's own samplers and engines, if it has any. `submissions`: those of a
+        program's own loop. `ranks`: the processes that train together."""
         self.parts = parts
         self.checkpoints = checkpoints
         self.view = view
         self.is_stopped = is_stopped
         self.command = command
         self.control: RunControl | None = None
-        """Through which others ask for something between two steps."""
+        """Passes on requests between two steps."""
         self._has_told_of_numbers = False
         self._numbers_digest: str | None = None
-        """Of the file of the newest step's token numbers, if there is one."""
+        """The digest of the file with the newest step's token numbers, if there is one."""
         self._row_digests = RowDigests(parts.store)
         self._has_evaluated = False
         is_disaggregated = processes is not None or command == "learn"
@@ -137,7 +136,7 @@ class TrainingRun:
                 serves=parts.elsewhere is None,
             )
         )
-        """Of the processes that train together, where there are several."""
+        """Set where several processes train together."""
         self.trainer, self.source = make_trainer(parts, self.rollouts, conversations, self.leader)
         self._num_steps = self.source.num_steps if submissions is None else math.inf
         folder = parts.config.run_dir
@@ -149,7 +148,7 @@ class TrainingRun:
         self.end = End()
         self.head = HeadFile(folder)
         self._recorded = 0
-        """So many of the warnings are in the records of committed steps."""
+        """The number of warnings that are in the records of committed steps."""
         self.profiling = Profiling(
             config.profile, folder, parts.model, warn=self.warn, note=view.note
         )
@@ -158,8 +157,8 @@ class TrainingRun:
         self.background = BackgroundSave(self._note_checkpoint, self.warn)
 
     async def take_up(self, start: ResumePoint, *, resumed: bool) -> None:
-        """Brings trainer and progress to where the run stands: at its beginning, after a cold start
-        if there is one, or at the newest committed step."""
+        """Brings trainer and progress to the current step of the run: its beginning, after a cold
+        start if there is one, or the newest committed step."""
         config = self.parts.config
         self.end = start.end
         self.head = HeadFile(config.run_dir)  # as write_config has left it
@@ -221,9 +220,9 @@ class TrainingRun:
         """Brings trainer and progress to the newest committed step, unless the run is asked to stop
         before that.
 
-        Of the step after it, which a kill may have left reserved, the same attempts are taken again
-        (rollout_sources.py). Where they are those of the step's own tasks, nothing else stays of
-        what was chosen among them: the recipe may choose otherwise now.
+        For the step after it, which a kill may have left reserved, the same attempts are taken
+        again (rollout_sources.py). Where these are the attempts of the step's own tasks, no other
+        choice among them is kept: the recipe may choose otherwise now.
         """
         is_synchronous = isinstance(self.rollouts, SynchronousRollouts)
         if is_synchronous or self.parts.config.rollout.policy == "wait":
@@ -260,27 +259,27 @@ class TrainingRun:
         self._keep_lost_best(End(step.step, str(step.record[CHAIN])))
 
     def _keep_lost_best(self, end: End) -> None:
-        """Saves the weights of the step that was just done again where their evaluation is the best
-        and the checkpoint of them is lost: a kill came while it was written in the background, or
-        it is torn. `end`: of the chain at that step."""
+        """Saves the weights of the step that was just repeated where their evaluation is the best
+        and their checkpoint is lost: a kill interrupted its background save, or it is torn. `end`:
+        of the chain at that step."""
         rating = self.progress.newest_rating
         if rating is not None and rating.step == end.step and self._is_best(rating.value):
             self._note_checkpoint(end.step, self._writer(rating.value, copied=False, end=end)())
 
     def _is_best(self, value: float | None) -> bool:
-        """Whether a checkpoint of weights with that evaluation is to be kept as the best one."""
+        """Whether a checkpoint of weights with that evaluation is kept as the best one."""
         section = self.parts.config.checkpoint
         best = self.checkpoints.best_value
         is_kept = section.keep_best and section.every > 0
         return is_kept and value is not None and (best is None or value > best)
 
     def _value_of(self, metrics: dict[str, float]) -> float | None:
-        """What the best checkpoint has most of; None where nothing is held out."""
+        """The value by which the best checkpoint is chosen; None where nothing is held out."""
         return solved_share(metrics) if self.parts.plays else self.source.value(metrics)
 
     def _compare(self, step: StepRecord, trained: dict[str, float]) -> None:
-        """Warns if the step has come to something else than when it was committed: on another
-        machine, say."""
+        """Warns if the repeated step gave another result than the committed one, for example on
+        another machine."""
         was = step.record["metrics"].get("actor/grad_norm")
         now = trained.get("actor/grad_norm")
         if (was is None) != (now is None):
@@ -296,7 +295,7 @@ class TrainingRun:
             )
 
     async def run(self) -> None:
-        """From where `progress` stands to the last step, or until it is asked to stop."""
+        """Runs from the step in `progress` to the last step, or until the run is asked to stop."""
         self.view.stands_at(self.progress.step, self._num_steps)
         if self.is_stopped() and (not self.progress.begun or self.progress.step < self.end.step):
             return  # the signal came while the policy was loaded or taught, or steps done again
@@ -362,12 +361,12 @@ class TrainingRun:
         return self.progress.early_stop(self.parts.config.evaluation.stop_after)
 
     async def _handle_requests(self) -> None:
-        """Does what was requested since the step before: to save, to pause, to resume
-        (runs/control). Returns when the next step may begin, or the run is to stop.
+        """Carries out what was requested since the previous step: save, pause, resume
+        (runs/control). Returns when the next step may begin, or the run has to stop.
 
-        Engines, samplers and leases live on while it is paused: the event loop runs, so leases are
-        renewed, and samplers play until as much waits as the recipe allows. A signal ends a pause
-        at once.
+        Engines, samplers and leases stay alive during a pause: the event loop runs, so leases are
+        renewed, and samplers play until as many attempts wait as the recipe allows. A signal ends a
+        pause immediately.
         """
         control = self.control
         if control is None:
@@ -406,14 +405,15 @@ class TrainingRun:
             self._note_checkpoint(self.progress.step, self._writer(None, copied=False)())
 
     def _note_checkpoint(self, step: int, sha256: str) -> None:
-        """A checkpoint is there that no record names."""
+        """A checkpoint exists that no record names."""
         self.head.note_checkpoint(step, sha256)
         if step <= self.end.step:
             self.checkpoints.prune()
 
     def _give_up_step(self, committed: RunProgress) -> None:
-        """Somebody asked to stop while the step was evaluated that is computed and not committed: a
-        resumed run does it again, with the same attempts. `committed`: the progress before it."""
+        """The user asked to stop during the evaluation of a step that is computed and not
+        committed. A resumed run does the step again, with the same attempts. `committed`: the
+        progress before the step."""
         step = self.progress.step
         self.view.note(f"stopped within the evaluation after step {step}: it is done again")
         self.progress = committed
@@ -503,7 +503,8 @@ class TrainingRun:
         self._announced_s = time.perf_counter() - started
 
     async def _keep_numbers(self, step: int) -> None:
-        """Before the step is committed, so that whoever sees it finds them; they cost no run."""
+        """Runs before the step is committed, so that every reader of the step finds the numbers. A
+        failure does not end the run."""
         numbers = getattr(self.trainer, "numbers", None)  # only of those that learn from attempts
         if isinstance(numbers, TokenNumbers):
             try:
@@ -527,8 +528,8 @@ class TrainingRun:
 
     async def evaluate(self, name: str, *, full: bool, label: str = "") -> dict[str, float]:
         """Logs and shows an evaluation of the current weights; `full` adds the sampled attempts.
-        `label` tells two of one step apart. Raises StopAskedError when somebody asks to stop
-        meanwhile."""
+        `label` distinguishes two evaluations of one step. Raises StopAskedError if the user asks to
+        stop during the evaluation."""
         self.view.phase("evaluating", name)
         started = time.perf_counter()
 
@@ -561,7 +562,7 @@ class TrainingRun:
         return metrics
 
     async def _play_evaluation(self, step: int, *, full: bool, label: str) -> Evaluated:
-        """The evaluation's attempts."""
+        """Plays the evaluation's attempts."""
         run_engines = self.parts.elsewhere
         async with nullcontext() if run_engines is None else run_engines.looked_after():
             samples = self.parts.config.evaluation.samples if full else 0
@@ -573,8 +574,8 @@ class TrainingRun:
             return work.result()
 
     async def _milestones(self, *, last: bool) -> dict[str, str] | None:
-        """Evaluation and checkpoint of the step that has just been computed, when they are due;
-        what is known of the latter."""
+        """Evaluates and saves the step that has just been computed, when these are due; returns
+        what is known of the checkpoint."""
         config = self.parts.config
         step = self.progress.step
         value = None
@@ -591,9 +592,9 @@ class TrainingRun:
         return self.save(value) if is_saved else None
 
     def save(self, value: float | None = None) -> dict[str, str] | None:
-        """A checkpoint of `progress.step`, for its record; older ones stay until that is committed.
-        `value` is its evaluation, if any. None where it is written in the background, and no record
-        will name it."""
+        """Saves a checkpoint of `progress.step`, for its record; older ones stay until the step is
+        committed. `value` is the step's evaluation, if any. Returns None where the checkpoint is
+        written in the background, and no record will name it."""
         self.background.settle(wait=True)
         step = self.progress.step
         copied = self.parts.config.checkpoint.background
@@ -610,9 +611,10 @@ class TrainingRun:
     def _writer(
         self, value: float | None, *, copied: bool, end: End | None = None
     ) -> Callable[[], str]:
-        """What writes the checkpoint of `progress.step` and returns its sha256. `copied`: of the
-        state as it is now, whenever it is called and on whichever thread. `end`: the newest step
-        that was committed then, where it is an earlier one than now."""
+        """A function that writes the checkpoint of `progress.step` and returns its sha256.
+        `copied`: it writes the state as it is now, whenever and on whichever thread it is called.
+        `end`: the newest step that was committed at that time, where it is earlier than the present
+        one."""
         self.progress.wall_s = self.wall_s()
         self._clock = time.perf_counter()
         state: dict[str, Any] = {
@@ -662,19 +664,19 @@ class TrainingRun:
         return write
 
     def restore(self, run_state: dict[str, Any]) -> None:
-        """The inverse of what `save` wrote."""
+        """Restores what `save` wrote."""
         self.source.load_state_dict(run_state["source"])
         self._go_on_from(msgspec.convert(run_state["progress"], RunProgress))
         self.monitor.load_state_dict(run_state["monitor"])
         self._clock = time.perf_counter()
 
     def _go_on_from(self, progress: RunProgress) -> None:
-        """That much is committed, all its warnings included."""
+        """The progress is committed, including all its warnings."""
         self.progress = progress
         self._recorded = len(progress.warnings)
 
     def wall_s(self) -> float:
-        """Seconds of training and evaluation so far, pauses left out."""
+        """Seconds of training and evaluation so far, without pauses."""
         return self.progress.wall_s + time.perf_counter() - self._clock
 
     async def _commit(
