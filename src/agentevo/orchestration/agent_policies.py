@@ -1,12 +1,12 @@
 """The policies of a rollout of several agents (config/named_agents.py): their models and engines,
-and how weights reach these.
+and how weights reach the engines.
 
-Every policy has a model object and an engine of its own, so that nothing switches between
-adapters; parameters that are not trained and equal those of the main policy (the base under
-adapters) are that policy's very tensors. The main policy is the one of `Components.model`.
+Every policy has its own model object and engine, so that nothing switches between adapters.
+Parameters that are not trained and equal those of the main policy (the base under adapters) share
+that policy's tensors. The main policy is the one of `Components.model`.
 
-An agent that plays with earlier weights of another one gets them from RUN/earlier/AGENT, where
-every version is kept that it is still to play with.
+An agent that plays with earlier weights of another one gets them from RUN/earlier/AGENT. That
+folder keeps every version with which the agent will still play.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ class EarlierVersions:
         self._policies = policies
         self._loaded: dict[str, int] = {}
 
-    async def advance(self, step: int, *, anew: bool) -> None:
-        """The trained policies now have version `step`. `anew`: they were loaded, so nothing that
+    async def advance(self, step: int, *, is_reloaded: bool) -> None:
+        """The trained policies now have version `step`. `is_reloaded`: they were loaded, so nothing that
         was swapped in before counts. Raises CheckpointError."""
         for name, section in self._config.agents.items():
             if not section.is_earlier or section.weights_of is None:
@@ -173,13 +173,13 @@ class EarlierVersions:
             version = section.version_at(step)
             if section.version is None or step <= section.version:
                 self._keep(folder, step, section.weights_of, (section.lag or 0) + SPARE)
-            if not anew and self._loaded.get(name) == version:
+            if not is_reloaded and self._loaded.get(name) == version:
                 continue
 
             engine = self._policies[name].engine
             weights = self._weights(folder, name, version)
             deadline_s = self._config.engine.timeout_s
-            if anew:
+            if is_reloaded:
                 await engine.begin(version, weights, deadline_s=deadline_s)
             else:
                 in_flight = self._config.rollout.in_flight
@@ -217,13 +217,13 @@ class AllWeights:
         """See WeightSender.begin."""
         for sender in self._senders:
             await sender.begin(version)
-        await self._earlier.advance(version, anew=True)
+        await self._earlier.advance(version, is_reloaded=True)
 
     async def publish(self, version: int) -> None:
         """See WeightSender.publish."""
         for sender in self._senders:
             await sender.publish(version)
-        await self._earlier.advance(version, anew=False)
+        await self._earlier.advance(version, is_reloaded=False)
 
     async def look_after(self) -> None:
         """See WeightSender.look_after."""

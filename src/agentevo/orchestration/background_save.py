@@ -1,12 +1,12 @@
-"""A checkpoint that is written while the run goes on.
+"""A checkpoint that is written while the run continues.
 
     start(step, write) -> a thread writes -> settle: the run knows of it, or ends with the failure
 
-At most one is under way. What the thread writes is a copy in the CPU's memory that was made before.
-A step counts as saved only when its folder is there whole and the run has recorded it (head.json),
-which happens as soon as the event loop is free; a kill before that leaves what a resume deletes,
-and it goes on from the checkpoint before. What goes wrong is told at once, and ends the run before
-its next step.
+At most one save is in progress. The thread writes a copy in the CPU's memory that was made before.
+A step counts as saved only when its folder is complete and the run has recorded it (head.json),
+which happens as soon as the event loop is free. A kill before that leaves a folder that a resume
+deletes; the resume continues from the previous checkpoint. A failure is reported immediately and
+ends the run before its next step.
 """
 
 from __future__ import annotations
@@ -132,5 +132,5 @@ def copy_state(state: Any) -> Any:
 
 def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return copy.deepcopy(tensor.detach())  # of 8 bits, say, which knows how it is copied
+        return copy.deepcopy(tensor.detach())  # an 8-bit tensor, for example, copies itself
     return tensor.detach().to("cpu", copy=True)

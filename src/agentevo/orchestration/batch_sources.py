@@ -1,10 +1,10 @@
-"""Where the batch of a step comes from: attempts of the policy itself, or data that was given.
+"""The sources of a step's batch: attempts of the policy itself, or given data.
 
-    collect(step)             what there is to train on in this step
-    prepare(collected, step)  the samples of it, as the trainer's `step` takes them
-    replay(record)            those of a committed step, again
+    collect(step)             the attempts or data of this step
+    prepare(collected, step)  their samples, as the trainer's `step` takes them
+    replay(record)            the samples of a committed step, again
 
-The loop (training_run.py) is the same for all of them.
+The loop (training_run.py) is the same for all sources.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ class RolloutBatches(WithoutHeldOutData):
 class GivenPairs(WithoutHeldOutData):
     """Pairs of answers from a file or from another run (preference training without sampling).
 
-    Groups of pairs come in an order that the run's seed shuffles anew each round. What does not
-    fill a step at a round's end waits: no step has a group twice.
+    The run's seed shuffles the groups of pairs again in each round. Groups that do not fill a step
+    at a round's end wait for the next one: no step has a group twice.
     """
 
     activity = "data"

@@ -1,9 +1,9 @@
 """The trajectories that a step trains on: attempts -> leave out the unusable -> filters, on the
 rewards as earned -> length shaping.
 
-With dynamic sampling the first two are repeated, on further tasks, while groups whose rewards
-differ are missing. Tasks and seeds of every round follow from the step, so a resumed run collects
-the same.
+With dynamic sampling the first two are repeated on further tasks while the step lacks groups with
+different rewards. Tasks and seeds of every round follow from the step, so a resumed run collects
+the same trajectories.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Collector:
         while tasks:
             last = await self._round(step, tasks, gathered)
             rounds += 1
-            if last:  # these groups have been chosen among others already
+            if last:  # these groups are already a selection
                 algorithm = algorithm.model_copy(update={"keep_groups": 1.0})
 
             selected, dropped = select(

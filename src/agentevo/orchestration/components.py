@@ -287,7 +287,7 @@ def _own_engine(config: RunConfig, loaded: LoadedModel, transport: str) -> Updat
 
 
 def _run_engines(config: RunConfig) -> RunEngines:
-    from agentevo.inference.run_engines import RunEngines  # which needs websockets
+    from agentevo.inference.run_engines import RunEngines  # needs websockets
 
     return RunEngines(config)
 

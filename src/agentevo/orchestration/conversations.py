@@ -1,7 +1,7 @@
 """What `agentevo sft` trains on: conversations from files, episodes of the environment's solver,
 the best stored attempts of another run.
 
-Whatever is not used is in a RowReport, with its reason and its place.
+Everything that is not used is in a RowReport, with its reason and its place.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ class SFTData:
 
 
 class ConversationBatches:
-    """Conversations by the batch, in an order that follows from the run's seed (supervised
+    """Batches of conversations, in an order that follows from the run's seed (supervised
     fine-tuning).
 
-    Some of them may be held out: then the best checkpoint is the one with the lowest loss on those,
-    unless the recipe has an environment to play.
+    Some conversations may be held out. The best checkpoint is then the one with the lowest loss on
+    these, unless the recipe has an environment to play.
     """
 
     activity = "data"

@@ -81,11 +81,11 @@ def meaning_of_success(config: RunConfig) -> str:
 async def evaluate(
     parts: Components, step: int, *, samples: int, players: Baselines | None, label: str = ""
 ) -> Evaluated:
-    """One greedy attempt per held-out task, and `samples` sampled ones: `val-core/...` metrics.
-    Success and reward are means over the attempts that completed, and left out where there is
-    none. `val-aux/.../failed` is the share of failed ones, `.../failed_by/.../KIND` how many of
-    each kind, where there are any. `val-aux/.../success_by_stage/.../STAGE` is over the tasks of
-    each of the recipe's stages.
+    """Plays one greedy attempt per held-out task, and `samples` sampled ones: metrics
+    `val-core/...`. Success and reward are means over the attempts that completed, and left out where none did.
+    `val-aux/.../failed` is the share of failed attempts, `.../failed_by/.../KIND` their number by
+    kind, where there are any. `val-aux/.../success_by_stage/.../STAGE` is over the tasks of each of
+    the recipe's stages.
 
     `label` begins the trajectories' own labels: needed where one step is evaluated twice.
     """
@@ -113,7 +113,9 @@ async def evaluate(
         tokens += sum(t.num_completion_tokens() for t in trajectories)
 
         played = {t.agent for t in trajectories}
-        for agent in config.agents if len(played) > 1 else ():  # one alone: the numbers below
+        for agent in (
+            config.agents if len(played) > 1 else ()
+        ):  # a single agent has the numbers below
             if completed := [
                 t for t in trajectories if t.agent == agent and t.status == "completed"
             ]:

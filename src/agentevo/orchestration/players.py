@@ -154,7 +154,9 @@ def corpus_of(config: RunConfig) -> Iterable[str]:
         return
 
     agent = config.agent
-    if not isinstance(agent, EnvironmentAgentSection):  # words of its own, and the environment's
+    if not isinstance(
+        agent, EnvironmentAgentSection
+    ):  # such an agent adds its own words to the environment's
         agent = EnvironmentAgentSection()
 
     def episode(environment: TextEnvironment, seed: int) -> list[str]:

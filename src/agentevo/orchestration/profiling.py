@@ -1,13 +1,13 @@
-"""The profile of a few steps of a run (`profile` in the recipe): a trace and a table of it, in
-`profile/` in the run's folder.
+"""The profile of a few steps of a run (`profile` in the recipe): a trace and a table in `profile/`
+in the run's folder.
 
     trace.json.gz  for https://ui.perfetto.dev or chrome://tracing        table.txt  for people
 
 With `profile.nsight` the steps are marked for Nsight Systems, and nothing is written: phases and
 operators are NVTX ranges, and CUDA's profiler API says when the steps begin and end.
 
-A profile that fails is told as a warning and costs the run nothing else. What is written and read
-for it happens between steps.
+A profile that fails gives a warning and does not affect the run otherwise. Its files are written
+and read between steps.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Profiling:
 
     def _mark(self) -> None:
         with ExitStack() as opened:
-            # Phases are ranges under it as well: they ask whether a profiler is there.
+            # Phases are ranges under it too: they check whether a profiler is active.
             opened.enter_context(marked_for_nsight())
             self._whole_range = torch.profiler.record_function(PREFIX + OTHER)
             self._whole_range.__enter__()
@@ -194,7 +194,7 @@ class Profiling:
             self._whole_range = None
             self._steps_left = 0
 
-            with suppress(Exception):  # of what is open for Nsight; the reason is told below
+            with suppress(Exception):  # from ranges open for Nsight; the reason is reported below
                 self._ranges.close()
 
             self.warn(

@@ -1,8 +1,8 @@
-"""What ends a training of several processes: which of them failed first, and why.
+"""The failure that ends a training of several processes: which process failed first, and why.
 
-The one that fails says so in the store that all of them have met in, before its connections break;
-those that wait for it then fail with its words instead of a complaint about a connection. A process
-that was killed can say nothing: the others tell that one of them is gone.
+A process that fails writes its error into the store that all processes share, before its
+connections break. The processes that wait for it then fail with that error instead of a connection
+error. A process that was killed can write nothing: the others report that a process is gone.
 
     RUN/logs/rank-N.log   what process N did, call by call, and the traceback that it ended with
 """
@@ -130,6 +130,6 @@ class RankLog:
             self._path.parent.mkdir(exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-        except OSError as error:  # a full disk costs the log, which nothing depends on
+        except OSError as error:  # a full disk loses the log, and nothing depends on it
             print(f"{self._path} is not written any more: {error}", file=sys.stderr)
             self._path = None

@@ -4,17 +4,18 @@ others take its trainers' calls.
     first    train -> run_training -> Leader, Led.step(samples) -+-> Trainer.step
     others   train -> follow                                     +-> Trainer.step
 
-Sampling, evaluation, store, folder, control requests and the decision to stop are the first
-process's alone. What it does with its trainers it tells the others beforehand, arguments included,
-and all do it together. Of a model that lies in parts on them the first process has a whole one
-besides where its own engine serves, into which the parts are gathered after every update, tensor by
-tensor. Where engines elsewhere serve it has none: what is published and saved is gathered tensor by
-tensor. In a checkpoint the model is the same whatever trained it, each process writes its own part
-of the trainer's state, and a resume may have other processes.
+Only the first process samples, evaluates, uses store and folder, answers control requests and
+decides to stop. It sends each call of its trainers to the others beforehand, with the arguments,
+and all make the call together. If the processes hold the model in parts and the first process's own
+engine serves, the first process also has a whole model, into which the parts are gathered after
+every update, tensor by tensor. If other engines serve, it has no whole model: what is published and
+saved is gathered tensor by tensor. A checkpoint's model is the same for any number of processes,
+each process writes its own part of the trainer's state, and a resume may have other processes.
 
-A process that fails ends, which breaks its connections: those that wait for it fail at once, with
-its words (rank_failures.py), and the launcher ends the rest. SIGTERM to any of them stops the first
-one cleanly, which sends the others home (rank_stops.py); Ctrl-C is the first one's alone.
+A process that fails ends, which breaks its connections: the processes that wait for it fail
+immediately with its error (rank_failures.py), and the launcher ends the rest. SIGTERM to any
+process stops the first one cleanly, which then ends the others (rank_stops.py). Only the first
+process handles Ctrl-C.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Resuming: from the newest whole checkpoint, the committed steps after it are done again from
 their plans.
 
-The store knows of every committed step what it trained on, in which order
-(training/batching/step_plan.py). So nothing that was completed is lost, nothing is in the weights
-twice, and version numbers keep their meaning, whatever was killed and whichever checkpoint is torn:
-in the extreme all steps are done again from the first weights.
+The store records for every committed step what it trained on, in which order
+(training/batching/step_plan.py). Therefore nothing that was completed is lost, nothing is in the
+weights twice, and version numbers keep their meaning, for any process that was killed and any torn
+checkpoint: in the extreme all steps are done again from the first weights.
 """
 
 from __future__ import annotations

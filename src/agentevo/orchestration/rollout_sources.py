@@ -1,10 +1,11 @@
-"""Where a trainer's attempts come from and where its weights go. The loop (training_run.py) is
-the same for all three sources:
+"""The sources of a trainer's attempts and the destinations of its weights. The loop
+(training_run.py) is the same for all three sources:
 
     SynchronousRollouts    staleness 0 in one process: sample, train, publish, one after the other
     ColocatedRollouts      a SamplerService on the same event loop. With `sharing: turns` there is
                            one set of weights, and the engine sleeps while the trainer computes in
-                           a thread; with `overlap` the engine has a copy of the weights and goes on
+                           a thread; with `overlap` the engine has a copy of the weights and
+                           continues
     DisaggregatedRollouts  engines and samplers are other processes: groups come through the store,
                            weights go through the run's folder
 
@@ -125,7 +126,7 @@ class SynchronousRollouts:
 
     async def round(self, step: int, tasks: Sequence[Task]) -> RolloutRound:
         config = self._parts.config
-        # An evaluation before must not change which tokens are computed together.
+        # A previous evaluation must not change which tokens are computed together.
         for engine in self._parts.engines:
             await engine.forget_cache()
 
@@ -144,7 +145,7 @@ class SynchronousRollouts:
         return nullcontext()
 
     async def compute(self, work: Callable[[], T]) -> T:
-        return _compute(work)  # on this thread, where a profiler looks
+        return _compute(work)  # on this thread, which a profiler observes
 
     async def swap(self, step: int) -> None:
         await self._parts.weights.publish(step)

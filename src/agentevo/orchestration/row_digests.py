@@ -1,9 +1,10 @@
-"""Digests of rows that no plan holds, in the records of steps and so in their chain: tasks that
-were played, attempts that a step has not trained on, and those that have evaluated the policy.
+"""Digests of rows that no plan holds, in the records of steps and therefore in their chain: tasks
+that were played, attempts on which a step has not trained, and attempts that evaluated the policy.
 
     record["rows"] = {"tasks": {id: digest}, "untrained": {id: digest}, "evaluated": {id: digest}}
 
-A row has a digest of its own, which whoever changes the row can compute again; these can't be.
+Each row also has its own digest, but a program that changes the row can compute that again. It
+can't do so with these.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class RowDigests:
                     digests[name] = (await self._store.stored_task(name)).digest.hex()[:SHOWN]
                 except StoreUnavailableError:
                     raise
-                except StoreError:  # whoever plays elsewhere may have added none
+                except StoreError:  # samplers in other processes may have added none
                     continue
             return digests
 

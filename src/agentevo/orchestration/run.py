@@ -4,12 +4,12 @@
     -> step by step: collect -> prepare -> reserve -> update -> publish -> evaluate, save -> commit
     -> evaluate -> summary and report
 
-Version s of the weights is what step s left behind. Where batches come from (batch_sources.py), and
-where attempts come from (rollout_sources.py), is the only difference between reinforcement
-learning, preference and supervised training, synchronous and asynchronous. A step is committed in
-one transaction with its plan (what it trained on, in order), the run's progress and the checkpoint
-that was saved of it. So a resumed run loads the newest whole checkpoint, replays the committed
-steps after it from their plans (resume.py), and goes on, having lost nothing.
+Version s of the weights is the result of step s. Reinforcement learning, preference and supervised
+training, synchronous and asynchronous, differ only in the source of the batches (batch_sources.py)
+and the source of the attempts (rollout_sources.py). A step is committed in one transaction with its
+plan (what it trained on, in order), the run's progress and the checkpoint that was saved of it. A
+resumed run therefore loads the newest whole checkpoint, replays the committed steps after it from
+their plans (resume.py), and continues without loss.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def train(
     confirm = None
     changed = check_place(config, command, resume=resume)
     if resume and command == "train" and config.rollout.weights.url is not None:
-        # machines meet there, so what changes changes for them too
+        # other machines read it too, so a change affects them
         confirm = partial(confirm_run, config, resume=True, note=view.note)
     else:
         note_changes(changed, view.note)

@@ -179,7 +179,7 @@ def performance_metrics(
 
     generated = engine.get("engine/generated_tokens", 0.0)
     logical = trained.get("trainer/logical_tokens", 0.0)
-    if generated:  # else engines of other processes draw, and count it themselves
+    if generated:  # otherwise engines of other processes sample and count
         metrics |= {
             "engine/generated_tokens": generated,
             "engine/tokens_per_s": generated / timings["gen"] if timings["gen"] else 0.0,

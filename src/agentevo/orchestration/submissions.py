@@ -1,12 +1,12 @@
-"""Steps that a program's own loop asks for: it makes groups of attempts, and submits some of them
-as a step. The trainer's loop (training_run.py) is the same; here it waits for submissions in
-place of sampling.
+"""Steps that a program's own loop requests: it makes groups of attempts, and submits some of them
+as a step. The trainer's loop (training_run.py) is the same; it waits for submissions instead of
+sampling.
 
     submit(submission) -> queue -> collect -> prepare -> reserve -> update -> commit -> finished
 
-A step's record names the submission that it was made of, so that one that comes again, after a lost
-answer or after a kill, is recognised and not trained again. What was written of a submission whose
-step was not committed is deleted when the run is resumed: whoever submitted it has it still.
+A step's record names the submission of which it was made. A submission that arrives again, after a
+lost answer or a kill, is therefore recognised and not trained again. The rows of a submission whose
+step was not committed are deleted when the run is resumed: the submitting program still has it.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Submissions:
         for future in self._ends.values():
             if not future.done():
                 future.set_exception(TrainingError(why))
-                future.exception()  # somebody may have given up waiting
+                future.exception()  # the caller may have stopped waiting
 
     async def take(self) -> None:
         """Waits for the next submission without a deadline, since the program decides when it

@@ -161,7 +161,7 @@ class TrainingRun:
         start if there is one, or the newest committed step."""
         config = self.parts.config
         self.end = start.end
-        self.head = HeadFile(config.run_dir)  # as write_config has left it
+        self.head = HeadFile(config.run_dir)  # as write_config wrote it
         self.head.note_commit(self.end)
 
         for line in training_notes(self.parts):
@@ -198,7 +198,7 @@ class TrainingRun:
         """Teaches the model before the first step. `is_logged`: a resumed run without a checkpoint,
         whose log has it already."""
         shows = self.parts.config.model.name != "tiny" and self.parts.elsewhere is None
-        # Random weights show nothing, and engines elsewhere have none yet.
+        # Random weights show nothing, and engines of other processes have none yet.
         if shows and not is_logged:
             try:
                 self.progress.cold_start_before = await self.evaluate(
@@ -637,7 +637,7 @@ class TrainingRun:
                 trained = self.trainer.state_dict()
             else:
                 trained, shared = self.leader.contribution(self.trainer, copied=copied)
-                trained, _ = split_state(trained)  # the parts are in what is shared
+                trained, _ = split_state(trained)  # `shared` has the parts
 
             if copied:
                 trained = copy_state(trained)
