@@ -197,7 +197,7 @@ class CodeAgentSection(AgentSection):
 
 
 agents: Registry[Any] = Registry("agents")
-"""Name -> function or class. The built-in ones are filed when `agentevo.agents` is imported;
+"""Name -> function or class. The built-in agents are registered when `agentevo.agents` is imported;
 their sections are in SECTIONS."""
 SECTIONS: dict[str, type[AgentSection]] = {
     "code_agent": CodeAgentSection,
@@ -232,7 +232,7 @@ def agent_names() -> list[str]:
 
 
 def agent_section(name: str) -> type[AgentSection]:
-    """The options of a known agent. Raises ConfigError if what is registered is no agent."""
+    """The options of a known agent. Raises ConfigError if the registered object is no agent."""
     if name in SECTIONS:
         return SECTIONS[name]
     item = agents.get(name)
@@ -248,8 +248,8 @@ def brings_tasks(name: str) -> bool:
 
 
 def is_async(function: Any) -> bool:
-    """Whether calling it returns an awaitable: it is an async function, or an object with an async
-    `__call__`."""
+    """Whether a call returns an awaitable: the agent is an async function, or an object with an
+    async `__call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         type(function).__call__
     )
@@ -257,8 +257,8 @@ def is_async(function: Any) -> bool:
 
 def takes_policy(function: Any, name: str | None = None) -> bool:
     """Whether the agent function is called as `run(task, policy)`, and not as `run(task)`. A second
-    parameter with a default value is the policy if it is called so. Raises ConfigError for what can
-    be called in neither way."""
+    parameter with a default value is the policy if its name is `policy`. Raises ConfigError for a
+    function that can be called in neither way."""
     name = name or getattr(function, "__name__", type(function).__name__)
     if not callable(function):
         raise ConfigError(f"the agent {name!r} is no function: {_SHAPES}")

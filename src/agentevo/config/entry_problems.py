@@ -1,5 +1,5 @@
-"""What is wrong with an entry of a list, such as `rewards` or `agent.tools`, in the words of its
-keys (field_words.py): pydantic's own texts do not reach a user."""
+"""Messages about an entry of a list, such as `rewards` or `agent.tools`, in the words of its keys
+(field_words.py). Pydantic's own texts do not reach a user."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def entry_problem(place: str, model: type[pydantic.BaseModel], error: ErrorDetai
 
 
 def wrong_value(info: FieldInfo, rest: tuple[int | str, ...], value: object) -> str:
-    """The end of a line about a value of a field: `: got 5; needs a text`. `rest`: where inside the
-    field's value it is, as pydantic says it."""
+    """The end of a line about a value of a field: `: got 5; needs a text`. `rest`: the place within
+    the field's value, as pydantic gives it."""
     inside = ""
     expected = info
     for part in rest:
@@ -82,8 +82,8 @@ def wrong_value(info: FieldInfo, rest: tuple[int | str, ...], value: object) -> 
 def _locate(
     model: type[pydantic.BaseModel], loc: tuple[int | str, ...]
 ) -> tuple[type[pydantic.BaseModel], FieldInfo | None, tuple[int | str, ...]]:
-    """The innermost section on the way to a place, its field there, and what lies inside the
-    field's value."""
+    """The innermost section on the path to a place, its field there, and the rest of the path
+    within the field's value."""
     for depth, part in enumerate(loc):
         info = model.model_fields.get(str(part))
         inner = None if info is None else section_model(info.annotation)
@@ -94,7 +94,7 @@ def _locate(
 
 
 def _item_type(annotation: Any, part: int | str) -> Any:
-    """The type of what a list holds, or a mapping under a name; None for anything else."""
+    """The type of the items of a list, or of a mapping's values; None for anything else."""
     for kind in alternative_types(annotation):
         origin = get_origin(kind)
         arguments = get_args(kind)

@@ -20,15 +20,16 @@ from agentevo.catalogue.presets import PRESETS, hyper_parameters
 from agentevo.config.preference import OF_PREFERENCE, OF_REFERENCE, OF_RL
 
 SECTIONS = {"critic": "values", "process_reward": "process_rewards"}
-"""Section -> what the advantage needs, where it has a use for the section."""
+"""Section -> the need of an advantage that uses the section."""
 
 
 def drop_idle_keys(
     before: Mapping[str, Any], now: dict[str, Any], changed: Collection[str]
 ) -> list[str]:
-    """Takes out of the tree `now` what the recipe `before` says of its own preset and that of `now`
-    has no use for; returns the dotted keys. `changed`: the keys that somebody set since, dotted, a
-    section for all that it holds. Trees that are wrong are left to be refused."""
+    """Removes from the tree `now` the keys that the recipe `before` sets for its own preset and
+    that the preset of `now` does not use; returns the dotted keys. `changed`: the keys that were
+    set since, dotted; a section stands there for all its keys. Invalid trees are left to be refused
+    later."""
     was = before.get("algorithm")
     section = now.get("algorithm")
     if not isinstance(section, dict) or not (was is None or isinstance(was, Mapping)):
@@ -69,8 +70,8 @@ def _is_changed(key: str, changed: Collection[str]) -> bool:
 
 
 def _parts(name: str, section: Mapping[str, Any]) -> tuple[set[str], tuple[str, ...]] | None:
-    """(keys of the algorithm section without a use, needs of the advantage); None where the section
-    names what there is not."""
+    """(unused keys of the algorithm section, needs of the advantage); None where the section names
+    something unknown."""
     if name in PREFERENCE_PRESETS:
         loss = PREFERENCE_LOSSES.get(
             section.get("preference_loss") or PREFERENCE_PRESETS[name].preference_loss
@@ -119,7 +120,7 @@ def _parts(name: str, section: Mapping[str, Any]) -> tuple[set[str], tuple[str, 
 
 
 def changed_keys(overrides: Collection[tuple[str, Any]]) -> set[str]:
-    """The dotted keys that overrides (key, value) set; of a section that is given as a mapping,
+    """The dotted keys that overrides (key, value) set; for a section that is given as a mapping,
     each key in it."""
     return {
         key

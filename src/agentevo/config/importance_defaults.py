@@ -25,8 +25,8 @@ DEFAULTS = {"importance": "token_tis", "old_logprobs": "recomputed"}
 
 
 def with_importance(tree: Any) -> Any:
-    """A recipe's tree with the defaults above, where they hold; unreadable parts stay as they are,
-    to be refused by who reads them."""
+    """A recipe's tree with the defaults above, where they apply. Unreadable parts are not changed;
+    a later check refuses them."""
     if not isinstance(tree, Mapping):
         return tree
 

@@ -35,16 +35,16 @@ KEY = "import"
 TRUST = "AGENTEVO_TRUST_RUNS"
 """The environment variable that says, by `1`, that code in the folders of runs is trusted."""
 OF_A_RUN = "config.yaml"
-"""A file of this name is a run's configuration, whatever lies beside it: who hands a run on can
-delete every other sign of it."""
+"""A file of this name is a run's configuration, independent of the other files in its folder: a
+person who passes a run on can delete every other sign of it."""
 STORE_KEYS = ("store", "store.url")
 """The keys of a URL whose scheme names a registered store, never a module to import."""
 OF_YOUR_OWN = (
     "; one of your own needs import=[./my_file.py], or in Python to be registered or passed first"
 )
-"""What a refusal of an unknown agent, environment or reward says at its end."""
+"""The end of a refusal of an unknown agent, environment or reward."""
 MAX_NAME = 250
-"""Characters of a file's name without its ending, as file systems have it."""
+"""The maximal length of a file's name without its ending, as file systems have it."""
 
 
 def import_all(
@@ -78,10 +78,10 @@ def import_all(
 
 
 def check_code_of_run(folder: Path, tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> None:
-    """Raises ConfigError where the configuration of a run, which lies in `folder`, asks for code
-    that came with the folder, under `import` or as another value that becomes an import. Runs name
-    code by its path on the machine where they were made; so whoever hands a run on does not run
-    anything at whoever looks at it. What an override names is not checked."""
+    """Raises ConfigError where the configuration of a run in `folder` imports code that came with
+    the folder, under `import` or as another value that becomes an import. Runs name code by its
+    path on the machine where they were made. With this check, a person who passes a run on can't
+    run code on the machine of a person who looks at it. What an override names is not checked."""
     if os.environ.get(TRUST) == "1":
         return
 
@@ -136,12 +136,12 @@ def _modules_in(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _may_be_module(text: str) -> bool:
-    """Whether Python may find a file by that name, which need be no identifier."""
+    """Whether Python may find a file by that name, which need not be an identifier."""
     return all(0 < len(part) < MAX_NAME and "/" not in part for part in text.split("."))
 
 
 def _leaves(key: str, value: object) -> Iterator[tuple[str, str]]:
-    """(dotted key, text) of every text within."""
+    """(dotted key, text) of every text in the tree."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping):
@@ -158,7 +158,7 @@ def _is_module_name(text: str) -> bool:
 
 def _comes_with(entry: str, folder: Path) -> bool:
     """Whether an entry is a path without a fixed place, or leads into the folder, or is a module
-    that lies there or in the current folder and that nobody has imported yet."""
+    that is in the folder or in the current folder and is not imported yet."""
     if _is_path(entry):
         return not os.path.isabs(entry) or Path(entry).resolve().is_relative_to(folder)
 
@@ -193,13 +193,13 @@ def _places(module: str) -> list[Path]:
 
 
 def check_recipe_of_run(path: Path, tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> None:
-    """The same of a recipe that is the config.yaml of a run."""
+    """Does the check of `check_code_of_run` for a recipe that is the config.yaml of a run."""
     if path.name == OF_A_RUN:
         check_code_of_run(path.parent, tree, overrides)
 
 
 def import_for(recipe: str) -> None:
-    """Imports what a recipe asks for, so that the names and options that this registers are known.
+    """Imports the modules of a recipe, so that the names and options that they register are known.
     Raises ConfigError."""
     path = sources.find_recipe(recipe)
     tree = sources.read_yaml(path)
@@ -299,7 +299,7 @@ def _is_file_of(module: ModuleType, path: Path) -> bool:
 
 
 def _execute(entry: str, work: Callable[[], object]) -> None:
-    """Does the work. What the user's code raises becomes a ConfigError that shows where it was
+    """Runs the work. An error of the user's code becomes a ConfigError that shows where it was
     raised."""
     try:
         load_in_time(work, f"the import of {entry}")
@@ -310,7 +310,7 @@ def _execute(entry: str, work: Callable[[], object]) -> None:
 
 
 def _shown(error: BaseException) -> str:
-    """Its traceback; of a file that is no Python, the place in that file."""
+    """The traceback of an error; for a file that is not valid Python, the place in that file."""
     if isinstance(error, SyntaxError):
         return "".join(traceback.format_exception_only(error)).rstrip()
     return traceback_of(error) or describe_error(error)

@@ -45,7 +45,8 @@ a polymorphic list by their `name`."""
 LISTS = ("rewards", "tracking.backends")
 """Polymorphic lists."""
 NAME = "NAME"
-"""Stands in a key for the name of a section that a recipe gives names to (`remote_models`)."""
+"""Appears in a key in place of the name of a section to which a recipe gives names
+(`remote_models`)."""
 SHOWN_TRANSLATIONS = 5
 """Keys of another system that are translated where a whole section of it was given."""
 
@@ -150,8 +151,8 @@ class ConfigKeys:
         self, key: str, *, chosen: Mapping[str, str] | None = None, section: bool | None = None
     ) -> str:
         """`; did you mean trainer.group_size?`, or our key for one of another system, or empty.
-        `chosen` says which type each polymorphic section has; `section` whether the value given was
-        a mapping, which makes sections likelier."""
+        `chosen`: the type of each polymorphic section. `section`: whether the value was a mapping,
+        which makes sections more likely."""
         best = self._nearest(key, chosen or {}, section)
         peers = translations(key)
         is_our_name = best is not None and (
@@ -188,8 +189,8 @@ class ConfigKeys:
         return best
 
     def problem(self, error: ErrorDetails, *, chosen: Mapping[str, str]) -> str:
-        """One pydantic error as `key: what is wrong; what is allowed`, without the place where the
-        value was written."""
+        """One pydantic error as `key: what is wrong; what is allowed`, without the place of the
+        value in the file."""
         parts = [str(part) for part in error["loc"]]
         if len(parts) > 1 and f"{parts[0]}.{NAME}" in self._explanations:
             named = f"{parts[0]}.{parts[1]}"
@@ -259,8 +260,8 @@ class ConfigKeys:
         return f"{place}: {words}"
 
     def kinds(self, key: str) -> list[Any]:
-        """The types that a value of the key may have, those in a list or tuple for it; empty for an
-        unknown key."""
+        """The types that a value of the key may have, or the types of the items of a list or tuple;
+        empty for an unknown key."""
         return [
             kind
             for annotation in self._annotations.get(key, ())
@@ -372,8 +373,8 @@ def _named_section(annotation: Any) -> type[pydantic.BaseModel] | None:
 
 
 def _closeness(key: str, name: str) -> float:
-    """0 (unlike) to 1.2 (equal): mostly the last name, for a right name in a wrong section, and
-    partly what stands before it. A last name that is no slip of the keyboard, and does not begin
+    """0 (unlike) to 1.2 (equal): mostly the last name, which allows a right name in a wrong
+    section, and partly the names before it. A last name that is no typing error, and does not begin
     as the known one in its own section, is unlike: a far guess is worse than none."""
     wanted_parent = _parent(key)
     wanted_leaf = normal_key(_leaf(key))

@@ -27,9 +27,9 @@ def kept_keys(
     where: str,
     options: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """The warning, as lines: none where overrides (and before them `options`, whole sections) name
-    no other preset than the recipe (`tree`), or all it has set is that preset's own. The remedy is
-    one for the command line, or with `options` for Python."""
+    """The warning, as lines. There are none where overrides (and before them `options`, whole
+    sections) name no other preset than the recipe (`tree`), or where the recipe sets only that
+    preset's own values. The remedy is for the command line, or with `options` for Python."""
     is_text = config_keys().is_text
     before = sources.merge(tree, [], where=where, is_text=is_text).get("algorithm")
     now = sources.merge(
@@ -93,8 +93,7 @@ def _kept_lines(
 
 
 def own_values(name: str) -> dict[str, Any]:
-    """Every key of the algorithm section as the preset leaves it, with the values that its entries
-    have by default."""
+    """Every key of the algorithm section as the preset sets it, with its entries' defaults."""
     section = AlgorithmSection(name=name)
     values = section.model_dump(mode="json")
 

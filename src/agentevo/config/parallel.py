@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 def world_size() -> int:
-    """The processes that a launcher has started to train together: 1 where none has."""
+    """The number of processes that a launcher has started to train together: 1 without a
+    launcher."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
@@ -26,7 +27,8 @@ def follows() -> bool:
 
 
 def check_alone(what: str) -> None:
-    """Raises ConfigError where a launcher has started several processes of what is one."""
+    """Raises ConfigError where a launcher has started several processes of a command that is one
+    process."""
     if world_size() > 1:
         raise ConfigError(
             f"WORLD_SIZE={world_size()}: {what} is one process: start it without torchrun"
@@ -54,12 +56,12 @@ class ParallelSection(Section):
 
     @property
     def is_spread(self) -> bool:
-        """Whether no process has the whole model to itself."""
+        """Whether no process has the whole model."""
         return bool(self.above_one)
 
     @property
     def above_one(self) -> dict[str, int]:
-        """The sizes that say something, by key."""
+        """The sizes above 1, by key."""
         return {key: size for key, size in self.model_dump().items() if size > 1}
 
     def shared_by(self, world: int) -> str:
@@ -93,7 +95,7 @@ class ParallelSection(Section):
 
 
 def parallel_contradictions(config: RunConfig) -> list[str]:
-    """What can't be trained in parts as trainer.parallel says, however many processes there are, as
+    """What can't be trained in parts as trainer.parallel says, with any number of processes, as
     'what: remedy'."""
     parallel = config.trainer.parallel
     problems = list[str]()
@@ -114,7 +116,7 @@ def parallel_contradictions(config: RunConfig) -> list[str]:
 
 
 def _of_stages(config: RunConfig) -> list[str]:
-    """What stages of a pipeline don't compute."""
+    """What the stages of a pipeline can't compute."""
     parallel = config.trainer.parallel
     needs = config.algorithm.needs
 

@@ -17,10 +17,10 @@ from agentevo.config.field_words import as_number
 
 PAGE = Path(__file__).with_suffix(".md")
 ELSEWHERE = "Elsewhere"
-"""Heading of the words that no one system is known for."""
+"""Heading of the words that belong to no single system."""
 VALUES = "Values"
 SHOWN = 3
-"""Systems that are named for one key."""
+"""The number of systems that are named for one key."""
 _CODE = re.compile(r"`([^`]+)`")
 _BOUND = re.compile(r"(above|below) (-?[\d.]+)|between (-?[\d.]+) and (-?[\d.]+)")
 
@@ -120,7 +120,7 @@ def peer_keys() -> tuple[PeerKey, ...]:
 
 @cache
 def peer_values() -> tuple[PeerValue, ...]:
-    """All values that are asked about, in the order of the page."""
+    """All values that the page lists, in its order."""
     return tuple(
         PeerValue(value_cell.strip("`"), values, remark)
         for section, value_cell, values, remark in _rows()
@@ -129,8 +129,8 @@ def peer_values() -> tuple[PeerValue, ...]:
 
 
 def translations(key: str) -> list[PeerKey]:
-    """What other systems call `key`, under whatever section it was written, and most likely: one
-    key of each system, and of those that are the same here the first."""
+    """The names of `key` in other systems, under any section, and most likely: one key of each
+    system, and of those with the same counterpart here the first."""
     written = normal_key(key)
     ranked = [(peer.likeness(written), peer) for peer in peer_keys()]
     best = max((likeness for likeness, _ in ranked), default=(-1, 0))
@@ -147,7 +147,7 @@ def translations(key: str) -> list[PeerKey]:
 
 
 def normal_key(key: str) -> str:
-    """A key as it would be written here: `Train-Steps` as `train_steps`."""
+    """A key in the spelling of this package: `Train-Steps` as `train_steps`."""
     return key.replace("-", "_").lower()
 
 
@@ -167,7 +167,8 @@ def is_whole_key(key: str, peers: Sequence[PeerKey]) -> bool:
 
 
 def value_in_our_words(key: str, value: object) -> str | None:
-    """What to say of a value that is right elsewhere, or means something else there; else None."""
+    """The remark about a value that is right in another system, or has another meaning there; else
+    None."""
     return next(
         (
             peer_value.remark

@@ -1,4 +1,4 @@
-"""Contradictions in recipes that train by a preference loss, and in those that do not."""
+"""Contradictions in recipes that train by a preference loss, and in recipes that do not."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OF_RL = (
     "loss_function",
     "advantage_function",
 )
-"""Keys of the algorithm section that only advantages and policy losses have a use for."""
+"""Keys of the algorithm section that only advantages and policy losses use."""
 OF_PREFERENCE = ("preference_loss", "pairs", "pairs_per_group", "pair_margin")
 OF_REFERENCE = ("reference", "reference_model", "reference_every", "reference_decay")
 

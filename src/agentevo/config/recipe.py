@@ -151,7 +151,7 @@ class RunConfig(Section):
 
     @property
     def run_dir(self) -> Path:
-        """Absolute: an agent may change the folder that the whole process is in."""
+        """Absolute, since an agent may change the current folder of the whole process."""
         named = self.run.dir if self.run.dir is not None else Path("runs") / self.run.name
         return self._started_in / named
 
@@ -162,16 +162,16 @@ class RunConfig(Section):
 
     @property
     def max_actions(self) -> int:
-        """Actions that one episode can really take: the environment's limit or the agent's,
-        whichever is smaller."""
+        """The number of actions that one episode can take: the smaller of the environment's limit
+        and the agent's."""
         per_turn = getattr(self.agent, "actions_per_turn", 1)
         by_agent = self.agent.max_turns * per_turn
         return by_agent if self.environment is None else min(self.environment.max_actions, by_agent)
 
     @property
     def environment_agent(self) -> EnvironmentAgentSection:
-        """The section of the environment agent. Raises ConfigError where another one plays: only
-        that one's conversations can be demonstrated by an environment's solver."""
+        """The section of the environment agent. Raises ConfigError where another agent plays: an
+        environment's solver can demonstrate only that agent's conversations."""
         if not isinstance(self.agent, EnvironmentAgentSection):
             raise ConfigError(
                 f"agent.type: {self.agent.type} has no demonstrations of an environment's solver: "
@@ -219,8 +219,9 @@ def build_config(
     name: str = "run",
     needs_environment: bool = True,
 ) -> RunConfig:
-    """Like `load_config`, from a mapping. `where` begins each line about a problem, `folder` is
-    where relative imports start (default: the current one), `name` is the default of `run.name`."""
+    """Does what `load_config` does, from a mapping. `where` begins each line about a problem,
+    `folder` is where relative imports start (default: the current one), `name` is the default of
+    `run.name`."""
     imports = import_all(tree, overrides, where=where, folder=folder or Path.cwd())
     keys = config_keys()
     plain = sources.merge(tree, overrides, where=where, is_text=keys.is_text)
@@ -308,7 +309,7 @@ def config_keys() -> ConfigKeys:
 
 @lru_cache(maxsize=2)
 def _keys_with(variants: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]) -> ConfigKeys:
-    """A tenth of a second's work, and the same until something is registered."""
+    """Takes a tenth of a second, and returns the same keys until something is registered."""
     return ConfigKeys(RunConfig, {section: dict(models) for section, models in variants})
 
 
@@ -321,8 +322,9 @@ def section_variants() -> Variants:
 
 
 def key_variants() -> Variants:
-    """`section_variants`, and the models of the rewards that `rewards` may list. One that another
-    package has registered and that is no reward is left out here, and refused where it is named."""
+    """`section_variants`, and the models of the rewards that `rewards` may list. An object that
+    another package has registered and that is no reward is left out here, and refused where it is
+    named."""
     models = {}
     for name in rewards.names():
         with suppress(AgentEvoError):
@@ -333,8 +335,8 @@ def key_variants() -> Variants:
 def _read_variant(
     section: str, options: Mapping[str, Any], models: Mapping[str, type[pydantic.BaseModel]]
 ) -> tuple[pydantic.BaseModel | None, list[ErrorDetails], str | None]:
-    """A polymorphic section checked by the model that its `type` names, or what is wrong with its
-    options, or with the type."""
+    """Checks a polymorphic section by the model that its `type` names. Returns the section, or the
+    problems of its options, or the problem of its type."""
     kind = options.get("type")
     type_names = list(models)
     if not isinstance(kind, str) or kind not in type_names:
@@ -348,8 +350,8 @@ def _read_variant(
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The whole resolved tree, without hyper-parameters that are their entry's default anyway;
-    loading it gives the same config."""
+    """The whole resolved tree, without hyper-parameters that equal their entry's default. Loading
+    it gives the same config."""
     tree = config.model_dump(mode="json")
     preset = AlgorithmSection(name=config.algorithm.name).model_dump(mode="json")
     tree["algorithm"] = {
@@ -361,8 +363,8 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def changed_to_yaml(config: RunConfig) -> str:
-    """Of the resolved tree what differs from the defaults, those of the preset and of the chosen
-    environment and agent among them; loading it gives the same config."""
+    """The part of the resolved tree that differs from the defaults, including those of the preset
+    and of the chosen environment and agent. Loading it gives the same config."""
     resolved = to_tree(config)
     changed = escape_tree(config.model_dump(mode="json", exclude_defaults=True))
     changed["algorithm"] = resolved["algorithm"]
@@ -377,7 +379,7 @@ def changed_to_yaml(config: RunConfig) -> str:
 
 
 def _with_names(changed: Any, resolved: Any) -> Any:
-    """`changed` with the name or type of each entry of a list, which tells what the entry is."""
+    """`changed` with the name or type of each entry of a list, which identifies the entry."""
     if isinstance(changed, dict):
         return {key: _with_names(value, resolved[key]) for key, value in changed.items()}
     if not isinstance(changed, list):
@@ -392,8 +394,8 @@ def _with_names(changed: Any, resolved: Any) -> Any:
 
 
 def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree as `to_yaml` wrote it, completed by the defaults of keys that it lacks because it was
-    written before they existed."""
+    """A tree that `to_yaml` wrote, completed by the defaults of keys that did not exist at that
+    time."""
     defaults = RunConfig().model_dump(mode="json")
     name = (tree.get("algorithm") or {}).get("name")
     if name in PRESETS or name in PREFERENCE_PRESETS:
@@ -408,8 +410,8 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_tree(config: RunConfig) -> dict[str, Any]:
-    """The resolved tree to build another configuration from: of the algorithm section only what
-    differs from its preset, so that another preset brings its own."""
+    """The resolved tree, for building another configuration. Its algorithm section has only what
+    differs from its preset, so that another preset brings its own values."""
     tree: dict[str, Any] = escape_tree(config.model_dump(mode="json"))
     preset = AlgorithmSection(name=config.algorithm.name).model_dump(mode="json")
     tree["algorithm"] = {

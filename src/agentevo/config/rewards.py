@@ -97,7 +97,7 @@ def read_rewards(given: Any) -> tuple[tuple[RewardConfig, ...], list[str]]:
 
 
 def penalty_contradictions(config: RunConfig) -> list[str]:
-    """Penalties of the agent's that a list of rewards leaves out, as 'what: remedy'."""
+    """Penalties of the agent that a list of rewards leaves out, as 'what: remedy'."""
     listed = [reward.name for reward in config.rewards]
     if not listed or "returned" in listed:
         return []
@@ -112,7 +112,7 @@ def penalty_contradictions(config: RunConfig) -> list[str]:
 
 
 def _stage_problems(configs: Sequence[RewardConfig]) -> list[str]:
-    """Stages that end before they begin, and steps at which no reward counts."""
+    """Stages that end before they begin, and steps in which no reward counts."""
     for index, config in enumerate(configs):
         if config.until_step is not None and config.until_step < config.from_step:
             return [

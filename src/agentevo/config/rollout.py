@@ -107,7 +107,7 @@ class RolloutSection(Section):
 
 
 def rollout_contradictions(config: RunConfig) -> Iterator[str]:
-    """Values that can't hold together with those of other sections, as 'what: remedy'."""
+    """Values that contradict those of other sections, as 'what: remedy'."""
     section = config.rollout
     yield from stage_contradictions(config)
     yield from curriculum_contradictions(config)

@@ -61,7 +61,7 @@ class RunSection(Section):
 
 
 MAX_TINY_PARAMETERS = 1_000_000_000
-"""A policy with random weights that is larger is a slip of the keyboard."""
+"""A larger policy with random weights is a typing error."""
 
 
 class TinyModel(Section):
@@ -105,7 +105,7 @@ class TinyModel(Section):
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the blocks; those of the vocabulary's tokens come on top."""
+        """Weights of the blocks; the weights of the vocabulary's tokens are added to these."""
         per_unit = 4 * self.hidden_size + 3 * self.intermediate_size + 2
         return self.num_layers * self.hidden_size * per_unit
 

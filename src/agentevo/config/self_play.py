@@ -104,7 +104,7 @@ def question_family(name: str) -> Callable[[F], F]:
 
 
 def with_roles(given: Any) -> Any:
-    """A recipe as written, with the two agents where it has self-play and names none."""
+    """A recipe as written, with the two agents where it has self-play and names no agents."""
     tasks = given.get("tasks") if isinstance(given, Mapping) else None
     has_self_play = (
         tasks.get("self_play") if isinstance(tasks, Mapping) else getattr(tasks, "self_play", 0)

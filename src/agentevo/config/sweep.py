@@ -155,13 +155,13 @@ class Sweep:
 
     @property
     def parallel(self) -> int:
-        """How many runs go at once; never more than the sweep has."""
+        """The number of runs at a time; at most the number of the sweep's runs."""
         threads = max(member.config.run.threads or 1 for member in self.members)
         return min(self.section.parallel or max(allowed_cpus() // threads, 1), len(self.members))
 
 
 def member_name(variant: str, seed: int) -> str:
-    """The name of a run within its sweep, which is also its folder's: `ppo-0`."""
+    """The name of a run within its sweep, which is also the name of its folder: `ppo-0`."""
     return f"{variant}-{seed}"
 
 
@@ -213,7 +213,7 @@ def load_sweep(recipe: str | Path, overrides: Sequence[str] = ()) -> Sweep | Non
 def _read(
     model: type[S], name: str, value: object, keys: ConfigKeys, overrides: Sequence[str], where: str
 ) -> S:
-    """One section on its own. Raises `ConfigError` as the whole tree would."""
+    """Reads one section on its own. Raises `ConfigError` as the whole tree would."""
     lines = refused_values({name: value}, keys, chosen={})
     try:
         section = model.model_validate(value)
@@ -237,8 +237,8 @@ def _read_run(
     *,
     written: bool,
 ) -> RunSection:
-    """The sweep's own name and folder. Refuses keys that its members can't share; a recipe not
-    `written` as a sweep may have a seed."""
+    """The sweep's own name and folder. Refuses keys that its members can't share. A recipe that is
+    not `written` as a sweep may have a seed."""
     plain = sources.merge(base, overrides, where=str(path), is_text=keys.is_text)
     run_tree = plain.get("run", {})
     if isinstance(run_tree, dict):
@@ -323,8 +323,8 @@ def nest_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_changes(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe with a variant's changes. The options of an environment or agent mean nothing to
-    one of another type, so they go with it."""
+    """The recipe with a variant's changes. The options of an environment or agent have no meaning
+    for one of another type, so they are removed with it."""
     replaced = [key for key in ("environment", "agent") if _is_other_type(base, changes, key)]
     unchanged = {key: value for key, value in base.items() if key not in replaced}
     tree = sources.overlay(unchanged, changes)

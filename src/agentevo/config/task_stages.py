@@ -1,4 +1,4 @@
-"""The recipe's key `tasks.stages`: which tasks are trained on first, which later."""
+"""The recipe's key `tasks.stages`: the order in which tasks are trained on."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TaskStage(Section):
 
     @property
     def in_words(self) -> str:
-        """What its tasks have, for people; empty for all tasks."""
+        """The condition for its tasks, for people; empty for all tasks."""
         parts = [f"{key} {_in_words(condition)}" for key, condition in self.where.items()]
         parts += [f"from {', '.join(self.sources)}"] if self.sources else []
         return " and ".join(parts)

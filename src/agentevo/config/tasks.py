@@ -131,9 +131,9 @@ class TasksSection(Section):
 
 
 def with_absolute_paths(section: Any, keys: Sequence[str], folder: Path) -> Any:
-    """A section as written in a recipe that lies in `folder`, with the files and folders under
-    `keys` by their absolute path, so that every process of a run finds them: beside the recipe,
-    else in the current folder. What is in neither stays as it is, such as a dataset of the hub."""
+    """A section as written in a recipe in `folder`, with absolute paths for the files and folders
+    under `keys`, so that every process of a run finds them: next to the recipe, else in the current
+    folder. A value that is in neither is not changed, such as a dataset of the hub."""
     if not isinstance(section, dict):
         return section
 
@@ -169,8 +169,7 @@ def names_tasks(section: Any) -> bool:
 def play_problems(
     tree: dict[str, Any], needs_environment: bool, environments: list[str]
 ) -> list[str]:
-    """The problems of a recipe's environment and tasks: it must have one of them, and never
-    both."""
+    """The problems of a recipe's environment and tasks: it must have exactly one of them."""
     section = tree.get("tasks")
     agent = tree.get("agent")
 

@@ -21,20 +21,20 @@ from agentevo.errors import ConfigError, shown
 from agentevo.parsing import ParseError, parse_yaml, read_text
 
 MAX_CHARS = 100_000
-"""Of one text."""
+"""Maximal number of characters of one text."""
 MAX_TEXTS = 1000
-"""Of one agent."""
+"""Maximal number of texts of one agent."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def digest_of_text(text: str) -> str:
-    """What a text is told from others by: 16 digits of its sha256."""
+    """What distinguishes a text from others: 16 digits of its sha256."""
     return sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def text_problem(name: Any, text: Any) -> str | None:
-    """Why this is no named text, as 'what: remedy'; None for one."""
+    """Why this is not a valid named text, as 'what: remedy'; None for a valid one."""
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
         return f"{shown(name)} is no name of a text: use letters, digits and _.:-"
     if not isinstance(text, str):
@@ -93,9 +93,9 @@ def read_texts(path: Path) -> dict[str, str]:
 
 
 def with_texts_of_file(section: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], str]:
-    """The section of an agent, as written in a recipe that lies in `folder`, with the texts of the
-    file that it names, beside the recipe or else in the current folder; and what is wrong with
-    that, or nothing."""
+    """The section of an agent, as written in a recipe in `folder`, with the texts of the file that
+    it names, next to the recipe or else in the current folder. Also returns the problem of that
+    file, or an empty text."""
     texts_file = section.get("texts")
     if not isinstance(texts_file, (str, Path)):
         return dict(section), ""

@@ -1,5 +1,5 @@
-"""The keys of the entries of `agent.tools`, explained: `agent.tools.mcp.command` is that of one
-kind, `agent.tools.timeout_s` that of all which have it."""
+"""Explains the keys of the entries of `agent.tools`: `agent.tools.mcp.command` belongs to one kind,
+`agent.tools.timeout_s` to all kinds that have it."""
 
 from __future__ import annotations
 

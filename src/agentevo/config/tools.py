@@ -24,8 +24,8 @@ from agentevo.registry import Registry
 
 T = TypeVar("T")
 RESERVED = ("close", "outcome")
-"""Methods of a class of tools that are none: what ends an attempt's object, and what the attempt
-is worth by the state that it left."""
+"""Methods of a class of tools that are not tools: the one that ends an attempt's object, and the
+one that returns the attempt's reward by the state that it left."""
 
 
 class ToolSection(Section):
@@ -72,11 +72,11 @@ PACKAGED: Mapping[str, str] = {
     "search": "agentevo.tools.search:Search",
     "web_search": "agentevo.tools.web_search:WebSearch",
 }
-"""The tools that ship with AgentEvo: known by name, imported when they are asked for."""
+"""The tools that AgentEvo provides: known by name, imported on first use."""
 tools: Registry[Any] = Registry("tools", PACKAGED)
 """Name -> function or class."""
 _cached: set[str] = set()
-"""Names of those that were registered with cache=True."""
+"""Names of the tools that were registered with cache=True."""
 
 
 def tool(name: str, *, cache: bool = False) -> Callable[[T], T]:
@@ -105,7 +105,7 @@ def tool(name: str, *, cache: bool = False) -> Callable[[T], T]:
 
 
 def says_cached(name: str) -> bool:
-    """Whether a registered tool says of itself that equal calls have equal results."""
+    """Whether a registered tool declares that equal calls have equal results."""
     return name in _cached
 
 

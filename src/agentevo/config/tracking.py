@@ -1,4 +1,5 @@
-"""The recipe's section `tracking`: where a run's numbers go beside its own folder."""
+"""The recipe's section `tracking`: the destinations of a run's numbers in addition to its own
+folder."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from agentevo.trackers.tracker import TrackerConfig, trackers
 
 KEY = "tracking.backends"
 ALWAYS = ("console", "file")
-"""Of verl's loggers those that need no tracker: the live view, and metrics.jsonl."""
+"""The loggers of verl that need no tracker: the live view, and metrics.jsonl."""
 
 
 class TrackingSection(Section):
@@ -74,8 +75,8 @@ def read_backends(given: Any) -> tuple[TrackerConfig, ...]:
 
 
 def tracker_models() -> dict[str, dict[str, type[pydantic.BaseModel]]]:
-    """Key -> the options of every registered tracker by its name, for explanations. One that can't
-    be imported is left out here, and refused where it is named."""
+    """Key -> the options of every registered tracker by its name, for explanations. A tracker that
+    can't be imported is left out here, and refused where it is named."""
     models: dict[str, type[pydantic.BaseModel]] = {}
     for name in trackers.names():
         with suppress(AgentEvoError):

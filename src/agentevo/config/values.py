@@ -20,7 +20,7 @@ from agentevo.config.peer_keys import value_in_our_words
 from agentevo.paths import name_problem
 
 NUMBERS = 1e9
-"""Beyond it (either way) lies no count, no time in seconds and no size that a run could have."""
+"""No count, no time in seconds and no size of a run can be beyond this, in either direction."""
 
 
 def refused_values(

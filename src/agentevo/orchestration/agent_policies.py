@@ -163,8 +163,8 @@ class EarlierVersions:
         self._loaded: dict[str, int] = {}
 
     async def advance(self, step: int, *, is_reloaded: bool) -> None:
-        """The trained policies now have version `step`. `is_reloaded`: they were loaded, so nothing that
-        was swapped in before counts. Raises CheckpointError."""
+        """The trained policies now have version `step`. `is_reloaded`: they were loaded, so nothing
+        that was swapped in before counts. Raises CheckpointError."""
         for name, section in self._config.agents.items():
             if not section.is_earlier or section.weights_of is None:
                 continue

@@ -82,10 +82,10 @@ async def evaluate(
     parts: Components, step: int, *, samples: int, players: Baselines | None, label: str = ""
 ) -> Evaluated:
     """Plays one greedy attempt per held-out task, and `samples` sampled ones: metrics
-    `val-core/...`. Success and reward are means over the attempts that completed, and left out where none did.
-    `val-aux/.../failed` is the share of failed attempts, `.../failed_by/.../KIND` their number by
-    kind, where there are any. `val-aux/.../success_by_stage/.../STAGE` is over the tasks of each of
-    the recipe's stages.
+    `val-core/...`. Success and reward are means over the attempts that completed, and left out
+    where none did. `val-aux/.../failed` is the share of failed attempts, `.../failed_by/.../KIND`
+    their number by kind, where there are any. `val-aux/.../success_by_stage/.../STAGE` is over the
+    tasks of each of the recipe's stages.
 
     `label` begins the trajectories' own labels: needed where one step is evaluated twice.
     """
