@@ -1,10 +1,10 @@
 """The section `agent`: which registered agent plays, and its options.
 
 An agent is registered by name, as a function `run(task, policy)` or `run(task)`, async or not, or
-as a class with such a method. A class may have options of its own: its `Config` is a subclass of
-`AgentSection`, and an object is made of it for a run by `Class(config)`, or
-`Class(config, make_environment)` where the class says `plays_environment = True`. One that says
-`brings_tasks = True` has a method `tasks()`, which returns those to train on and the held-out ones
+as a class with such a method. A class may have its own options: its `Config` is a subclass of
+`AgentSection`. A run makes an object of the class by `Class(config)`, or by
+`Class(config, make_environment)` where the class sets `plays_environment = True`. A class that sets
+`brings_tasks = True` has a method `tasks()`, which returns the training tasks and the held-out ones
 (rollout/agent_tasks.py). The sections of the built-in agents are here, because reading a recipe
 must not import the agents themselves (they import torch).
 """

@@ -1,5 +1,5 @@
-"""Functions of the user's that the algorithm section names: what each turn has earned, the loss of
-a token, the advantage of an attempt or a token.
+"""The user's functions that the algorithm section names: the credit of each turn, the loss of a
+token, the advantage of an attempt or a token.
 
     @agentevo.credit("last_turn")
     def last_turn(group):
@@ -13,7 +13,7 @@ a token, the advantage of an attempt or a token.
     def centred(inputs):
         return inputs.score - inputs.score.mean()
 
-What they get and return: docs/credit.md, docs/algorithms.md.
+Their arguments and results: docs/credit.md, docs/algorithms.md.
 """
 
 from __future__ import annotations

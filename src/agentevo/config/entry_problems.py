@@ -56,7 +56,7 @@ def wrong_value(info: FieldInfo, rest: tuple[int | str, ...], value: object) -> 
     for part in rest:
         item = _item_type(expected.annotation, part)
         if item is None:
-            break  # which alternative of several pydantic speaks of
+            break  # the alternative of several that pydantic means
         inside += f"[{part}]" if isinstance(part, int) else f".{part}"
         expected = FieldInfo.from_annotation(item)
 

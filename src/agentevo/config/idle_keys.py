@@ -1,8 +1,9 @@
-"""What a recipe says for its own preset only, left out where overrides choose another one.
+"""Removes keys that a recipe sets for its own preset only, where overrides choose another one.
 
-`algorithm.name=dpo` on a recipe of GRPO keeps its clip_high, if DPO has one (`other_preset` tells),
-but an entropy bonus, a critic or the pairs of a preference loss mean nothing to another kind of
-preset, and would be refused. They go, unless an override sets them: who writes a key means it.
+`algorithm.name=dpo` on a recipe of GRPO keeps its clip_high, if DPO has one (`other_preset` warns
+of it). An entropy bonus, a critic or the pairs of a preference loss have no meaning for another
+kind of preset, and would be refused. They are removed, unless an override sets them: a key in an
+override is intended.
 """
 
 from __future__ import annotations
@@ -114,7 +115,9 @@ def _parts(name: str, section: Mapping[str, Any]) -> tuple[set[str], tuple[str, 
     assert entries[0] is not None
     idle = {*OF_PREFERENCE, *(set(hyper_parameters()) - used)}
     rounds = section.get("dynamic_sampling", preset.keys.get("dynamic_sampling", 0))
-    if rounds and section.get("drop_zero_variance") is False:  # it leaves out what this would keep
+    if (
+        rounds and section.get("drop_zero_variance") is False
+    ):  # it leaves out keys that this would keep
         idle.add("drop_zero_variance")
     return idle, entries[0].needs
 

@@ -1,13 +1,13 @@
-"""What a recipe gets by default where tokens are not drawn from quite the policy that is trained.
+"""Defaults of a recipe where the policy that samples tokens differs slightly from the trained one.
 
-Two causes: an engine that is not the trainer's own computes the same weights in other kernels and
-number formats (Yao et al., "Your efficient RL framework secretly brings you off-policy RL
-training", 2025); and a base in 8 bits rounds a token's activations by the largest of all that it
-is computed beside (LLM.int8(), arXiv 2208.07339, section 3), which in a draw are others than in an
-update. There the default of `algorithm.importance` is `token_tis`, and that of
-`algorithm.old_logprobs` `recomputed`, which it needs. Whoever gives one of the two keys decides,
-and so does an algorithm whose loss weighs already, compares whole answers, or trains what no engine
-has drawn.
+There are two causes. An engine that is not the trainer's own computes the same weights in other
+kernels and number formats (Yao et al., "Your efficient RL framework secretly brings you off-policy
+RL training", 2025). A base in 8 bits rounds a token's activations by the largest activation of all
+tokens in the same computation (LLM.int8(), arXiv 2208.07339, section 3), and these are other tokens
+in sampling than in an update. In both cases the default of `algorithm.importance` is `token_tis`,
+and that of `algorithm.old_logprobs` is `recomputed`, which it needs. The defaults do not apply if
+the recipe sets one of the two keys, or if the algorithm's loss already weighs, compares whole
+answers, or trains tokens that no engine has sampled.
 """
 
 from __future__ import annotations

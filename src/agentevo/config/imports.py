@@ -2,11 +2,11 @@
 that what they register (environments, agents, rewards) can be named in the recipe.
 
 An entry is a Python file (`./my_agent.py`), a package's folder, or the name of a module. It is
-looked for beside the recipe, then in the current folder, as files of tasks are, and a module at
-last where Python looks. In a run's folder nothing is looked for: what an override names is code of
-whoever calls. Paths become absolute here: a run's config.yaml finds the code again, whichever
-process reads it. A file's folder goes to the end of `sys.path`, so that it
-may import its neighbours. Nothing is executed twice in one process.
+searched next to the recipe, then in the current folder, as files of tasks are, and a module finally
+on Python's path. A run's folder is not searched: what an override names is the caller's code. Paths
+become absolute here, so that a run's config.yaml finds the code again in any process. A file's
+folder goes to the end of `sys.path`, so that the file may import its neighbours. Nothing is
+executed twice in one process.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def _spec(name: str) -> ModuleSpec | None:
     """Where Python would find a module of that name."""
     try:
         return importlib.util.find_spec(name)
-    except (ImportError, ValueError):  # a parent that is no package, or a module without a spec
+    except (ImportError, ValueError):  # a parent that is not a package, or a module without a spec
         return None
 
 
@@ -305,7 +305,7 @@ def _execute(entry: str, work: Callable[[], object]) -> None:
         load_in_time(work, f"the import of {entry}")
     except (LoadingTimeoutError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # also SystemExit, and whatever else a user's code raises
+    except BaseException as error:  # also SystemExit, and everything else that a user's code raises
         raise ConfigError(f"{entry} can't be imported:\n{_shown(error)}") from error
 
 

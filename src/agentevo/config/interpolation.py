@@ -1,12 +1,12 @@
 r"""`${...}` in a configuration.
 
-`${section.key}` stands for another value, `${.key}` for one beside it, `${oc.env:NAME}` and
-`${oc.env:NAME,default}` for an environment variable, `${oc.decode:TEXT}` for what a text says as
-YAML. They may stand within a text and within one another; `\${` is no interpolation. `${env:NAME}`
-stays as it is (`agentevo.credentials`).
+`${section.key}` is replaced by another value, `${.key}` by one in the same mapping,
+`${oc.env:NAME}` and `${oc.env:NAME,default}` by an environment variable, `${oc.decode:TEXT}` by a
+text read as YAML. They may appear within a text and within one another; `\${` is no interpolation. `${env:NAME}` is
+not changed (`agentevo.credentials`).
 
-Each value is resolved once, and all that comes out is counted: `a: ${b}${b}`, `b: ${c}${c}` and so
-on, in texts or in lists, doubles at every step.
+Each value is resolved once, and the size of the result is counted: `a: ${b}${b}`, `b: ${c}${c}` and
+so on, in texts or in lists, doubles at every step.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The dotted keys of a pydantic tree: this module walks and explains them, guesses the key that was
-meant, and says in one line what is wrong with a value.
+meant, and describes in one line what is wrong with a value.
 
 Invariant: every line begins with the dotted key as the user wrote it and ends with what is allowed;
 pydantic's own locations and texts (union tags, validator names) never reach a user. Meaning,
 default and range come from the field, so they are written once.
 
-A polymorphic section (`environment`) holds the keys of whichever model its `type` chooses, and each
-entry of a polymorphic list (`rewards`) those of the model that its `name` chooses: such a key is
-walked once per distinct definition, with the types that have it in `option_of`.
+A polymorphic section (`environment`) has the keys of the model that its `type` chooses, and each
+entry of a polymorphic list (`rewards`) has those of the model that its `name` chooses. Such a key
+is walked once per distinct definition, and `option_of` has the types with that definition.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class ConfigKeys:
                 continue
 
             score = (closeness + (0.1 if likely else 0.0), -name.count("."))
-            if score > best_score:  # of equals the one that is less deep
+            if score > best_score:  # among equals the less deep one
                 best = name
                 best_score = score
 

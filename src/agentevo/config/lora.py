@@ -1,5 +1,5 @@
 """Which part of the policy is trained: all of it, or LoRA adapters over a base that stays. Keys
-mean what they mean in PEFT."""
+have the same meaning as in PEFT."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ with.
       rival:  {weights_of: solver, lag: 5}   # the solver of five steps ago
       judge:  {remote: teacher}              # a remote model (section remote_models)
 
-A *policy* is a set of weights. It has the name of the agent that it belongs to, and every agent but
-a remote one plays with one.
+A *policy* is a set of weights. It has the name of the agent to which it belongs. Every agent except
+a remote one plays with a policy.
 """
 
 from __future__ import annotations

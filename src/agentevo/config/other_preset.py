@@ -1,8 +1,7 @@
-"""A recipe's own hyper-parameters under another preset than the one they were chosen for.
+"""A recipe's own hyper-parameters under another preset than the one for which they were chosen.
 
-Overrides change what they name and nothing else, so `algorithm.name=gspo` leaves a recipe's
-clip_high=0.28, chosen for GRPO, in a loss whose own is 0.0004. This is allowed, and the user is
-warned of it.
+Overrides change only what they name, so `algorithm.name=gspo` leaves a recipe's clip_high=0.28,
+chosen for GRPO, in a loss whose own value is 0.0004. This is allowed, and the user is warned of it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The keys and values of other systems, and ours that stand for them, for refusals.
+"""The keys and values of other systems and their equivalents here, for refusals.
 
 peer_keys.md has them all, as tables for people: a section for each system, and `Values`. A row with
-as many keys of theirs as of ours pairs them in order; in another row each of theirs stands for all
-of ours.
+equal numbers of their keys and our keys pairs them in order; in any other row each of their keys is
+equivalent to all of ours.
 """
 
 from __future__ import annotations

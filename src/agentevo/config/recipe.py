@@ -1,15 +1,15 @@
 """One tree that says everything about a run: `RunConfig`.
 
-A YAML recipe fills it, dotted `a.b=c` overrides change it, and what comes out is frozen. Every
-default is the vetted setting and is documented once, under its field; `agentevo config explain KEY`
-prints from there. Importing this module imports no torch.
+A YAML recipe fills it, dotted `a.b=c` overrides change it, and the result is frozen. Every default
+is the vetted setting and is documented once, under its field; `agentevo config explain KEY` prints
+that text. Importing this module imports no torch.
 
 Order of work: YAML -> the user's modules (`imports`) -> overrides -> unknown keys refused with the
-nearest right one -> types -> contradictions. All of it happens before anything is created. Reading
-is `sources`; explaining keys and problems is `keys`.
+nearest right one -> types -> contradictions. All of it happens before anything is created.
+`sources` reads; `keys` explains keys and problems.
 
-`environment` and `agent` are read by the model that the registry has for their `type`, so those of
-other packages and of user code (`import`) have the same checks as ours.
+The model that the registry has for their `type` reads `environment` and `agent`, so those of other
+packages and of user code (`import`) have the same checks as ours.
 """
 
 from __future__ import annotations

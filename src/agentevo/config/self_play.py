@@ -4,9 +4,9 @@
       eval: held_out.jsonl
       self_play: {family: sums}
 
-They are the agents `solver` and `proposer` of the section `agents`. Where that is empty, both play
-with the recipe's model and train it, as in Absolute Zero (arXiv 2505.03335);
-`agents: {solver: {}, proposer: {}}` gives each weights of its own, as in R-Zero (arXiv 2508.05004).
+They are the agents `solver` and `proposer` of the section `agents`. Where that section is empty,
+both play with the recipe's model and train it, as in Absolute Zero (arXiv 2505.03335);
+`agents: {solver: {}, proposer: {}}` gives each its own weights, as in R-Zero (arXiv 2508.05004).
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def question_family(name: str) -> Callable[[F], F]:
             def prompt(self, rng): return "Ask for a sum."
             def read(self, text, prompt): return agentevo.Question("2 + 3", "5")
 
-    `prompt(rng)` gives what the proposer is asked, a text or chat messages; `rng` is a
-    `random.Random` of the step and the prompt. `read(text, prompt)` gives the question that a reply
-    to that prompt asks, or raises ValueError with what is wrong with it.
+    `prompt(rng)` returns the proposer's prompt, a text or chat messages; `rng` is a `random.Random`
+    of the step and the prompt. `read(text, prompt)` returns the question in a reply to that prompt,
+    or raises ValueError with what is wrong with it.
     Raises ConfigError for a class without these methods."""
 
     def add(family: F) -> F:

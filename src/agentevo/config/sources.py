@@ -1,9 +1,9 @@
 """The two sources of a configuration, read into one plain tree: a YAML recipe, and
 `key.subkey=value` overrides.
 
-This module only reads and merges; what the keys and values mean is checked afterwards
-(`agentevo.config`). Every refusal is one line that says in which line of the file, or in which
-override, the mistake is.
+This module only reads and merges; the meaning of keys and values is checked afterwards
+(`agentevo.config`). Every refusal is one line with the line of the file, or the override, that has
+the mistake.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """A sweep: one recipe run as every variant with every seed, each run in a process and a folder of
 its own.
 
-A recipe's top-level key `sweep` says which. What a member of the sweep is configured by, later ones
-on top:
+A recipe's top-level key `sweep` defines them. A member's configuration merges these, later ones on
+top:
 
     the recipe  <-  its variant's overrides  <-  overrides of the command line
                 <-  run.name, run.dir and run.seed of the member
 
-Reading checks every member, so nothing starts if any would be refused. `RunConfig` knows nothing of
-sweeps: a member is an ordinary run. Importing this module imports no torch.
+Reading checks every member, so nothing starts if any would be refused. `RunConfig` does not depend
+on sweeps: a member is an ordinary run. Importing this module imports no torch.
 """
 
 from __future__ import annotations

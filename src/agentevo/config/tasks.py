@@ -155,7 +155,7 @@ def with_absolute_paths(section: Any, keys: Sequence[str], folder: Path) -> Any:
             changed[key] = [absolute(source) for source in value]
 
     stages = changed.get("stages")
-    if isinstance(stages, (list, tuple)):  # their sources are those of `train`
+    if isinstance(stages, (list, tuple)):  # these refer to the sources of `train`
         changed["stages"] = [with_absolute_paths(stage, ("sources",), folder) for stage in stages]
 
     return changed

@@ -1,9 +1,9 @@
-"""Named texts: what an agent's prompts, tool descriptions and examples are called, and which texts
-may stand there.
+"""Named texts: the names of an agent's prompts, tool descriptions and examples, and the texts that
+are allowed there.
 
-A text is only text: nothing in it is filled in, so braces and `$` mean themselves. What no prompt
-should hold is refused where texts come in: control characters, half of a surrogate pair, and more
-than MAX_CHARS.
+A text is only text: nothing in it is filled in, so braces and `$` have no special meaning. What no
+prompt should contain is refused when texts are read: control characters, half of a surrogate pair,
+and more than MAX_CHARS.
 """
 
 from __future__ import annotations

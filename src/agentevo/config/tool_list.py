@@ -37,7 +37,7 @@ def read_tools(agent: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], 
         lines += problems
         entries += [] if problems else [read]
 
-    # Where the recipe is refused anyway, the section says no more about them.
+    # Where the recipe is refused anyway, the section reports no further problems of them.
     return {**agent, "tools": ["refused"] if lines else entries}, lines
 
 

@@ -1,5 +1,5 @@
-"""The tools of an agent: entries of `agent.tools`, each a name or a section, and how a user's own
-are registered.
+"""The tools of an agent: entries of `agent.tools`, each a name or a section, and the registration
+of a user's own tools.
 
     @agentevo.tool("add")                 a function: its type hints and docstring are the schema
     def add(a: int, b: int) -> int: ...
@@ -7,7 +7,7 @@ are registered.
     @agentevo.tool("account")             a class: one object for each attempt, whose public methods
     class Account: ...                    are the tools
 
-The sections are here, because reading a recipe must not import what connects to anything.
+The sections are here, because reading a recipe must not import modules that open connections.
 """
 
 from __future__ import annotations

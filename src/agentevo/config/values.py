@@ -1,9 +1,9 @@
-"""What no setting may be, whichever section it is of: looked at in the tree that was read, before
-the sections' own checks, and the same for sections of other packages and of user code.
+"""Values that no setting of any section may have. The tree is checked for them before the sections'
+own checks, also in sections of other packages and of user code.
 
 - true or false where a number or a text belongs, which pydantic would take for 1, 0 or "True"
 - numbers that are not finite, or beyond NUMBERS where the key names no bound of its own
-- what is right elsewhere, or means something else there (peer_keys.md)
+- values that are right in another system, or have another meaning there (peer_keys.md)
 - texts that no file, database or tokenizer can hold, and paths that no file system can
 """
 
