@@ -82,7 +82,7 @@ class ConfigKeys:
         variants: Variants,
         prefix: str = "",
     ) -> None:
-        """`root`: a section, or the kinds of one by name, each of which has keys of its own."""
+        """`root`: a section, or the kinds of one by name; each kind has its own keys."""
         walked = (
             _walk(root, variants, prefix)
             if isinstance(root, type)
