@@ -1,10 +1,10 @@
 """The section `agent`: which registered agent plays, and its options.
 
 An agent is registered by name, as a function `run(task, policy)` or `run(task)`, async or not, or
-as a class with such a method. A class may have options of its own: its `Config` is a subclass of
-`AgentSection`, and an object is made of it for a run by `Class(config)`, or
-`Class(config, make_environment)` where the class says `plays_environment = True`. One that says
-`brings_tasks = True` has a method `tasks()`, which returns those to train on and the held-out ones
+as a class with such a method. A class may have its own options: its `Config` is a subclass of
+`AgentSection`. A run makes an object of the class by `Class(config)`, or by
+`Class(config, make_environment)` where the class sets `plays_environment = True`. A class that sets
+`brings_tasks = True` has a method `tasks()`, which returns the training tasks and the held-out ones
 (rollout/agent_tasks.py). The sections of the built-in agents are here, because reading a recipe
 must not import the agents themselves (they import torch).
 """
@@ -197,7 +197,7 @@ class CodeAgentSection(AgentSection):
 
 
 agents: Registry[Any] = Registry("agents")
-"""Name -> function or class. The built-in ones are filed when `agentevo.agents` is imported;
+"""Name -> function or class. The built-in agents are registered when `agentevo.agents` is imported;
 their sections are in SECTIONS."""
 SECTIONS: dict[str, type[AgentSection]] = {
     "code_agent": CodeAgentSection,
@@ -232,7 +232,7 @@ def agent_names() -> list[str]:
 
 
 def agent_section(name: str) -> type[AgentSection]:
-    """The options of a known agent. Raises ConfigError if what is registered is no agent."""
+    """The options of a known agent. Raises ConfigError if the registered object is no agent."""
     if name in SECTIONS:
         return SECTIONS[name]
     item = agents.get(name)
@@ -243,13 +243,13 @@ def agent_section(name: str) -> type[AgentSection]:
 def brings_tasks(name: str) -> bool:
     """Whether an agent of that name gives its own tasks: a registered class with `brings_tasks =
     True` and a method `tasks()`."""
-    known = name not in SECTIONS and name in agents.names()
-    return known and bool(getattr(agents.get(name), "brings_tasks", False))
+    is_registered = name not in SECTIONS and name in agents.names()
+    return is_registered and bool(getattr(agents.get(name), "brings_tasks", False))
 
 
 def is_async(function: Any) -> bool:
-    """Whether calling it returns an awaitable: it is an async function, or an object with an async
-    `__call__`."""
+    """Whether a call returns an awaitable: the agent is an async function, or an object with an
+    async `__call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         type(function).__call__
     )
@@ -257,8 +257,8 @@ def is_async(function: Any) -> bool:
 
 def takes_policy(function: Any, name: str | None = None) -> bool:
     """Whether the agent function is called as `run(task, policy)`, and not as `run(task)`. A second
-    parameter with a default value is the policy if it is called so. Raises ConfigError for what can
-    be called in neither way."""
+    parameter with a default value is the policy if its name is `policy`. Raises ConfigError for a
+    function that can be called in neither way."""
     name = name or getattr(function, "__name__", type(function).__name__)
     if not callable(function):
         raise ConfigError(f"the agent {name!r} is no function: {_SHAPES}")
@@ -275,8 +275,12 @@ def takes_policy(function: Any, name: str | None = None) -> bool:
     ]
     has_more = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
     needed = [parameter for parameter in parameters if parameter.default is parameter.empty]
-    num_needed = sum(one in places for one in needed)
-    if num_needed > 2 or not (places or has_more) or any(one.kind is _KEYWORD for one in needed):
+    num_needed = sum(parameter in places for parameter in needed)
+    if (
+        num_needed > 2
+        or not (places or has_more)
+        or any(parameter.kind is _KEYWORD for parameter in needed)
+    ):
         raise ConfigError(f"the agent {name!r} takes {_words(parameters)}: {_SHAPES}")
 
     return num_needed == 2 or has_more or (len(places) > 1 and places[1].name == "policy")

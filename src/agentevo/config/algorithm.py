@@ -1,5 +1,5 @@
-"""The recipe's algorithm section: a preset, what is chosen otherwise, and every hyper-parameter of
-any entry as a key."""
+"""The recipe's algorithm section: a preset, the choices that differ from it, and every
+hyper-parameter of any entry as a key."""
 
 from __future__ import annotations
 
@@ -141,11 +141,11 @@ class AlgorithmKeys(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_the_preset(cls, given: Any) -> Any:
-        """Takes the keys that are not given from the preset."""
-        name = str(given.get("name", "grpo")) if isinstance(given, dict) else ""
+    def _of_the_preset(cls, value: Any) -> Any:
+        """Adds the preset's keys where the section does not set them."""
+        name = str(value.get("name", "grpo")) if isinstance(value, dict) else ""
         preset = PRESETS.get(name) or PREFERENCE_PRESETS.get(name)
-        return {**preset.keys, **given} if preset is not None else given
+        return {**preset.keys, **value} if preset is not None else value
 
     @model_validator(mode="after")
     def _pieces_fit(self) -> Self:
@@ -162,8 +162,8 @@ class AlgorithmKeys(Section):
         return self
 
     def resolve(self) -> Algorithm:
-        """Every entry by name, with all its hyper-parameters. The algorithm must not be one of
-        preferences."""
+        """Every entry by name, with all its hyper-parameters. Must not be called for a preference
+        algorithm."""
         return resolve_preset(
             self.name,
             self._hyper(),
@@ -188,19 +188,19 @@ class AlgorithmKeys(Section):
 
     @property
     def credit_rule(self) -> str:
-        """What decides how much each turn is worth, in words for logs and records."""
+        """What determines the value of each turn, in words for logs and records."""
         if self.preference() is not None:
             return self.name
         algorithm = self.resolve()
         hyper = ", ".join(f"{key}={value}" for key, value in algorithm.advantage_hyper.items())
         function = self.credit or self.advantage_function
-        own = f" by {function}" if function is not None else ""
-        return f"{algorithm.advantage}{own}" + (f" ({hyper})" if hyper else "")
+        suffix = f" by {function}" if function is not None else ""
+        return f"{algorithm.advantage}{suffix}" + (f" ({hyper})" if hyper else "")
 
     @property
     def within_group(self) -> bool:
-        """Whether the members of a group are compared: then one alone, or several with the same
-        reward, teach nothing."""
+        """Whether the members of a group are compared. If so, a single member, or several with the
+        same reward, teach nothing."""
         preference = self.preference()
         return (
             preference.within_group
@@ -243,7 +243,7 @@ else:
 
 
 def algorithm_contradictions(section: AlgorithmSection) -> list[str]:
-    """Values of the section that are each right but can't hold together, as 'what: remedy'."""
+    """Valid values of the section that contradict one another, as 'what: remedy'."""
     problems = _function_contradictions(section)
     if section.credit is not None and section.advantage not in (None, "credit"):
         problems.append(
@@ -326,7 +326,7 @@ def algorithm_contradictions(section: AlgorithmSection) -> list[str]:
 
 
 def _function_contradictions(section: AlgorithmSection) -> list[str]:
-    """Those of functions of the user's."""
+    """Contradictions of the user's functions."""
     problems = []
     for key, function, part in (
         ("loss_function", section.loss_function, "policy_loss"),

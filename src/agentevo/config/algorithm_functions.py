@@ -1,5 +1,5 @@
-"""Functions of the user's that the algorithm section names: what each turn has earned, the loss of
-a token, the advantage of an attempt or a token.
+"""The user's functions that the algorithm section names: the credit of each turn, the loss of a
+token, the advantage of an attempt or a token.
 
     @agentevo.credit("last_turn")
     def last_turn(group):
@@ -13,7 +13,7 @@ a token, the advantage of an attempt or a token.
     def centred(inputs):
         return inputs.score - inputs.score.mean()
 
-What they get and return: docs/credit.md, docs/algorithms.md.
+Their arguments and results: docs/credit.md, docs/algorithms.md.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class AlgorithmFunctions(Generic[T]):
             ) from error
 
     def register(self, name: str) -> Callable[[F], F]:
-        """Decorator: registers a function under `name`. Raises ConfigError for what is none."""
+        """Decorator: registers a function under `name`. Raises ConfigError for anything else."""
 
         def add(function: F) -> F:
             if not callable(function):
@@ -88,7 +88,7 @@ ADVANTAGES: AlgorithmFunctions[AdvantageFunction] = AlgorithmFunctions(
 
 def credit(name: str) -> Callable[[C], C]:
     """Decorator: registers a function as the credit `name`, for recipes that import its module (key
-    `import`). Raises ConfigError for what is no function."""
+    `import`). Raises ConfigError for anything else."""
     return CREDITS.register(name)
 
 
@@ -103,7 +103,8 @@ def advantage(name: str) -> Callable[[A], A]:
 
 
 def check_names(section: AlgorithmSection) -> None:
-    """Raises UnknownNameError for a function that the section names and nobody has registered."""
+    """Raises UnknownNameError for a function that the section names and no module has
+    registered."""
     if section.credit is not None:
         CREDITS.find(section.credit)
     if section.loss_function is not None:

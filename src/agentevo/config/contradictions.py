@@ -1,5 +1,5 @@
-"""Values of a recipe that are each right but can't hold together: those that concern several
-sections, and what the modules of single ones say."""
+"""Valid values of a recipe that contradict one another: contradictions among several sections, and
+those that the modules of single sections report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def recipe_contradictions(config: RunConfig) -> Iterator[str]:
-    """Values that are each right but can't hold together, as 'what: remedy'."""
+    """Valid values that contradict one another, as 'what: remedy'."""
     yield from preference_contradictions(config)
     if config.algorithm.preference() is None:
         yield from algorithm_contradictions(config.algorithm)
@@ -133,8 +133,8 @@ def _of_the_advantage(config: RunConfig) -> Iterator[str]:
 
 
 def divides_by_mean_reward(algorithm: object) -> bool:
-    """Whether a section `algorithm`, as a mapping, takes MaxRL's advantage, which no reward below 0
-    may meet."""
+    """Whether a section `algorithm`, as a mapping, uses MaxRL's advantage, which needs rewards of
+    at least 0."""
     return isinstance(algorithm, Mapping) and "maxrl" in (
         algorithm.get("advantage"),
         algorithm.get("name"),
@@ -149,7 +149,7 @@ def _users(need: str) -> str:
 
 
 def _of_the_model(config: RunConfig) -> Iterator[str]:
-    """Contradictions of the model, its adapters and the lengths that it has room for."""
+    """Contradictions of the model, its adapters, and the lengths for which it has room."""
     sampling = config.sampling
     tiny = config.model.tiny
     if config.model.name != "tiny" and tiny != TinyModel():

@@ -1,5 +1,5 @@
-"""What is wrong with an entry of a list, such as `rewards` or `agent.tools`, in the words of its
-keys (field_words.py): pydantic's own texts do not reach a user."""
+"""Messages about an entry of a list, such as `rewards` or `agent.tools`, in the words of its keys
+(field_words.py). Pydantic's own texts do not reach a user."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from agentevo.registry import nearest
 def entry_problem(place: str, model: type[pydantic.BaseModel], error: ErrorDetails) -> str:
     """One pydantic error of the entry at `place`, as `key: what is wrong; what is allowed`."""
     loc = error["loc"]
-    section, info, rest = _found(model, loc)
+    section, info, rest = _locate(model, loc)
     key = ".".join(str(part) for part in loc)
     if error["type"] == "extra_forbidden":
-        known = list(section.model_fields)
-        guess = nearest(str(loc[-1]), known)
+        field_names = list(section.model_fields)
+        guess = nearest(str(loc[-1]), field_names)
         above = ".".join(str(part) for part in (*loc[:-1], ""))
-        hint = f"; did you mean {above}{guess}?" if guess else f"; it has {', '.join(known)}"
+        hint = f"; did you mean {above}{guess}?" if guess else f"; it has {', '.join(field_names)}"
         return f"{place}.{key}: unknown key{hint}"
 
     if error["type"] in ("value_error", "assertion_error"):
@@ -49,18 +49,18 @@ def entry_problem(place: str, model: type[pydantic.BaseModel], error: ErrorDetai
 
 
 def wrong_value(info: FieldInfo, rest: tuple[int | str, ...], value: object) -> str:
-    """The end of a line about a value of a field: `: got 5; needs a text`. `rest`: where inside the
-    field's value it is, as pydantic says it."""
+    """The end of a line about a value of a field: `: got 5; needs a text`. `rest`: the place within
+    the field's value, as pydantic gives it."""
     inside = ""
-    wanted = info
+    expected = info
     for part in rest:
-        item = _item_type(wanted.annotation, part)
+        item = _item_type(expected.annotation, part)
         if item is None:
-            break  # which alternative of several pydantic speaks of
+            break  # the alternative of several that pydantic means
         inside += f"[{part}]" if isinstance(part, int) else f".{part}"
-        wanted = FieldInfo.from_annotation(item)
+        expected = FieldInfo.from_annotation(item)
 
-    kinds = alternative_types(wanted.annotation)
+    kinds = alternative_types(expected.annotation)
     advice = ""
     if (
         isinstance(value, str)
@@ -75,15 +75,15 @@ def wrong_value(info: FieldInfo, rest: tuple[int | str, ...], value: object) -> 
     elif not inside and not info.is_required():
         advice = f" (default {as_yaml(info.get_default(call_default_factory=True))})"
 
-    words = type_in_words(wanted)
-    return f"{inside}: {describe_wrong_value(value, words, choices_of(wanted), advice)}"
+    words = type_in_words(expected)
+    return f"{inside}: {describe_wrong_value(value, words, choices_of(expected), advice)}"
 
 
-def _found(
+def _locate(
     model: type[pydantic.BaseModel], loc: tuple[int | str, ...]
 ) -> tuple[type[pydantic.BaseModel], FieldInfo | None, tuple[int | str, ...]]:
-    """The innermost section on the way to a place, its field there, and what lies inside the
-    field's value."""
+    """The innermost section on the path to a place, its field there, and the rest of the path
+    within the field's value."""
     for depth, part in enumerate(loc):
         info = model.model_fields.get(str(part))
         inner = None if info is None else section_model(info.annotation)
@@ -94,7 +94,7 @@ def _found(
 
 
 def _item_type(annotation: Any, part: int | str) -> Any:
-    """The type of what a list holds, or a mapping under a name; None for anything else."""
+    """The type of the items of a list, or of a mapping's values; None for anything else."""
     for kind in alternative_types(annotation):
         origin = get_origin(kind)
         arguments = get_args(kind)

@@ -30,7 +30,7 @@ COUNTED = {
     "samples",
     "minibatches",
 }
-"""Nouns that are their own unit when they end a key's name, or stand in its docstring as `in
+"""Nouns that are their own unit when they end a key's name, or appear in its docstring as `in
 tokens`."""
 LISTS = (tuple, list, set, frozenset)
 SUFFIXES = {"s": "seconds", "gb": "GiB"}
@@ -123,7 +123,7 @@ PLURALS = {
 
 
 def _alternatives(annotation: Any) -> str:
-    if (words := _said(annotation)) is not None:
+    if (words := _words_of(annotation)) is not None:
         return words.one
     return " or ".join(_name_of_type(kind) for kind in alternative_types(annotation))
 
@@ -136,8 +136,8 @@ def _or_null(annotation: Any) -> str:
     )
 
 
-def _said(annotation: Any) -> InWords | None:
-    """What an annotation says that it is called."""
+def _words_of(annotation: Any) -> InWords | None:
+    """The words that an annotation gives for its type."""
     extras = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
     return next((extra for extra in extras if isinstance(extra, InWords)), None)
 
@@ -152,7 +152,7 @@ def _name_of_type(kind: Any) -> str:
         return f"one of {', '.join(str(choice) for choice in arguments)}"
 
     if origin in LISTS and arguments:
-        if (words := _said(arguments[0])) is not None:
+        if (words := _words_of(arguments[0])) is not None:
             return f"list of {words.many}"
 
         item = _alternatives(arguments[0])
@@ -191,8 +191,8 @@ def _range_in_words(constraints: list[Any]) -> list[str]:
 
 
 def unit_of(name: str, meaning: str, kinds: list[Any]) -> str:
-    """From the name (`timeout_s`, `micro_batch_tokens`, `groups_per_step`), else from the docstring
-    (`..., in tokens`)."""
+    """The unit, from the name (`timeout_s`, `micro_batch_tokens`, `groups_per_step`), else from the
+    docstring (`..., in tokens`)."""
     if not any(kind in (int, float) for kind in kinds):
         return ""
 
@@ -248,8 +248,8 @@ def describe_wrong_value(
 def describe_wrong_choice(
     place: str, entry: Mapping[str, Any], key: str, known: Sequence[str], remedy: str = ""
 ) -> str:
-    """The line about an entry whose `key` names nothing that is known. `remedy`: what else helps
-    against a wrong name."""
+    """The line about an entry whose `key` names nothing that is known. `remedy`: another way to
+    correct a wrong name."""
     name = entry.get(key)
     choice = f"choose one of {', '.join(known)}"
     if key not in entry:

@@ -1,8 +1,9 @@
-"""What a recipe says for its own preset only, left out where overrides choose another one.
+"""Removes keys that a recipe sets for its own preset only, where overrides choose another one.
 
-`algorithm.name=dpo` on a recipe of GRPO keeps its clip_high, if DPO has one (`other_preset` tells),
-but an entropy bonus, a critic or the pairs of a preference loss mean nothing to another kind of
-preset, and would be refused. They go, unless an override sets them: who writes a key means it.
+`algorithm.name=dpo` on a recipe of GRPO keeps its clip_high, if DPO has one (`other_preset` warns
+of it). An entropy bonus, a critic or the pairs of a preference loss have no meaning for another
+kind of preset, and would be refused. They are removed, unless an override sets them: a key in an
+override is intended.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from agentevo.catalogue.presets import PRESETS, hyper_parameters
 from agentevo.config.preference import OF_PREFERENCE, OF_REFERENCE, OF_RL
 
 SECTIONS = {"critic": "values", "process_reward": "process_rewards"}
-"""Section -> what the advantage needs, where it has a use for the section."""
+"""Section -> the need of an advantage that uses the section."""
 
 
 def drop_idle_keys(
     before: Mapping[str, Any], now: dict[str, Any], changed: Collection[str]
 ) -> list[str]:
-    """Takes out of the tree `now` what the recipe `before` says of its own preset and that of `now`
-    has no use for; returns the dotted keys. `changed`: the keys that somebody set since, dotted, a
-    section for all that it holds. Trees that are wrong are left to be refused."""
+    """Removes from the tree `now` the keys that the recipe `before` sets for its own preset and
+    that the preset of `now` does not use; returns the dotted keys. `changed`: the keys that were
+    set since, dotted; a section stands there for all its keys. Invalid trees are left to be refused
+    later."""
     was = before.get("algorithm")
     section = now.get("algorithm")
     if not isinstance(section, dict) or not (was is None or isinstance(was, Mapping)):
@@ -63,13 +65,14 @@ def drop_idle_keys(
 
 def _is_changed(key: str, changed: Collection[str]) -> bool:
     return any(
-        f"{key}.".startswith(f"{one}.") or f"{one}.".startswith(f"{key}.") for one in changed
+        f"{key}.".startswith(f"{changed_key}.") or f"{changed_key}.".startswith(f"{key}.")
+        for changed_key in changed
     )
 
 
 def _parts(name: str, section: Mapping[str, Any]) -> tuple[set[str], tuple[str, ...]] | None:
-    """(keys of the algorithm section without a use, needs of the advantage); None where the section
-    names what there is not."""
+    """(unused keys of the algorithm section, needs of the advantage); None where the section names
+    something unknown."""
     if name in PREFERENCE_PRESETS:
         loss = PREFERENCE_LOSSES.get(
             section.get("preference_loss") or PREFERENCE_PRESETS[name].preference_loss
@@ -112,13 +115,15 @@ def _parts(name: str, section: Mapping[str, Any]) -> tuple[set[str], tuple[str, 
     assert entries[0] is not None
     idle = {*OF_PREFERENCE, *(set(hyper_parameters()) - used)}
     rounds = section.get("dynamic_sampling", preset.keys.get("dynamic_sampling", 0))
-    if rounds and section.get("drop_zero_variance") is False:  # it leaves out what this would keep
+    if (
+        rounds and section.get("drop_zero_variance") is False
+    ):  # it leaves out keys that this would keep
         idle.add("drop_zero_variance")
     return idle, entries[0].needs
 
 
 def changed_keys(overrides: Collection[tuple[str, Any]]) -> set[str]:
-    """The dotted keys that overrides (key, value) set; of a section that is given as a mapping,
+    """The dotted keys that overrides (key, value) set; for a section that is given as a mapping,
     each key in it."""
     return {
         key

@@ -1,13 +1,13 @@
-"""What a recipe gets by default where tokens are not drawn from quite the policy that is trained.
+"""Defaults of a recipe where the policy that samples tokens differs slightly from the trained one.
 
-Two causes: an engine that is not the trainer's own computes the same weights in other kernels and
-number formats (Yao et al., "Your efficient RL framework secretly brings you off-policy RL
-training", 2025); and a base in 8 bits rounds a token's activations by the largest of all that it
-is computed beside (LLM.int8(), arXiv 2208.07339, section 3), which in a draw are others than in an
-update. There the default of `algorithm.importance` is `token_tis`, and that of
-`algorithm.old_logprobs` `recomputed`, which it needs. Whoever gives one of the two keys decides,
-and so does an algorithm whose loss weighs already, compares whole answers, or trains what no engine
-has drawn.
+There are two causes. An engine that is not the trainer's own computes the same weights in other
+kernels and number formats (Yao et al., "Your efficient RL framework secretly brings you off-policy
+RL training", 2025). A base in 8 bits rounds a token's activations by the largest activation of all
+tokens in the same computation (LLM.int8(), arXiv 2208.07339, section 3), and these are other tokens
+in sampling than in an update. In both cases the default of `algorithm.importance` is `token_tis`,
+and that of `algorithm.old_logprobs` is `recomputed`, which it needs. The defaults do not apply if
+the recipe sets one of the two keys, or if the algorithm's loss already weighs, compares whole
+answers, or trains tokens that no engine has sampled.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ DEFAULTS = {"importance": "token_tis", "old_logprobs": "recomputed"}
 
 
 def with_importance(tree: Any) -> Any:
-    """A recipe's tree with the defaults above, where they hold; unreadable parts stay as they are,
-    to be refused by who reads them."""
+    """A recipe's tree with the defaults above, where they apply. Unreadable parts are not changed;
+    a later check refuses them."""
     if not isinstance(tree, Mapping):
         return tree
 
     engine = _value(tree, "engine", "type", default=OWN)
     quantize = _value(tree, "model", "lora", "quantize", default="none")
-    given = tree.get("algorithm", {})
-    if (engine == OWN and quantize != "8bit") or not isinstance(given, Mapping):
+    section = tree.get("algorithm", {})
+    if (engine == OWN and quantize != "8bit") or not isinstance(section, Mapping):
         return tree
 
-    name = given.get("name", "grpo")
+    name = section.get("name", "grpo")
     if not isinstance(name, str) or name in PREFERENCE_PRESETS or name not in PRESETS:
         return tree
 
     preset = PRESETS[name]
-    algorithm = {**preset.keys, **given}
+    algorithm = {**preset.keys, **section}
     loss = algorithm.get("policy_loss") or preset.policy_loss
     if loss == WEIGHS or algorithm.get("train_observations"):
         return tree
 
     if not DEFAULTS.keys() & algorithm.keys():
-        algorithm = {**given, **DEFAULTS}
+        algorithm = {**section, **DEFAULTS}
     elif "importance" not in algorithm and algorithm["old_logprobs"] == DEFAULTS["old_logprobs"]:
-        algorithm = {**given, "importance": DEFAULTS["importance"]}
+        algorithm = {**section, "importance": DEFAULTS["importance"]}
     else:
         return tree
 

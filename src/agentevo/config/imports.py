@@ -2,11 +2,11 @@
 that what they register (environments, agents, rewards) can be named in the recipe.
 
 An entry is a Python file (`./my_agent.py`), a package's folder, or the name of a module. It is
-looked for beside the recipe, then in the current folder, as files of tasks are, and a module at
-last where Python looks. In a run's folder nothing is looked for: what an override names is code of
-whoever calls. Paths become absolute here: a run's config.yaml finds the code again, whichever
-process reads it. A file's folder goes to the end of `sys.path`, so that it
-may import its neighbours. Nothing is executed twice in one process.
+searched next to the recipe, then in the current folder, as files of tasks are, and a module finally
+on Python's path. A run's folder is not searched: what an override names is the caller's code. Paths
+become absolute here, so that a run's config.yaml finds the code again in any process. A file's
+folder goes to the end of `sys.path`, so that the file may import its neighbours. Nothing is
+executed twice in one process.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ KEY = "import"
 TRUST = "AGENTEVO_TRUST_RUNS"
 """The environment variable that says, by `1`, that code in the folders of runs is trusted."""
 OF_A_RUN = "config.yaml"
-"""A file of this name is a run's configuration, whatever lies beside it: who hands a run on can
-delete every other sign of it."""
+"""A file of this name is a run's configuration, independent of the other files in its folder: a
+person who passes a run on can delete every other sign of it."""
 STORE_KEYS = ("store", "store.url")
 """The keys of a URL whose scheme names a registered store, never a module to import."""
 OF_YOUR_OWN = (
     "; one of your own needs import=[./my_file.py], or in Python to be registered or passed first"
 )
-"""What a refusal of an unknown agent, environment or reward says at its end."""
+"""The end of a refusal of an unknown agent, environment or reward."""
 MAX_NAME = 250
-"""Characters of a file's name without its ending, as file systems have it."""
+"""The maximal length of a file's name without its ending, as file systems have it."""
 
 
 def import_all(
@@ -52,9 +52,11 @@ def import_all(
 ) -> tuple[str, ...]:
     """Imports what the recipe `tree`, read from `folder`, or an override asks for; returns the
     entries with absolute paths. Raises ConfigError with what the user's code raised."""
-    own = [text for text in overrides if sources.split_override(text)[0] == KEY]
-    written = sources.merge({KEY: tree.get(KEY)}, own, where=where, is_text=lambda key: False)[KEY]
-    place = "override" if own else where
+    import_overrides = [text for text in overrides if sources.split_override(text)[0] == KEY]
+    written = sources.merge(
+        {KEY: tree.get(KEY)}, import_overrides, where=where, is_text=lambda key: False
+    )[KEY]
+    place = "override" if import_overrides else where
     entries = [written] if isinstance(written, str) else [] if written is None else written
     if not isinstance(entries, list) or not all(
         isinstance(entry, str) and entry for entry in entries
@@ -65,7 +67,7 @@ def import_all(
         )
 
     is_run = (folder / OF_A_RUN).is_file()
-    places = [*([] if own and is_run else [folder]), Path.cwd()]
+    places = [*([] if import_overrides and is_run else [folder]), Path.cwd()]
     folders = list(dict.fromkeys(place.resolve() for place in places))
     try:
         return tuple(_import(entry, folders) for entry in entries)
@@ -76,10 +78,10 @@ def import_all(
 
 
 def check_code_of_run(folder: Path, tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> None:
-    """Raises ConfigError where the configuration of a run, which lies in `folder`, asks for code
-    that came with the folder, under `import` or as another value that becomes an import. Runs name
-    code by its path on the machine where they were made; so whoever hands a run on does not run
-    anything at whoever looks at it. What an override names is not checked."""
+    """Raises ConfigError where the configuration of a run in `folder` imports code that came with
+    the folder, under `import` or as another value that becomes an import. Runs name code by its
+    path on the machine where they were made. With this check, a person who passes a run on can't
+    run code on the machine of a person who looks at it. What an override names is not checked."""
     if os.environ.get(TRUST) == "1":
         return
 
@@ -134,12 +136,12 @@ def _modules_in(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _may_be_module(text: str) -> bool:
-    """Whether Python may find a file by that name, which need be no identifier."""
+    """Whether Python may find a file by that name, which need not be an identifier."""
     return all(0 < len(part) < MAX_NAME and "/" not in part for part in text.split("."))
 
 
 def _leaves(key: str, value: object) -> Iterator[tuple[str, str]]:
-    """(dotted key, text) of every text within."""
+    """(dotted key, text) of every text in the tree."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping):
@@ -156,12 +158,12 @@ def _is_module_name(text: str) -> bool:
 
 def _comes_with(entry: str, folder: Path) -> bool:
     """Whether an entry is a path without a fixed place, or leads into the folder, or is a module
-    that lies there or in the current folder and that nobody has imported yet."""
+    that is in the folder or in the current folder and is not imported yet."""
     if _is_path(entry):
         return not os.path.isabs(entry) or Path(entry).resolve().is_relative_to(folder)
 
-    here = Path.cwd().resolve()
-    bases = (folder, here) if len(entry) < MAX_NAME else ()
+    cwd = Path.cwd().resolve()
+    bases = (folder, cwd) if len(entry) < MAX_NAME else ()
     if any(_source(base / f"{entry}.py") or _source(base / entry) for base in bases):
         return True
     if entry in sys.modules:
@@ -170,7 +172,7 @@ def _comes_with(entry: str, folder: Path) -> bool:
     top = entry.partition(".")[0]
     is_imported = getattr(sys.modules.get(top), "__file__", None) is not None
     for place in _places(top):
-        inner = place.relative_to(here).parts if place.is_relative_to(here) else ()
+        inner = place.relative_to(cwd).parts if place.is_relative_to(cwd) else ()
         is_found_here = inner != () and inner[0].partition(".")[0] == top
         if (is_found_here and not is_imported) or place.is_relative_to(folder):
             return True
@@ -191,13 +193,13 @@ def _places(module: str) -> list[Path]:
 
 
 def check_recipe_of_run(path: Path, tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> None:
-    """The same of a recipe that is the config.yaml of a run."""
+    """Does the check of `check_code_of_run` for a recipe that is the config.yaml of a run."""
     if path.name == OF_A_RUN:
         check_code_of_run(path.parent, tree, overrides)
 
 
 def import_for(recipe: str) -> None:
-    """Imports what a recipe asks for, so that the names and options that this registers are known.
+    """Imports the modules of a recipe, so that the names and options that they register are known.
     Raises ConfigError."""
     path = sources.find_recipe(recipe)
     tree = sources.read_yaml(path)
@@ -257,7 +259,7 @@ def _spec(name: str) -> ModuleSpec | None:
     """Where Python would find a module of that name."""
     try:
         return importlib.util.find_spec(name)
-    except (ImportError, ValueError):  # a parent that is no package, or a module without a spec
+    except (ImportError, ValueError):  # a parent that is not a package, or a module without a spec
         return None
 
 
@@ -297,18 +299,18 @@ def _is_file_of(module: ModuleType, path: Path) -> bool:
 
 
 def _execute(entry: str, work: Callable[[], object]) -> None:
-    """Does the work. What the user's code raises becomes a ConfigError that shows where it was
+    """Runs the work. An error of the user's code becomes a ConfigError that shows where it was
     raised."""
     try:
         load_in_time(work, f"the import of {entry}")
     except (LoadingTimeoutError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # also SystemExit, and whatever else a user's code raises
+    except BaseException as error:  # also SystemExit, and everything else that a user's code raises
         raise ConfigError(f"{entry} can't be imported:\n{_shown(error)}") from error
 
 
 def _shown(error: BaseException) -> str:
-    """Its traceback; of a file that is no Python, the place in that file."""
+    """The traceback of an error; for a file that is not valid Python, the place in that file."""
     if isinstance(error, SyntaxError):
         return "".join(traceback.format_exception_only(error)).rstrip()
     return traceback_of(error) or describe_error(error)

@@ -1,12 +1,12 @@
 r"""`${...}` in a configuration.
 
-`${section.key}` stands for another value, `${.key}` for one beside it, `${oc.env:NAME}` and
-`${oc.env:NAME,default}` for an environment variable, `${oc.decode:TEXT}` for what a text says as
-YAML. They may stand within a text and within one another; `\${` is no interpolation. `${env:NAME}`
-stays as it is (`agentevo.credentials`).
+`${section.key}` is replaced by another value, `${.key}` by one in the same mapping,
+`${oc.env:NAME}` and `${oc.env:NAME,default}` by an environment variable, `${oc.decode:TEXT}` by a
+text read as YAML. They may appear within a text and within one another; `\${` is no interpolation.
+`${env:NAME}` is not changed (`agentevo.credentials`).
 
-Each value is resolved once, and all that comes out is counted: `a: ${b}${b}`, `b: ${c}${c}` and so
-on, in texts or in lists, doubles at every step.
+Each value is resolved once, and the size of the result is counted: `a: ${b}${b}`, `b: ${c}${c}` and
+so on, in texts or in lists, doubles at every step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OUTSIDE = re.compile(r"\\*+\$\{|[^\\$]++|\\++|\$")
 _WITHIN = re.compile(r"""\\*+\$\{|[{}]|"[^"]*+"|'[^']*+'|[^\\${}"']++|.""", re.DOTALL)
 _OPENING = re.compile(r"(?P<slashes>\\*+)\$\{(?P<name>env:[A-Za-z_][A-Za-z0-9_]*\})?")
 _PLACEHOLDER = re.compile(r"<YOUR_\w+>(/\S*)?")
-"""What templates have in the place of a name or a path."""
+"""Placeholders that templates have instead of a name or a path."""
 _HINT = r"`${...}` refers to another key, a text has \${"
 
 
@@ -57,15 +57,15 @@ class Resolver:
         return self.value((), self._tree)
 
     def value(self, key: Key, written: Any) -> Any:
-        """A copy of what stands at `key`, resolved."""
+        """A copy of the value at `key`, resolved."""
         try:
             value = self._value(key, written)
             self._num_values = self._num_characters = 0
             value = self._copy(key, value)
             check_depth(value)
         except (RecursionError, ParseError) as error:
-            what = "`${...}` within one another is too deep: write the values"
-            raise InterpolationError(key, what) from error
+            problem = "`${...}` within one another is too deep: write the values"
+            raise InterpolationError(key, problem) from error
 
         return value
 
@@ -94,7 +94,7 @@ class Resolver:
         return value
 
     def _copy(self, key: Key, value: Any) -> Any:
-        """Values that several keys share become each key's own."""
+        """Gives each key its own copy of a value that several keys share."""
         self._count(key, 1, len(value) if isinstance(value, str) else 0)
         if isinstance(value, dict):
             return {name: self._copy((*key, name), item) for name, item in value.items()}
@@ -157,7 +157,7 @@ class Resolver:
         return "".join(texts)
 
     def _meaning(self, key: Key, expression: str) -> Any:
-        """What `${expression}` stands for."""
+        """The value of `${expression}`."""
         name, colon, argument = expression.partition(":")
         if not colon:
             return self._value_of_name(key, expression)
@@ -207,7 +207,7 @@ class Resolver:
 
 
 def escape_tree(value: Any) -> Any:
-    """A tree that `resolved` makes into the given one."""
+    """A tree that `resolved` turns into the given one."""
     if isinstance(value, Mapping):
         return {name: escape_tree(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -268,6 +268,6 @@ def _written(key: Key) -> str:
 
 
 def shorten(text: str) -> str:
-    """What a message shows of a text that somebody gave."""
+    """A user's text as a message shows it: without passwords, at most 100 characters."""
     text = without_passwords(text)
     return text if len(text) <= 100 else f"{text[:97]}..."

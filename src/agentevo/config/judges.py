@@ -1,5 +1,5 @@
-"""Whether a recipe's judges may be trained by: what `agentevo judge calibrate` has measured of
-each, and the bars that it has to reach."""
+"""Checks that a recipe's judges may be used for training: the results of `agentevo judge calibrate`
+for each judge, and the bars that they must reach."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ _OF_THE_MODEL = {"api", "model", "temperature", "top_p", "max_new_tokens", "extr
 
 
 def judge_digest(judge: JudgeOptions, sections: Mapping[str, RemoteModelSection]) -> str:
-    """Equal for judges that answer alike: the same models with the same settings, asked the same.
-    Where their servers are does not count, nor does a default that is written out."""
+    """Equal for judges that answer alike: the same models with the same settings and the same
+    prompts. The addresses of their servers do not count, and neither does a default that is written
+    out."""
     models = [
         sections[name].model_dump(mode="json", include=_OF_THE_MODEL)
         for name in judge.models
@@ -49,7 +50,8 @@ def judge_digest(judge: JudgeOptions, sections: Mapping[str, RemoteModelSection]
 def check_calibrated(
     rewards: Sequence[RewardConfig], sections: Mapping[str, RemoteModelSection]
 ) -> None:
-    """Raises ConfigError, before anything is created, for a judge that may not be trained by."""
+    """Raises ConfigError, before anything is created, for a judge that may not be used for
+    training."""
     for reward in rewards:
         if isinstance(reward, JudgeOptions) and reward.weight:
             problem = _problem(reward, judge_digest(reward, sections))
@@ -68,19 +70,19 @@ def _problem(judge: JudgeOptions, digest: str) -> str:
         )
 
     path = Path(judge.calibration).expanduser()
-    again = "measure it again with `agentevo judge calibrate`"
+    remedy = "measure it again with `agentevo judge calibrate`"
     try:
         report = read_json_object(path)
         measured = report["measured"]
-        of = str(report["digest"])
+        measured_digest = str(report["digest"])
         values = {name: measured[name]["value"] for name in BARS}
     except (ConfigError, OSError, KeyError, TypeError, ValueError) as error:
-        return f"calibration: {path} is no report of `agentevo judge calibrate` ({error}): {again}"
+        return f"calibration: {path} is no report of `agentevo judge calibrate` ({error}): {remedy}"
 
-    if of != digest:
+    if measured_digest != digest:
         return (
             f"calibration: {path} is of another judge (other models, settings, rubric or votes): "
-            f"{again}"
+            f"{remedy}"
         )
 
     problems = below_bars(judge, values)
@@ -91,18 +93,18 @@ def _problem(judge: JudgeOptions, digest: str) -> str:
 
 
 def below_bars(judge: JudgeOptions, values: Mapping[str, Any]) -> list[str]:
-    """The bars that a judge does not reach, in words. `values`: what was measured, by the bars'
-    names; None where it could not be."""
-    found = []
+    """The bars that a judge does not reach, in words. `values`: the measurements by the names of
+    the bars; None where a value could not be measured."""
+    problems = []
     for name, (what, at_least) in BARS.items():
         value = values.get(name)
         bar = getattr(judge, name)
         if value is None:
             if at_least:
-                found.append(f"{what} could not be measured, and {name}={bar:g} is wanted")
+                problems.append(f"{what} could not be measured, and {name}={bar:g} is wanted")
         elif (value < bar) if at_least else (abs(value) > bar):
-            found.append(
+            problems.append(
                 f"{what} is {value:.3g}, {'below' if at_least else 'above'} {name}={bar:g}"
             )
 
-    return found
+    return problems

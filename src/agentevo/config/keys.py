@@ -1,13 +1,13 @@
 """The dotted keys of a pydantic tree: this module walks and explains them, guesses the key that was
-meant, and says in one line what is wrong with a value.
+meant, and describes in one line what is wrong with a value.
 
 Invariant: every line begins with the dotted key as the user wrote it and ends with what is allowed;
 pydantic's own locations and texts (union tags, validator names) never reach a user. Meaning,
 default and range come from the field, so they are written once.
 
-A polymorphic section (`environment`) holds the keys of whichever model its `type` chooses, and each
-entry of a polymorphic list (`rewards`) those of the model that its `name` chooses: such a key is
-walked once per distinct definition, with the types that have it in `option_of`.
+A polymorphic section (`environment`) has the keys of the model that its `type` chooses, and each
+entry of a polymorphic list (`rewards`) has those of the model that its `name` chooses. Such a key
+is walked once per distinct definition, and `option_of` has the types with that definition.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ a polymorphic list by their `name`."""
 LISTS = ("rewards", "tracking.backends")
 """Polymorphic lists."""
 NAME = "NAME"
-"""Stands in a key for the name of a section that a recipe gives names to (`remote_models`)."""
+"""Appears in a key in place of the name of a section to which a recipe gives names
+(`remote_models`)."""
 SHOWN_TRANSLATIONS = 5
 """Keys of another system that are translated where a whole section of it was given."""
 
@@ -81,7 +82,7 @@ class ConfigKeys:
         variants: Variants,
         prefix: str = "",
     ) -> None:
-        """`root`: a section, or the kinds of one by name, each of which has keys of its own."""
+        """`root`: a section, or the kinds of one by name; each kind has its own keys."""
         walked = (
             _walk(root, variants, prefix)
             if isinstance(root, type)
@@ -130,8 +131,8 @@ class ConfigKeys:
         if not below:
             return explanations
 
-        held = tuple(inner for name in below for inner in self._explanations[name])
-        return [replace(explanations[0], keys=held)]
+        inner_keys = tuple(inner for name in below for inner in self._explanations[name])
+        return [replace(explanations[0], keys=inner_keys)]
 
     def sections(self) -> list[Explanation]:
         """The explanations of the sections at the top of the tree."""
@@ -150,8 +151,8 @@ class ConfigKeys:
         self, key: str, *, chosen: Mapping[str, str] | None = None, section: bool | None = None
     ) -> str:
         """`; did you mean trainer.group_size?`, or our key for one of another system, or empty.
-        `chosen` says which type each polymorphic section has; `section` whether the value given was
-        a mapping, which makes sections likelier."""
+        `chosen`: the type of each polymorphic section. `section`: whether the value was a mapping,
+        which makes sections more likely."""
         best = self._nearest(key, chosen or {}, section)
         peers = translations(key)
         is_our_name = best is not None and (
@@ -167,7 +168,7 @@ class ConfigKeys:
         best_score = (0.0, 0)
         for name in self.names():
             explanation = self._explanations[name][0]
-            if name.startswith(tuple(f"{one}." for one in LISTS)):
+            if name.startswith(tuple(f"{list_key}." for list_key in LISTS)):
                 continue  # an entry's key can't be set from outside its list
 
             options = {kind for e in self._explanations[name] for kind in e.option_of}
@@ -181,33 +182,33 @@ class ConfigKeys:
                 continue
 
             score = (closeness + (0.1 if likely else 0.0), -name.count("."))
-            if score > best_score:  # of equals the one that is less deep
+            if score > best_score:  # among equals the less deep one
                 best = name
                 best_score = score
 
         return best
 
     def problem(self, error: ErrorDetails, *, chosen: Mapping[str, str]) -> str:
-        """One pydantic error as `key: what is wrong; what is allowed`, without the place where the
-        value was written."""
+        """One pydantic error as `key: what is wrong; what is allowed`, without the place of the
+        value in the file."""
         parts = [str(part) for part in error["loc"]]
         if len(parts) > 1 and f"{parts[0]}.{NAME}" in self._explanations:
             named = f"{parts[0]}.{parts[1]}"
-            anyone = f"{parts[0]}.{NAME}"
-            located = cast(ErrorDetails, {**error, "loc": (anyone, *parts[2:])})
-            return self.problem(located, chosen=chosen).replace(anyone, named)
+            pattern_key = f"{parts[0]}.{NAME}"
+            located = cast(ErrorDetails, {**error, "loc": (pattern_key, *parts[2:])})
+            return self.problem(located, chosen=chosen).replace(pattern_key, named)
 
         kind = error["type"]
         value = error["input"]
-        known = next(
+        num_known = next(
             (n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in self._explanations), 0
         )
-        key = ".".join(parts[:known])
+        key = ".".join(parts[:num_known])
         models = {model for item in self.kinds(key) if (model := section_model(item))}
-        inside = error["loc"][known + 1 :]
-        if inside and parts[known].isdigit() and len(models) == 1:
+        inside = error["loc"][num_known + 1 :]
+        if inside and parts[num_known].isdigit() and len(models) == 1:
             located = cast(ErrorDetails, {**error, "loc": inside})
-            return entry_problem(f"{key}[{parts[known]}]", models.pop(), located)
+            return entry_problem(f"{key}[{parts[num_known]}]", models.pop(), located)
 
         if kind in ("extra_forbidden", "invalid_key"):
             return self._unknown_key(".".join(parts), value, chosen)
@@ -223,14 +224,14 @@ class ConfigKeys:
             )
 
         if kind == "missing":
-            whole = known == len(parts)
+            is_known = num_known == len(parts)
             return (
                 f"{key}: missing; give {with_article(self._explanation(key, chosen).type)}"
-                if whole
+                if is_known
                 else self.wrong_value(key, value, chosen=chosen)
             )
 
-        place = key + "".join(f"[{part}]" for part in parts[known:] if part.isdigit())
+        place = key + "".join(f"[{part}]" for part in parts[num_known:] if part.isdigit())
         return self.wrong_value(key, value, chosen=chosen, place=place)
 
     def wrong_value(
@@ -241,12 +242,12 @@ class ConfigKeys:
         place = place or key
         if explanation.type == "section":
             inside = f"{key}.{_leaf(explanation.keys[0].key)}" if explanation.keys else key
-            what = (
+            problem = (
                 "is an empty section; remove it or put keys below it"
                 if value is None
                 else f"got {as_yaml(value)}; it is a section, set its keys"
             )
-            return f"{place}: {what}, such as {inside}"
+            return f"{place}: {problem}, such as {inside}"
 
         if isinstance(value, Mapping) and value:
             return (
@@ -259,8 +260,8 @@ class ConfigKeys:
         return f"{place}: {words}"
 
     def kinds(self, key: str) -> list[Any]:
-        """The types that a value of the key may have, those in a list or tuple for it; empty for an
-        unknown key."""
+        """The types that a value of the key may have, or the types of the items of a list or tuple;
+        empty for an unknown key."""
         return [
             kind
             for annotation in self._annotations.get(key, ())
@@ -279,11 +280,11 @@ class ConfigKeys:
 
     def _unknown_key(self, key: str, value: object, chosen: Mapping[str, str]) -> str:
         section = key.split(".")[0]
-        elsewhere = [kind for e in self._explanations.get(key, ()) for kind in e.option_of]
-        if elsewhere and section in chosen:
+        owner_types = [kind for e in self._explanations.get(key, ()) for kind in e.option_of]
+        if owner_types and section in chosen:
             return (
                 f"{key}: unknown key for {section}.type={chosen[section]}; it is an option of "
-                f"{', '.join(elsewhere)}"
+                f"{', '.join(owner_types)}"
             )
 
         if not isinstance(value, Mapping):
@@ -372,8 +373,8 @@ def _named_section(annotation: Any) -> type[pydantic.BaseModel] | None:
 
 
 def _closeness(key: str, name: str) -> float:
-    """0 (unlike) to 1.2 (equal): mostly the last name, for a right name in a wrong section, and
-    partly what stands before it. A last name that is no slip of the keyboard, and does not begin
+    """0 (unlike) to 1.2 (equal): mostly the last name, which allows a right name in a wrong
+    section, and partly the names before it. A last name that is no typing error, and does not begin
     as the known one in its own section, is unlike: a far guess is worse than none."""
     wanted_parent = _parent(key)
     wanted_leaf = normal_key(_leaf(key))

@@ -1,5 +1,5 @@
 """Which part of the policy is trained: all of it, or LoRA adapters over a base that stays. Keys
-mean what they mean in PEFT."""
+have the same meaning as in PEFT."""
 
 from __future__ import annotations
 
@@ -65,23 +65,23 @@ class LoraSection(Section):
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
         fields = type(self).model_fields
-        others = [key for key in fields if key not in ("rank", "adapter", "quantize")]
+        option_keys = [key for key in fields if key not in ("rank", "adapter", "quantize")]
         chosen = [
             key
-            for key in others
+            for key in option_keys
             if getattr(self, key) != fields[key].get_default(call_default_factory=True)
         ]
         if self.adapter is not None and (self.rank or chosen):
-            what = ", ".join([*(["rank"] if self.rank else []), *chosen])
+            idle_keys = ", ".join([*(["rank"] if self.rank else []), *chosen])
             raise ValueError(
-                f"adapter={self.adapter} brings its own settings, so {what} would do nothing: "
+                f"adapter={self.adapter} brings its own settings, so {idle_keys} would do nothing: "
                 "remove it, or remove adapter"
             )
 
         if not self.enabled and (chosen or self.quantize != "none"):
-            what = ", ".join([*chosen, *(["quantize"] if self.quantize != "none" else [])])
+            idle_keys = ", ".join([*chosen, *(["quantize"] if self.quantize != "none" else [])])
             raise ValueError(
-                f"{what} is for adapters, and there are none while rank is 0: set rank=16, or "
+                f"{idle_keys} is for adapters, and there are none while rank is 0: set rank=16, or "
                 "remove it"
             )
 

@@ -82,8 +82,8 @@ class MCPServerSection(MCPSection):
 
     @field_validator("sandbox", mode="before")
     @classmethod
-    def _true_is_a_section(cls, given: object) -> object:
-        return {} if given is True else None if given is False else given
+    def _true_is_a_section(cls, value: object) -> object:
+        return {} if value is True else None if value is False else value
 
     url: str | None = None
     """Where it is, such as http://127.0.0.1:8000/mcp."""

@@ -1,4 +1,4 @@
-"""The recipe's keys for what training keeps in memory, and where."""
+"""The recipe's keys for what training keeps in memory, and on which device."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ with.
       rival:  {weights_of: solver, lag: 5}   # the solver of five steps ago
       judge:  {remote: teacher}              # a remote model (section remote_models)
 
-A *policy* is a set of weights. It has the name of the agent that it belongs to, and every agent but
-a remote one plays with one.
+A *policy* is a set of weights. It has the name of the agent to which it belongs. Every agent except
+a remote one plays with a policy.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 """A name is part of ids and of the names of metrics and folders."""
 
 _ONE_POLICY = ("code_agent", "environment", "single_turn", "tool_agent")
-"""Built-in agents, which ask one policy."""
+"""Built-in agents, which use one policy."""
 
 _OTHER_WORDS = ("frozen", "freeze", "trained", "trainable")
-"""What other systems call `train`, or its contrary."""
+"""The names of `train`, or of its contrary, in other systems."""
 
 
 class NamedAgentSection(Section):
@@ -59,22 +59,22 @@ class NamedAgentSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _says_train(cls, given: Any) -> Any:
-        """Other words for `train` are refused with ours."""
-        other = next(
-            (key for key in _OTHER_WORDS if isinstance(given, Mapping) and key in given), ""
+    def _says_train(cls, value: Any) -> Any:
+        """Refuses other systems' names of `train` and gives ours."""
+        synonym = next(
+            (key for key in _OTHER_WORDS if isinstance(value, Mapping) and key in value), ""
         )
-        if other:
+        if synonym:
             raise ValueError(
-                f"`{other}` is no key of an agent: write `train: false` for one whose weights stay "
-                "as they are, and `train: true` for one that learns"
+                f"`{synonym}` is no key of an agent: write `train: false` for one whose weights "
+                "stay as they are, and `train: true` for one that learns"
             )
 
-        return given
+        return value
 
     @property
     def is_earlier(self) -> bool:
-        """Whether it plays with earlier weights of another agent."""
+        """Whether the agent plays with earlier weights of another agent."""
         return self.version is not None or self.lag is not None
 
     @property
@@ -83,7 +83,7 @@ class NamedAgentSection(Section):
         return not is_fixed if self.train is None else self.train
 
     def version_at(self, step: int) -> int:
-        """The version that it plays with when `step` is the newest."""
+        """The version with which the agent plays when `step` is the newest."""
         if self.version is not None:
             return min(self.version, step)
         return max(0, step - (self.lag or 0))
@@ -98,18 +98,18 @@ def policy_of(config: RunConfig, agent: str) -> str:
 
 
 def trained_agents(config: RunConfig) -> tuple[str, ...]:
-    """The agents whose words are trained on, in the recipe's order; the first is the main one."""
+    """The agents whose answers are trained on, in the recipe's order; the first is the main one."""
     return tuple(name for name, section in config.agents.items() if section.is_trained)
 
 
 def weights_of(config: RunConfig, agent: str) -> str:
-    """The policy that an agent's weights are, or were, those of."""
+    """The policy to which an agent's weights belong, or belonged."""
     section = config.agents.get(agent)
     return agent if section is None or section.weights_of is None else section.weights_of
 
 
 def with_model_of(config: RunConfig, policy: str) -> RunConfig:
-    """The recipe with the model of one policy in the place of the main one's."""
+    """The recipe with the model of one policy in place of the main one's."""
     section = config.agents.get(policy)
     if section is None or section.model is None:
         return config
@@ -117,7 +117,7 @@ def with_model_of(config: RunConfig, policy: str) -> RunConfig:
 
 
 def by_rank(config: RunConfig) -> tuple[str, ...]:
-    """All agents but the remote ones, those first that are trained."""
+    """All agents except the remote ones, the trained ones first."""
     trained = trained_agents(config)
     remote = remote_agents(config)
     return (
@@ -127,13 +127,13 @@ def by_rank(config: RunConfig) -> tuple[str, ...]:
 
 
 def remote_agents(config: RunConfig) -> dict[str, str]:
-    """The agents that a remote model plays, and which."""
+    """The agents that a remote model plays, with that model."""
     return {name: agent.remote for name, agent in config.agents.items() if agent.remote is not None}
 
 
 def version_of(config: RunConfig, agent: str, version: int) -> int | None:
-    """The version of its own weights that an agent plays with beside that version of those that are
-    trained. None where its weights never change."""
+    """The version of its own weights with which an agent plays while the trained weights have that
+    version. None where its weights never change."""
     section = config.agents.get(agent)
     if section is not None and section.is_earlier:
         return section.version_at(version)
@@ -141,7 +141,7 @@ def version_of(config: RunConfig, agent: str, version: int) -> int | None:
 
 
 def check_one_policy(config: RunConfig) -> None:
-    """Raises ConfigError for named agents where samplers or engines are processes apart."""
+    """Raises ConfigError for named agents where samplers or engines are separate processes."""
     if config.agents:
         raise ConfigError(
             "agents: the engines of a run in several processes serve one policy: train several "
@@ -156,7 +156,7 @@ def trained_policies(config: RunConfig) -> tuple[str, ...]:
 
 
 def named_agent_contradictions(config: RunConfig) -> list[str]:
-    """What named agents can't be, and what a run with them can't do, as 'what: remedy'."""
+    """Problems of named agents, and what a run with them can't do, as 'what: remedy'."""
     if not config.agents:
         return []
 
@@ -191,11 +191,11 @@ def named_agent_contradictions(config: RunConfig) -> list[str]:
 
 
 def _of_one(config: RunConfig, section: NamedAgentSection) -> Iterator[str]:
-    """Each begins with the key below the agent's name."""
-    other = section.weights_of
-    target = None if other is None else config.agents.get(other)
+    """Problems of one agent. Each line begins with the key below the agent's name."""
+    owner = section.weights_of
+    target = None if owner is None else config.agents.get(owner)
 
-    if section.is_earlier and other is None:
+    if section.is_earlier and owner is None:
         yield ": version and lag are of another agent's weights: add weights_of=NAME"
     if section.version is not None and section.lag is not None:
         yield ": version and lag are two ways to choose weights: leave one out"
@@ -203,20 +203,20 @@ def _of_one(config: RunConfig, section: NamedAgentSection) -> Iterator[str]:
         yield ".train: earlier weights are not trained: leave train, or version and lag"
 
     if section.remote is not None and section.remote not in config.remote_models:
-        known = ", ".join(config.remote_models) or "none"
-        yield f".remote: {section.remote!r} is not in remote_models ({known})"
+        model_names = ", ".join(config.remote_models) or "none"
+        yield f".remote: {section.remote!r} is not in remote_models ({model_names})"
 
-    others = (section.train, section.model, section.weights_of, section.version, section.lag)
-    if section.remote is not None and any(others):
+    settings = (section.train, section.model, section.weights_of, section.version, section.lag)
+    if section.remote is not None and any(settings):
         yield ".remote: nothing else can be said of a remote model's agent"
-    if other is not None and section.model is not None:
-        yield f".model: it has the weights of {other}: leave one of the two out"
+    if owner is not None and section.model is not None:
+        yield f".model: it has the weights of {owner}: leave one of the two out"
 
-    if other is not None and (target is None or target.weights_of is not None):
-        own = [name for name, agent in config.agents.items() if agent.weights_of is None]
-        yield f".weights_of: {other!r} has no weights of its own: name one of {own}"
+    if owner is not None and (target is None or target.weights_of is not None):
+        owners = [name for name, agent in config.agents.items() if agent.weights_of is None]
+        yield f".weights_of: {owner!r} has no weights of its own: name one of {owners}"
     elif target is not None and not target.is_trained and (section.is_earlier or section.train):
-        yield f".weights_of: {other} is not trained, so there is nothing to follow"
+        yield f".weights_of: {owner} is not trained, so there is nothing to follow"
 
 
 def _of_the_run(config: RunConfig) -> Iterator[str]:

@@ -1,8 +1,7 @@
-"""A recipe's own hyper-parameters under another preset than the one they were chosen for.
+"""A recipe's own hyper-parameters under another preset than the one for which they were chosen.
 
-Overrides change what they name and nothing else, so `algorithm.name=gspo` leaves a recipe's
-clip_high=0.28, chosen for GRPO, in a loss whose own is 0.0004. This is allowed, and the user is
-warned of it.
+Overrides change only what they name, so `algorithm.name=gspo` leaves a recipe's clip_high=0.28,
+chosen for GRPO, in a loss whose own value is 0.0004. This is allowed, and the user is warned of it.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ def kept_keys(
     where: str,
     options: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """The warning, as lines: none where overrides (and before them `options`, whole sections) name
-    no other preset than the recipe (`tree`), or all it has set is that preset's own. The remedy is
-    one for the command line, or with `options` for Python."""
+    """The warning, as lines. There are none where overrides (and before them `options`, whole
+    sections) name no other preset than the recipe (`tree`), or where the recipe sets only that
+    preset's own values. The remedy is for the command line, or with `options` for Python."""
     is_text = config_keys().is_text
     before = sources.merge(tree, [], where=where, is_text=is_text).get("algorithm")
     now = sources.merge(
@@ -63,29 +62,29 @@ def kept_keys(
 
 
 def _dropped_lines(
-    given: Mapping[str, Any], dropped: Sequence[str], where: str, was: str, name: str
+    settings: Mapping[str, Any], dropped: Sequence[str], where: str, was: str, name: str
 ) -> list[str]:
-    written = ", ".join(_written(key, given[key]) for key in dropped)
-    what = f"{where} sets for algorithm.name={was} what {name} has no use for, left out: {written}"
-    return [what] if dropped else []
+    written = ", ".join(_written(key, settings[key]) for key in dropped)
+    line = f"{where} sets for algorithm.name={was} what {name} has no use for, left out: {written}"
+    return [line] if dropped else []
 
 
 def _kept_lines(
-    given: Mapping[str, Any], where: str, was: str, name: str, *, in_python: bool
+    settings: Mapping[str, Any], where: str, was: str, name: str, *, in_python: bool
 ) -> list[str]:
-    """About the keys `given` that are not the preset's own."""
-    own = own_values(name)
-    kept = {key: value for key, value in given.items() if value != own.get(key)}
-    if not kept:
+    """About the keys of `settings` that are not the preset's own."""
+    preset_values = own_values(name)
+    retained = {key: value for key, value in settings.items() if value != preset_values.get(key)}
+    if not retained:
         return []
 
-    width = max(len(_written(key, value)) for key, value in kept.items())
-    remedies = [_written(key, own.get(key)) for key in kept]
+    width = max(len(_written(key, value)) for key, value in retained.items())
+    remedies = [_written(key, preset_values.get(key)) for key in retained]
     return [
         f"{where} sets for algorithm.name={was} what stays with {name}:",
         *(
-            f"  {_written(key, value):<{width}}  {name}'s own is {_yaml(own.get(key))}"
-            for key, value in kept.items()
+            f"  {_written(key, value):<{width}}  {name}'s own is {_yaml(preset_values.get(key))}"
+            for key, value in retained.items()
         ),
         f"to take {name}'s own, add: "
         f"{f'overrides={remedies}' if in_python else ' '.join(remedies)}",
@@ -93,8 +92,7 @@ def _kept_lines(
 
 
 def own_values(name: str) -> dict[str, Any]:
-    """Every key of the algorithm section as the preset leaves it, with the values that its entries
-    have by default."""
+    """Every key of the algorithm section as the preset sets it, with its entries' defaults."""
     section = AlgorithmSection(name=name)
     values = section.model_dump(mode="json")
 

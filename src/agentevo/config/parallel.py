@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 def world_size() -> int:
-    """The processes that a launcher has started to train together: 1 where none has."""
+    """The number of processes that a launcher has started to train together: 1 without a
+    launcher."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
@@ -26,7 +27,8 @@ def follows() -> bool:
 
 
 def check_alone(what: str) -> None:
-    """Raises ConfigError where a launcher has started several processes of what is one."""
+    """Raises ConfigError where a launcher has started several processes of a command that is one
+    process."""
     if world_size() > 1:
         raise ConfigError(
             f"WORLD_SIZE={world_size()}: {what} is one process: start it without torchrun"
@@ -54,12 +56,12 @@ class ParallelSection(Section):
 
     @property
     def is_spread(self) -> bool:
-        """Whether no process has the whole model to itself."""
+        """Whether no process has the whole model."""
         return bool(self.above_one)
 
     @property
     def above_one(self) -> dict[str, int]:
-        """The sizes that say something, by key."""
+        """The sizes above 1, by key."""
         return {key: size for key, size in self.model_dump().items() if size > 1}
 
     def shared_by(self, world: int) -> str:
@@ -93,7 +95,7 @@ class ParallelSection(Section):
 
 
 def parallel_contradictions(config: RunConfig) -> list[str]:
-    """What can't be trained in parts as trainer.parallel says, however many processes there are, as
+    """What can't be trained in parts as trainer.parallel says, with any number of processes, as
     'what: remedy'."""
     parallel = config.trainer.parallel
     problems = list[str]()
@@ -114,21 +116,21 @@ def parallel_contradictions(config: RunConfig) -> list[str]:
 
 
 def _of_stages(config: RunConfig) -> list[str]:
-    """What stages of a pipeline don't compute."""
+    """What the stages of a pipeline can't compute."""
     parallel = config.trainer.parallel
     needs = config.algorithm.needs
 
     problems = list[str]()
-    others = {key: size for key, size in parallel.above_one.items() if key != "pipeline"}
-    if others:
-        also = " and ".join(f"{key}={size}" for key, size in others.items())
+    other_sizes = {key: size for key, size in parallel.above_one.items() if key != "pipeline"}
+    if other_sizes:
+        sizes_text = " and ".join(f"{key}={size}" for key, size in other_sizes.items())
         problems.append(
-            f"trainer.parallel.pipeline={parallel.pipeline} together with {also}: stages of a "
-            "pipeline are not divided further: set the others to 1 (more processes become "
+            f"trainer.parallel.pipeline={parallel.pipeline} together with {sizes_text}: stages of "
+            "a pipeline are not divided further: set the others to 1 (more processes become "
             "replicas of the pipeline), or pipeline to 1"
         )
 
-    asked = {
+    features = {
         "adapters (model.lora)": config.model.lora.enabled,
         f"a critic (algorithm.name={config.algorithm.name})": "values" in needs,
         f"a process reward (algorithm.name={config.algorithm.name})": "process_rewards" in needs,
@@ -141,7 +143,7 @@ def _of_stages(config: RunConfig) -> list[str]:
         f"{what} together with trainer.parallel.pipeline={parallel.pipeline}: stages of a pipeline "
         "compute policy and reference alone: set pipeline to 1, and share the models by "
         "trainer.parallel.shard"
-        for what, is_asked in asked.items()
+        for what, is_asked in features.items()
         if is_asked
     ]
     if config.memory.offload_activations:

@@ -1,8 +1,8 @@
-"""The keys and values of other systems, and ours that stand for them, for refusals.
+"""The keys and values of other systems and their equivalents here, for refusals.
 
 peer_keys.md has them all, as tables for people: a section for each system, and `Values`. A row with
-as many keys of theirs as of ours pairs them in order; in another row each of theirs stands for all
-of ours.
+equal numbers of their keys and our keys pairs them in order; in any other row each of their keys is
+equivalent to all of ours.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from agentevo.config.field_words import as_number
 
 PAGE = Path(__file__).with_suffix(".md")
 ELSEWHERE = "Elsewhere"
-"""Heading of the words that no one system is known for."""
+"""Heading of the words that belong to no single system."""
 VALUES = "Values"
 SHOWN = 3
-"""Systems that are named for one key."""
+"""The number of systems that are named for one key."""
 _CODE = re.compile(r"`([^`]+)`")
 _BOUND = re.compile(r"(above|below) (-?[\d.]+)|between (-?[\d.]+) and (-?[\d.]+)")
 
@@ -43,13 +43,13 @@ class PeerKey:
     @property
     def sentence(self) -> str:
         """`TRL's num_generations is trainer.group_size here`, with the remark."""
-        whose = (
+        subject = (
             f"what others call {self.key}"
             if self.system == ELSEWHERE
             else f"{self.system}'{'s' * (not self.system.endswith('s'))} {self.key}"
         )
         answer = "has no counterpart" if self.ours == "not there" else f"is {self.ours}"
-        return f"{whose} {answer} here{f': {self.remark}' if self.remark else ''}"
+        return f"{subject} {answer} here{f': {self.remark}' if self.remark else ''}"
 
     def likeness(self, key: str) -> tuple[int, int]:
         """How surely `key` is this one, and by how many names: 3 if it ends with all of it, 2 if it
@@ -101,18 +101,18 @@ class PeerValue:
 def peer_keys() -> tuple[PeerKey, ...]:
     """All keys of all systems, in the order of the page."""
     keys = []
-    for system, left, right, remark in _rows():
+    for system, their_cell, our_cell, remark in _rows():
         if system == VALUES:
             continue
 
-        theirs = _CODE.findall(left)
-        ours = _CODE.findall(right)
-        if len(theirs) != len(ours):
-            ours = [", ".join(ours) or right] * len(theirs)
+        theirs = _CODE.findall(their_cell)
+        equivalents = _CODE.findall(our_cell)
+        if len(theirs) != len(equivalents):
+            equivalents = [", ".join(equivalents) or our_cell] * len(theirs)
 
         keys += [
-            PeerKey(system, key, stands_for, remark)
-            for key, stands_for in zip(theirs, ours, strict=True)
+            PeerKey(system, key, equivalent, remark)
+            for key, equivalent in zip(theirs, equivalents, strict=True)
         ]
 
     return tuple(keys)
@@ -120,17 +120,17 @@ def peer_keys() -> tuple[PeerKey, ...]:
 
 @cache
 def peer_values() -> tuple[PeerValue, ...]:
-    """All values that are asked about, in the order of the page."""
+    """All values that the page lists, in its order."""
     return tuple(
-        PeerValue(left.strip("`"), values, remark)
-        for section, left, values, remark in _rows()
+        PeerValue(value_cell.strip("`"), values, remark)
+        for section, value_cell, values, remark in _rows()
         if section == VALUES
     )
 
 
 def translations(key: str) -> list[PeerKey]:
-    """What other systems call `key`, under whatever section it was written, and most likely: one
-    key of each system, and of those that are the same here the first."""
+    """The names of `key` in other systems, under any section, and most likely: one key of each
+    system, and of those with the same counterpart here the first."""
     written = normal_key(key)
     ranked = [(peer.likeness(written), peer) for peer in peer_keys()]
     best = max((likeness for likeness, _ in ranked), default=(-1, 0))
@@ -147,7 +147,7 @@ def translations(key: str) -> list[PeerKey]:
 
 
 def normal_key(key: str) -> str:
-    """A key as it would be written here: `Train-Steps` as `train_steps`."""
+    """A key in the spelling of this package: `Train-Steps` as `train_steps`."""
     return key.replace("-", "_").lower()
 
 
@@ -167,7 +167,8 @@ def is_whole_key(key: str, peers: Sequence[PeerKey]) -> bool:
 
 
 def value_in_our_words(key: str, value: object) -> str | None:
-    """What to say of a value that is right elsewhere, or means something else there; else None."""
+    """The remark about a value that is right in another system, or has another meaning there; else
+    None."""
     return next(
         (
             peer_value.remark
@@ -189,5 +190,5 @@ def _rows() -> Iterator[tuple[str, str, str, str]]:
         elif line.startswith("| ") and is_head:
             is_head = False
         elif line.startswith("| "):
-            left, right, remark = (cell.strip() for cell in line.strip("|").split("|"))
-            yield section, left, right, remark.replace("`", "")
+            first, second, remark = (cell.strip() for cell in line.strip("|").split("|"))
+            yield section, first, second, remark.replace("`", "")

@@ -1,4 +1,4 @@
-"""Contradictions in recipes that train by a preference loss, and in those that do not."""
+"""Contradictions in recipes that train by a preference loss, and in recipes that do not."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OF_RL = (
     "loss_function",
     "advantage_function",
 )
-"""Keys of the algorithm section that only advantages and policy losses have a use for."""
+"""Keys of the algorithm section that only advantages and policy losses use."""
 OF_PREFERENCE = ("preference_loss", "pairs", "pairs_per_group", "pair_margin")
 OF_REFERENCE = ("reference", "reference_model", "reference_every", "reference_decay")
 
@@ -50,35 +50,35 @@ def check_preference_keys(section: AlgorithmKeys, preference: PreferenceAlgorith
 
         return
 
-    what = f"name={section.name} trains by the preference loss {preference.loss}"
+    subject = f"name={section.name} trains by the preference loss {preference.loss}"
     idle = _changed_keys(section, OF_RL)
     if idle:
-        kept = (
+        beta_hint = (
             "; its pull to the reference is beta"
             if "kl_coef" in idle and preference.needs_reference
             else ""
         )
         raise ValueError(
-            f"{what}, in which {', '.join(idle)} has no place: remove it (or set it to its "
-            f"default){kept}"
+            f"{subject}, in which {', '.join(idle)} has no place: remove it (or set it to its "
+            f"default){beta_hint}"
         )
 
-    own = {
+    preset_values = {
         key: value
         for key, value in PREFERENCE_PRESETS[section.name].keys.items()
         if getattr(section, key) == value
     }
-    idle = [key for key in _changed_keys(section, OF_REFERENCE) if key not in own]
+    idle = [key for key in _changed_keys(section, OF_REFERENCE) if key not in preset_values]
     if idle and not preference.needs_reference:
-        raise ValueError(f"{what}, which has no reference: remove {', '.join(idle)}")
+        raise ValueError(f"{subject}, which has no reference: remove {', '.join(idle)}")
 
     if section.pair_margin > 0 and not preference.within_group:
         raise ValueError(
-            f"{what} on {_answers(preference)}, which have no margin: remove pair_margin"
+            f"{subject} on {_answers(preference)}, which have no margin: remove pair_margin"
         )
 
     if section.pairs_per_group is not None and preference.loss == "kto":
-        raise ValueError(f"{what}, which takes every attempt: remove pairs_per_group")
+        raise ValueError(f"{subject}, which takes every attempt: remove pairs_per_group")
 
 
 def preference_contradictions(config: RunConfig) -> Iterator[str]:

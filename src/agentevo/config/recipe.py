@@ -1,15 +1,15 @@
 """One tree that says everything about a run: `RunConfig`.
 
-A YAML recipe fills it, dotted `a.b=c` overrides change it, and what comes out is frozen. Every
-default is the vetted setting and is documented once, under its field; `agentevo config explain KEY`
-prints from there. Importing this module imports no torch.
+A YAML recipe fills it, dotted `a.b=c` overrides change it, and the result is frozen. Every default
+is the vetted setting and is documented once, under its field; `agentevo config explain KEY` prints
+that text. Importing this module imports no torch.
 
 Order of work: YAML -> the user's modules (`imports`) -> overrides -> unknown keys refused with the
-nearest right one -> types -> contradictions. All of it happens before anything is created. Reading
-is `sources`; explaining keys and problems is `keys`.
+nearest right one -> types -> contradictions. All of it happens before anything is created.
+`sources` reads; `keys` explains keys and problems.
 
-`environment` and `agent` are read by the model that the registry has for their `type`, so those of
-other packages and of user code (`import`) have the same checks as ours.
+The model that the registry has for their `type` reads `environment` and `agent`, so those of other
+packages and of user code (`import`) have the same checks as ours.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _defaults_that_follow(cls, given: Any) -> Any:
-        return with_roles(with_recording(with_importance(given)))
+    def _defaults_that_follow(cls, tree: Any) -> Any:
+        return with_roles(with_recording(with_importance(tree)))
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
@@ -151,7 +151,7 @@ class RunConfig(Section):
 
     @property
     def run_dir(self) -> Path:
-        """Absolute: an agent may change the folder that the whole process is in."""
+        """Absolute, since an agent may change the current folder of the whole process."""
         named = self.run.dir if self.run.dir is not None else Path("runs") / self.run.name
         return self._started_in / named
 
@@ -162,16 +162,16 @@ class RunConfig(Section):
 
     @property
     def max_actions(self) -> int:
-        """Actions that one episode can really take: the environment's limit or the agent's,
-        whichever is smaller."""
+        """The number of actions that one episode can take: the smaller of the environment's limit
+        and the agent's."""
         per_turn = getattr(self.agent, "actions_per_turn", 1)
         by_agent = self.agent.max_turns * per_turn
         return by_agent if self.environment is None else min(self.environment.max_actions, by_agent)
 
     @property
     def environment_agent(self) -> EnvironmentAgentSection:
-        """The section of the environment agent. Raises ConfigError where another one plays: only
-        that one's conversations can be demonstrated by an environment's solver."""
+        """The section of the environment agent. Raises ConfigError where another agent plays: an
+        environment's solver can demonstrate only that agent's conversations."""
         if not isinstance(self.agent, EnvironmentAgentSection):
             raise ConfigError(
                 f"agent.type: {self.agent.type} has no demonstrations of an environment's solver: "
@@ -219,8 +219,9 @@ def build_config(
     name: str = "run",
     needs_environment: bool = True,
 ) -> RunConfig:
-    """Like `load_config`, from a mapping. `where` begins each line about a problem, `folder` is
-    where relative imports start (default: the current one), `name` is the default of `run.name`."""
+    """Does what `load_config` does, from a mapping. `where` begins each line about a problem,
+    `folder` is where relative imports start (default: the current one), `name` is the default of
+    `run.name`."""
     imports = import_all(tree, overrides, where=where, folder=folder or Path.cwd())
     keys = config_keys()
     plain = sources.merge(tree, overrides, where=where, is_text=keys.is_text)
@@ -234,8 +235,8 @@ def build_config(
         )
 
     plain["import"] = imports
-    given = sources.overridden(overrides, keys.is_text)
-    drop_idle_keys(tree, plain, changed_keys(given.items()))
+    override_values = sources.overridden(overrides, keys.is_text)
+    drop_idle_keys(tree, plain, changed_keys(override_values.items()))
     lines = _fill_in(plain, name, folder or Path.cwd())
     variants = section_variants()
     chosen = {
@@ -308,7 +309,7 @@ def config_keys() -> ConfigKeys:
 
 @lru_cache(maxsize=2)
 def _keys_with(variants: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]) -> ConfigKeys:
-    """A tenth of a second's work, and the same until something is registered."""
+    """Takes a tenth of a second, and returns the same keys until something is registered."""
     return ConfigKeys(RunConfig, {section: dict(models) for section, models in variants})
 
 
@@ -321,8 +322,9 @@ def section_variants() -> Variants:
 
 
 def key_variants() -> Variants:
-    """`section_variants`, and the models of the rewards that `rewards` may list. One that another
-    package has registered and that is no reward is left out here, and refused where it is named."""
+    """`section_variants`, and the models of the rewards that `rewards` may list. An object that
+    another package has registered and that is no reward is left out here, and refused where it is
+    named."""
     models = {}
     for name in rewards.names():
         with suppress(AgentEvoError):
@@ -331,25 +333,25 @@ def key_variants() -> Variants:
 
 
 def _read_variant(
-    section: str, given: Mapping[str, Any], models: Mapping[str, type[pydantic.BaseModel]]
+    section: str, options: Mapping[str, Any], models: Mapping[str, type[pydantic.BaseModel]]
 ) -> tuple[pydantic.BaseModel | None, list[ErrorDetails], str | None]:
-    """A polymorphic section checked by the model that its `type` names, or what is wrong with its
-    options, or with the type."""
-    kind = given.get("type")
-    known = list(models)
-    if not isinstance(kind, str) or kind not in known:
-        return None, [], describe_wrong_choice(section, given, "type", known, OF_YOUR_OWN)
+    """Checks a polymorphic section by the model that its `type` names. Returns the section, or the
+    problems of its options, or the problem of its type."""
+    kind = options.get("type")
+    type_names = list(models)
+    if not isinstance(kind, str) or kind not in type_names:
+        return None, [], describe_wrong_choice(section, options, "type", type_names, OF_YOUR_OWN)
 
     try:
-        return models[kind].model_validate(given), [], None
+        return models[kind].model_validate(options), [], None
     except pydantic.ValidationError as error:
-        located = [{**wrong, "loc": (section, *wrong["loc"])} for wrong in error.errors()]
+        located = [{**detail, "loc": (section, *detail["loc"])} for detail in error.errors()]
         return None, cast(list[ErrorDetails], located), None
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The whole resolved tree, without hyper-parameters that are their entry's default anyway;
-    loading it gives the same config."""
+    """The whole resolved tree, without hyper-parameters that equal their entry's default. Loading
+    it gives the same config."""
     tree = config.model_dump(mode="json")
     preset = AlgorithmSection(name=config.algorithm.name).model_dump(mode="json")
     tree["algorithm"] = {
@@ -361,39 +363,39 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def changed_to_yaml(config: RunConfig) -> str:
-    """Of the resolved tree what differs from the defaults, those of the preset and of the chosen
-    environment and agent among them; loading it gives the same config."""
-    whole = to_tree(config)
+    """The part of the resolved tree that differs from the defaults, including those of the preset
+    and of the chosen environment and agent. Loading it gives the same config."""
+    resolved = to_tree(config)
     changed = escape_tree(config.model_dump(mode="json", exclude_defaults=True))
-    changed["algorithm"] = whole["algorithm"]
-    if whole["algorithm"] == {"name": AlgorithmSection().name}:
+    changed["algorithm"] = resolved["algorithm"]
+    if resolved["algorithm"] == {"name": AlgorithmSection().name}:
         del changed["algorithm"]
 
     for section in section_variants():
         if section in changed:
-            changed[section] = {"type": whole[section]["type"], **changed[section]}
+            changed[section] = {"type": resolved[section]["type"], **changed[section]}
 
-    return dump_yaml(_with_names(changed, whole))
+    return dump_yaml(_with_names(changed, resolved))
 
 
-def _with_names(changed: Any, whole: Any) -> Any:
-    """`changed` with the name or type of each entry of a list, which tells what the entry is."""
+def _with_names(changed: Any, resolved: Any) -> Any:
+    """`changed` with the name or type of each entry of a list, which identifies the entry."""
     if isinstance(changed, dict):
-        return {key: _with_names(value, whole[key]) for key, value in changed.items()}
+        return {key: _with_names(value, resolved[key]) for key, value in changed.items()}
     if not isinstance(changed, list):
         return changed
 
     return [
-        {key: all_of_it[key] for key in ("name", "type") if key in all_of_it} | entry
+        {key: resolved_entry[key] for key in ("name", "type") if key in resolved_entry} | entry
         if isinstance(entry, dict)
         else entry
-        for entry, all_of_it in zip(changed, whole, strict=True)
+        for entry, resolved_entry in zip(changed, resolved, strict=True)
     ]
 
 
 def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree as `to_yaml` wrote it, completed by the defaults of keys that it lacks because it was
-    written before they existed."""
+    """A tree that `to_yaml` wrote, completed by the defaults of keys that did not exist at that
+    time."""
     defaults = RunConfig().model_dump(mode="json")
     name = (tree.get("algorithm") or {}).get("name")
     if name in PRESETS or name in PREFERENCE_PRESETS:
@@ -408,8 +410,8 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_tree(config: RunConfig) -> dict[str, Any]:
-    """The resolved tree to build another configuration from: of the algorithm section only what
-    differs from its preset, so that another preset brings its own."""
+    """The resolved tree, for building another configuration. Its algorithm section has only what
+    differs from its preset, so that another preset brings its own values."""
     tree: dict[str, Any] = escape_tree(config.model_dump(mode="json"))
     preset = AlgorithmSection(name=config.algorithm.name).model_dump(mode="json")
     tree["algorithm"] = {

@@ -1,5 +1,5 @@
-"""The section `remote_models`: models behind somebody else's HTTP API, by the name that agents and
-clients call them. They answer and are never trained."""
+"""The section `remote_models`: models behind another party's HTTP API, by the name under which
+agents and clients call them. They answer and are never trained."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class PriceSection(Section):
     """Price of a million tokens of answers."""
 
     def of(self, prompt: int, cached: int, completion: int) -> float:
-        """What so many tokens cost; `cached` of those of the prompt were known."""
+        """The cost of that many tokens; `cached` of the prompt's tokens were in the server's
+        cache."""
         per_cached = self.prompt if self.cached is None else self.cached
         prompt_price = (prompt - cached) * self.prompt + cached * per_cached
         return (prompt_price + completion * self.completion) / 1e6
@@ -179,8 +180,7 @@ class RemoteModelSection(Section):
 
 
 def name_problems(names: list[str], policy: str) -> list[str]:
-    """Names that no remote model can have, as 'what: remedy'. `policy`: the model that is
-    trained."""
+    """Names that a remote model can't have, as 'what: remedy'. `policy`: the trained model."""
     taken = [name for name in names if name in (policy, "policy")]
     return [
         f"remote_models: {name!r} is what clients call the policy: choose another name"
@@ -194,17 +194,17 @@ def name_problems(names: list[str], policy: str) -> list[str]:
 
 
 def unknown_helpers(names: Collection[str], agent: Section) -> Iterator[str]:
-    """Helpers of the section `agent` that `remote_models` has not, as 'what: remedy'."""
+    """Helpers of the section `agent` that are missing in `remote_models`, as 'what: remedy'."""
     context = getattr(agent, "context", None)
     browse = getattr(agent, "browse", None)
 
-    asked = [("agent.context.summary_model", getattr(context, "summary_model", None))]
-    asked += [("agent.browse.models", name) for name in getattr(browse, "models", ())]
-    for key, name in asked:
+    references = [("agent.context.summary_model", getattr(context, "summary_model", None))]
+    references += [("agent.browse.models", name) for name in getattr(browse, "models", ())]
+    for key, name in references:
         if name is not None and name not in names:
             hint = suggest_nearest(name, list(names))
-            known = ", ".join(names) or "none"
+            model_names = ", ".join(names) or "none"
             yield (
                 f"{key}: there is no remote model {name!r}: {hint}add it to remote_models, which "
-                f"has {known}"
+                f"has {model_names}"
             )

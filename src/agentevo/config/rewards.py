@@ -60,22 +60,22 @@ def read_rewards(given: Any) -> tuple[tuple[RewardConfig, ...], list[str]]:
             continue
 
         name = options.get("name")
-        known = rewards.names()
-        if not isinstance(name, str) or name not in known:
-            lines.append(describe_wrong_choice(place, options, "name", known, OF_YOUR_OWN))
+        reward_names = rewards.names()
+        if not isinstance(name, str) or name not in reward_names:
+            lines.append(describe_wrong_choice(place, options, "name", reward_names, OF_YOUR_OWN))
             continue
 
         model = reward_config(name)
         try:
             configs.append(model.model_validate(options))
         except pydantic.ValidationError as error:
-            lines += [entry_problem(place, model, wrong) for wrong in error.errors()]
+            lines += [entry_problem(place, model, detail) for detail in error.errors()]
 
     names = [config.title for config in configs]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
         lines.append(
-            f"rewards: {twice} is listed twice: give one entry with a larger "
+            f"rewards: {duplicate} is listed twice: give one entry with a larger "
             "weight, or each a label of its own"
         )
 
@@ -85,17 +85,19 @@ def read_rewards(given: Any) -> tuple[tuple[RewardConfig, ...], list[str]]:
     for index, config in enumerate(configs if not lines else ()):
         for name in config.requires:
             if name == config.title or name not in names:
-                others = ", ".join(other for other in names if other != config.title) or "none"
+                other_titles = (
+                    ", ".join(title for title in names if title != config.title) or "none"
+                )
                 lines.append(
                     f"rewards[{index}].requires: got {name!r}; needs another reward of the list: "
-                    f"{others}"
+                    f"{other_titles}"
                 )
 
     return tuple(configs), lines
 
 
 def penalty_contradictions(config: RunConfig) -> list[str]:
-    """Penalties of the agent's that a list of rewards leaves out, as 'what: remedy'."""
+    """Penalties of the agent that a list of rewards leaves out, as 'what: remedy'."""
     listed = [reward.name for reward in config.rewards]
     if not listed or "returned" in listed:
         return []
@@ -110,7 +112,7 @@ def penalty_contradictions(config: RunConfig) -> list[str]:
 
 
 def _stage_problems(configs: Sequence[RewardConfig]) -> list[str]:
-    """Stages that end before they begin, and steps at which no reward counts."""
+    """Stages that end before they begin, and steps in which no reward counts."""
     for index, config in enumerate(configs):
         if config.until_step is not None and config.until_step < config.from_step:
             return [

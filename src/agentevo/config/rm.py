@@ -58,7 +58,7 @@ class RMSection(Section):
 
 
 def check_rm(config: RunConfig) -> Path:
-    """The file of pairs. Raises ConfigError for a recipe that gives none, or asks for what a reward
+    """The file of pairs. Raises ConfigError for a recipe without one, or with values that a reward
     model can't have."""
     if config.rm.pairs is None:
         raise ConfigError(

@@ -107,13 +107,13 @@ class RolloutSection(Section):
 
 
 def rollout_contradictions(config: RunConfig) -> Iterator[str]:
-    """Values that can't hold together with those of other sections, as 'what: remedy'."""
+    """Values that contradict those of other sections, as 'what: remedy'."""
     section = config.rollout
     yield from stage_contradictions(config)
     yield from curriculum_contradictions(config)
     yield from self_play_contradictions(config)
-    apart = section.staleness > 0 or section.samplers > 0
-    weighs = (
+    is_async = section.staleness > 0 or section.samplers > 0
+    has_importance = (
         config.algorithm.importance != "none"
         or config.algorithm.name == "decoupled_ppo"
         or config.algorithm.policy_loss == "decoupled_ppo"
@@ -125,7 +125,7 @@ def rollout_contradictions(config: RunConfig) -> Iterator[str]:
             "rollout.engine_secret='${env:NAME}' for them and for this run"
         )
 
-    if section.policy == "correct" and not weighs:
+    if section.policy == "correct" and not has_importance:
         yield (
             "rollout.policy=correct weighs stale tokens by importance, but algorithm.importance "
             "is none: set "
@@ -152,19 +152,19 @@ def rollout_contradictions(config: RunConfig) -> Iterator[str]:
             "rollout.weights.delta=false"
         )
 
-    if apart and config.profile.enabled:
+    if is_async and config.profile.enabled:
         yield (
             "profile follows one process that samples and trains in turn: set "
             "rollout.staleness=0 rollout.samplers=0, or profile=false"
         )
 
-    if apart and config.data.given:
+    if is_async and config.data.given:
         yield (
             "rollout.staleness and rollout.samplers are for sampled attempts, and data gives "
             "what is trained on: set both to 0"
         )
 
-    if apart and section.policy == "wait" and config.algorithm.dynamic_sampling > 1:
+    if is_async and section.policy == "wait" and config.algorithm.dynamic_sampling > 1:
         yield (
             "rollout.policy=wait trains on the tasks of each step in order, "
             "algorithm.dynamic_sampling needs further ones: set "

@@ -1,4 +1,4 @@
-"""Routing replay: which keys go together, and who records (docs/routing.md)."""
+"""Routing replay: which keys belong together, and what records the routing (docs/routing.md)."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ def with_recording(tree: Any) -> Any:
 
     trainer = tree.get("trainer")
     engine = tree.get("engine", {})
-    asked = trainer.get("routing_replay") if isinstance(trainer, Mapping) else None
-    if asked != "rollout" or not isinstance(engine, Mapping) or "routed_experts" in engine:
+    replay = trainer.get("routing_replay") if isinstance(trainer, Mapping) else None
+    if replay != "rollout" or not isinstance(engine, Mapping) or "routed_experts" in engine:
         return tree
     return {**tree, "engine": {**engine, "routed_experts": True}}
 
 
 def needs_routers(config: RunConfig) -> bool:
-    """Whether passes of the policy record or replay what its routers choose."""
+    """Whether passes of the policy record or replay the choices of its routers."""
     return config.trainer.routing_replay != "none" or config.engine.routed_experts
 
 
 def without_routing(config: RunConfig) -> RunConfig:
-    """For who only plays: nothing is recorded, and any model will do."""
+    """The recipe for a program that only plays: nothing is recorded, and any model is accepted."""
     trainer = config.trainer.model_copy(update={"routing_replay": "none"})
     engine = config.engine.model_copy(update={"routed_experts": False})
     return config.model_copy(update={"trainer": trainer, "engine": engine})
 
 
 def routing_contradictions(config: RunConfig) -> Iterator[str]:
-    """Values that can't hold together, as 'what: remedy'."""
+    """Values that contradict one another, as 'what: remedy'."""
     mode = config.trainer.routing_replay
     algorithm = config.algorithm
 
@@ -82,6 +82,6 @@ def routing_contradictions(config: RunConfig) -> Iterator[str]:
 
 
 def recomputes(algorithm: AlgorithmSection) -> bool:
-    """Whether the trainer computes the old log-probs again."""
+    """Whether the trainer recomputes the old log-probs."""
     loss = POLICY_LOSSES[algorithm.resolve().policy_loss]
     return algorithm.old_logprobs == "recomputed" or "proximal_logp" in loss.needs

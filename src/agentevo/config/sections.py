@@ -61,7 +61,7 @@ class RunSection(Section):
 
 
 MAX_TINY_PARAMETERS = 1_000_000_000
-"""A policy with random weights that is larger is a slip of the keyboard."""
+"""A larger policy with random weights is a typing error."""
 
 
 class TinyModel(Section):
@@ -105,7 +105,7 @@ class TinyModel(Section):
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the blocks; those of the vocabulary's tokens come on top."""
+        """Weights of the blocks; the weights of the vocabulary's tokens are added to these."""
         per_unit = 4 * self.hidden_size + 3 * self.intermediate_size + 2
         return self.num_layers * self.hidden_size * per_unit
 
@@ -145,11 +145,11 @@ class ModelSection(Section):
 
     @field_validator("chat_template")
     @classmethod
-    def _template_is_read(cls, given: str | None) -> str | None:
-        if given is None or given in CHAT_TEMPLATES:
-            return given
-        is_text = "{%" in given or "{{" in given
-        template = given if is_text else _template_of(os.path.expanduser(given))
+    def _template_is_read(cls, value: str | None) -> str | None:
+        if value is None or value in CHAT_TEMPLATES:
+            return value
+        is_text = "{%" in value or "{{" in value
+        template = value if is_text else _template_of(os.path.expanduser(value))
         if "${" in template:
             raise ValueError("the template has ${ in it, which a recipe would fill in: write $ {")
         return template
@@ -443,10 +443,10 @@ class StoreSection(Section):
 
 def _template_of(path: str) -> str:
     """Raises ValueError for a file that can't be a chat template."""
-    known = ", ".join(CHAT_TEMPLATES)
+    template_names = ", ".join(CHAT_TEMPLATES)
     if not os.path.isfile(path):  # pathlib's raises for what can be no path
         raise ValueError(
-            f"{shown(path)} is no file: give a Jinja file, or a template's name ({known})"
+            f"{shown(path)} is no file: give a Jinja file, or a template's name ({template_names})"
         )
 
     try:

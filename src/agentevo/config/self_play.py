@@ -4,9 +4,9 @@
       eval: held_out.jsonl
       self_play: {family: sums}
 
-They are the agents `solver` and `proposer` of the section `agents`. Where that is empty, both play
-with the recipe's model and train it, as in Absolute Zero (arXiv 2505.03335);
-`agents: {solver: {}, proposer: {}}` gives each weights of its own, as in R-Zero (arXiv 2508.05004).
+They are the agents `solver` and `proposer` of the section `agents`. Where that section is empty,
+both play with the recipe's model and train it, as in Absolute Zero (arXiv 2505.03335);
+`agents: {solver: {}, proposer: {}}` gives each its own weights, as in R-Zero (arXiv 2508.05004).
 """
 
 from __future__ import annotations
@@ -72,27 +72,29 @@ def question_family(name: str) -> Callable[[F], F]:
             def prompt(self, rng): return "Ask for a sum."
             def read(self, text, prompt): return agentevo.Question("2 + 3", "5")
 
-    `prompt(rng)` gives what the proposer is asked, a text or chat messages; `rng` is a
-    `random.Random` of the step and the prompt. `read(text, prompt)` gives the question that a reply
-    to that prompt asks, or raises ValueError with what is wrong with it.
+    `prompt(rng)` returns the proposer's prompt, a text or chat messages; `rng` is a `random.Random`
+    of the step and the prompt. `read(text, prompt)` returns the question in a reply to that prompt,
+    or raises ValueError with what is wrong with it.
     Raises ConfigError for a class without these methods."""
 
     def add(family: F) -> F:
-        missing = [one for one in ("prompt", "read") if not callable(getattr(family, one, None))]
+        missing = [
+            method for method in ("prompt", "read") if not callable(getattr(family, method, None))
+        ]
         if missing:
             raise ConfigError(
                 f"the question family {name!r} has no {missing[0]}: give the class the methods "
                 "`prompt(self, rng)` and `read(self, text, prompt)`"
             )
 
-        for method, takes in (("prompt", "self, rng"), ("read", "self, text, prompt")):
+        for method, signature in (("prompt", "self, rng"), ("read", "self, text, prompt")):
             try:
-                given = [None] * len(takes.split(","))
-                inspect.signature(getattr(family, method)).bind(*given)
+                arguments = [None] * len(signature.split(","))
+                inspect.signature(getattr(family, method)).bind(*arguments)
             except TypeError:
                 raise ConfigError(
                     f"the question family {name!r}: its method `{method}` is called as "
-                    f"`{method}({takes})`: let it take these"
+                    f"`{method}({signature})`: let it take these"
                 ) from None
 
         question_families.register(name)(family)
@@ -102,10 +104,12 @@ def question_family(name: str) -> Callable[[F], F]:
 
 
 def with_roles(given: Any) -> Any:
-    """A recipe as written, with the two agents where it has self-play and names none."""
+    """A recipe as written, with the two agents where it has self-play and names no agents."""
     tasks = given.get("tasks") if isinstance(given, Mapping) else None
-    plays = tasks.get("self_play") if isinstance(tasks, Mapping) else getattr(tasks, "self_play", 0)
-    if not plays or given.get("agents"):
+    has_self_play = (
+        tasks.get("self_play") if isinstance(tasks, Mapping) else getattr(tasks, "self_play", 0)
+    )
+    if not has_self_play or given.get("agents"):
         return given
     return {**given, "agents": ROLES}
 

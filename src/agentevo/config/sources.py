@@ -1,9 +1,9 @@
 """The two sources of a configuration, read into one plain tree: a YAML recipe, and
 `key.subkey=value` overrides.
 
-This module only reads and merges; what the keys and values mean is checked afterwards
-(`agentevo.config`). Every refusal is one line that says in which line of the file, or in which
-override, the mistake is.
+This module only reads and merges; the meaning of keys and values is checked afterwards
+(`agentevo.config`). Every refusal is one line with the line of the file, or the override, that has
+the mistake.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ SHORT_FORMS: dict[tuple[str, ...], str | None] = {
     ("tasks", "curriculum"): None,
     ("profile",): SWITCH,
 }
-"""Sections of a recipe that may be written as a text or list -> the key that it is of. SWITCH:
-`true` and `false` are of that key. None: `true` is the section as it is, and `false` none."""
+"""Sections of a recipe that may be written as a text or list -> the key to which that value
+belongs. SWITCH: `true` and `false` belong to that key. None: `true` is the section with its
+defaults, and `false` is no section."""
 
 OVERRIDE = re.compile(r"(?P<key>[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*)=(?P<value>.*)", re.DOTALL)
 
@@ -54,16 +55,16 @@ def packaged_recipes() -> dict[str, Path]:
 
 
 def packaged_files(ending: str) -> dict[str, Path]:
-    """Packaged files NAME and `ending` (of which NAME has no more dots), by NAME, in order.
+    """Packaged files NAME and `ending` (NAME contains no dot), by NAME, in order.
 
-    A wheel carries the folder `recipes/` inside the package; in a checkout it lies beside `src/`.
+    A wheel carries the folder `recipes/` inside the package; a checkout has it next to `src/`.
     """
     package = Path(__file__).parent.parent
     inside = package / "recipes"
-    beside = package.parent.parent / "recipes"
-    paths = list(inside.glob(f"*/*{ending}")) or list(beside.glob(f"*/*{ending}"))
-    found = {path.name.removesuffix(ending): path for path in paths}
-    return {name: found[name] for name in sorted(found) if "." not in name}
+    in_checkout = package.parent.parent / "recipes"
+    paths = list(inside.glob(f"*/*{ending}")) or list(in_checkout.glob(f"*/*{ending}"))
+    files = {path.name.removesuffix(ending): path for path in paths}
+    return {name: files[name] for name in sorted(files) if "." not in name}
 
 
 def recipe_names() -> list[str]:
@@ -72,9 +73,9 @@ def recipe_names() -> list[str]:
 
 
 def find_recipe(recipe: str) -> Path:
-    """A YAML path, or the file of a packaged recipe of that name."""
+    """The file at a YAML path, or of the packaged recipe with that name."""
     path = Path(recipe)
-    known = ", ".join(recipe_names())
+    available = ", ".join(recipe_names())
     if problem := name_problem(recipe):
         raise ConfigError(f"recipe {shorten(recipe)!r}: {problem}")
 
@@ -83,7 +84,7 @@ def find_recipe(recipe: str) -> Path:
             return path
         raise ConfigError(
             f"recipe {recipe}: no such file: {spelling_hint(path, os.path.isfile)}packaged "
-            f"recipes: {known}"
+            f"recipes: {available}"
         )
 
     packaged = packaged_recipes().get(recipe)
@@ -102,20 +103,20 @@ def find_recipe(recipe: str) -> Path:
     if guess and not (hint and "/" in recipe):
         hint = f"did you mean {guess!r}? "
     raise UnknownNameError(
-        f"no recipe is called {recipe!r}: {hint}packaged recipes: {known}; or give the path of a "
-        ".yaml file"
+        f"no recipe is called {recipe!r}: {hint}packaged recipes: {available}; or give the path of "
+        "a .yaml file"
     )
 
 
 def _has_recipe(path: Path) -> bool:
-    """Whether it is the file of a recipe, or a folder with one, as that of a run."""
+    """Whether the path is the file of a recipe, or a folder with one, such as a run's."""
     return path.suffix in {".yaml", ".yml"} or any(path.glob("*.yaml"))
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a recipe file, interpolations not yet resolved. Raises `ConfigError`:
-    unreadable, not UTF-8, not YAML, a key twice, empty, not a mapping, beyond the limits of
-    `parsing`."""
+    """The mapping in a recipe file, with unresolved interpolations. Raises `ConfigError` for a file
+    that is unreadable, not UTF-8, not YAML, empty, not a mapping or beyond the limits of `parsing`,
+    or that has a key twice."""
     try:
         tree = parse_yaml(read_text(path))
     except ParseError as error:
@@ -125,10 +126,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: is empty; a recipe needs at least `environment: {{type: ...}}`")
 
     if not isinstance(tree, dict):
-        what = "a list" if isinstance(tree, list) else "a single value"
+        kind = "a list" if isinstance(tree, list) else "a single value"
         raise ConfigError(
             f"{path}: a recipe is a mapping of sections such as `model:` and `environment:`, not "
-            f"{what}"
+            f"{kind}"
         )
 
     return tree
@@ -156,7 +157,7 @@ def merge(
     tree: Mapping[str, Any], overrides: Sequence[str], *, where: str, is_text: Callable[[str], bool]
 ) -> dict[str, Any]:
     """`tree` with the overrides on top (later ones win) and `${...}` resolved. A value for a key
-    that `is_text` is taken as it stands; any other is read as YAML."""
+    that `is_text` accepts is taken literally; any other value is read as YAML."""
     try:
         merged = _plain(tree)
         for override in overrides:
@@ -183,22 +184,24 @@ def _merge(
     addition: Mapping[str, Any],
     key: str,
     place: tuple[str, ...] = (),
-    whole: Mapping[str, Any] | None = None,
+    root: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """`tree` with `addition` on top; a section that is written as `${...}` is that of the tree, and
-    one in its short form is written out, whichever of the two it is in: the short form sets its one
-    key. `place`: the keys under which `tree` lies in `whole`."""
+    """`tree` with `addition` on top. A section that is written as `${...}` takes its value from the
+    tree. A section in its short form is written out, in either of the two: the short form sets its
+    one key. `place`: the keys under which `root` holds `tree`."""
     merged = dict(tree)
-    whole = tree if whole is None else whole
+    root = tree if root is None else root
     for name, value in addition.items():
         below = merged.get(name)
-        at = (*place, name)
-        if _in_recipe(at) in SHORT_FORMS and isinstance(_seen(at, below, whole), dict):
-            value = _written_out(at, value, _seen(at, value, whole))
+        child_place = (*place, name)
+        if _in_recipe(child_place) in SHORT_FORMS and isinstance(
+            _resolved_value(child_place, below, root), dict
+        ):
+            value = _written_out(child_place, value, _resolved_value(child_place, value, root))
         if isinstance(value, dict) and is_interpolation(below):
-            below = Resolver(whole).value(at, below)
+            below = Resolver(root).value(child_place, below)
         if isinstance(value, dict):
-            below = _written_out(at, below, below)
+            below = _written_out(child_place, below, below)
 
         if {type(value), type(below)} == {dict, list}:
             raise _MergeError(
@@ -207,32 +210,32 @@ def _merge(
             )
 
         if isinstance(value, dict) and isinstance(below, dict):
-            value = _merge(below, value, key, (*place, name), whole)
+            value = _merge(below, value, key, (*place, name), root)
 
         merged[name] = value
 
     return merged
 
 
-def _seen(place: tuple[str, ...], value: Any, whole: Mapping[str, Any]) -> Any:
-    """What a value stands for, as far as the tree says so yet."""
+def _resolved_value(place: tuple[str, ...], value: Any, root: Mapping[str, Any]) -> Any:
+    """A value with `${...}` resolved, as far as the tree is known yet."""
     try:
-        return Resolver(whole).value(place, value) if is_interpolation(value) else value
+        return Resolver(root).value(place, value) if is_interpolation(value) else value
     except InterpolationError:
         return value
 
 
 def _in_recipe(place: tuple[str, ...]) -> tuple[str, ...]:
-    """A place in a recipe, or in a pipeline, which has recipes under keys `config`, as the
-    recipe's."""
+    """A place in a recipe, or in a pipeline, which has recipes under keys `config`, as a place in
+    the recipe."""
     if place[0] in ("stages", "config", "held_out") and "config" in place:
         return place[place.index("config") + 1 :]
     return place
 
 
 def _written_out(place: tuple[str, ...], section: Any, meaning: Any) -> Any:
-    """A section that is written as one value, as a mapping; anything else as it stands. `meaning`:
-    what the value stands for."""
+    """A section that is written as one value, as a mapping; anything else unchanged. `meaning`: the
+    resolved value."""
     place = _in_recipe(place)
     if place not in SHORT_FORMS:
         return section
@@ -244,7 +247,8 @@ def _written_out(place: tuple[str, ...], section: Any, meaning: Any) -> Any:
 
 
 def _written_out_within(place: tuple[str, ...], value: Any) -> Any:
-    """A value of the tree without `${...}`, with it and the sections below it written out."""
+    """A value of the tree without `${...}`, with its own short form and those of the sections below
+    it written out."""
     value = _written_out(place, value, value)
     if not isinstance(value, dict):
         return value
@@ -303,7 +307,7 @@ DECORATORS = {
     "reward": "reward",
     "environment": "environment",
 }
-"""Word of a key that names a function or class of the user's -> the decorator that registers
+"""The word in a key that names a function or class of the user -> the decorator that registers
 it."""
 
 
@@ -336,8 +340,8 @@ def refuse(
 def written_in(
     line: str, overrides: Sequence[str], where: str, tree: Mapping[str, Any] | None = None
 ) -> str:
-    """`override` if the key that a problem line begins with was set by one, or is of a section that
-    only overrides have put into `tree`, else `where`."""
+    """`override` if an override has set the key that begins a problem line, or if only overrides
+    have put its section into `tree`; else `where`."""
     key = line.partition(":")[0].partition("[")[0]
     added = key if tree is None else _first_absent(key, tree)
     overridden = [split_override(override)[0] for override in overrides]
@@ -353,8 +357,8 @@ def written_in(
 
 
 def _first_absent(key: str, tree: Mapping[str, Any]) -> str:
-    """The outermost section of `key` that the tree as written has not; the key itself where there
-    is none, or where a `${...}` stands for one."""
+    """The outermost section of `key` that is missing in the tree as written; the key itself where
+    none is missing, or where a `${...}` replaces one."""
     section: Any = tree
     parts = key.split(".")
     for count, part in enumerate(parts, start=1):
@@ -368,7 +372,7 @@ def _first_absent(key: str, tree: Mapping[str, Any]) -> str:
 
 
 def overridden(overrides: Sequence[str], is_text: Callable[[str], bool]) -> dict[str, Any]:
-    """Each override's key and value as it was read, `${...}` as it stands."""
+    """Each override's key and value as it was read, with `${...}` unresolved."""
     pairs = [(override, *split_override(override)) for override in overrides]
     return {
         key: _override_value(override, key, value, is_text(key)) for override, key, value in pairs
@@ -398,7 +402,7 @@ def _override_value(override: str, key: str, value: str, text: bool) -> Any:
 
 
 def plain_option(value: Any, *, named: bool) -> Any:
-    """An option of a Python call as the YAML would hold it. A `named` one may be only a name."""
+    """An option of a Python call as the YAML would hold it. A `named` option may be only a name."""
     if isinstance(value, pydantic.BaseModel):
         chosen = value.model_dump(mode="json", exclude_unset=True)
         return {"type": value.type, **chosen} if hasattr(value, "type") else chosen

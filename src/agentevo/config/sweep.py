@@ -1,14 +1,14 @@
 """A sweep: one recipe run as every variant with every seed, each run in a process and a folder of
 its own.
 
-A recipe's top-level key `sweep` says which. What a member of the sweep is configured by, later ones
-on top:
+A recipe's top-level key `sweep` defines them. A member's configuration merges these, later ones on
+top:
 
     the recipe  <-  its variant's overrides  <-  overrides of the command line
                 <-  run.name, run.dir and run.seed of the member
 
-Reading checks every member, so nothing starts if any would be refused. `RunConfig` knows nothing of
-sweeps: a member is an ordinary run. Importing this module imports no torch.
+Reading checks every member, so nothing starts if any would be refused. `RunConfig` does not depend
+on sweeps: a member is an ordinary run. Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ class SweepSection(Section):
 
             leaves = sources.leaves(nest_keys(changes))
             taken = [
-                key for key in leaves if any(f"{key}.".startswith(f"{own}.") for own in OWN_KEYS)
+                key
+                for key in leaves
+                if any(f"{key}.".startswith(f"{own_key}.") for own_key in OWN_KEYS)
             ]
             if taken:
                 raise ValueError(
@@ -101,12 +103,12 @@ class SweepSection(Section):
     def _only_what_there_is(
         cls, value: tuple[str, ...] | None, info: pydantic.ValidationInfo
     ) -> tuple[str, ...] | None:
-        known = list(info.data.get("variants", {}))
+        variant_names = list(info.data.get("variants", {}))
         for name in value or ():
-            if name not in known:
+            if name not in variant_names:
                 raise ValueError(
-                    f"no variant is called {name!r}: {suggest_nearest(name, known)}there are "
-                    f"{', '.join(known) or 'no variants'}"
+                    f"no variant is called {name!r}: {suggest_nearest(name, variant_names)}there "
+                    f"are {', '.join(variant_names) or 'no variants'}"
                 )
 
         if value == ():
@@ -153,13 +155,13 @@ class Sweep:
 
     @property
     def parallel(self) -> int:
-        """How many runs go at once; never more than the sweep has."""
+        """The number of runs at a time; at most the number of the sweep's runs."""
         threads = max(member.config.run.threads or 1 for member in self.members)
         return min(self.section.parallel or max(allowed_cpus() // threads, 1), len(self.members))
 
 
 def member_name(variant: str, seed: int) -> str:
-    """The name of a run within its sweep, which is also its folder's: `ppo-0`."""
+    """The name of a run within its sweep, which is also the name of its folder: `ppo-0`."""
     return f"{variant}-{seed}"
 
 
@@ -182,11 +184,11 @@ def load_sweep(recipe: str | Path, overrides: Sequence[str] = ()) -> Sweep | Non
     ]
     for_runs = [text for text in overrides if text not in for_sweep]
     keys = recipe_keys()
-    given = sources.merge(tree, for_sweep, where=str(path), is_text=keys.is_text).get("sweep")
-    if given is None:
+    sweep_tree = sources.merge(tree, for_sweep, where=str(path), is_text=keys.is_text).get("sweep")
+    if sweep_tree is None:
         return None
 
-    section = _read(SweepSection, "sweep", given, keys, for_sweep, str(path))
+    section = _read(SweepSection, "sweep", sweep_tree, keys, for_sweep, str(path))
     base = {key: value for key, value in tree.items() if key != "sweep"}
     run = _read_run(base, for_runs, keys, path, written="sweep" in tree)
     if not section.variants:
@@ -209,16 +211,17 @@ def load_sweep(recipe: str | Path, overrides: Sequence[str] = ()) -> Sweep | Non
 
 
 def _read(
-    model: type[S], name: str, given: object, keys: ConfigKeys, overrides: Sequence[str], where: str
+    model: type[S], name: str, value: object, keys: ConfigKeys, overrides: Sequence[str], where: str
 ) -> S:
-    """One section on its own. Raises `ConfigError` as the whole tree would."""
-    lines = refused_values({name: given}, keys, chosen={})
+    """Reads one section on its own. Raises `ConfigError` as the whole tree would."""
+    lines = refused_values({name: value}, keys, chosen={})
     try:
-        section = model.model_validate(given)
+        section = model.model_validate(value)
     except pydantic.ValidationError as error:
         refused = {line.partition(":")[0] for line in lines}
         problems = [
-            keys.problem({**one, "loc": (name, *one["loc"])}, chosen={}) for one in error.errors()
+            keys.problem({**detail, "loc": (name, *detail["loc"])}, chosen={})
+            for detail in error.errors()
         ]
         lines += [line for line in problems if line.partition(":")[0] not in refused]
 
@@ -234,17 +237,17 @@ def _read_run(
     *,
     written: bool,
 ) -> RunSection:
-    """The sweep's own name and folder. Refuses keys that its members can't share; a recipe not
-    `written` as a sweep may have a seed."""
+    """The sweep's own name and folder. Refuses keys that its members can't share. A recipe that is
+    not `written` as a sweep may have a seed."""
     plain = sources.merge(base, overrides, where=str(path), is_text=keys.is_text)
-    given = plain.get("run", {})
-    if isinstance(given, dict):
-        given = {"name": path.stem, **given}
+    run_tree = plain.get("run", {})
+    if isinstance(run_tree, dict):
+        run_tree = {"name": path.stem, **run_tree}
         where = sources.written_in("run.seed:", overrides, str(path))
-        if "seed" in given and (written or where == "override"):
+        if "seed" in run_tree and (written or where == "override"):
             raise ConfigError(
                 f"{where}: run.seed: a sweep runs with every seed of sweep.seeds: write "
-                f"sweep.seeds=[{given['seed']}]"
+                f"sweep.seeds=[{run_tree['seed']}]"
             )
 
     store = plain.get("store")
@@ -255,7 +258,7 @@ def _read_run(
             "each has one in its folder"
         )
 
-    return _read(RunSection, "run", given, keys, overrides, str(path))
+    return _read(RunSection, "run", run_tree, keys, overrides, str(path))
 
 
 def _member_configs(
@@ -320,11 +323,11 @@ def nest_keys(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_changes(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe with a variant's changes. The options of an environment or agent mean nothing to
-    one of another type, so they go with it."""
+    """The recipe with a variant's changes. The options of an environment or agent have no meaning
+    for one of another type, so they are removed with it."""
     replaced = [key for key in ("environment", "agent") if _is_other_type(base, changes, key)]
-    kept = {key: value for key, value in base.items() if key not in replaced}
-    tree = sources.overlay(kept, changes)
+    unchanged = {key: value for key, value in base.items() if key not in replaced}
+    tree = sources.overlay(unchanged, changes)
     drop_idle_keys(base, tree, sources.leaves(changes))
     return tree
 

@@ -1,4 +1,4 @@
-"""The recipe's key `tasks.stages`: which tasks are trained on first, which later."""
+"""The recipe's key `tasks.stages`: the order in which tasks are trained on."""
 
 from __future__ import annotations
 
@@ -38,47 +38,51 @@ class TaskStage(Section):
     @field_validator("where")
     @classmethod
     def _is_a_condition(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for key, wanted in value.items():
-            if problem := _condition_problem(wanted):
+        for key, condition in value.items():
+            if problem := _condition_problem(condition):
                 raise ValueError(f"{key}: {problem}")
         return value
 
     @property
     def in_words(self) -> str:
-        """What its tasks have, for people; empty for all tasks."""
-        parts = [f"{key} {_in_words(wanted)}" for key, wanted in self.where.items()]
+        """The condition for its tasks, for people; empty for all tasks."""
+        parts = [f"{key} {_in_words(condition)}" for key, condition in self.where.items()]
         parts += [f"from {', '.join(self.sources)}"] if self.sources else []
         return " and ".join(parts)
 
 
-def _condition_problem(wanted: object) -> str:
-    if isinstance(wanted, Mapping):
-        numbers = [value for value in wanted.values() if not isinstance(value, bool)]
-        if not wanted or any(key not in BOUNDS for key in wanted):
-            return f"got {dict(wanted)!r}; a range is written {{min: 1, max: 3}}"
-        if len(numbers) < len(wanted) or not all(
+def _condition_problem(condition: object) -> str:
+    if isinstance(condition, Mapping):
+        numbers = [value for value in condition.values() if not isinstance(value, bool)]
+        if not condition or any(key not in BOUNDS for key in condition):
+            return f"got {dict(condition)!r}; a range is written {{min: 1, max: 3}}"
+        if len(numbers) < len(condition) or not all(
             isinstance(number, (int, float)) for number in numbers
         ):
-            return f"got {dict(wanted)!r}; min and max are numbers"
-        if len(wanted) == len(BOUNDS) and wanted["min"] > wanted["max"]:
-            return f"min {wanted['min']} is above max {wanted['max']}: exchange them"
+            return f"got {dict(condition)!r}; min and max are numbers"
+        if len(condition) == len(BOUNDS) and condition["min"] > condition["max"]:
+            return f"min {condition['min']} is above max {condition['max']}: exchange them"
 
         return ""
 
-    values = wanted if isinstance(wanted, (list, tuple)) else [wanted]
-    if not values or not all(isinstance(one, (str, int, float)) for one in values):
-        return f"got {wanted!r}; needs a value, a list of values, or {{min: 1, max: 3}}"
+    values = condition if isinstance(condition, (list, tuple)) else [condition]
+    if not values or not all(isinstance(value, (str, int, float)) for value in values):
+        return f"got {condition!r}; needs a value, a list of values, or {{min: 1, max: 3}}"
 
     return ""
 
 
-def _in_words(wanted: Any) -> str:
-    if isinstance(wanted, Mapping):
-        least, most = (wanted.get(bound) for bound in BOUNDS)
+def _in_words(condition: Any) -> str:
+    if isinstance(condition, Mapping):
+        least, most = (condition.get(bound) for bound in BOUNDS)
         if least is None or most is None:
             return f"at least {least}" if most is None else f"at most {most}"
         return f"from {least} to {most}"
-    return f"one of {', '.join(map(repr, wanted))}" if isinstance(wanted, list) else repr(wanted)
+    return (
+        f"one of {', '.join(map(repr, condition))}"
+        if isinstance(condition, list)
+        else repr(condition)
+    )
 
 
 def stage_problem(
@@ -107,7 +111,7 @@ def stage_problem(
         if index < len(stages) - 1 and not ends:
             return f"{place}: nothing ends it: give until_step or until_success"
 
-        earlier = [one.until_step for one in stages[:index]]
+        earlier = [previous.until_step for previous in stages[:index]]
         if stage.until_step is not None and None in earlier:
             return (
                 f"{place}.until_step: a stage before it has none, and may last longer: give "

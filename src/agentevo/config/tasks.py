@@ -101,9 +101,10 @@ class TasksSection(Section):
             )
 
         if self.curriculum is not None and (self.stages or self.weights):
-            other = "stages" if self.stages else "weights"
+            conflict = "stages" if self.stages else "weights"
             raise ValueError(
-                f"curriculum and {other} both say which tasks a step plays: leave one of them out"
+                f"curriculum and {conflict} both say which tasks a step plays: leave one of "
+                "them out"
             )
 
         if self.curriculum is not None and not self.train:
@@ -114,11 +115,11 @@ class TasksSection(Section):
         return self
 
     def _checked_self_play(self) -> TasksSection:
-        others = [key for key in ("train", "weights", "stages") if getattr(self, key)]
-        others += ["curriculum"] * (self.curriculum is not None)
-        if others:
+        conflicts = [key for key in ("train", "weights", "stages") if getattr(self, key)]
+        conflicts += ["curriculum"] * (self.curriculum is not None)
+        if conflicts:
             raise ValueError(
-                f"self_play and {others[0]} both say which tasks a step plays: leave one out"
+                f"self_play and {conflicts[0]} both say which tasks a step plays: leave one out"
             )
 
         if not self.eval:
@@ -130,9 +131,9 @@ class TasksSection(Section):
 
 
 def with_absolute_paths(section: Any, keys: Sequence[str], folder: Path) -> Any:
-    """A section as written in a recipe that lies in `folder`, with the files and folders under
-    `keys` by their absolute path, so that every process of a run finds them: beside the recipe,
-    else in the current folder. What is in neither stays as it is, such as a dataset of the hub."""
+    """A section as written in a recipe in `folder`, with absolute paths for the files and folders
+    under `keys`, so that every process of a run finds them: next to the recipe, else in the current
+    folder. A value that is in neither is not changed, such as a dataset of the hub."""
     if not isinstance(section, dict):
         return section
 
@@ -154,7 +155,7 @@ def with_absolute_paths(section: Any, keys: Sequence[str], folder: Path) -> Any:
             changed[key] = [absolute(source) for source in value]
 
     stages = changed.get("stages")
-    if isinstance(stages, (list, tuple)):  # their sources are those of `train`
+    if isinstance(stages, (list, tuple)):  # these refer to the sources of `train`
         changed["stages"] = [with_absolute_paths(stage, ("sources",), folder) for stage in stages]
 
     return changed
@@ -168,8 +169,7 @@ def names_tasks(section: Any) -> bool:
 def play_problems(
     tree: dict[str, Any], needs_environment: bool, environments: list[str]
 ) -> list[str]:
-    """The problems of a recipe's environment and tasks: it must have one of them, and never
-    both."""
+    """The problems of a recipe's environment and tasks: it must have exactly one of them."""
     section = tree.get("tasks")
     agent = tree.get("agent")
 
@@ -177,9 +177,9 @@ def play_problems(
     has_environment = tree.get("environment") is not None
     kind = agent.get("type") if isinstance(agent, dict) else getattr(agent, "type", None)
     if isinstance(kind, str) and brings_tasks(kind):
-        given = "tasks" if has_tasks else "environment" if has_environment else ""
-        lines = f"{given}: agent.type={kind} brings tasks of its own: leave out `{given}`"
-        return [lines] if given else []
+        conflict = "tasks" if has_tasks else "environment" if has_environment else ""
+        line = f"{conflict}: agent.type={kind} brings tasks of its own: leave out `{conflict}`"
+        return [line] if conflict else []
 
     if has_tasks and has_environment:
         return [

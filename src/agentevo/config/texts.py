@@ -1,9 +1,9 @@
-"""Named texts: what an agent's prompts, tool descriptions and examples are called, and which texts
-may stand there.
+"""Named texts: the names of an agent's prompts, tool descriptions and examples, and the texts that
+are allowed there.
 
-A text is only text: nothing in it is filled in, so braces and `$` mean themselves. What no prompt
-should hold is refused where texts come in: control characters, half of a surrogate pair, and more
-than MAX_CHARS.
+A text is only text: nothing in it is filled in, so braces and `$` have no special meaning. What no
+prompt should contain is refused when texts are read: control characters, half of a surrogate pair,
+and more than MAX_CHARS.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from agentevo.errors import ConfigError, shown
 from agentevo.parsing import ParseError, parse_yaml, read_text
 
 MAX_CHARS = 100_000
-"""Of one text."""
+"""Maximal number of characters of one text."""
 MAX_TEXTS = 1000
-"""Of one agent."""
+"""Maximal number of texts of one agent."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def digest_of_text(text: str) -> str:
-    """What a text is told from others by: 16 digits of its sha256."""
+    """What distinguishes a text from others: 16 digits of its sha256."""
     return sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def text_problem(name: Any, text: Any) -> str | None:
-    """Why this is no named text, as 'what: remedy'; None for one."""
+    """Why this is not a valid named text, as 'what: remedy'; None for a valid one."""
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
         return f"{shown(name)} is no name of a text: use letters, digits and _.:-"
     if not isinstance(text, str):
@@ -58,8 +58,9 @@ def text_problem(name: Any, text: Any) -> str | None:
 
 
 def check_texts(texts: Mapping[Any, Any], known: Sequence[str] | None = None) -> dict[str, str]:
-    """The texts. `known`: patterns of the names that the agent asks for; None where only its code
-    knows. Raises ValueError for what can't be a text, or nobody asks for."""
+    """The texts. `patterns`: of the names that the agent asks for; None where only its code knows
+    them. Raises ValueError for what can't be a text, and for a name that the agent never asks
+    for."""
     if len(texts) > MAX_TEXTS:
         raise ValueError(f"{len(texts)} texts: give at most {MAX_TEXTS}")
 
@@ -81,34 +82,34 @@ def check_texts(texts: Mapping[Any, Any], known: Sequence[str] | None = None) ->
 def read_texts(path: Path) -> dict[str, str]:
     """The texts of a YAML file, a mapping from names to texts. Raises ConfigError."""
     try:
-        found = parse_yaml(read_text(path))
-        if found is None:
-            found = {}
-        if not isinstance(found, dict):
-            raise ValueError(f"it holds a {type(found).__name__}: write NAME: TEXT")
-        return check_texts(found)
+        texts = parse_yaml(read_text(path))
+        if texts is None:
+            texts = {}
+        if not isinstance(texts, dict):
+            raise ValueError(f"it holds a {type(texts).__name__}: write NAME: TEXT")
+        return check_texts(texts)
     except (ParseError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
 def with_texts_of_file(section: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], str]:
-    """The section of an agent, as written in a recipe that lies in `folder`, with the texts of the
-    file that it names, beside the recipe or else in the current folder; and what is wrong with
-    that, or nothing."""
-    given = section.get("texts")
-    if not isinstance(given, (str, Path)):
+    """The section of an agent, as written in a recipe in `folder`, with the texts of the file that
+    it names, next to the recipe or else in the current folder. Also returns the problem of that
+    file, or an empty text."""
+    texts_file = section.get("texts")
+    if not isinstance(texts_file, (str, Path)):
         return dict(section), ""
 
-    without = {key: value for key, value in section.items() if key != "texts"}
+    rest = {key: value for key, value in section.items() if key != "texts"}
     for base in (folder, Path.cwd()):
-        path = Path(os.path.join(base, os.path.expanduser(given)))
+        path = Path(os.path.join(base, os.path.expanduser(texts_file)))
         try:
             if path.is_file():
-                return {**without, "texts": read_texts(path)}, ""
+                return {**rest, "texts": read_texts(path)}, ""
         except (ConfigError, OSError, ValueError) as error:
-            return without, f"agent.texts: {error}"
+            return rest, f"agent.texts: {error}"
 
-    return without, (
-        f"agent.texts: there is no file {shown(str(given))}: give a YAML file of NAME: TEXT, or "
-        "such a mapping"
+    return rest, (
+        f"agent.texts: there is no file {shown(str(texts_file))}: give a YAML file of NAME: TEXT, "
+        "or such a mapping"
     )

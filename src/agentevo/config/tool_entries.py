@@ -24,7 +24,8 @@ KINDS: Mapping[str, type[ToolSection]] = {
 
 
 def with_type(given: Any) -> Any:
-    """The entry with its type, where it can be none but that: a name is a registered tool's."""
+    """The entry with its type, where only one type is possible: a name belongs to a registered
+    tool."""
     if isinstance(given, str):
         return {"type": "function", "name": given}
     if isinstance(given, Mapping) and "type" not in given:
@@ -33,7 +34,7 @@ def with_type(given: Any) -> Any:
 
 
 def meant_type(entry: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Of an entry without a type that is no registered tool's: a key that says so, and the type
+    """For an entry without a type that is no registered tool: the key that shows this, and the type
     that is probably meant."""
     if "type" in entry:
         return None

@@ -1,5 +1,5 @@
-"""The keys of the entries of `agent.tools`, explained: `agent.tools.mcp.command` is that of one
-kind, `agent.tools.timeout_s` that of all which have it."""
+"""Explains the keys of the entries of `agent.tools`: `agent.tools.mcp.command` belongs to one kind,
+`agent.tools.timeout_s` to all kinds that have it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def explain_tools(key: str) -> list[Explanation]:
     if key in keys.names():
         return keys.explain(key)
 
-    known = [name.removeprefix(f"{PLACE}.") for name in keys.names()]
-    guess = nearest(path, [*KINDS, *known])
+    key_names = [name.removeprefix(f"{PLACE}.") for name in keys.names()]
+    guess = nearest(path, [*KINDS, *key_names])
     hint = f"did you mean {PLACE}.{guess}?" if guess else f"`config explain {PLACE}` lists them"
     raise UnknownNameError(f"{key}: unknown key; {hint}")
 
@@ -67,6 +67,6 @@ def _specific_names(model: type[ToolSection]) -> list[str]:
 
 def _explain_kind(kind: str, keys: ConfigKeys) -> Explanation:
     names = [name for name in keys.names() if name.count(".") == 3 and not name.endswith(".type")]
-    held = tuple(explanation for name in names for explanation in keys.explain(name))
+    explanations = tuple(explanation for name in names for explanation in keys.explain(name))
     meaning = f"type: {kind}. {on_one_line(KINDS[kind].__doc__ or '')}"
-    return Explanation(f"{PLACE}.{kind}", meaning, "section", "", "", keys=held)
+    return Explanation(f"{PLACE}.{kind}", meaning, "section", "", "", keys=explanations)

@@ -1,4 +1,4 @@
-"""Reading `agent.tools`: entries with the paths that a recipe means, or what is wrong with each."""
+"""Reads `agent.tools`: entries with the paths that a recipe means, or the problems of each."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ SHOWN = ("read_only", "read_write")
 
 
 def read_tools(agent: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """The section of an agent, as written in a recipe that lies in `folder`, with the entries of
-    its tools written out: a server that is started runs beside the recipe, wherever the run was
-    started. With a line about each problem. Another agent's section stays as it is."""
-    given = agent.get("tools")
+    """The section of an agent, as written in a recipe in `folder`, with the entries of its tools
+    written out, and a line about each problem. A server that is started runs in the recipe's
+    folder, independent of where the run was started. Another agent's section is not changed."""
+    raw_entries = agent.get("tools")
     is_ours = "tools" in SECTIONS.get(str(agent.get("type")), Section).model_fields
-    if not is_ours or not isinstance(given, (list, tuple)):
+    if not is_ours or not isinstance(raw_entries, (list, tuple)):
         return dict(agent), []
 
     entries: list[Any] = []
     lines: list[str] = []
-    for index, entry in enumerate(given):
+    for index, entry in enumerate(raw_entries):
         read, problems = _read(f"agent.tools[{index}]", entry, folder)
         lines += problems
         entries += [] if problems else [read]
 
-    # Where the recipe is refused anyway, the section says no more about them.
+    # Where the recipe is refused anyway, the section reports no further problems of them.
     return {**agent, "tools": ["refused"] if lines else entries}, lines
 
 
@@ -62,19 +62,19 @@ def _read(place: str, entry: Any, folder: Path) -> tuple[Any, list[str]]:
 
     options = with_absolute_paths(dict(options), ("cwd", "file"), folder)
     if model is MCPServerSection and options.get("command") and options.get("cwd") is None:
-        options = _beside(options, folder.resolve())
+        options = _with_folder(options, folder.resolve())
 
     try:
         model.model_validate(options)
     except pydantic.ValidationError as error:
-        return None, [entry_problem(place, model, wrong) for wrong in error.errors()]
+        return None, [entry_problem(place, model, detail) for detail in error.errors()]
 
     return options, []
 
 
-def _beside(options: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A server that is started, with where it runs: in the recipe's folder; in a sandbox it has a
-    folder of its own, and the recipe's is where its program and the files for it are looked for."""
+def _with_folder(options: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A server that is started, with the folder in which it runs: the recipe's. In a sandbox it has
+    a folder of its own, and its program and files are searched in the recipe's folder."""
     sandbox = options.get("sandbox")
     if sandbox is None or sandbox is False:
         return {**options, "cwd": str(folder)}

@@ -1,5 +1,5 @@
-"""The tools of an agent: entries of `agent.tools`, each a name or a section, and how a user's own
-are registered.
+"""The tools of an agent: entries of `agent.tools`, each a name or a section, and the registration
+of a user's own tools.
 
     @agentevo.tool("add")                 a function: its type hints and docstring are the schema
     def add(a: int, b: int) -> int: ...
@@ -7,7 +7,7 @@ are registered.
     @agentevo.tool("account")             a class: one object for each attempt, whose public methods
     class Account: ...                    are the tools
 
-The sections are here, because reading a recipe must not import what connects to anything.
+The sections are here, because reading a recipe must not import modules that open connections.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from agentevo.registry import Registry
 
 T = TypeVar("T")
 RESERVED = ("close", "outcome")
-"""Methods of a class of tools that are none: what ends an attempt's object, and what the attempt
-is worth by the state that it left."""
+"""Methods of a class of tools that are not tools: the one that ends an attempt's object, and the
+one that returns the attempt's reward by the state that it left."""
 
 
 class ToolSection(Section):
@@ -72,11 +72,11 @@ PACKAGED: Mapping[str, str] = {
     "search": "agentevo.tools.search:CorpusSearch",
     "web_search": "agentevo.tools.web_search:WebSearch",
 }
-"""The tools that ship with AgentEvo: known by name, imported when they are asked for."""
+"""The tools that AgentEvo provides: known by name, imported on first use."""
 tools: Registry[Any] = Registry("tools", PACKAGED)
 """Name -> function or class."""
 _cached: set[str] = set()
-"""Names of those that were registered with cache=True."""
+"""Names of the tools that were registered with cache=True."""
 
 
 def tool(name: str, *, cache: bool = False) -> Callable[[T], T]:
@@ -105,7 +105,7 @@ def tool(name: str, *, cache: bool = False) -> Callable[[T], T]:
 
 
 def says_cached(name: str) -> bool:
-    """Whether a registered tool says of itself that equal calls have equal results."""
+    """Whether a registered tool declares that equal calls have equal results."""
     return name in _cached
 
 
@@ -124,17 +124,21 @@ def named_tool(given: Tool) -> Any:
             "tool, or an entry as in a recipe's agent.tools"
         )
 
-    filed = tools.name_of(given)
-    if filed is None:
+    registered_name = tools.name_of(given)
+    if registered_name is None:
         tool(name)(given)
 
-    return filed or name
+    return registered_name or name
 
 
 def public_methods(item: type) -> dict[str, Any]:
     """Name -> function of every tool of a class."""
-    found = inspect.getmembers(item, inspect.isfunction)
-    return {name: one for name, one in found if not name.startswith("_") and name not in RESERVED}
+    functions = inspect.getmembers(item, inspect.isfunction)
+    return {
+        name: function
+        for name, function in functions
+        if not name.startswith("_") and name not in RESERVED
+    }
 
 
 def check_tool(name: str, item: Any) -> None:

@@ -1,4 +1,5 @@
-"""The recipe's section `tracking`: where a run's numbers go beside its own folder."""
+"""The recipe's section `tracking`: the destinations of a run's numbers in addition to its own
+folder."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from agentevo.trackers.tracker import TrackerConfig, trackers
 
 KEY = "tracking.backends"
 ALWAYS = ("console", "file")
-"""Of verl's loggers those that need no tracker: the live view, and metrics.jsonl."""
+"""The loggers of verl that need no tracker: the live view, and metrics.jsonl."""
 
 
 class TrackingSection(Section):
@@ -55,8 +56,8 @@ class TrackingSection(Section):
 
     @field_validator("backends", mode="before")
     @classmethod
-    def _read(cls, given: Any) -> Any:
-        return read_backends(given)
+    def _read(cls, value: Any) -> Any:
+        return read_backends(value)
 
 
 def read_backends(given: Any) -> tuple[TrackerConfig, ...]:
@@ -67,15 +68,15 @@ def read_backends(given: Any) -> tuple[TrackerConfig, ...]:
         _entry(index, entry) for index, entry in enumerate(entries) if entry not in (None, *ALWAYS)
     ]
     names = [config.name for config in configs]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ValueError(f"{twice} is listed twice: give one entry")
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
+        raise ValueError(f"{duplicate} is listed twice: give one entry")
     return tuple(configs)
 
 
 def tracker_models() -> dict[str, dict[str, type[pydantic.BaseModel]]]:
-    """Key -> the options of every registered tracker by its name, for explanations. One that can't
-    be imported is left out here, and refused where it is named."""
+    """Key -> the options of every registered tracker by its name, for explanations. A tracker that
+    can't be imported is left out here, and refused where it is named."""
     models: dict[str, type[pydantic.BaseModel]] = {}
     for name in trackers.names():
         with suppress(AgentEvoError):
@@ -92,12 +93,13 @@ def _entry(index: int, entry: Any) -> TrackerConfig:
         raise ValueError(f"got {entry!r} at [{index}]; needs a name, or a mapping with a name")
 
     name = options.get("name")
-    known = trackers.names()
-    if not isinstance(name, str) or name not in known:
-        what = "an entry without a name" if "name" not in options else f"got {name!r}"
+    tracker_names = trackers.names()
+    if not isinstance(name, str) or name not in tracker_names:
+        subject = "an entry without a name" if "name" not in options else f"got {name!r}"
         raise ValueError(
-            f"{what}; {suggest_nearest(name, known)}choose of {', '.join(known)}, or install a "
-            "package that brings it (entry point agentevo.trackers)"
+            f"{subject}; {suggest_nearest(name, tracker_names)}choose of "
+            f"{', '.join(tracker_names)}, or install a package that brings it "
+            "(entry point agentevo.trackers)"
         )
 
     model = trackers.get(name).Config

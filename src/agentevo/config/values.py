@@ -1,9 +1,9 @@
-"""What no setting may be, whichever section it is of: looked at in the tree that was read, before
-the sections' own checks, and the same for sections of other packages and of user code.
+"""Values that no setting of any section may have. The tree is checked for them before the sections'
+own checks, also in sections of other packages and of user code.
 
 - true or false where a number or a text belongs, which pydantic would take for 1, 0 or "True"
 - numbers that are not finite, or beyond NUMBERS where the key names no bound of its own
-- what is right elsewhere, or means something else there (peer_keys.md)
+- values that are right in another system, or have another meaning there (peer_keys.md)
 - texts that no file, database or tokenizer can hold, and paths that no file system can
 """
 
@@ -20,7 +20,7 @@ from agentevo.config.peer_keys import value_in_our_words
 from agentevo.paths import name_problem
 
 NUMBERS = 1e9
-"""Beyond it (either way) lies no count, no time in seconds and no size that a run could have."""
+"""No count, no time in seconds and no size of a run can be beyond this, in either direction."""
 
 
 def refused_values(

@@ -1,1 +1,1 @@
-"""Puts sampler and trainer together."""
+"""Combines the sampler and the trainer into runs."""

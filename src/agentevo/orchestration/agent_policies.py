@@ -1,12 +1,12 @@
 """The policies of a rollout of several agents (config/named_agents.py): their models and engines,
-and how weights reach these.
+and how weights reach the engines.
 
-Every policy has a model object and an engine of its own, so that nothing switches between
-adapters; parameters that are not trained and equal those of the main policy (the base under
-adapters) are that policy's very tensors. The main policy is the one of `Components.model`.
+Every policy has its own model object and engine, so that nothing switches between adapters.
+Parameters that are not trained and equal those of the main policy (the base under adapters) share
+that policy's tensors. The main policy is the one of `Components.model`.
 
-An agent that plays with earlier weights of another one gets them from RUN/earlier/AGENT, where
-every version is kept that it is still to play with.
+An agent that plays with earlier weights of another one gets them from RUN/earlier/AGENT. That
+folder keeps every version with which the agent will still play.
 """
 
 from __future__ import annotations
@@ -38,29 +38,30 @@ from agentevo.models.positions import context_length
 from agentevo.rollout.sampler import Player
 
 CHECKPOINTS = "agents"
-"""Folder below a checkpoint for the policies beside the main one."""
+"""Folder below a checkpoint for the policies other than the main one."""
 EARLIER = "earlier"
 SPARE = 2
-"""Versions that are kept beside those of the lag: the newest one, and one for a run that is resumed
-at the step before, as its last one was not committed."""
+"""Versions that are kept in addition to those of the lag: the newest one, and one for a run that is
+resumed at the step before because its last step was not committed."""
 
 
 @dataclass(eq=False)
 class AgentPolicy:
-    """One policy and the engine that draws from it."""
+    """A policy and the engine that samples from it."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     engine: UpdatableEngine
 
     def player(self) -> Player:
-        """What its agents draw their tokens with."""
+        """The engine from which the agents of this policy sample their tokens."""
         chat = ChatFormat(self.tokenizer, getattr(self.model, "generation_config", None))
         return Player(self.engine, chat, context_length(self.model.config))
 
 
 def checkpoint_of(checkpoint: Path | None, config: RunConfig, policy: str) -> Path | None:
-    """Where a checkpoint has a policy. None for one that is not trained, so never saved."""
+    """The folder of this policy in a checkpoint. None for a policy that is not trained and
+    therefore never saved."""
     trained = trained_policies(config)
     if checkpoint is None or not trained or policy == trained[0]:
         return checkpoint
@@ -70,7 +71,7 @@ def checkpoint_of(checkpoint: Path | None, config: RunConfig, policy: str) -> Pa
 def saved_beside(
     config: RunConfig, policies: Mapping[str, AgentPolicy]
 ) -> dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
-    """Folder below a checkpoint -> what is saved there, of the trained policies beside the main
+    """Folder below a checkpoint -> what is saved there of the trained policies other than the main
     one."""
     return {
         f"{CHECKPOINTS}/{name}": (policies[name].model, policies[name].tokenizer)
@@ -85,9 +86,9 @@ def make_policies(
     load: Callable[[RunConfig, Path | None], LoadedModel],
     transport: str,
 ) -> dict[str, AgentPolicy]:
-    """Every policy by name, the main one among them; those of other agents' earlier weights come
-    last. `load`: a recipe's model, or the checkpoint in its place. `transport`: how engines get
-    what is trained."""
+    """Every policy by name, including the main one; the policies with other agents' earlier weights
+    come last. `load`: loads a recipe's model, or the checkpoint in its place. `transport`: how
+    engines get the trained weights."""
     if not config.agents:
         return {}
 
@@ -117,7 +118,7 @@ def make_policies(
 
 
 def players(config: RunConfig, policies: Mapping[str, AgentPolicy]) -> dict[str, Player]:
-    """What each agent draws with, by its name."""
+    """The engine from which each agent samples, by the agent's name."""
     of_policy = {name: policy.player() for name, policy in policies.items()}
     return {name: of_policy[policy_of(config, name)] for name in by_rank(config)}
 
@@ -131,30 +132,39 @@ def _engine(
 
 @torch.no_grad()
 def _share(model: PreTrainedModel, main: PreTrainedModel) -> None:
-    """Lets the model have the main one's tensors where neither is trained and both are equal."""
+    """Replaces the model's tensors by the main model's tensors where neither is trained and both
+    are equal."""
     fixed = {name: p for name, p in main.named_parameters() if not p.requires_grad}
     modules = dict(model.named_modules())
-    for name, own in list(model.named_parameters()):
-        other = fixed.get(name)
-        if other is None or own.requires_grad or own.shape != other.shape:
+    for name, parameter in list(model.named_parameters()):
+        main_parameter = fixed.get(name)
+        if (
+            main_parameter is None
+            or parameter.requires_grad
+            or parameter.shape != main_parameter.shape
+        ):
             continue
-        if own.dtype == other.dtype and own.device == other.device and torch.equal(own, other):
+        if (
+            parameter.dtype == main_parameter.dtype
+            and parameter.device == main_parameter.device
+            and torch.equal(parameter, main_parameter)
+        ):
             owner, _, leaf = name.rpartition(".")
-            setattr(modules[owner], leaf, other)
+            setattr(modules[owner], leaf, main_parameter)
 
 
 class EarlierVersions:
-    """Lets agents play with earlier weights of a policy: keeps those that are still needed, and
-    swaps them in."""
+    """Lets agents play with earlier weights of a policy: keeps the versions that are still needed,
+    and swaps them in."""
 
     def __init__(self, config: RunConfig, policies: Mapping[str, AgentPolicy]) -> None:
         self._config = config
         self._policies = policies
         self._loaded: dict[str, int] = {}
 
-    async def advance(self, step: int, *, anew: bool) -> None:
-        """The trained policies are of version `step` now. `anew`: they were loaded, so nothing that
-        was swapped in before counts. Raises CheckpointError."""
+    async def advance(self, step: int, *, is_reloaded: bool) -> None:
+        """The trained policies now have version `step`. `is_reloaded`: they were loaded, so nothing
+        that was swapped in before counts. Raises CheckpointError."""
         for name, section in self._config.agents.items():
             if not section.is_earlier or section.weights_of is None:
                 continue
@@ -163,13 +173,13 @@ class EarlierVersions:
             version = section.version_at(step)
             if section.version is None or step <= section.version:
                 self._keep(folder, step, section.weights_of, (section.lag or 0) + SPARE)
-            if not anew and self._loaded.get(name) == version:
+            if not is_reloaded and self._loaded.get(name) == version:
                 continue
 
             engine = self._policies[name].engine
             weights = self._weights(folder, name, version)
             deadline_s = self._config.engine.timeout_s
-            if anew:
+            if is_reloaded:
                 await engine.begin(version, weights, deadline_s=deadline_s)
             else:
                 in_flight = self._config.rollout.in_flight
@@ -197,7 +207,7 @@ class EarlierVersions:
 
 
 class AllWeights:
-    """The ways of all trained policies' weights to their engines, as one (WeightSender)."""
+    """The transports of all trained policies' weights to their engines, as one WeightSender."""
 
     def __init__(self, senders: Sequence[WeightSender], earlier: EarlierVersions) -> None:
         self._senders = senders
@@ -207,13 +217,13 @@ class AllWeights:
         """See WeightSender.begin."""
         for sender in self._senders:
             await sender.begin(version)
-        await self._earlier.advance(version, anew=True)
+        await self._earlier.advance(version, is_reloaded=True)
 
     async def publish(self, version: int) -> None:
         """See WeightSender.publish."""
         for sender in self._senders:
             await sender.publish(version)
-        await self._earlier.advance(version, anew=False)
+        await self._earlier.advance(version, is_reloaded=False)
 
     async def look_after(self) -> None:
         """See WeightSender.look_after."""
@@ -228,8 +238,8 @@ async def open_weights(
     transport: str,
     note: Callable[[str], None],
 ) -> WeightSender:
-    """How what is trained reaches the engines, each of which has its model's weights as version 0
-    now."""
+    """How trained weights reach the engines. Each engine now has its model's weights as version
+    0."""
     senders = {}
     for name, policy in (policies or {"": main}).items():
         way = transport if not name or name in trained_policies(config) else "shared"

@@ -1,12 +1,12 @@
-"""A checkpoint that is written while the run goes on.
+"""A checkpoint that is written while the run continues.
 
     start(step, write) -> a thread writes -> settle: the run knows of it, or ends with the failure
 
-At most one is under way. What the thread writes is a copy in the CPU's memory that was made before.
-A step counts as saved only when its folder is there whole and the run has recorded it (head.json),
-which happens as soon as the event loop is free; a kill before that leaves what a resume deletes,
-and it goes on from the checkpoint before. What goes wrong is told at once, and ends the run before
-its next step.
+At most one save is in progress. The thread writes a copy in the CPU's memory that was made before.
+A step counts as saved only when its folder is complete and the run has recorded it (head.json),
+which happens as soon as the event loop is free. A kill before that leaves a folder that a resume
+deletes; the resume continues from the previous checkpoint. A failure is reported immediately and
+ends the run before its next step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class BackgroundSave:
     """See the module."""
 
     def __init__(self, saved: Callable[[int, str], None], warn: Callable[[str], None]) -> None:
-        """`saved(step, sha256)` is called on the thread of the run, as is `warn`."""
+        """`saved(step, sha256)` and `warn` are called on the run's thread."""
         self._saved = saved
         self._warn = warn
         self._thread: threading.Thread | None = None
@@ -35,7 +35,7 @@ class BackgroundSave:
         self._outcome: str | Exception | None = None
 
     def start(self, step: int, write: Callable[[], str]) -> None:
-        """`write` returns the checkpoint's sha256. Nothing else may be under way (`settle`)."""
+        """`write` returns the checkpoint's sha256. No other save may be in progress (`settle`)."""
         assert self._thread is None, "one checkpoint at a time"
 
         loop = _running_loop()
@@ -54,8 +54,8 @@ class BackgroundSave:
         self._thread.start()
 
     def settle(self, *, wait: bool) -> None:
-        """Records the checkpoint that was written. `wait`: until it is. Raises CheckpointError for
-        one that could not be."""
+        """Records the checkpoint that was written. `wait`: until it is written. Raises
+        CheckpointError if it could not be written."""
         if self._thread is None or not (wait or self._outcome is not None):
             return
 
@@ -81,15 +81,15 @@ class BackgroundSave:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Waits for what is under way where the run has failed of something else: what goes wrong
-        with it is told, not raised."""
+        """Waits for the save in progress when the run has failed for another reason. A failure of
+        the save is reported as a warning and not raised."""
         try:
             self.settle(wait=True)
         except AgentEvoError as error:
             self._warn(str(error))
 
     def _look(self) -> None:
-        """On the event loop, when the thread has ended."""
+        """Called on the event loop when the thread has ended."""
         if isinstance(self._outcome, Exception):
             self._warn(f"checkpoint of step {self._step}: {describe_error(self._outcome)}")
         else:
@@ -104,21 +104,21 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def copy_weights(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies of a model's weights by name. Tied ones stay one tensor, which a model's folder has
-    once."""
-    made: dict[tuple[int, torch.Size], torch.Tensor] = {}
-    found = {}
+    """Copies of a model's weights by name. Tied weights remain one tensor, since a model's folder
+    has them once."""
+    copies_by_storage: dict[tuple[int, torch.Size], torch.Tensor] = {}
+    copies = {}
     for name, tensor in weights.items():
         key = (tensor.data_ptr(), tensor.shape) if tensor.numel() else (id(tensor), tensor.shape)
-        if key not in made:
-            made[key] = _copy_tensor(tensor)
-        found[name] = made[key]
+        if key not in copies_by_storage:
+            copies_by_storage[key] = _copy_tensor(tensor)
+        copies[name] = copies_by_storage[key]
 
-    return found
+    return copies
 
 
 def copy_state(state: Any) -> Any:
-    """A copy of a trainer's state, of which later steps change nothing."""
+    """A copy of a trainer's state. Later steps do not change it."""
     if isinstance(state, torch.Tensor):
         return _copy_tensor(state)
     if isinstance(state, WeightPart):
@@ -132,5 +132,5 @@ def copy_state(state: Any) -> Any:
 
 def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return copy.deepcopy(tensor.detach())  # of 8 bits, say, which knows how it is copied
+        return copy.deepcopy(tensor.detach())  # an 8-bit tensor, for example, copies itself
     return tensor.detach().to("cpu", copy=True)

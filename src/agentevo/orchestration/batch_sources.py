@@ -1,10 +1,10 @@
-"""Where the batch of a step comes from: attempts of the policy itself, or data that was given.
+"""The sources of a step's batch: attempts of the policy itself, or given data.
 
-    collect(step)             what there is to train on in this step
-    prepare(collected, step)  the samples of it, as the trainer's `step` takes them
-    replay(record)            those of a committed step, again
+    collect(step)             the attempts or data of this step
+    prepare(collected, step)  their samples, as the trainer's `step` takes them
+    replay(record)            the samples of a committed step, again
 
-The loop (training_run.py) is the same for all of them.
+The loop (training_run.py) is the same for all sources.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from agentevo.types import Trajectory
 
 
 class BatchSource(Protocol):
-    """See the module. `num_steps` is how many steps the run has."""
+    """See the module. `num_steps` is the number of steps of the run."""
 
     num_steps: int
     activity: str
-    """What `collect` is called in the view and in profiles: "sampling" or "data"."""
+    """The name of `collect` in the view and in profiles: "sampling" or "data"."""
     samples_rollouts: bool
-    """Whether batches are made of attempts, so that the engine's and the attempts' metrics say
-    something about a step."""
+    """Whether batches are made of attempts, so that the metrics of the engine and of the attempts
+    describe a step."""
 
     async def collect(self, step: int) -> Collected: ...
 
     def prepare(self, collected: Collected, step: int) -> PreparedBatch: ...
 
     async def replay(self, record: StepRecord) -> PreparedBatch:
-        """Raises TrainingError if the store no longer has what the step was trained on."""
+        """Raises TrainingError if the store no longer has what the step trained on."""
 
     def evaluate(self, stop: Callable[[], bool]) -> dict[str, float]:
         """Metrics of the policy on held-out data; empty where there is none. Raises StopAskedError
-        where `stop()` says so meanwhile."""
+        when `stop()` becomes true during the evaluation."""
 
     def opening_metrics(self) -> dict[str, float]:
-        """What is logged of the data before the first step."""
+        """Metrics of the data that are logged before the first step."""
 
     def value(self, metrics: Mapping[str, float]) -> float | None:
-        """What the best checkpoint has most of, out of `evaluate`'s metrics; None if they do not
-        say."""
+        """The value by which the best checkpoint is chosen (higher is better), from `evaluate`'s
+        metrics; None if the metrics do not contain it."""
 
     def summary(self, before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
         """Entries of summary.json that only this source has."""
@@ -66,8 +66,7 @@ class BatchSource(Protocol):
 
 
 class WithoutHeldOutData:
-    """What the sources have in common that hold out no data of their own: held-out tasks say how
-    good the policy is."""
+    """What the sources without held-out data have in common: held-out tasks measure the policy."""
 
     def evaluate(self, stop: Callable[[], bool]) -> dict[str, float]:
         return {}
@@ -100,7 +99,7 @@ class RolloutBatches(WithoutHeldOutData):
         store: Store,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`note` hears of each stage of the tasks that begins."""
+        """`note` is called for each stage of the tasks that begins."""
         self.num_steps = config.trainer.steps
         self.collector = Collector(config, rollouts, tasks)
         self._only_samples = config.trainer.epochs == 0
@@ -114,7 +113,7 @@ class RolloutBatches(WithoutHeldOutData):
         self._credit = None if credit is None else CreditAsker(credit)
 
     async def collect(self, step: int) -> Collected:
-        """See Collector.collect. The committed steps say which tasks it has."""
+        """See Collector.collect. The committed steps determine its tasks."""
         await self._tasks.learn(self._store)
         stage = self._tasks.stage_name(step)
         if stage != self._stage:
@@ -123,8 +122,8 @@ class RolloutBatches(WithoutHeldOutData):
         return await self.collector.collect(step)
 
     def prepare(self, collected: Collected, step: int) -> PreparedBatch:
-        """Advantages, or pairs, of what was kept; nothing older than `rollout.staleness` is in
-        it."""
+        """Advantages, or pairs, of the attempts that were kept. No attempt is older than
+        `rollout.staleness`."""
         if self._only_samples:
             return PreparedBatch([], dropped={t.id: ONLY_SAMPLED for t in collected.kept})
 
@@ -144,7 +143,7 @@ class RolloutBatches(WithoutHeldOutData):
         return CreditedGroups() if self._credit is None else self._credit.ask(trajectories)
 
     async def replay(self, record: StepRecord) -> PreparedBatch:
-        """From the step's plan and the attempts that the store holds."""
+        """Made from the step's plan and the attempts in the store."""
         plan = StepPlan.of(record.step, record.record)
 
         async def read() -> list[Trajectory]:
@@ -157,10 +156,10 @@ class RolloutBatches(WithoutHeldOutData):
         trained = plan.restore_trained(stored)
         credited = self._ask_credit(trained)
         if credited.dropped:
-            what = (
+            problem = (
                 f"step {record.step} can't be done again: algorithm.credit fails where it did not"
             )
-            raise TrainingError("\n".join([what, *credited.warnings]))
+            raise TrainingError("\n".join([problem, *credited.warnings]))
 
         return self._trainer.prepare(
             trained,
@@ -180,8 +179,8 @@ class RolloutBatches(WithoutHeldOutData):
 class GivenPairs(WithoutHeldOutData):
     """Pairs of answers from a file or from another run (preference training without sampling).
 
-    Groups of pairs come in an order that the run's seed shuffles anew each round. What does not
-    fill a step at a round's end waits: no step has a group twice.
+    The run's seed shuffles the groups of pairs again in each round. Groups that do not fill a step
+    at a round's end wait for the next one: no step has a group twice.
     """
 
     activity = "data"
@@ -196,7 +195,7 @@ class GivenPairs(WithoutHeldOutData):
         return Collected(given=self._data.of_step(step))
 
     def prepare(self, collected: Collected, step: int) -> PreparedBatch:
-        """They are trained on as they are."""
+        """The pairs are trained on as they are."""
         pairs = collected.given
         return PreparedBatch(pairs, {"preference/num_pairs": float(len(pairs))})
 
@@ -208,7 +207,7 @@ class GivenPairs(WithoutHeldOutData):
         return {"digest": self._data.digest()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ConfigError for other pairs than those that the run was started with."""
+        """Raises ConfigError if the pairs differ from those with which the run was started."""
         if state != self.state_dict():
             raise ConfigError(
                 "data.pairs, data.pairs_from: these are not the pairs that the run was started "

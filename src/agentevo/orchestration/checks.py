@@ -57,14 +57,14 @@ def check_recipe(
     refusals.collect(check_agent, config, agent, tasks)
     refusals.collect(check_tracing, config)
 
-    given = None
+    given_tasks = None
     if command == "sft":
         refusals.collect(check_sft_parts, config, resume, may_fetch=may_fetch)
     else:
-        given = refusals.collect(check_parts, config, tasks, resume, may_fetch=may_fetch)
+        given_tasks = refusals.collect(check_parts, config, tasks, resume, may_fetch=may_fetch)
 
     refusals.raise_all()
-    return given
+    return given_tasks
 
 
 def check_parts(
@@ -78,21 +78,22 @@ def check_parts(
     """Raises ConfigError, with all of it, for what would otherwise fail while a training run's
     parts are built: an unknown engine or transport, a missing package or option of engine,
     environment or child processes, too few tasks, a model that can't be had. Returns the tasks that
-    the recipe's files or its agent gave. `apart`: samplers and engines are other processes, whoever
-    starts them. `may_fetch`: a known model is downloaded here, if nothing else is refused; without
-    it none is, and a model that is not on this machine is looked at by its name alone."""
+    the recipe's files or its agent gave. `is_disaggregated`: samplers and engines are other
+    processes, whichever program starts them. `may_fetch`: a known model is downloaded here, if
+    nothing else is refused; without it none is, and a model that is not on this machine is looked
+    at by its name alone."""
     refusals = Refusals()
     if config.rollout.samplers:
         refusals.collect(_check_samplers, config)
 
     refusals.collect(check_processes, config)
     refusals.collect(check_tracking, config)
-    given = refusals.collect(check_play, config, tasks)
-    refusals.collect(_check_serving, config, apart=apart or config.rollout.samplers > 0)
+    given_tasks = refusals.collect(check_play, config, tasks)
+    refusals.collect(_check_serving, config, is_disaggregated=apart or config.rollout.samplers > 0)
     refusals.collect(check_preference, config)
     if config.cold_start.episodes and not resume:
-        asks = "cold_start.episodes asks: set cold_start.episodes=0"
-        refusals.collect(check_solver, config, asks, may_fail=True)
+        reason = "cold_start.episodes asks: set cold_start.episodes=0"
+        refusals.collect(check_solver, config, reason, may_fail=True)
     if config.trainer.optimizer_from is not None and not resume:
         refusals.collect(_check_optimizer, config.trainer.optimizer_from)
 
@@ -100,11 +101,11 @@ def check_parts(
     refusals.collect(check_memory, config)
     refusals.collect(check_profile, config)
     _check_models(config, resume, may_fetch, refusals)
-    return given
+    return given_tasks
 
 
 def _check_models(config: RunConfig, resume: bool, may_fetch: bool, refusals: Refusals) -> None:
-    """Raises ConfigError for these and all `refusals`, before anything is downloaded."""
+    """Raises ConfigError for these and all `refusals` before anything is downloaded."""
     if may_fetch:
         refusals.raise_all()
 
@@ -122,9 +123,9 @@ def _check_samplers(config: RunConfig) -> None:
     RunSecret(config.run_dir / "engines", config.rollout.engine_secret).check()
 
 
-def _check_serving(config: RunConfig, *, apart: bool) -> None:
+def _check_serving(config: RunConfig, *, is_disaggregated: bool) -> None:
     check_engine(config.engine)
-    check_transport(config, apart=apart)
+    check_transport(config, apart=is_disaggregated)
 
 
 def _check_algorithm(config: RunConfig) -> None:
@@ -157,9 +158,9 @@ def remarks_before(config: RunConfig, given: GivenTasks | None) -> list[str]:
 
 
 def check_weights(config: RunConfig) -> list[str]:
-    """Refuses damaged files of the models that are on this machine, which a run loads; no weight is
-    read into memory. Returns a line for each whose digests were too much to compare. Raises
-    ModelError and TornError."""
+    """Refuses damaged files of the models that are on this machine and that a run loads. Reads no
+    weight into memory. Returns a line for each model whose digests were too large to compare.
+    Raises ModelError and TornError."""
     names = [section.name for section in _policies(config) if section.name != TINY]
     folders = {name: saved_folder(name) for name in (*names, *_models_beside(config))}
     adapters = (section.lora.adapter for section in _policies(config))
@@ -190,8 +191,8 @@ def _check_model(section: ModelSection, may_fetch: bool) -> None:
 
 
 def check_processes(config: RunConfig, *, world: int | None = None) -> None:
-    """Raises ConfigError where trainer.parallel asks for other numbers of processes than a
-    launcher has started (or `world`), and for what several processes can't train together."""
+    """Raises ConfigError where trainer.parallel needs another number of processes than a launcher
+    has started (or `world`), and for what several processes can't train together."""
     world = world if world is not None else world_size()
     try:
         config.trainer.parallel.replicas(world)
@@ -209,15 +210,15 @@ def check_processes(config: RunConfig, *, world: int | None = None) -> None:
 
 
 def serves_elsewhere(config: RunConfig, *, apart: bool) -> bool:
-    """Whether the first of several processes needs no whole model: what it trains lies in parts on
-    them, and engines in other processes serve (`apart`)."""
+    """Whether the first of several processes needs no whole model: the processes hold the trained
+    model in parts, and engines in other processes serve (`is_disaggregated`)."""
     return apart and config.trainer.parallel.is_spread and not config.data.given
 
 
 def load_checked(
     config: RunConfig, checkpoint: Path | None = None, *, for_part: bool = False
 ) -> LoadedModel:
-    """`load_policy`. Raises ConfigError, before anything is created, for a model that these
+    """Calls `load_policy`. Raises ConfigError, before anything is created, for a model that these
     processes can't share as trainer.parallel says."""
     loaded = load_policy(config, checkpoint, for_part=for_part)
     _check_spread(config, loaded)
@@ -227,9 +228,9 @@ def load_checked(
 
 
 def check_unloaded(config: RunConfig) -> LoadedModel | None:
-    """What `load_checked`, and the sampler after it, would refuse of the recipe's model, where that
-    is on this machine; no weight of a saved one is read. Returns it as far as it was read, None of
-    one that is not here. Raises ConfigError and ModelError."""
+    """Refuses what `load_checked`, and the sampler after it, would refuse of the recipe's model, if
+    that is on this machine. Reads no weight of a saved model. Returns the model as far as it was
+    read, None for one that is not on this machine. Raises ConfigError and ModelError."""
     if config.model.name == TINY:
         loaded = load_checked(config)
     else:
@@ -244,8 +245,8 @@ def check_unloaded(config: RunConfig) -> LoadedModel | None:
 
 
 def _check_template(config: RunConfig, loaded: LoadedModel) -> None:
-    """Raises ModelError for a chat template that no episode can go on in, and ConfigError for one
-    that takes no system message where the recipe's agent has one."""
+    """Raises ModelError for a chat template in which no episode can continue, and ConfigError for
+    one that takes no system message where the recipe's agent has one."""
     chat = ChatFormat(loaded.tokenizer, getattr(loaded.model, "generation_config", None))
     remedy = _system_remedy(config.agent)
     if remedy and chat.system_problem is not None:
@@ -253,7 +254,8 @@ def _check_template(config: RunConfig, loaded: LoadedModel) -> None:
 
 
 def _system_remedy(agent: AgentSection) -> str:
-    """How to do without the system message of the recipe's agent; empty where it has none."""
+    """How to do without the system message of the recipe's agent; empty where the agent has
+    none."""
     if isinstance(agent, CodeAgentSection):
         return f"agent.type={agent.type} always has one, so choose another model or agent"
     if getattr(agent, "system_prompt", None) is None:
@@ -273,8 +275,8 @@ def _check_spread(config: RunConfig, loaded: LoadedModel) -> None:
 def check_agent(
     config: RunConfig, agent: AgentFunction | None, tasks: Sequence[Task] | None
 ) -> None:
-    """Raises ConfigError for an agent function without tasks, no agent at all, and what samplers in
-    other processes could not have."""
+    """Raises ConfigError for an agent function without tasks, for no agent at all, and for what
+    samplers in other processes can't have."""
     if agent is not None and tasks is None and not config.tasks.given:
         raise ConfigError("an agent function needs tasks: pass tasks=[...]")
 
@@ -288,7 +290,7 @@ def check_agent(
 
 
 def check_sft_parts(config: RunConfig, resume: bool, *, may_fetch: bool = True) -> None:
-    """As `check_parts`, for `agentevo sft`, whose environment is optional."""
+    """Does the checks of `check_parts` for `agentevo sft`, whose environment is optional."""
     refusals = Refusals()
     for check in (check_processes, check_tracking, check_sft_data, check_memory, check_profile):
         refusals.collect(check, config)

@@ -1,5 +1,5 @@
-"""Cold start: the environment's own solver plays, the policy learns to say what it said. Gives RL a
-policy that knows the format and the basics."""
+"""Cold start: the environment's own solver plays, and the policy learns to write the solver's
+answers. RL then begins with a policy that knows the format and the basics."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def solver_samples(
     stop: Callable[[], bool] = lambda: False,
 ) -> list[Sample]:
     """Samples of the solver's answers in `episodes` episodes, on seeds that nothing else uses.
-    Raises as `solver_episodes`, and StopAskedError where `stop()` says so after an episode."""
+    Raises as `solver_episodes`, and StopAskedError when `stop()` is true after an episode."""
     samples: list[Sample] = []
     played = solver_episodes(
         config,
@@ -68,8 +68,8 @@ def cold_start(
     leader: Leader | None = None,
 ) -> dict[str, float]:
     """Trains the model in place and returns the metrics of the supervised phase. `leader`: of the
-    processes that do so together. Raises as `solver_samples`; once training has begun it ends
-    before its next step."""
+    processes that train together. Raises as `solver_samples`. A stop during training ends it before
+    its next step."""
     config = parts.config
     samples = demonstrations(parts, view, stop)
     seed = derive_seed(config.run.seed, "cold-start")

@@ -1,5 +1,5 @@
-"""Everything that a run works with, built once from its configuration: model, engine, agent,
-sampler, store."""
+"""Everything that a run works with: model, engine, agent, sampler and store, built once from the
+configuration."""
 
 from __future__ import annotations
 
@@ -65,42 +65,42 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Components:
-    """The parts of a run. The model is the trainer's; the engine computes with it, or has weights
-    of its own."""
+    """The parts of a run. The trainer trains the model. The engine computes with the model, or has
+    weights of its own."""
 
     config: RunConfig
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     engine: UpdatableEngine
     weights: WeightSender
-    """How what is trained reaches `engine`."""
+    """How trained weights reach `engine`."""
     store: Store
     tasks: TaskSource
     agent: Agent | None
     """None where nothing is played: supervised fine-tuning without an environment."""
     calls: CallLog
     note: Callable[[str], None] = to_stderr
-    """Hears what somebody should know."""
+    """Receives messages for the user."""
     checkpoint: Path | None = None
-    """What the model was loaded from; None for the recipe's own."""
+    """The checkpoint from which the model was loaded; None for the recipe's own model."""
     policies: Mapping[str, AgentPolicy] = field(default_factory=dict)
-    """By name, those of a rollout of several agents, the main one among them; empty where there is
-    but one."""
+    """By name, the policies of a rollout of several agents, including the main one; empty where
+    there is only one policy."""
     elsewhere: RunEngines | None = None
-    """`engine`, where this process makes none and the run's others evaluate."""
+    """Equals `engine` where this process makes no engine and the run's other engines evaluate."""
 
     @property
     def engines(self) -> list[UpdatableEngine]:
-        """Those of all policies, the main one's first."""
-        others = (policy.engine for policy in self.policies.values())
-        return [self.engine, *(engine for engine in others if engine is not self.engine)]
+        """The engines of all policies, the main one's first."""
+        policy_engines = (policy.engine for policy in self.policies.values())
+        return [self.engine, *(engine for engine in policy_engines if engine is not self.engine)]
 
     @property
     def trained(self) -> list[tuple[PreTrainedModel, UpdatableEngine]]:
-        """Every model that is trained, and its engine; the main one first."""
+        """Every trained model and its engine; the main one first."""
         names = trained_policies(self.config)
-        others = [(self.policies[name].model, self.policies[name].engine) for name in names[1:]]
-        return [(self.model, self.engine), *others]
+        secondary = [(self.policies[name].model, self.policies[name].engine) for name in names[1:]]
+        return [(self.model, self.engine), *secondary]
 
     @property
     def saved_beside(self) -> dict[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
@@ -109,10 +109,10 @@ class Components:
 
     def engine_stats(self) -> dict[str, float]:
         """Counters of all engines, added up."""
-        counted = Counter[str]()
+        totals = Counter[str]()
         for engine in self.engines:
-            counted.update(engine.stats())
-        return dict(counted)
+            totals.update(engine.stats())
+        return dict(totals)
 
     @property
     def plays(self) -> bool:
@@ -126,7 +126,7 @@ class Components:
 
     @cached_property
     def sampler(self) -> Sampler:
-        """Lets the agent attempt tasks."""
+        """The sampler, which lets the agent attempt tasks."""
         if self.agent is None:
             raise ConfigError("there is nothing to play: give the recipe an environment")
 
@@ -164,7 +164,7 @@ def checkpoint_section(section: ModelSection, checkpoint: Path) -> ModelSection:
 
 def check_memory(config: RunConfig) -> None:
     """Raises ConfigError, before anything is created, for keys of the section `memory` that this
-    machine can't follow: no GPU to take memory off, no torchao."""
+    machine can't support: it has no GPU to offload from, or no torchao."""
     if not is_accelerator(find(config.model.device)):
         for key in config.memory.offloads:
             raise ConfigError(offload_refusal(key))
@@ -175,10 +175,10 @@ def check_memory(config: RunConfig) -> None:
 def load_policy(
     config: RunConfig, checkpoint: Path | None = None, *, for_part: bool = False
 ) -> LoadedModel:
-    """The recipe's model, or the checkpoint in its place (see `checkpoint_section`), with
+    """The recipe's model, or the checkpoint in its place (see `checkpoint_section`), with its
     tokenizer, on its device, with this package's attention and, where the recipe asks for it, with
-    routers that can replay. `for_part`: it will be cut by `spread`, which takes this process's part
-    to the device: until then its weights are files that are mapped, and not held in memory."""
+    routers that can replay. `for_part`: `spread` will divide the model and move this process's part
+    to the device; until then the weights are memory-mapped files and not held in memory."""
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
 
@@ -229,12 +229,13 @@ async def open_components(  # noqa: PLR0913 (the ways in which commands begin)
 ) -> AsyncIterator[Components]:
     """Builds everything; closes the store at the end. `checkpoint` replaces the recipe's model, see
     `checkpoint_section`; `loaded` is what `load_policy` has found already; `transport`: how the
-    engine gets what is trained (`local_transport`); `note` is told what somebody should know;
-    `may_play=False`: a program's own loop plays, and nobody here; `traced`: its calls go where the
-    recipe's `tracing` says; `elsewhere`: no engine is made here, the run's others are asked."""
+    engine gets what is trained (`local_transport`); `note` shows a message to the user;
+    `may_play=False`: a program's own loop plays, and this process does not; `traced`: its calls go
+    where the recipe's `tracing` says; `uses_run_engines`: this process makes no engine and asks the
+    run's other ones."""
     loaded = load_policy(config, checkpoint) if loaded is None else loaded
-    others = _run_engines(config) if elsewhere else None
-    engine = others or _own_engine(config, loaded, transport)
+    run_engines = _run_engines(config) if elsewhere else None
+    engine = run_engines or _own_engine(config, loaded, transport)
     main = AgentPolicy(loaded.model, loaded.tokenizer, engine)
     policies = make_policies(config, main, checkpoint, load_policy, transport)
     needs_environment = agent is None and isinstance(config.agent, EnvironmentAgentSection)
@@ -267,7 +268,7 @@ async def open_components(  # noqa: PLR0913 (the ways in which commands begin)
             note=note,
             checkpoint=checkpoint,
             policies=policies,
-            elsewhere=others,
+            elsewhere=run_engines,
         )
 
         if player is not None:
@@ -286,7 +287,7 @@ def _own_engine(config: RunConfig, loaded: LoadedModel, transport: str) -> Updat
 
 
 def _run_engines(config: RunConfig) -> RunEngines:
-    from agentevo.inference.run_engines import RunEngines  # which needs websockets
+    from agentevo.inference.run_engines import RunEngines  # needs websockets
 
     return RunEngines(config)
 
@@ -295,10 +296,10 @@ def load_token_reward_model(
     config: RunConfig,
     policy: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    share: Callable[[PreTrainedModel], PreTrainedModel] = lambda whole: whole,
+    share: Callable[[PreTrainedModel], PreTrainedModel] = lambda model: model,
 ) -> TokenRewardModel | None:
-    """The model that adds to the environment's rewards; None for a recipe without one. `share`
-    makes this process's part of it."""
+    """The model whose scores are added to the environment's rewards; None for a recipe without one.
+    `share` makes this process's part of it."""
     section = config.reward_model
     if section.name is None:
         return None

@@ -1,7 +1,7 @@
 """What `agentevo sft` trains on: conversations from files, episodes of the environment's solver,
 the best stored attempts of another run.
 
-Whatever is not used is in a RowReport, with its reason and its place.
+Everything that is not used is in a RowReport, with its reason and its place.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ class SFTData:
 
 
 class ConversationBatches:
-    """Conversations by the batch, in an order that follows from the run's seed (supervised
+    """Batches of conversations, in an order that follows from the run's seed (supervised
     fine-tuning).
 
-    Some of them may be held out: then the best checkpoint is the one with the lowest loss on those,
-    unless the recipe has an environment to play.
+    Some conversations may be held out. The best checkpoint is then the one with the lowest loss on
+    these, unless the recipe has an environment to play.
     """
 
     activity = "data"
@@ -96,7 +96,7 @@ class ConversationBatches:
         self._config = config
         self._data = data
         self.measure: Callable[..., dict[str, float] | None] | None = None
-        """SupervisedTrainer.held_out of whoever trains on them."""
+        """SupervisedTrainer.held_out of the trainer that trains on the conversations."""
         seed = derive_seed(config.run.seed, "sft-order")
         self._batches = plan_batches(data.sizes(), config.sft, seed)
         self.num_steps = len(self._batches)
@@ -110,7 +110,7 @@ class ConversationBatches:
         return Collected(given=samples, metrics={"training/epoch": epochs})
 
     def prepare(self, collected: Collected, step: int) -> PreparedBatch:
-        """They are trained on as they are."""
+        """The conversations are trained on as they are."""
         return PreparedBatch(collected.given)
 
     async def replay(self, record: StepRecord) -> PreparedBatch:
@@ -151,7 +151,7 @@ class ConversationBatches:
         }
 
     def warnings(self) -> list[str]:
-        """Rows that were left out."""
+        """The rows that were left out."""
         return [
             line for report in self._data.reports for line in report.lines() if LEFT_OUT in line
         ]
@@ -160,7 +160,8 @@ class ConversationBatches:
         return {"planned_steps": self.num_steps, "digest": self._digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ConfigError if the data gives another number of steps than it gave then."""
+        """Raises ConfigError if the data gives another number of steps than when the run was
+        started."""
         if state["planned_steps"] != self.num_steps:
             raise ConfigError(
                 f"data: it gives {self.num_steps} steps, but gave {state['planned_steps']} when "
@@ -184,19 +185,19 @@ def _held_out_only(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def check_sft_data(config: RunConfig) -> None:
-    """Raises ConfigError, before anything is created, for what is missing: files, packages, the
-    solver, the other run."""
+    """Raises ConfigError, before anything is created, for missing files, packages, solver or other
+    run."""
     check_sft(config)
     data = config.data
     for key, sources in (("data.train", data.train), ("data.eval", data.eval)):
         for source in sources:
             check_source(source, key)
 
-    given = [str(Path(source).expanduser().resolve()) for source in (*data.train, *data.eval)]
-    twice = next((source for source in given if given.count(source) > 1), None)
-    if twice is not None:
+    paths = [str(Path(source).expanduser().resolve()) for source in (*data.train, *data.eval)]
+    duplicate = next((source for source in paths if paths.count(source) > 1), None)
+    if duplicate is not None:
         raise ConfigError(
-            f"data.train, data.eval: {twice} is given twice: its conversations would count "
+            f"data.train, data.eval: {duplicate} is given twice: its conversations would count "
             "twice, or be held out and trained on"
         )
 
@@ -215,7 +216,7 @@ def check_sft_data(config: RunConfig) -> None:
 def read_sft_data(
     config: RunConfig, loaded: LoadedModel, view: LiveView, stop: Callable[[], bool]
 ) -> SFTData | None:
-    """`load_sft_data` for a model; None where `stop()` said so meanwhile."""
+    """`load_sft_data` for a model; None when `stop()` becomes true while it reads."""
     context = context_length(loaded.model.config)
     chat = None
     if config.environment is not None:
@@ -237,7 +238,7 @@ def load_sft_data(
     stop: Callable[[], bool] = lambda: False,
 ) -> SFTData:
     """Reads and encodes everything. Raises ConfigError if no row is left to train on, and
-    StopAskedError where `stop()` says so meanwhile. `chat` is needed for demonstrations."""
+    StopAskedError when `stop()` becomes true while it reads. Demonstrations need `chat`."""
     section = config.data
     conversations = SFTData()
     limit = row_limit(context_length, section.max_tokens)
@@ -315,8 +316,8 @@ def _from_files(
 def _fitting(
     samples: Sequence[Sample], report: RowReport | str, limit: int, reports: list[RowReport]
 ) -> Conversations:
-    """Samples by the conversation that they are of; one that is too long costs the whole
-    conversation."""
+    """Samples by the conversation that they belong to. One sample that is too long excludes the
+    whole conversation."""
     grouped: dict[str, list[Sample]] = {}
     for sample in samples:
         grouped.setdefault(sample.trajectory_id, []).append(sample)
@@ -344,8 +345,8 @@ def _fitting(
 def _best_attempts(
     config: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Sample], RowReport]:
-    """Rejection sampling: the samples of the best stored training attempts, at most per_task of a
-    task, and an account of all of them."""
+    """Rejection sampling: the samples of the best stored training attempts, at most `per_task` for
+    each task, and an account of all attempts."""
     check_tokenizer(folder, tokenizer, "data.best_of", config.model.name)
 
     async def read(store: Any) -> list[Trajectory]:
@@ -360,8 +361,8 @@ def _best_attempts(
 def best_attempts(
     attempts: Sequence[Trajectory], min_reward: float | None, per_task: int, where: str
 ) -> tuple[list[Sample], RowReport]:
-    """Of every task the attempts with the highest reward, of equals the one with the fewest tokens;
-    none twice, token by token."""
+    """For every task the attempts with the highest reward, and among equals the one with the fewest
+    tokens. No two of them have equal tokens."""
     report = RowReport("best_of", rows=len(attempts))
     tasks: dict[str, list[Trajectory]] = {}
     for attempt in attempts:
@@ -378,27 +379,27 @@ def best_attempts(
     samples: list[Sample] = []
     for task, members in tasks.items():
         members.sort(key=lambda t: (-t.reward, t.num_completion_tokens(), t.id))
-        kept: list[Any] = []
+        accepted: list[Any] = []
         for attempt in members:
             name = f"{where}:{attempt.id}"
             answer = answer_of(attempt)
-            if any(answer.says(other) for other in kept):
+            if any(answer.says(previous) for previous in accepted):
                 report.add(
                     name, RowError("duplicate", f"says what a better attempt at {task} says")
                 )
-            elif len(kept) == per_task:
+            elif len(accepted) == per_task:
                 report.add(
                     name, RowError("beyond_per_task", f"{per_task} of {task} are taken already")
                 )
             else:
-                kept.append(answer)
+                accepted.append(answer)
                 samples += answer.rows
 
     return samples, report
 
 
 def _hold_out(train: Conversations, share: float, seed: int) -> Conversations:
-    """Takes the share out of `train`, at least one conversation and never the last one."""
+    """Moves the share out of `train`, at least one conversation and never the last one."""
     names = list(train)
     count = min(max(1, round(share * len(names))), len(names) - 1)
     chosen = set(random.Random(derive_seed(seed, "sft-held-out")).sample(names, max(count, 0)))

@@ -24,9 +24,9 @@ def solver_episodes(
     note: Callable[[str], None],
     remedy: str,
 ) -> Iterator[tuple[int, Demonstration]]:
-    """The episodes with their numbers. Those that the environment fails are left out and told at
-    the end. Raises ConfigError for an environment without a solver, with the remedy, and where all
-    episodes fail."""
+    """The episodes with their numbers. Episodes that the environment fails are left out and
+    reported at the end. Raises ConfigError for an environment without a solver, with the remedy,
+    and where all episodes fail."""
     failures: list[EnvironmentFailure] = []
     with solo_environment(config, note) as solo:
         for index in over(range(episodes), "demonstrations", episodes, "episodes"):

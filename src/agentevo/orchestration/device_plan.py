@@ -1,4 +1,4 @@
-"""Which devices of this machine the trainer and each engine of `agentevo train` have."""
+"""The devices of this machine that the trainer and each engine of `agentevo train` use."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from agentevo.config.parallel import world_size
 from agentevo.errors import ConfigError
 
 _SGLANG_SIZES = ("--tp-size", "--tensor-parallel-size", "--tp")
-"""How SGLang is told of the devices that share a layer."""
+"""SGLang's option for the number of devices that share a layer."""
 
 
 class DevicePlan(NamedTuple):
     """Devices by their numbers among those that this process sees. Invariant: a device belongs to
-    one process, but for one that the trainer shares with the only engine."""
+    one process, except for one that the trainer shares with the only engine."""
 
     trainer: tuple[int, ...]
-    """One for each rank."""
+    """One device for each rank."""
     engines: tuple[tuple[int, ...], ...]
-    """Those of each engine."""
+    """The devices of each engine."""
 
     def __str__(self) -> str:
         trainer = ", ".join(map(str, self.trainer))
@@ -33,9 +33,10 @@ class DevicePlan(NamedTuple):
 
 
 def plan_devices(count: int, ranks: int, engines: int, per_engine: int) -> DevicePlan:
-    """The plan for `ranks` of a trainer and so many engines, of `per_engine` devices each, on a
-    machine with `count` devices: the trainer has the first ones, engines follow. One engine of one
-    device shares the trainer's where none is left. Raises ConfigError where they don't fit."""
+    """The plan for `ranks` of a trainer and that many engines, of `per_engine` devices each, on a
+    machine with `count` devices. The trainer has the first devices, and the engines follow. A
+    single engine of one device shares the trainer's device where none is left. Raises ConfigError
+    where they don't fit."""
     trainer = tuple(range(ranks))
     if engines == per_engine == 1 and ranks == count:
         return DevicePlan(trainer, ((trainer[-1],),))
@@ -60,8 +61,8 @@ def plan_devices(count: int, ranks: int, engines: int, per_engine: int) -> Devic
 
 
 def devices_per_engine(section: EngineSection) -> int:
-    """How many devices share the layers of one engine. Raises ConfigError for options of vLLM that
-    are none."""
+    """The number of devices that share the layers of one engine. Raises ConfigError for invalid
+    options of vLLM."""
     if section.type == "vllm":
         from agentevo.inference.vllm_options import read_options
 

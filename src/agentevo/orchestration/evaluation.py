@@ -1,5 +1,5 @@
-"""How good the policy is on held-out tasks, beside a random and an optimal player under the same
-limits."""
+"""How good the policy is on held-out tasks, compared with a random and an optimal player under the
+same limits."""
 
 from __future__ import annotations
 
@@ -19,50 +19,50 @@ BY_STAGE = "success_by_stage"
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation's numbers, and what went wrong in it."""
+    """An evaluation's metrics and errors."""
 
     metrics: dict[str, float]
     num_tokens: int
-    """Generated tokens."""
+    """The number of generated tokens."""
     num_attempts: int
     errors: list[str | None]
-    """Of the failed attempts."""
+    """The errors of the failed attempts."""
 
     @property
     def failures(self) -> str:
-        """How many failed and why, in words; empty where none did."""
+        """How many attempts failed and why, in words; empty where none failed."""
         if not self.errors:
             return ""
         words = failure_words(self.errors, self.num_attempts)
         return f"{words}; they count neither in success nor in reward"
 
     def notes(self, config: RunConfig, *, is_first: bool = True) -> list[str]:
-        """What is to be said under the table of its numbers; what success means stands under the
-        first one alone."""
+        """The lines under the table of an evaluation's numbers. Only the first table explains what
+        success means."""
         meaning = meaning_of_success(config) if is_first else ""
         return [line for line in (self.stages, self.failures, meaning) if line]
 
     @property
     def stages(self) -> str:
         """Greedy success by stage, in words; empty where there are none."""
-        found = [
+        rates = [
             f"{key.rpartition('/')[2]} {value:.1%}"
             for key, value in self.metrics.items()
             if f"/{BY_STAGE}/greedy/" in key
         ]
-        return f"success by stage: {', '.join(found)}" if found else ""
+        return f"success by stage: {', '.join(rates)}" if rates else ""
 
 
 def reference_players(parts: Components) -> Baselines | None:
-    """Mean success of the two reference players on the held-out tasks; None for a user's own
-    agent, and, with a note, for an environment that can't say."""
+    """Mean success of the two reference players on the held-out tasks; None for a user's own agent,
+    and, with a note, for an environment that can't give it."""
     if parts.config.environment is None:
         return None
     return players_of(parts.config, parts.tasks.held_out(), parts.note)
 
 
 def meaning_of_success(config: RunConfig) -> str:
-    """What the numbers of a graded agent mean; empty for an environment's own success."""
+    """The meaning of the numbers of a graded agent; empty for an environment's own success."""
     if config.environment is not None and isinstance(config.agent, EnvironmentAgentSection):
         return ""
 
@@ -81,11 +81,11 @@ def meaning_of_success(config: RunConfig) -> str:
 async def evaluate(
     parts: Components, step: int, *, samples: int, players: Baselines | None, label: str = ""
 ) -> Evaluated:
-    """One greedy attempt per held-out task, and `samples` sampled ones: `val-core/...` metrics.
-    Success and reward are means over the attempts that completed, and left out where there is
-    none. `val-aux/.../failed` is the share of failed ones, `.../failed_by/.../KIND` how many of
-    each kind, where there are any. `val-aux/.../success_by_stage/.../STAGE` is over the tasks of
-    each of the recipe's stages.
+    """Plays one greedy attempt per held-out task, and `samples` sampled ones: metrics
+    `val-core/...`. Success and reward are means over the attempts that completed, and left out
+    where none did. `val-aux/.../failed` is the share of failed attempts, `.../failed_by/.../KIND`
+    their number by kind, where there are any. `val-aux/.../success_by_stage/.../STAGE` is over the
+    tasks of each of the recipe's stages.
 
     `label` begins the trajectories' own labels: needed where one step is evaluated twice.
     """
@@ -113,13 +113,17 @@ async def evaluate(
         tokens += sum(t.num_completion_tokens() for t in trajectories)
 
         played = {t.agent for t in trajectories}
-        for agent in config.agents if len(played) > 1 else ():  # one alone: the numbers below
-            if own := [t for t in trajectories if t.agent == agent and t.status == "completed"]:
+        for agent in (
+            config.agents if len(played) > 1 else ()
+        ):  # a single agent has the numbers below
+            if completed := [
+                t for t in trajectories if t.agent == agent and t.status == "completed"
+            ]:
                 by_agent[f"val-core/{name}:{agent}/success/{decoding}"] = fmean(
-                    t.success for t in own
+                    t.success for t in completed
                 )
                 by_agent[f"val-core/{name}:{agent}/reward/{decoding}"] = fmean(
-                    t.reward for t in own
+                    t.reward for t in completed
                 )
 
         if config.agents:  # the numbers of the attempts are those of the main agent
@@ -151,12 +155,12 @@ async def evaluate(
 
 def _by_stage(parts: Components, done: Sequence[Trajectory], prefix: str) -> dict[str, float]:
     """Success of completed attempts at the tasks of each stage that has some, as PREFIX/STAGE."""
-    found = {}
+    metrics = {}
     stages = parts.tasks.held_out_by_stage() if parts.config.tasks.stages else {}
     for stage, ids in stages.items():
-        if own := [t.success for t in done if t.task_id in ids]:
-            found[f"{prefix}/{stage}"] = fmean(own)
-    return found
+        if successes := [t.success for t in done if t.task_id in ids]:
+            metrics[f"{prefix}/{stage}"] = fmean(successes)
+    return metrics
 
 
 def headline(metrics: dict[str, float]) -> float | None:
@@ -170,6 +174,6 @@ def failed_share(metrics: dict[str, float]) -> float:
 
 
 def solved_share(metrics: dict[str, float]) -> float:
-    """Of all greedy attempts those that succeeded, failed ones counted: weights under which
-    attempts fail are never the best for it."""
+    """The share of all greedy attempts that succeeded, counting failed ones. By this number,
+    weights under which attempts fail are never the best."""
     return (headline(metrics) or 0.0) * (1.0 - failed_share(metrics))

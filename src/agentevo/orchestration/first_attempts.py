@@ -1,8 +1,8 @@
 """The defined end of a run whose agent, environment or scorer is broken: every attempt of its first
-evaluation, or of its first step, has failed. Later failures are counted and end nothing.
+evaluation, or of its first step, has failed. Later failures are counted and do not end the run.
 
-Nothing was trained then, so the run does not occupy its folder (`runs.chain.is_given_up`): whoever
-has mended what is broken begins it again there, by the same command.
+Nothing was trained at that point, so the run does not occupy its folder (`runs.chain.is_given_up`):
+after the repair, the same command starts the run in the same folder.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from agentevo.types import Trajectory
 
 
 def check_evaluation(parts: Components, evaluated: Evaluated) -> None:
-    """Raises AttemptsFailedError, with where the first was raised, if no attempt has ended in
-    order."""
+    """Raises AttemptsFailedError, with the place where the first error was raised, if every attempt
+    has failed."""
     failed = _describe_failure(parts, "the evaluation", evaluated.errors, evaluated.num_attempts)
     if failed:
         raise AttemptsFailedError(failed)
@@ -31,7 +31,7 @@ def check_evaluation(parts: Components, evaluated: Evaluated) -> None:
 def check_first_evaluation(
     parts: Components, evaluated: Evaluated, command: str, head: HeadFile
 ) -> None:
-    """The same of a run's first evaluation; `head` learns that the run is given up."""
+    """Does the same for a run's first evaluation. `head` records that the run is given up."""
     what = "the first evaluation"
     _give_up(
         parts,
@@ -44,7 +44,8 @@ def check_first_evaluation(
 def check_first_step(
     parts: Components, trajectories: Sequence[Trajectory], command: str, head: HeadFile
 ) -> None:
-    """The same of the attempts of a run's first step; a step on given data has none."""
+    """Does the same for the attempts of a run's first step. A step on given data has no
+    attempts."""
     errors = [trajectory.error for trajectory in trajectories if trajectory.status == "failed"]
     _give_up(
         parts, _describe_failure(parts, "the first step", errors, len(trajectories)), command, head
@@ -54,8 +55,8 @@ def check_first_step(
 def _describe_failure(
     parts: Components, what: str, errors: list[str | None], num_attempts: int
 ) -> str:
-    """Says what failed, and where the first was raised, whose traceback has been shown already;
-    empty where something did not."""
+    """Says what failed and where the first error was raised, whose traceback has already been
+    shown; empty where at least one attempt did not fail."""
     if not num_attempts or len(errors) < num_attempts:
         return ""
     failed = f"{what}: {failure_words(errors, num_attempts)}"
@@ -72,7 +73,7 @@ def _give_up(parts: Components, failed: str, command: str, head: HeadFile) -> No
 
 
 def _begin_again(config: RunConfig, command: str) -> str:
-    """Says how to go on with a run that ended so."""
+    """Says how to continue with a run that ended so."""
     if config.agent.type == "function":
         how = "by the same call"
     elif command == "learn":

@@ -31,10 +31,10 @@ def policy_trainer(
     config: RunConfig,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    share: Shared = lambda whole: whole,
+    share: Shared = lambda model: model,
 ) -> Trainer:
     """The trainer of a policy that learns by advantages, as the recipe says. `share` is for the
-    models beside it that do not begin as copies of the policy."""
+    additional models that do not begin as copies of the policy."""
     trainer = Trainer(
         model,
         config.trainer,
@@ -52,7 +52,7 @@ def policy_trainer(
 def preference_trainer(
     config: RunConfig, model: PreTrainedModel, demonstrations: Demonstrations | None = None
 ) -> PreferenceTrainer:
-    """The trainer of a policy that learns by comparing answers. `demonstrations` is for who makes
+    """The trainer of a policy that learns by comparing answers. `demonstrations` is needed to make
     pairs of attempts."""
     return PreferenceTrainer(
         model,
@@ -80,7 +80,7 @@ def supervised_trainer(
 def cold_start_trainer(
     config: RunConfig, model: PreTrainedModel, settings: SFTSection, total_steps: int
 ) -> SupervisedTrainer:
-    """The trainer of a cold start, which draws dropout by itself."""
+    """The trainer of a cold start, which draws dropout on its own."""
     return SupervisedTrainer(
         model,
         settings,
@@ -99,7 +99,8 @@ def make_learner(
     share: Shared,
     *arguments: Any,
 ) -> Any:
-    """The trainer of that name; see the module. `arguments`: what the recipe does not say."""
+    """The trainer with that name; see the module. `arguments`: what the recipe does not
+    determine."""
     match name:
         case "policy":
             return policy_trainer(config, model, tokenizer, share)

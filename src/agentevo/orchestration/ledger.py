@@ -1,4 +1,5 @@
-"""What the ledger is told of a step: what goes into it, why the rest does not, and its plan."""
+"""What the ledger records of a step: which attempts it trained on, why the others are left out, and
+its plan."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from agentevo.training.learner import PreparedBatch
 
 
 async def reserve(store: Store, step: int, collected: Collected, batch: PreparedBatch) -> list[str]:
-    """Reserves the attempts that the step trains on; the others are dropped when it is committed.
-    Returns the ids of the former, in order."""
+    """Reserves the attempts that the step trains on. The others are dropped when the step is
+    committed. Returns the ids of the reserved attempts, in order."""
     dropped = collected.dropped | batch.dropped
     trained_ids = [t.id for t in collected.kept if t.id not in dropped]
     await with_retries(
@@ -30,8 +31,9 @@ async def reserve(store: Store, step: int, collected: Collected, batch: Prepared
 
 
 def drop_reasons(collected: Collected, batch: PreparedBatch) -> dict[str, str]:
-    """Id -> reason of each attempt that is not trained on, without those that never are: the greedy
-    ones, what an agent says that does not learn, and all where the run only samples."""
+    """Id -> reason of each attempt that is not trained on, without those that are never trained on:
+    greedy attempts, attempts of agents that do not learn, and all attempts where the run only
+    samples."""
     reasons = collected.dropped | batch.dropped
     never = (BASELINE, NOT_TRAINED, ONLY_SAMPLED)
     return {name: reason for name, reason in reasons.items() if reason not in never}
@@ -59,8 +61,8 @@ def plan_of(
 
 
 async def commit(store: Store, end: End, plan: StepPlan, record: Mapping[str, Any]) -> End:
-    """Commits the step after `end` with its plan, the rest of its record, and its place in the
-    chain, and drops what the plan does, in one transaction. Returns the new end."""
+    """Commits the step after `end` with its plan, the rest of its record and its place in the
+    chain, and drops the attempts that the plan drops, in one transaction. Returns the new end."""
     step = end.step + 1
     content = {**record, KEY: plan.to_record()}
     chain = link(step, content, end.chain)

@@ -1,9 +1,9 @@
-"""Attempts that nobody will train on, as a trainer finds them in the store: samplers may be other
-processes, and tell it nothing else.
+"""Attempts that no trainer will train on, found in the store: samplers may be other processes, and
+the store is the only channel from them.
 
 An attempt that failed or was cancelled is counted. A task that was set aside (`poison`: the
-infrastructure failed it again and again; `failed`: its group could not be stored) is told of with
-its error. Where nothing else comes, waiting would be in vain: TrainingError.
+infrastructure failed it repeatedly; `failed`: its group could not be stored) is reported with its
+error. Where nothing else arrives, waiting is useless: TrainingError.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from agentevo.types import Status
 SET_ASIDE: tuple[TaskState, ...] = ("poison", "failed")
 """States of tasks that will never have a group."""
 IN_VAIN_STEPS = 3
-"""Steps' worth of attempts that may fail in a row, or of tasks that may be set aside while one step
-waits."""
+"""The number of steps' worth of attempts that may fail in a row, or of tasks that may be set aside,
+while one step waits."""
 PAGE = 64
 _AGAIN = (
     "once that is mended, `agentevo store retry RUN` queues such tasks again, and --resume goes on"
@@ -32,8 +32,8 @@ _GOES_ON = "once that is mended, the same command with --resume goes on (`agente
 
 
 class LostAttempts:
-    """See the module. `note` is told of tasks that are set aside, each once, and again if it was
-    queued again in between."""
+    """See the module. `note` reports each task that is set aside once, and again if it was queued
+    again in between."""
 
     def __init__(self, config: RunConfig, store: Store, note: Callable[[str], None]) -> None:
         self._config = config
@@ -57,11 +57,12 @@ class LostAttempts:
         return {f"sampler/{name}": float(self._counts[name]) for name in names}
 
     async def look(self) -> None:
-        """Counts and tells what is new."""
+        """Counts and reports what is new."""
         await with_retries(self._look, within_s=STORE_RETRY_S, what="looking after attempts")
 
     def round_ended(self) -> None:
-        """Attempts came: what was set aside until now did not stop the run."""
+        """Called when attempts have arrived: the tasks that were set aside so far did not stop the
+        run."""
         self._since_round = 0
 
     async def check(self) -> None:
@@ -117,7 +118,7 @@ class LostAttempts:
             self._since_round += len(new_tasks)
 
     async def _new(self, status: Status) -> list[TrajectorySummary]:
-        """Training attempts of that status that were written since the last look, newest first;
+        """Training attempts with that status that were written since the last look, newest first;
         none at the first look."""
         limit = PAGE
         while True:
@@ -129,13 +130,13 @@ class LostAttempts:
                 self._newest[status] = ids[0] if ids else None
                 return []
 
-            known = self._newest[status]
-            if known not in ids and len(page) == limit:
+            last_seen = self._newest[status]
+            if last_seen not in ids and len(page) == limit:
                 limit *= 4
                 continue
 
             self._newest[status] = ids[0] if ids else None
-            return page[: ids.index(known)] if known in ids else page
+            return page[: ids.index(last_seen)] if last_seen in ids else page
 
     async def _check_failed(self) -> None:
         trainer = self._config.trainer
@@ -154,7 +155,7 @@ class LostAttempts:
 
 
 def in_vain(step: int, aside: Sequence[StoredTask]) -> TrainingError:
-    """The error for a step all of whose tasks were set aside."""
+    """The error for a step whose tasks were all set aside."""
     return TrainingError(
         f"step {step}: all of its {len(aside)} tasks were set aside, {aside[-1].task.id!r} with: "
         f"{aside[-1].error}; {_AGAIN}"

@@ -1,5 +1,5 @@
-"""Who plays a run's tasks, and in what: agents and environments, made and checked before anything
-is created. Needs no torch: samplers on machines without it use the same."""
+"""The agents that play a run's tasks, and their environments, made and checked before anything is
+created. This module does not need torch, so samplers on machines without it use it too."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ from agentevo.rollout.tasks import environment_seed
 from agentevo.types import Baselines, Task
 
 CORPUS_EPISODES = 64
-"""Environments that the tiny policy's word tokenizer reads."""
+"""The number of environments that the tiny policy's word tokenizer reads."""
 
 
 def find_agent(config: RunConfig, function: AgentFunction | None) -> FunctionAgent:
-    """Who plays: the function that a program gave, else the registered agent of the recipe."""
+    """The agent that plays: the function that a program gave, else the registered agent of the
+    recipe."""
     if function is not None:
         agent = FunctionAgent(function)
     else:
@@ -46,8 +47,8 @@ def find_agent(config: RunConfig, function: AgentFunction | None) -> FunctionAge
 
 
 def check_named(config: RunConfig) -> None:
-    """Raises ConfigError for what a recipe names and can't have: its agent, question family or
-    functions of its algorithm, or their options. Reads no tasks, and makes no environment and no
+    """Raises ConfigError for names in a recipe that can't be resolved: its agent, question family
+    or functions of its algorithm, or their options. Reads no tasks, and makes no environment and no
     model."""
     find_agent(config, None)
     check_names(config.algorithm)
@@ -80,23 +81,23 @@ def check_play(config: RunConfig, tasks: Sequence[Task] | None) -> GivenTasks | 
     return None if source is None else source.read
 
 
-def _check_scoring(config: RunConfig, scoring: Scoring, given: Sequence[Task]) -> None:
+def _check_scoring(config: RunConfig, scoring: Scoring, tasks: Sequence[Task]) -> None:
     agent = None if config.agent.type == "function" else find_agent(config, None)
-    check_agent_names(given, config.agent.type)
-    needs_scorer = agent is not None and (agent.needs_scorer or any(map(asks_once, given)))
-    scoring.check(given, needed=needs_scorer)
-    check_calibrated(scoring.configs(given), config.remote_models)
+    check_agent_names(tasks, config.agent.type)
+    needs_scorer = agent is not None and (agent.needs_scorer or any(map(asks_once, tasks)))
+    scoring.check(tasks, needed=needs_scorer)
+    check_calibrated(scoring.configs(tasks), config.remote_models)
 
 
 def make_environment(config: RunConfig) -> TextEnvironment:
-    """A fresh environment, with the limit on actions that environment and agent have in common."""
+    """A new environment, with the smaller of the limits on actions of environment and agent."""
     if config.environment is None:
         raise ConfigError("environment: this run has none: add environment.type=NAME")
     return make(config.environment.model_copy(update={"max_actions": config.max_actions}))
 
 
 def solo_environment(config: RunConfig, note: Callable[[str], None] = to_stderr) -> SoloEnvironment:
-    """A fresh environment outside of attempts. Raises ConfigError for one that can't be made."""
+    """A new environment outside of attempts. Raises ConfigError for one that can't be made."""
     return SoloEnvironment(
         lambda: make_environment(config), within_s=config.agent.timeout_s, note=note
     )
@@ -106,27 +107,31 @@ def reference_players(
     config: RunConfig, tasks: Sequence[Task], note: Callable[[str], None]
 ) -> Baselines | None:
     """Mean success of a random and an optimal player at an environment's tasks; None for tasks that
-    are no environment's, and, with a note, for an environment that can't say."""
+    belong to no environment, and, with a note, for an environment that can't give it."""
     if config.environment is None:
         return None
 
     seeds = [task.seed for task in tasks]
     try:
         with solo_environment(config, note) as solo:
-            return solo.call(lambda one: mean_baselines(one.config, seeds, config.max_actions))
+            return solo.call(
+                lambda environment: mean_baselines(environment.config, seeds, config.max_actions)
+            )
     except (ConfigError, EnvironmentFailure) as error:
         note(f"what a random and an optimal player reach is not known: {error}")
         return None
 
 
 def check_solver(config: RunConfig, who_asks: str, *, may_fail: bool = False) -> None:
-    """Raises ConfigError if the environment has no solver, with who asks for one and the remedy.
-    `may_fail`: an episode that the environment fails is left out by who asks, so it says
-    nothing."""
+    """Raises ConfigError if the environment has no solver. The error contains `who_asks`, which
+    names the key that needs the solver and the remedy. `may_fail`: the caller leaves out episodes
+    that the environment fails, so a failure is not an error."""
     seed = environment_seed(config.run.seed, "demonstration", 0)
     with solo_environment(config) as solo:
         try:
-            shown = solo.call(lambda one: demonstrate(one, seed, config.environment_agent, 0.0))
+            shown = solo.call(
+                lambda environment: demonstrate(environment, seed, config.environment_agent, 0.0)
+            )
         except EnvironmentFailure as error:
             if may_fail:
                 return
@@ -139,17 +144,19 @@ def check_solver(config: RunConfig, who_asks: str, *, may_fail: bool = False) ->
 
 
 def corpus_of(config: RunConfig) -> Iterable[str]:
-    """Texts that hold every word of the environment's conversations, or of the tasks' queries and
+    """Texts with every word of the environment's conversations, or of the tasks' queries and
     answers, for the word tokenizer."""
     if config.environment is None:
         source = TaskSource(config, None)
-        asked = source.proposals.of_step(1) if source.proposals is not None else []
-        for task in (*source.given(), *asked):
+        proposed = source.proposals.of_step(1) if source.proposals is not None else []
+        for task in (*source.given(), *proposed):
             yield from (task.query or "", *map(str, references(task.answer)))
         return
 
     agent = config.agent
-    if not isinstance(agent, EnvironmentAgentSection):  # words of its own, and the environment's
+    if not isinstance(
+        agent, EnvironmentAgentSection
+    ):  # such an agent adds its own words to the environment's
         agent = EnvironmentAgentSection()
 
     def episode(environment: TextEnvironment, seed: int) -> list[str]:

@@ -26,8 +26,8 @@ from agentevo.types import Sample, Trajectory
 
 
 def solver_answers(parts: Components) -> Callable[[str], list[Sample]] | None:
-    """Task id -> the conversations that the environment's solver has on it; None for a recipe whose
-    pairs come from elsewhere."""
+    """Task id -> the conversations of the environment's solver on it; None for a recipe whose pairs
+    have another source."""
     preference = parts.config.algorithm.preference()
     if preference is None or preference.pairs != "demonstrations" or parts.config.data.given:
         return None
@@ -36,14 +36,14 @@ def solver_answers(parts: Components) -> Callable[[str], list[Sample]] | None:
 
 def given_pairs(parts: Components) -> list[list[Pair]] | None:
     """The recipe's own pairs, by line or by group; None where it gives none. Raises ConfigError for
-    pairs that can't be had."""
+    pairs that can't be read."""
     preference = parts.config.algorithm.preference()
     return None if preference is None else _given_groups(parts, preference)
 
 
 def check_preference(config: RunConfig) -> None:
-    """Raises ConfigError, before anything is created, for what is missing: a solver, lines of the
-    file, the other run."""
+    """Raises ConfigError, before anything is created, for a missing solver, lines of the file or
+    other run."""
     algorithm = config.algorithm.preference()
     if algorithm is None:
         return
@@ -65,7 +65,7 @@ def check_preference(config: RunConfig) -> None:
 
 
 def _solver(parts: Components) -> Callable[[str], list[Sample]]:
-    """Task id -> the conversations that the environment's solver has on it."""
+    """Task id -> the conversations of the environment's solver on it."""
     config = parts.config
     solo = solo_environment(config, parts.note)
     failures: list[EnvironmentFailure] = []
@@ -73,7 +73,9 @@ def _solver(parts: Components) -> Callable[[str], list[Sample]]:
     def demonstration_samples(task_id: str) -> list[Sample]:
         seed = seed_of_task(config.run.seed, task_id)
         try:
-            shown = solo.call(lambda one: demonstrate(one, seed, config.environment_agent, 0.0))
+            shown = solo.call(
+                lambda environment: demonstrate(environment, seed, config.environment_agent, 0.0)
+            )
         except EnvironmentFailure as error:
             failures.append(error)
             if len(failures) == 1:
@@ -127,8 +129,8 @@ def _given_groups(parts: Components, algorithm: PreferenceAlgorithm) -> list[lis
 
 
 def check_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, key: str, model: str) -> None:
-    """Stored attempts are token ids: they mean something to their own tokenizer only. `key` names
-    the folder in the recipe."""
+    """Checks the tokenizer: stored attempts are token ids, which only their own tokenizer can
+    decode. `key` names the folder in the recipe."""
     checkpoint = Checkpoints(folder / "checkpoints", 1).find("last")
     if AutoTokenizer.from_pretrained(checkpoint).get_vocab() != tokenizer.get_vocab():
         raise ConfigError(

@@ -1,13 +1,13 @@
-"""The profile of a few steps of a run (`profile` in the recipe): a trace and a table of it, in
-`profile/` in the run's folder.
+"""The profile of a few steps of a run (`profile` in the recipe): a trace and a table in `profile/`
+in the run's folder.
 
     trace.json.gz  for https://ui.perfetto.dev or chrome://tracing        table.txt  for people
 
 With `profile.nsight` the steps are marked for Nsight Systems, and nothing is written: phases and
 operators are NVTX ranges, and CUDA's profiler API says when the steps begin and end.
 
-A profile that fails is told as a warning and costs the run nothing else. What is written and read
-for it happens between steps.
+A profile that fails gives a warning and does not affect the run otherwise. Its files are written
+and read between steps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ NUM_OPERATORS = 25
 
 
 def check_profile(config: RunConfig) -> None:
-    """Raises ConfigError, before anything is created, for marks that this machine can't make."""
+    """Raises ConfigError, before anything is created, for profiling marks that this machine can't
+    make."""
     section = config.profile
     if section.enabled and section.nsight and not has_nvtx(find(config.model.device)):
         raise ConfigError(
@@ -72,12 +73,12 @@ class Profiling:
         self._kernels = profiled_activity(self.device)
         self.summary: dict[str, Any] = {}
         """The profile's entry in summary.json; empty if nothing was profiled."""
-        self._left = section.after + section.steps if section.enabled else 0
+        self._steps_left = section.after + section.steps if section.enabled else 0
         self._profiled: list[int] = []
         self._profiler: Any = None
-        self._whole: Any = None
+        self._whole_range: Any = None
         self._ranges = ExitStack()
-        """Open while steps are marked for Nsight."""
+        """The ranges that are open while steps are marked for Nsight."""
         self._base_bytes = 0
 
     def __enter__(self) -> Self:
@@ -86,7 +87,7 @@ class Profiling:
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         if self._is_on:
             self._safely(self._end)
-        elif self._left and not self._profiled and kind is None:
+        elif self._steps_left and not self._profiled and kind is None:
             self.warn(
                 "profile: no step was profiled, because the run ended within "
                 f"profile.after={self.section.after} steps: set it lower"
@@ -95,21 +96,21 @@ class Profiling:
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """A context around step `number` and what follows it until the next step."""
-        if self._left and self._left <= self.section.steps:
+        if self._steps_left and self._steps_left <= self.section.steps:
             if not self._is_on:
                 self._safely(self._begin)
             if self._is_on:
                 self._profiled.append(number)
 
         yield
-        if self._left:
-            self._left -= 1
-            if self._left == 0 and self._is_on:
+        if self._steps_left:
+            self._steps_left -= 1
+            if self._steps_left == 0 and self._is_on:
                 self._safely(self._end)
 
     @property
     def _is_on(self) -> bool:
-        return self._profiler is not None or self._whole is not None
+        return self._profiler is not None or self._whole_range is not None
 
     def _begin(self) -> None:
         if self.section.nsight:
@@ -124,23 +125,23 @@ class Profiling:
         profiler = torch.profiler.profile(activities=activities, profile_memory=True)
         profiler.start()
         self._profiler = profiler
-        self._whole = torch.profiler.record_function(PREFIX + OTHER)
-        self._whole.__enter__()
+        self._whole_range = torch.profiler.record_function(PREFIX + OTHER)
+        self._whole_range.__enter__()
 
     def _mark(self) -> None:
         with ExitStack() as opened:
-            # Phases are ranges under it as well: they ask whether a profiler is there.
+            # Phases are ranges under it too: they check whether a profiler is active.
             opened.enter_context(marked_for_nsight())
-            self._whole = torch.profiler.record_function(PREFIX + OTHER)
-            self._whole.__enter__()
+            self._whole_range = torch.profiler.record_function(PREFIX + OTHER)
+            self._whole_range.__enter__()
             self._ranges = opened.pop_all()
 
     def _end(self) -> None:
         profiler = self._profiler
         self._profiler = None
-        whole = self._whole
-        self._whole = None
-        whole.__exit__(None, None, None)
+        whole_range = self._whole_range
+        self._whole_range = None
+        whole_range.__exit__(None, None, None)
 
         if profiler is None:
             self._ranges.close()
@@ -166,7 +167,7 @@ class Profiling:
 
     def _heading(self) -> list[str]:
         peak = device_peak(self.device, self.dtype)
-        held = (
+        memory_line = (
             "memory: bytes that PyTorch's allocator held on the GPU"
             if self._kernels is not None
             else f"memory: {format_bytes(self._base_bytes)} that the process held when profiling "
@@ -175,7 +176,7 @@ class Profiling:
         return [
             f"profile of {self._steps()}",
             f"device: {peak.source}, {peak.flops_per_s / 1e12:,.2f} TFLOP/s",
-            held,
+            memory_line,
         ]
 
     def _steps(self) -> str:
@@ -184,15 +185,16 @@ class Profiling:
         return f"step {first}" if first == last else f"steps {first} to {last}"
 
     def _safely(self, work: Callable[[], None]) -> None:
-        """The one boundary between the profiler and the run."""
+        """The only boundary between the profiler and the run: calls the profiler, and reports its
+        failure as a warning."""
         try:
             work()
         except Exception as error:  # noqa: BLE001 (whatever breaks in here is told, and the run goes on)
             self._profiler = None
-            self._whole = None
-            self._left = 0
+            self._whole_range = None
+            self._steps_left = 0
 
-            with suppress(Exception):  # of what is open for Nsight; the reason is told below
+            with suppress(Exception):  # from ranges open for Nsight; the reason is reported below
                 self._ranges.close()
 
             self.warn(

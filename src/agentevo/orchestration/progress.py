@@ -1,4 +1,4 @@
-"""What a run has come to so far, and the summary of it that people and tables read."""
+"""The progress of a run so far, and its summary for people and tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Rating(msgspec.Struct, frozen=True):
-    """What an evaluation says of the weights of a step; 0: before the first one."""
+    """What an evaluation says about the weights of a step; 0: before the first step."""
 
     step: int
     value: float
@@ -25,15 +25,15 @@ class Rating(msgspec.Struct, frozen=True):
 
 
 class RunProgress(msgspec.Struct):
-    """Saved with every step and every checkpoint (with a step: only the warnings since the one
-    before, or a long run's records would grow with every step)."""
+    """Saved with every step and every checkpoint. A step is saved with only the warnings since the
+    one before, or a long run's records would grow with every step."""
 
     step: int = 0
     """Committed steps."""
     generated_tokens: int = 0
     trained_tokens: int = 0
     wall_s: float = 0.0
-    """Training and evaluation so far, pauses left out."""
+    """Seconds of training and evaluation so far, without pauses."""
     begun: bool = False
     """Whether the evaluation before the first step is done."""
     before: dict[str, float] = {}
@@ -44,16 +44,16 @@ class RunProgress(msgspec.Struct):
     """Evaluation before the cold start, if there was one."""
     warnings: list[str] = []
     updates: int = 0
-    """Steps that trained on something."""
+    """Steps that trained on at least one token."""
     groups: int = 0
     """Groups of completed attempts so far."""
     equal_groups: int = 0
-    """Those of them whose rewards were all the same."""
+    """The groups among them whose rewards were all the same."""
     dropped: dict[str, int] = {}
     """Why attempts were not trained on: reason -> how many."""
     newest_rating: Rating | None = None
     best_rating: Rating | None = None
-    """Of those that are equally good the first."""
+    """The first of the equally good ones."""
     evaluations_since_best: int = 0
 
     def rate(self, value: float | None) -> None:
@@ -70,7 +70,7 @@ class RunProgress(msgspec.Struct):
             self.evaluations_since_best += 1
 
     def early_stop(self, stop_after: int) -> str | None:
-        """Why the run ends before its last step, for its summary; None where it goes on.
+        """Why the run ends before its last step, for its summary; None where it continues.
         stop_after: `evaluation.stop_after`."""
         if not stop_after or self.evaluations_since_best < stop_after:
             return None
@@ -78,7 +78,7 @@ class RunProgress(msgspec.Struct):
         best = self.best_rating
         num = self.evaluations_since_best
         if best is None:
-            which = "gave no number"
+            finding = "gave no number"
         else:
             measure = (
                 f"held-out loss of {-best.value:.4g}"
@@ -86,14 +86,14 @@ class RunProgress(msgspec.Struct):
                 else f"held-out success of {best.value:.1%}"
             )
             when = f"of step {best.step}" if best.step else "before the first step"
-            which = f"were no better than the {measure} {when}"
+            finding = f"were no better than the {measure} {when}"
 
-        return f"the last {num} evaluation{'s' * (num != 1)} {which}"
+        return f"the last {num} evaluation{'s' * (num != 1)} {finding}"
 
     def count(
         self, metrics: Mapping[str, float], reasons: Mapping[str, str], *, updated: bool
     ) -> None:
-        """Adds what a step has come to. reasons: attempt -> why it is not trained on."""
+        """Adds the results of a step. reasons: attempt -> why it is not trained on."""
         self.updates += updated
         groups = metrics.get("group/num", 0.0)
         self.groups += round(groups)
@@ -101,8 +101,8 @@ class RunProgress(msgspec.Struct):
         self.dropped = dict(Counter(self.dropped) + Counter(reasons.values()))
 
     def nothing_left(self, num_steps: float, command: str, stop_after: int = 0) -> str | None:
-        """What is to be said when a run of `num_steps` steps begins or goes on and has none left;
-        None where it has, or is only evaluated. stop_after: `evaluation.stop_after`."""
+        """The line for a run of `num_steps` steps that begins or resumes and has no step left; None
+        where it has one, or is only evaluated. stop_after: `evaluation.stop_after`."""
         reason = self.early_stop(stop_after)
         if self.step == 0 or (self.step < num_steps and reason is None):
             return None
@@ -125,22 +125,22 @@ class RunProgress(msgspec.Struct):
         )
 
     def shortcomings(self, num_steps: int, *, trains: bool = True) -> list[str]:
-        """What is to be said at the end of a run, after `num_steps` steps, that has not done what
-        its numbers suggest. `trains`: it was to train on something."""
-        found: list[str] = []
+        """Lines about a run that has ended after `num_steps` steps and has not done what its
+        numbers suggest. `trains`: the run was meant to train on attempts."""
+        remarks: list[str] = []
         if self.step < num_steps:
-            return found
+            return remarks
 
         if trains and self.step and not self.updates:
             why = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
-            found.append(
+            remarks.append(
                 f"This run has trained on no token in {self.step} step{'s' * (self.step != 1)}, "
                 "so its weights are those that it began with"
                 + (f" (dropped attempts: {why})." if why else ".")
             )
 
         if self.groups and self.groups == self.equal_groups:
-            found.append(
+            remarks.append(
                 f"In every one of {self.groups} group{'s' * (self.groups != 1)} all attempts had "
                 "the same reward: there was nothing to tell better ones by. `agentevo doctor` says "
                 "what may help; a scorer that always says the same, and a task that is too hard or "
@@ -148,9 +148,9 @@ class RunProgress(msgspec.Struct):
             )
 
         if words := not_comparable(read_evaluations(self.before), read_evaluations(self.after)):
-            found.append(words)
+            remarks.append(words)
 
-        return found
+        return remarks
 
 
 def summary_of(run: TrainingRun) -> dict[str, Any]:
@@ -201,5 +201,5 @@ def summary_of(run: TrainingRun) -> dict[str, Any]:
 
 
 def _sampled_success(metrics: dict[str, float]) -> float | None:
-    """Success of the sampled attempts out of an evaluation's metrics."""
+    """Success of the sampled attempts, from an evaluation's metrics."""
     return next((value for key, value in metrics.items() if key.endswith("/success/sampled")), None)

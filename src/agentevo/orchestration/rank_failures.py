@@ -1,8 +1,8 @@
-"""What ends a training of several processes: which of them failed first, and why.
+"""The failure that ends a training of several processes: which process failed first, and why.
 
-The one that fails says so in the store that all of them have met in, before its connections break;
-those that wait for it then fail with its words instead of a complaint about a connection. A process
-that was killed can say nothing: the others tell that one of them is gone.
+A process that fails writes its error into the store that all processes share, before its
+connections break. The processes that wait for it then fail with that error instead of a connection
+error. A process that was killed can write nothing: the others report that a process is gone.
 
     RUN/logs/rank-N.log   what process N did, call by call, and the traceback that it ended with
 """
@@ -25,12 +25,12 @@ from agentevo.errors import AgentEvoError, TrainingError, describe_error
 
 _KEY = "failure"
 LOOK_S = 3.0
-"""How long a process whose connection broke waits for another one's words."""
+"""How long a process whose connection broke waits for the error of another one."""
 _LOST = ("connection", "gloo", "nccl", "timed out", "timeout", "socket", "peer", "recvvalue")
 
 
 class Failures:
-    """The failures of the processes that train together, of which this is number `rank`."""
+    """The failures of the processes that train together. This process has number `rank`."""
 
     def __init__(self, store: distributed.Store, rank: int, world: int) -> None:
         self._store = store
@@ -39,12 +39,13 @@ class Failures:
         self.log: RankLog | None = None
 
     def report(self, error: BaseException) -> BaseException:
-        """Called once with what has ended this process's part; returns what to raise. The first
-        failure of all is shown, with the process's number, before the others can know."""
-        lost = isinstance(error, RuntimeError) and _is_lost(error)
-        first = self._first(LOOK_S if lost else 0.0)
-        if first is None and not lost:
-            first = self._tell(error)
+        """Called once with the error that has ended this process's part; returns the error to
+        raise. The first failure of all is shown, with the process's number, before the other
+        processes can know of it."""
+        is_lost = isinstance(error, RuntimeError) and _is_lost(error)
+        first = self._first(LOOK_S if is_lost else 0.0)
+        if first is None and not is_lost:
+            first = self._publish(error)
         if self.log is not None:
             self.log.log_failure(error)
 
@@ -53,7 +54,7 @@ class Failures:
             sys.stderr.flush()
             return error
 
-        if isinstance(error, AgentEvoError) or not lost:
+        if isinstance(error, AgentEvoError) or not is_lost:
             return error
 
         if first is None:
@@ -65,8 +66,9 @@ class Failures:
 
         return TrainingError(f"process {first[0]} of {self.world} failed first: {first[1]}")
 
-    def _tell(self, error: BaseException) -> tuple[int, str] | None:
-        """Says that this process fails; returns who has said so first."""
+    def _publish(self, error: BaseException) -> tuple[int, str] | None:
+        """Writes this process's error into the store; returns the first error that a process has
+        written."""
         words = json.dumps([self.rank, describe_error(error)])
         with suppress(RuntimeError):  # the store is gone with the process that had it
             return _read(self._store.compare_set(_KEY, "", words))
@@ -93,16 +95,17 @@ def _read(words: bytes | str) -> tuple[int, str]:
 
 
 def _is_lost(error: RuntimeError) -> bool:
-    """Whether it may be the complaint of a collective about other processes."""
+    """Whether the error may be a collective's report that another process is gone."""
     text = str(error).lower()
     return isinstance(error, distributed.DistError) or any(word in text for word in _LOST)
 
 
 class RankLog:
-    """The log of one process; see the module. A folder that this machine does not see has none."""
+    """The log of one process; see the module. A run folder that this machine does not see has
+    none."""
 
     def __init__(self, run_dir: Path, rank: int, world: int, place: str) -> None:
-        """`place`: where it stands among the processes."""
+        """`place`: the position of the process among the others."""
         self._path: Path | None = None
         if run_dir.is_dir():
             self._path = run_dir / "logs" / f"rank-{rank}.log"
@@ -110,13 +113,13 @@ class RankLog:
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """Around one call that all processes make."""
+        """A context around one call that all processes make."""
         started = time.perf_counter()
         yield
         self._write(f"{name}: {time.perf_counter() - started:.3f} s")
 
     def log_failure(self, error: BaseException) -> None:
-        """The end, with the traceback."""
+        """Logs the end, with the traceback."""
         self._write("".join(traceback.format_exception(error)).rstrip())
 
     def _write(self, text: str) -> None:
@@ -127,6 +130,6 @@ class RankLog:
             self._path.parent.mkdir(exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-        except OSError as error:  # a full disk costs the log, which nothing depends on
+        except OSError as error:  # a full disk loses the log, and nothing depends on it
             print(f"{self._path} is not written any more: {error}", file=sys.stderr)
             self._path = None

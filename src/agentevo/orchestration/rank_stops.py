@@ -1,8 +1,9 @@
-"""A stop that was asked of any process of a shared training, say by the scheduler of its machine:
-the others than the first pass it on, in the store that all have met in, and the first one stops
-cleanly and sends them home.
+"""A stop that any process of a shared training receives, for example from the scheduler of its
+machine. The other processes pass it on through the store that they all share. The first process
+then stops cleanly and ends the others.
 
-Only SIGTERM: Ctrl-C goes to all processes of a terminal, and a second one means something else.
+This holds for SIGTERM only: Ctrl-C reaches all processes of a terminal, and a second Ctrl-C means
+something else.
 """
 
 from __future__ import annotations
@@ -22,20 +23,21 @@ LOOK_S = 0.5
 
 
 class Stops:
-    """Of the processes that train together, of which this is number `rank`."""
+    """The stops of the processes that train together. This process has number `rank`."""
 
     def __init__(self, store: distributed.Store, rank: int) -> None:
         self._store = store
         self._rank = rank
 
     def tell(self) -> None:
-        """On another process than the first: it was asked to stop."""
-        with suppress(RuntimeError):  # the first one's end, which all see at once
+        """Called on a process other than the first: this process was asked to stop."""
+        with suppress(RuntimeError):  # the first process has ended, which all notice
             self._store.set(_KEY, str(self._rank))
 
     @contextmanager
     def heard(self, stop_signals: list[int], note: Callable[[str], None]) -> Iterator[None]:
-        """On the first process: what another one is asked, it is asked, too."""
+        """Used on the first process: a stop that another process receives counts as a stop of this
+        one."""
         done = threading.Event()
 
         def listen() -> None:
@@ -44,7 +46,7 @@ class Stops:
                     if not self._store.check([_KEY]):
                         continue
                     rank = self._store.get(_KEY).decode()
-                except RuntimeError:  # the store is gone, with whoever had it
+                except RuntimeError:  # the store is gone with the process that had it
                     return
 
                 if not stop_signals:
@@ -64,24 +66,25 @@ class Stops:
 
 @contextmanager
 def sigterm_told() -> Iterator[Callable[[Callable[[], None]], None]]:
-    """SIGTERM does not end this process, and Ctrl-C does nothing. Yields a function to be called
-    once, with what is to be called when SIGTERM comes or if it has come. Python runs a handler only
-    when the main thread is back from what it waits for, so a thread of its own listens."""
-    told = threading.Event()
-    tell: list[Callable[[], None]] = []
+    """Makes SIGTERM not end this process, and Ctrl-C do nothing. Yields a function that is called
+    once, with the callback for SIGTERM; the callback is also called if SIGTERM has already arrived.
+    Python runs a handler only when the main thread returns from what it waits for, so a separate
+    thread listens."""
+    registered = threading.Event()
+    callbacks: list[Callable[[], None]] = []
     arrived, wakes = os.pipe()
     os.set_blocking(wakes, False)
 
     def listen() -> None:
         while number := os.read(arrived, 1):
             if number[0] == signal.SIGTERM:
-                told.wait()
-                if tell:
-                    tell[0]()
+                registered.wait()
+                if callbacks:
+                    callbacks[0]()
 
-    def when_told(call: Callable[[], None]) -> None:
-        tell.append(call)
-        told.set()
+    def register(call: Callable[[], None]) -> None:
+        callbacks.append(call)
+        registered.set()
 
     thread = threading.Thread(target=listen, name="signals", daemon=True)
     with ExitStack() as stack:
@@ -93,10 +96,10 @@ def sigterm_told() -> Iterator[Callable[[Callable[[], None]], None]]:
         thread.start()
         stack.callback(os.close, arrived)
         stack.callback(thread.join)
-        stack.callback(told.set)
+        stack.callback(registered.set)
         stack.callback(os.close, wakes)
         stack.callback(signal.set_wakeup_fd, former)
         for number, handler in before.items():
             stack.callback(signal.signal, number, handler)
 
-        yield when_told
+        yield register

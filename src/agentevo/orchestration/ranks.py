@@ -4,17 +4,18 @@ others take its trainers' calls.
     first    train -> run_training -> Leader, Led.step(samples) -+-> Trainer.step
     others   train -> follow                                     +-> Trainer.step
 
-Sampling, evaluation, store, folder, control requests and the decision to stop are the first
-process's alone. What it does with its trainers it tells the others beforehand, arguments included,
-and all do it together. Of a model that lies in parts on them the first process has a whole one
-besides where its own engine serves, into which the parts are gathered after every update, tensor by
-tensor. Where engines elsewhere serve it has none: what is published and saved is gathered tensor by
-tensor. In a checkpoint the model is the same whatever trained it, each process writes its own part
-of the trainer's state, and a resume may have other processes.
+Only the first process samples, evaluates, uses store and folder, answers control requests and
+decides to stop. It sends each call of its trainers to the others beforehand, with the arguments,
+and all make the call together. If the processes hold the model in parts and the first process's own
+engine serves, the first process also has a whole model, into which the parts are gathered after
+every update, tensor by tensor. If other engines serve, it has no whole model: what is published and
+saved is gathered tensor by tensor. A checkpoint's model is the same for any number of processes,
+each process writes its own part of the trainer's state, and a resume may have other processes.
 
-A process that fails ends, which breaks its connections: those that wait for it fail at once, with
-its words (rank_failures.py), and the launcher ends the rest. SIGTERM to any of them stops the first
-one cleanly, which sends the others home (rank_stops.py); Ctrl-C is the first one's alone.
+A process that fails ends, which breaks its connections: the processes that wait for it fail
+immediately with its error (rank_failures.py), and the launcher ends the rest. SIGTERM to any
+process stops the first one cleanly, which then ends the others (rank_stops.py). Only the first
+process handles Ctrl-C.
 """
 
 from __future__ import annotations
@@ -57,11 +58,12 @@ from agentevo.training.token_numbers import TokenNumbers
 from agentevo.types import Sample, Trajectory
 
 COMPUTING = timedelta(minutes=10)
-"""The longest that a process waits for the others within one call."""
+"""The longest time that a process waits for the others within one call."""
 SAVING = timedelta(hours=1)
 """The same while a checkpoint is written, which takes as long as the slowest disk."""
 SAMPLING = timedelta(days=7)
-"""The longest that others wait for the first process's next call; its end they see at once."""
+"""The longest time that the other processes wait for the first process's next call. They notice its
+end immediately."""
 
 
 class RunRanks:
@@ -76,8 +78,9 @@ class RunRanks:
         weights: distributed.ProcessGroup | None = None,
         saves: distributed.ProcessGroup | None = None,
     ) -> None:
-        """Groups of all processes for what lies on the CPU: `calls` of trainers, `weights` on their
-        way to the first process, and `saves`, which may go on beside both."""
+        """Groups of all processes for data on the CPU: `calls` for calls of trainers, `weights` for
+        weights on their way to the first process, and `saves` for checkpoints, whose traffic may
+        overlap with both."""
         self.meshes = meshes
         self._calls = calls
         self._failures = failures
@@ -86,22 +89,22 @@ class RunRanks:
         self.saves = saves
 
     def tell(self, learner: str, name: str, *arguments: Any, **options: Any) -> None:
-        """On the first process: the others make this call, too."""
-        told = [(learner, name, arguments, options)]
-        distributed.broadcast_object_list(told, 0, group=self._calls)
+        """Called on the first process: the other processes make this call too."""
+        message = [(learner, name, arguments, options)]
+        distributed.broadcast_object_list(message, 0, group=self._calls)
 
     def told(self) -> tuple[str, str, tuple[Any, ...], dict[str, Any]]:
-        """On the others: the next call."""
-        told: list[Any] = [None]
-        distributed.broadcast_object_list(told, 0, group=self._calls)
-        return cast(tuple[str, str, tuple[Any, ...], dict[str, Any]], told[0])
+        """Called on the other processes: waits for the next call and returns it."""
+        message: list[Any] = [None]
+        distributed.broadcast_object_list(message, 0, group=self._calls)
+        return cast(tuple[str, str, tuple[Any, ...], dict[str, Any]], message[0])
 
     def share(self, model: PreTrainedModel) -> PreTrainedModel:
         """This process's part of a model that all have loaded."""
         return spread(model, self.meshes)
 
     def log(self, run_dir: Path) -> RankLog:
-        """The log of this process, from here on."""
+        """The log of this process from this point on."""
         failures = self._failures
         place = ", ".join(
             f"{name} {index} of {size}"
@@ -114,8 +117,8 @@ class RunRanks:
 
 @contextmanager
 def join_ranks(config: RunConfig) -> Iterator[RunRanks | None]:
-    """Among the others that the launcher has started; None where there are none. Raises
-    TrainingError for what has ended another one of them."""
+    """Joins the other processes that the launcher has started; yields None where there are none.
+    Raises TrainingError with the reason for which another process has ended."""
     if world_size() == 1:
         yield None
         return
@@ -189,19 +192,20 @@ _OF_DELTAS: dict[str, Callable[[PublishedParts], object]] = {
     "give_changes": PublishedParts.give,
     "keep": PublishedParts.keep,
 }
-"""What the first process asks of the others while it publishes what changed."""
+"""The calls that the first process asks of the others while it publishes changed weights."""
 
 
 class _SharedSaves:
-    """On another process than the first: gives its contributions to checkpoints, one at a time, at
-    once or while the next step goes on. TrainingRun saves with the first process's own."""
+    """Used on processes other than the first: contributes to checkpoints, one at a time,
+    immediately or while the next step runs. TrainingRun saves with the first process's own
+    contribution."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
     def give(self, contribution: Contribution, *, copied: bool) -> None:
-        """A copied one is given by a thread. Raises what the one before has failed with."""
+        """A thread gives a copied contribution. Raises the error of the previous one."""
         self.end()
         if not copied:
             contribution.give()
@@ -217,7 +221,7 @@ class _SharedSaves:
         self._thread.start()
 
     def end(self) -> None:
-        """Waits for what is under way; raises what it has failed with."""
+        """Waits for the contribution in progress; raises its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -228,7 +232,7 @@ class _SharedSaves:
 
 
 class _RankFollower:
-    """One of the others: its part of the model, and its trainers."""
+    """A process other than the first: its part of the model, and its trainers."""
 
     def __init__(self, ranks: RunRanks, config: RunConfig, checkpoint: Path | None) -> None:
         self._config = config
@@ -267,10 +271,10 @@ class _RankFollower:
                 getattr(self._learners[learner], name)(*arguments, **options)
 
     def _contribute(self, state: dict[str, Any], *, with_weights: bool, copied: bool) -> None:
-        made = _contribution_of(
+        contribution = _contribution_of(
             self._model, state, self._ranks.saves, with_weights=with_weights, copied=copied
         )
-        self.saves.give(made, copied=copied)
+        self.saves.give(contribution, copied=copied)
 
 
 def _contribution_of(
@@ -281,21 +285,22 @@ def _contribution_of(
     with_weights: bool,
     copied: bool,
 ) -> Contribution:
-    """This process's, of its trainer's state. `with_weights`: no process has the whole model.
-    `copied`: of now, whatever is trained before it is written."""
+    """This process's contribution, made of its trainer's state. `with_weights`: no process has the
+    whole model. `copied`: of the state as it is now, although training continues before it is
+    written."""
     _, parts = split_state(state)
-    made = Contribution(saved_parts(model) if with_weights else {}, parts, group)
-    return made.copy() if copied else made
+    contribution = Contribution(saved_parts(model) if with_weights else {}, parts, group)
+    return contribution.copy() if copied else contribution
 
 
 def saved_state(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
-    """The trainer's state in a checkpoint, of which this process reads what it needs."""
+    """The trainer's state in a checkpoint, from which this process reads what it needs."""
     folder = Checkpoints(checkpoint.parent, config.checkpoint.keep_last, alone=True)
     return folder.load(checkpoint, mapped=config.trainer.parallel.is_spread)[0]
 
 
 class Leader:
-    """On the first process: the policy that all train, and its trainers."""
+    """Used on the first process: the policy that all processes train, and its trainers."""
 
     def __init__(
         self,
@@ -307,8 +312,8 @@ class Leader:
         *,
         serves: bool = True,
     ) -> None:
-        """`model` is the one that serves, unless engines elsewhere do (`serves=False`): then it
-        becomes this process's part of it. `checkpoint`: what it was loaded from."""
+        """`model` serves, unless other engines do (`serves=False`); in that case it becomes this
+        process's part. `checkpoint`: the one from which the model was loaded."""
         self.ranks = ranks
         self.serving = model
         self.checkpoint = checkpoint
@@ -318,7 +323,7 @@ class Leader:
         self.log = ranks.log(config.run_dir)
         self._is_spread = config.trainer.parallel.is_spread
         self._has_whole = serves or not self._is_spread
-        """Whether this process has the whole model, too."""
+        """Whether this process also has the whole model."""
 
         if self._is_spread:
             part_of = load_policy(config, checkpoint, for_part=True).model if serves else model
@@ -338,8 +343,8 @@ class Leader:
             )
 
     def make(self, name: str, *arguments: Any, local: Callable[..., Any] | None = None) -> Led:
-        """A trainer that all processes make (learners.py). `local` makes this process's, where it
-        is to have more than theirs."""
+        """A trainer that all processes make (learners.py). `local` makes this process's trainer,
+        where it needs more than those of the others."""
         self.ranks.tell(name, "make", *arguments)
         learner = (
             make_learner(
@@ -355,33 +360,36 @@ class Leader:
         return saved_state(self._config, checkpoint)
 
     def gather(self) -> None:
-        """Brings the model that serves to what is trained."""
+        """Copies the trained weights into the model that serves."""
         if self._is_spread and self._has_whole:
             self.ranks.tell("", "gather")
             gather_trained(self._model, self.serving)
 
     def contribution(self, learner: Led, *, copied: bool) -> tuple[dict[str, Any], Contribution]:
-        """The trainer's state and what all processes add to its checkpoint, the others beginning
-        now. `copied`: of now, whenever it is written."""
-        wanted = {"with_weights": not self._has_whole, "copied": copied}
-        self.ranks.tell(learner.name, "contribute", **wanted)
+        """The trainer's state and what all processes add to its checkpoint. The other processes
+        begin now. `copied`: of the state as it is now, whenever it is written."""
+        options = {"with_weights": not self._has_whole, "copied": copied}
+        self.ranks.tell(learner.name, "contribute", **options)
         state = learner.own_state()
-        return state, _contribution_of(self._model, state, self.ranks.saves, **wanted)
+        return state, _contribution_of(self._model, state, self.ranks.saves, **options)
 
 
 class Led:
-    """The first process's trainer, of any kind, whose calls all processes make together."""
+    """The first process's trainer, of any kind. All processes make its calls together."""
 
     def __init__(self, leader: Leader, name: str, learner: Any) -> None:
         self._leader = leader
         self.name = name
         self._learner = learner
 
-    def _all(self, name: str, *arguments: Any, here: Any = None, **options: Any) -> Any:
-        """The call by all. `here`: what stands for the arguments on this process."""
+    def _all(self, name: str, *arguments: Any, local_arguments: Any = None, **options: Any) -> Any:
+        """Makes the call on all processes. `local_arguments` replaces the arguments on this
+        process."""
         with self._leader.log.call(f"{self.name} {name}"):
             self._leader.ranks.tell(self.name, name, *arguments, **options)
-            return getattr(self._learner, name)(*(arguments if here is None else here), **options)
+            return getattr(self._learner, name)(
+                *(arguments if local_arguments is None else local_arguments), **options
+            )
 
     @property
     def optimization(self) -> Optimization:
@@ -409,8 +417,8 @@ class Led:
         bound: int | None = None,
         turn_credits: TurnCredits = MappingProxyType({}),
     ) -> PreparedBatch:
-        """See RolloutTrainer.prepare. Pairs are made of attempts without any model, by this process
-        alone."""
+        """See RolloutTrainer.prepare. Making pairs of attempts needs no model, so this process does
+        it alone."""
         attempts = list(trajectories)
         by_task = dict(baselines)
         options = {"version": version, "bound": bound, "turn_credits": dict(turn_credits)}
@@ -429,11 +437,11 @@ class Led:
     def held_out(
         self, samples: Sequence[Sample], *, stop: Callable[[], bool] = lambda: False
     ) -> dict[str, float] | None:
-        """See SupervisedTrainer.held_out; this process alone may stop it."""
+        """See SupervisedTrainer.held_out. Only this process can stop it."""
         ranks = self._leader.ranks
         ranks.tell(self.name, "held_out", samples)
-        found: dict[str, float] | None = self._learner.held_out(samples, stop=stop)
-        return found
+        metrics: dict[str, float] | None = self._learner.held_out(samples, stop=stop)
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """See Learner.state_dict."""
@@ -445,9 +453,9 @@ class Led:
         self.optimization.carry_on(self._leader.saved_state(checkpoint)["optimization"])
 
     def own_state(self) -> dict[str, Any]:
-        """This process's part of `state_dict`; the others make theirs at the same time."""
+        """This process's part of `state_dict`. The others make theirs at the same time."""
         return cast(dict[str, Any], self._learner.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See Learner.load_state_dict; the others read the checkpoint's file themselves."""
-        self._all("load_state_dict", self._leader.checkpoint, here=(state,))
+        """See Learner.load_state_dict. The others read the checkpoint's file themselves."""
+        self._all("load_state_dict", self._leader.checkpoint, local_arguments=(state,))

@@ -1,5 +1,5 @@
-"""Checks that know nothing of one another: each is made, and all that they refuse is said at
-once."""
+"""Runs checks that are independent of one another, and raises everything that they refuse
+together."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 class Refusals:
-    """What checks have refused so far."""
+    """What the checks have refused so far."""
 
     def __init__(self) -> None:
         self._errors: list[ConfigError] = []
 
     def collect(self, check: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """What the check returns; None where it refuses."""
+        """Returns what the check returns; None where it refuses."""
         try:
             return check(*args, **kwargs)
         except SeveralProblemsError as error:
@@ -29,7 +29,8 @@ class Refusals:
         return None
 
     def raise_all(self) -> None:
-        """Raises SeveralProblemsError, a single refusal as it was raised, or nothing."""
+        """Raises SeveralProblemsError for several refusals, a single refusal as it was raised, or
+        nothing."""
         if len({str(error) for error in self._errors}) == 1:
             raise self._errors[0]
         if self._errors:

@@ -1,10 +1,10 @@
 """Resuming: from the newest whole checkpoint, the committed steps after it are done again from
 their plans.
 
-The store knows of every committed step what it trained on, in which order
-(training/batching/step_plan.py). So nothing that was completed is lost, nothing is in the weights
-twice, and version numbers keep their meaning, whatever was killed and whichever checkpoint is torn:
-in the extreme all steps are done again from the first weights.
+The store records for every committed step what it trained on, in which order
+(training/batching/step_plan.py). Therefore nothing that was completed is lost, nothing is in the
+weights twice, and version numbers keep their meaning, for any process that was killed and any torn
+checkpoint: in the extreme all steps are done again from the first weights.
 """
 
 from __future__ import annotations
@@ -41,15 +41,17 @@ class ResumePoint:
 async def find_resume_point(
     config: RunConfig, checkpoints: Checkpoints, *, note: Callable[[str], None]
 ) -> ResumePoint:
-    """Where to resume. Checkpoints that are torn, that a kill has left of later steps, or that the
-    run has no record of, are deleted. So every checkpoint that is left is one of this run's own
-    weights: as it was first saved, or again by a resume that had done the step again.
+    """Finds where to resume. Deletes checkpoints that are torn, that belong to later steps and were
+    left by a kill, or of which the run has no record. Every remaining checkpoint therefore has this
+    run's own weights: as they were first saved, or as a resume saved them that had done the step
+    again.
 
-    Of a run that was given up before its first step nothing stays but its tasks, which are queued
+    Of a run that was given up before its first step, only the tasks remain, and they are queued
     again. Everything that training will read is checked before anything is changed
     (resume_checks.py).
-    Raises CheckpointError, and leaves all as it was, where the store, config.yaml or a record is
-    not what this run has written.
+
+    Raises CheckpointError, and changes nothing, where the store, config.yaml or a record is not
+    what this run has written.
     """
     async with await open_run_store(config.store_url) as store:
         checks = ResumeChecks(config, store)
@@ -80,8 +82,8 @@ async def find_resume_point(
         checkpoints.forget_after(committed)
 
     if newest is not None:
-        again = f"; {len(steps)} committed steps after it are done again" if steps else ""
-        note(f"resuming after step {committed} from {checkpoints.path(newest)}{again}")
+        redone = f"; {len(steps)} committed steps after it are done again" if steps else ""
+        note(f"resuming after step {committed} from {checkpoints.path(newest)}{redone}")
 
     path = checkpoints.path(newest) if newest is not None else None
     end = End(committed, str(last.record[KEY])) if last is not None else before
@@ -89,7 +91,7 @@ async def find_resume_point(
 
 
 async def replay_step(trainer: Learner, source: BatchSource, step: StepRecord) -> dict[str, float]:
-    """Trains on what the step was trained on; metrics. Raises TrainingError if the store no longer
-    has that."""
+    """Trains on what the step was trained on; returns its metrics. Raises TrainingError if the
+    store no longer has it."""
     batch = await source.replay(step)
     return trainer.step(batch.samples) if batch.samples else {}

@@ -1,9 +1,10 @@
 """What a resume checks before it trains on anything that an earlier life of the run has left:
 files, records, trajectories.
 
-A store and a folder that nobody touched pass; whatever the trainer would read in another form than
-it was written is refused, with what to do. Only what will be read is checked, so the cost grows
-with what is done again and what waits, not with the run. `agentevo audit` checks all of a run.
+A store and a folder that were not modified pass. Anything that the trainer would read in another
+form than it was written is refused, with the remedy. Only what will be read is checked, so the cost
+grows with the steps that are done again and the attempts that wait, and not with the run. `agentevo
+audit` checks all of a run.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class ResumeChecks:
         self._store = store
         self._url = without_password(config.store_url)
         self._head = read_head(self._folder)
-        beside = config.rollout.staleness > 0 or config.rollout.samplers > 0
-        self._queues = beside and command_of(config.run_dir) != "loop"
+        is_async = config.rollout.staleness > 0 or config.rollout.samplers > 0
+        self._queues = is_async and command_of(config.run_dir) != "loop"
         self._group_size = config.trainer.group_size
         self.warnings: list[str] = []
 
@@ -66,9 +67,9 @@ class ResumeChecks:
                 )
 
     def reach(self, checkpoints: Checkpoints, last: StepRecord | None) -> None:
-        """The store must have every step that the folder knows of. A step's checkpoint is saved
-        before it is committed, so a kill can leave the one of the step after the last committed
-        one."""
+        """The store must have every step that the folder has. A step's checkpoint is saved before
+        the step is committed, so a kill can leave the checkpoint of the step after the last
+        committed one."""
         committed = last.step if last is not None else 0
         if last is not None and KEY not in last.record:
             raise CheckpointError(f"{self._folder}: {OLDER}")
@@ -77,13 +78,17 @@ class ResumeChecks:
         ahead = self._head is not None and self._head.step > committed
         if later or ahead:
             names = [checkpoints.path(step).name for step in later]
-            known = later[-1:] or [self._head.step if self._head is not None else 0]
-            what = f"a checkpoint of step {known[0]}" if later else f"step {known[0]} in {HEAD}"
+            known_steps = later[-1:] or [self._head.step if self._head is not None else 0]
+            evidence = (
+                f"a checkpoint of step {known_steps[0]}"
+                if later
+                else f"step {known_steps[0]} in {HEAD}"
+            )
             where = checkpoints.folder if later else self._folder
             raise CheckpointError(
-                f"{where} has {what}, but the store {self._url} ends at step {committed}: it is "
-                "new, older, or another run's, or has lost steps. Nothing was deleted: restore the "
-                f"store, or, to give up all that came after step {committed}, delete "
+                f"{where} has {evidence}, but the store {self._url} ends at step {committed}: it "
+                "is new, older, or another run's, or has lost steps. Nothing was deleted: restore "
+                f"the store, or, to give up all that came after step {committed}, delete "
                 f"{', '.join([*names, HEAD] if ahead else names)} in {self._folder}"
             )
 
@@ -94,15 +99,16 @@ class ResumeChecks:
             )
 
     async def log(self, last: StepRecord | None) -> None:
-        """metrics.jsonl must be what was logged. Where its last steps are missing, as a power cut
-        may take them, a warning says so."""
+        """metrics.jsonl must contain what was logged. Where its last steps are missing, which a
+        power cut can cause, a warning says so."""
         if last is None or LOG not in last.record:
             return
 
         path = self._folder / "metrics.jsonl"
         digests = digests_by_step(path)
         newest = max(digests, default=0)
-        # The row of a step is logged before its commit. Who gives up later steps deletes the head.
+        # The row of a step is logged before its commit. A user who gives up later steps deletes
+        # the head.
         if newest > last.step + 1 and self._head is not None:
             raise CheckpointError(
                 f"{path} is not what was logged: it has rows up to step {newest}, and the store "
@@ -127,8 +133,8 @@ class ResumeChecks:
     async def newest_checkpoint(
         self, checkpoints: Checkpoints, committed: int
     ) -> tuple[int | None, Unusable]:
-        """The newest one that is whole and the run's own, and those after it that are not, with the
-        reason."""
+        """The newest checkpoint that is whole and the run's own, and the unusable ones after it,
+        with their reasons."""
         unusable: Unusable = []
         limit = committed
         while True:
@@ -148,11 +154,11 @@ class ResumeChecks:
             limit = newest - 1
 
     async def _known_checkpoints(self, step: int) -> list[str]:
-        """sha256 of the checkpoints that were saved of the step."""
-        known = [] if self._head is None else [self._head.checkpoints.get(step)]
+        """The sha256 of each checkpoint that was saved of the step."""
+        digests = [] if self._head is None else [self._head.checkpoints.get(step)]
         records = (await self._steps(step - 1))[:1] if step else []
-        known += [(record.record.get("checkpoint") or {}).get("sha256") for record in records]
-        return [sha256 for sha256 in known if sha256]
+        digests += [(record.record.get("checkpoint") or {}).get("sha256") for record in records]
+        return [sha256 for sha256 in digests if sha256]
 
     def end_of(self, checkpoint: Path) -> End:
         """The newest step that was committed when the checkpoint was saved."""
@@ -162,7 +168,7 @@ class ResumeChecks:
         return End(**state[KEY])
 
     async def records(self, end: End) -> list[StepRecord]:
-        """Those after `end`, each of which must be the one that was committed there."""
+        """The records after `end`. Each must be the record that was committed for its step."""
         records = await self._steps(end.step)
         broken = broken_links(records, end)
         ends = {end.step: end.chain} | {r.step: str(r.record.get(KEY)) for r in records}
@@ -187,13 +193,14 @@ class ResumeChecks:
         return records
 
     async def trajectories(self, steps: list[StepRecord], committed: int) -> None:
-        """What steps are done again from must be what they were trained on, and what waits for the
-        next ones, or was evaluated since, what was written."""
+        """The attempts of the steps that are done again must be what those steps were trained on.
+        The attempts that wait for the next steps, or were evaluated since, must be as they were
+        written."""
         for record in steps:
             stored = await self._read(trained_step=record.step)
             try:
                 StepPlan.of(record.step, record.record).restore_trained(
-                    one.trajectory for one in stored
+                    row.trajectory for row in stored
                 )
             except TrainingError as error:
                 raise CheckpointError(
@@ -208,29 +215,29 @@ class ResumeChecks:
             {"step": committed + 1},
         ]
         for which in waiting:
-            for one in await self._read(**which):
-                lost = one.tokens_deleted and one.state != "dropped"
-                if lost or not (one.tokens_deleted or is_as_written(one)):
+            for row in await self._read(**which):
+                is_lost = row.tokens_deleted and row.state != "dropped"
+                if is_lost or not (row.tokens_deleted or is_as_written(row)):
                     raise CheckpointError(
-                        f"trajectory {one.trajectory.id!r} in the store {self._url} is not what "
+                        f"trajectory {row.trajectory.id!r} in the store {self._url} is not what "
                         f"was written; {REMEDY}"
                     )
 
-                if (one.state == "failed") == (one.trajectory.status == "completed"):
+                if (row.state == "failed") == (row.trajectory.status == "completed"):
                     raise CheckpointError(
-                        f"trajectory {one.trajectory.id!r} in the store {self._url} is "
-                        f"{one.state}, though it {one.trajectory.status}; {REMEDY}"
+                        f"trajectory {row.trajectory.id!r} in the store {self._url} is "
+                        f"{row.state}, though it {row.trajectory.status}; {REMEDY}"
                     )
 
-                if one.split == "train" and one.state in ("ready", "reserved"):
-                    groups[one.trajectory.group_id] = one.trajectory.task_id
+                if row.split == "train" and row.state in ("ready", "reserved"):
+                    groups[row.trajectory.group_id] = row.trajectory.task_id
 
         if self._queues:
-            await self._whole(groups)
+            await self._check_complete(groups)
 
-    async def _whole(self, groups: Mapping[str, str]) -> None:
-        """Groups that wait (with the ids of their tasks) must have all of their members: each was
-        written whole."""
+    async def _check_complete(self, groups: Mapping[str, str]) -> None:
+        """Groups that wait (with the ids of their tasks) must have all their members, since every
+        group is written whole."""
         for name, task in groups.items():
             rows = await with_retries(
                 lambda: self._store.summaries(group_id=name),  # noqa: B023 (called before the next)

@@ -43,8 +43,8 @@ from agentevo.training.reward_model import (
 
 LOSS = "bradley_terry"
 RESULT = "reward_model.json"
-TOLD_EVERY = 10
-"""Optimizer steps between two lines for people."""
+NOTE_EVERY = 10
+"""Optimizer steps between two lines of output."""
 
 
 def split_pairs(config: RunConfig) -> tuple[list[PairLine], list[PairLine]]:
@@ -65,8 +65,8 @@ def split_pairs(config: RunConfig) -> tuple[list[PairLine], list[PairLine]]:
 
 
 def check_parts(config: RunConfig) -> tuple[list[PairLine], list[PairLine]]:
-    """What `train` refuses before it loads the model; returns `split_pairs`. Downloads and writes
-    nothing. Raises ConfigError and ModelError."""
+    """Refuses what `train` refuses before it loads the model; returns `split_pairs`. Downloads and
+    writes nothing. Raises ConfigError and ModelError."""
     check_alone("the training of a reward model (agentevo rm)")
     check_tracking(config)
     lines = split_pairs(config)
@@ -77,8 +77,9 @@ def check_parts(config: RunConfig) -> tuple[list[PairLine], list[PairLine]]:
 
 
 def train(config: RunConfig, note: Callable[[str], None] = to_stderr) -> dict[str, float]:
-    """Trains, tries it on the held-out pairs before and after, and saves it as RUN/model. Returns
-    what reward_model.json holds. Raises ConfigError before anything is created."""
+    """Trains the model, evaluates it on the held-out pairs before and after, and saves it as
+    RUN/model. Returns the contents of reward_model.json. Raises ConfigError before anything is
+    created."""
     train_lines, eval_lines = check_parts(config)
     loaded = load_model(
         config.model,
@@ -90,7 +91,7 @@ def train(config: RunConfig, note: Callable[[str], None] = to_stderr) -> dict[st
     model = classifier_of(loaded.model, tokenizer, seed)
     del loaded
     longest = longest_conversation(model, tokenizer, config.rm.max_tokens)
-    pairs, held = (
+    pairs, held_out_pairs = (
         encode_pairs(lines, tokenizer, config.rm.margin, longest)
         for lines in (train_lines, eval_lines)
     )
@@ -102,7 +103,7 @@ def train(config: RunConfig, note: Callable[[str], None] = to_stderr) -> dict[st
         write_config(config, "rm")
         with track(config, "rm", Lines(note), lambda: bool(received)) as tracking:
             result = _train(
-                config, model, pairs, held, seed, lambda: bool(received), note, tracking
+                config, model, pairs, held_out_pairs, seed, lambda: bool(received), note, tracking
             )
 
         if result is not None:
@@ -120,20 +121,22 @@ def _train(
     config: RunConfig,
     model: object,
     pairs: Sequence[RewardPair],
-    held: Sequence[RewardPair],
+    held_out_pairs: Sequence[RewardPair],
     seed: int,
     stop: Callable[[], bool],
     note: Callable[[str], None],
     tracking: Tracking,
 ) -> dict[str, float] | None:
-    """What came of it; None where it was stopped."""
+    """The results; None if the training was stopped."""
     from transformers import PreTrainedModel
 
     assert isinstance(model, PreTrainedModel)
 
     size = config.rm.micro_batch_pairs
-    before = held_out(model, held, size)
-    note(f"held-out accuracy before: {before['rm/eval/accuracy']:.1%} of {len(held)} pairs")
+    before = held_out(model, held_out_pairs, size)
+    note(
+        f"held-out accuracy before: {before['rm/eval/accuracy']:.1%} of {len(held_out_pairs)} pairs"
+    )
 
     with MetricsLog(config.run_dir / "metrics.jsonl") as log:
         log.tracking = tracking
@@ -146,7 +149,7 @@ def _train(
             log.log(step, metrics)
             log.hand_over(step - 1)
 
-            if step % TOLD_EVERY == 0 or step == total:
+            if step % NOTE_EVERY == 0 or step == total:
                 note(
                     f"{step}/{total}: loss {metrics['rm/loss']:.4f}, accuracy "
                     f"{metrics['rm/accuracy']:.1%}"
@@ -157,13 +160,13 @@ def _train(
         ):
             return None
 
-        after = held_out(model, held, size)
+        after = held_out(model, held_out_pairs, size)
         log.log(last, after)
         log.hand_over(last)
 
     keep_scale(model, after)
     note(f"held-out accuracy after: {after['rm/eval/accuracy']:.1%}")
-    counts = {"pairs": float(len(pairs)), "held_out_pairs": float(len(held))}
+    counts = {"pairs": float(len(pairs)), "held_out_pairs": float(len(held_out_pairs))}
     return after | {"rm/eval/accuracy_before": before["rm/eval/accuracy"]} | counts
 
 

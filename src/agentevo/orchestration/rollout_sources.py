@@ -1,10 +1,11 @@
-"""Where a trainer's attempts come from and where its weights go. The loop (training_run.py) is
-the same for all three sources:
+"""The sources of a trainer's attempts and the destinations of its weights. The loop
+(training_run.py) is the same for all three sources:
 
     SynchronousRollouts    staleness 0 in one process: sample, train, publish, one after the other
     ColocatedRollouts      a SamplerService on the same event loop. With `sharing: turns` there is
                            one set of weights, and the engine sleeps while the trainer computes in
-                           a thread; with `overlap` the engine has a copy of the weights and goes on
+                           a thread; with `overlap` the engine has a copy of the weights and
+                           continues
     DisaggregatedRollouts  engines and samplers are other processes: groups come through the store,
                            weights go through the run's folder
 
@@ -47,55 +48,56 @@ from agentevo.types import Task, Trajectory, group_of_agent
 T = TypeVar("T")
 
 LOOK_S = 5.0
-"""How often a waiting trainer looks at what becomes of the attempts."""
+"""How often a waiting trainer looks for the outcome of attempts."""
 ALONE_S = 60.0
-"""A wait for the first attempts that is told of: perhaps nobody makes any."""
+"""After this time without first attempts the trainer reports that perhaps no process makes any."""
 
 
 class StopAskedError(AgentEvoError):
-    """Somebody asked the run to stop while it waited for attempts, evaluated, or read its data."""
+    """The user asked the run to stop while it waited for attempts, evaluated, or read its data."""
 
 
 class RolloutRound(NamedTuple):
-    """What a round of collecting gets."""
+    """The result of a round of collecting."""
 
     trajectories: list[Trajectory]
     """Whole groups, with their greedy baselines where the recipe has any."""
     last: bool = False
-    """The step gets no further round: these are what it was trained on when its trainer was
-    killed."""
+    """The step gets no further round: these are the attempts on which it was trained when its
+    trainer was killed."""
     dropped: Mapping[str, str] = MappingProxyType({})
     """Trajectory id -> why it is not trained on, where the source says so."""
     metrics: Mapping[str, float] = MappingProxyType({})
 
 
 class RolloutSource(Protocol):
-    """Where the loop's attempts come from and its weights go."""
+    """The source of the loop's attempts and the destination of its weights."""
 
     async def begin(self, step: int) -> None:
         """The model's weights as they are now, loaded or taught before the first step, are version
         `step`."""
 
     def running(self) -> AbstractAsyncContextManager[object]:
-        """Around all steps: whatever samples beside them lives in here."""
+        """A context around all steps, in which everything runs that samples at the same time."""
 
     async def round(self, step: int, tasks: Sequence[Task]) -> RolloutRound:
         """The attempts of as many groups as there are tasks."""
 
     def training(self) -> AbstractAsyncContextManager[None]:
-        """Around what the trainer computes and `swap`."""
+        """A context around what the trainer computes and `swap`."""
 
     async def compute(self, work: Callable[[], T]) -> T:
         """Runs what the trainer computes."""
 
     async def swap(self, step: int) -> None:
-        """The weights of version `step` serve on this process's engine; within `training`."""
+        """The weights of version `step` now serve on this process's engine. Called within
+        `training`."""
 
     async def announce(self, step: int) -> None:
-        """Version `step` is committed: other processes may have it."""
+        """Version `step` is committed, so other processes may have it."""
 
     def stats(self) -> dict[str, float]:
-        """What the sampler counts, for the step's metrics."""
+        """The sampler's counters, for the step's metrics."""
 
 
 class SamplerSupervisor(Protocol):
@@ -106,7 +108,7 @@ class SamplerSupervisor(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
     def check(self) -> None:
-        """Raises AgentEvoError when one of them can't be kept alive."""
+        """Raises AgentEvoError when a process can't be kept alive."""
 
 
 class SynchronousRollouts:
@@ -124,7 +126,7 @@ class SynchronousRollouts:
 
     async def round(self, step: int, tasks: Sequence[Task]) -> RolloutRound:
         config = self._parts.config
-        # An evaluation before must not change which tokens are computed together.
+        # A previous evaluation must not change which tokens are computed together.
         for engine in self._parts.engines:
             await engine.forget_cache()
 
@@ -143,7 +145,7 @@ class SynchronousRollouts:
         return nullcontext()
 
     async def compute(self, work: Callable[[], T]) -> T:
-        return _compute(work)  # on this thread, where a profiler looks
+        return _compute(work)  # on this thread, which a profiler observes
 
     async def swap(self, step: int) -> None:
         await self._parts.weights.publish(step)
@@ -156,11 +158,11 @@ class SynchronousRollouts:
 
 
 class GroupStream:
-    """Groups as samplers finish them, out of the store.
+    """Groups from the store, as samplers finish them.
 
     A step that was reserved and not committed when its trainer was killed gets the same groups
-    again: its weights may have served already, and drawn tokens that bear its number. If they have
-    (`serves_early`) and nothing is reserved, it trained on nothing, and does so again.
+    again: its weights may already have served, and drawn tokens with its number. If they have
+    (`serves_early`) and nothing is reserved, the step trained on nothing, and does so again.
     """
 
     def __init__(
@@ -178,12 +180,12 @@ class GroupStream:
         self._config = config
         self._store = parts.store
         self._tasks = parts.tasks
-        self._lost = lost
+        self._lost_attempts = lost
         self._stop = stop
         self._check = check
         self._serves_early = serves_early
         self._look_after = look_after
-        """What else to see to, every LOOK_S of a wait."""
+        """Called every LOOK_S of a wait."""
         self._baseline = "baseline_rewards" in config.algorithm.needs
         self._agents = by_rank(config) or ("",)
         self._step = 0
@@ -192,18 +194,18 @@ class GroupStream:
         reserved."""
 
     async def round(self, step: int, tasks: Sequence[Task]) -> RolloutRound:
-        """See RolloutSource.round. Raises StopAskedError, and TrainingError where waiting is in
-        vain."""
+        """See RolloutSource.round. Raises StopAskedError, and TrainingError where waiting is
+        useless."""
         attempts = await (
-            self._own(step)
+            self._own_groups(step)
             if self._config.rollout.policy == "wait"
             else self._ready(step, len(tasks))
         )
-        await self._lost.look()
-        self._lost.round_ended()
+        await self._lost_attempts.look()
+        self._lost_attempts.round_ended()
         return attempts
 
-    async def _own(self, step: int) -> RolloutRound:
+    async def _own_groups(self, step: int) -> RolloutRound:
         """`wait`: the groups of the step's own tasks, in their order."""
         groups = {
             task.id: group_name(task.id, "train", step) for task in self._tasks.tasks_to_queue(step)
@@ -211,15 +213,15 @@ class GroupStream:
         aside: list[StoredTask] = []
 
         async def is_finished() -> bool:
-            """Whether every task has its group, or never will."""
+            """Whether every task has its group, or will never have it."""
             summaries = await self._store.summaries(split="train", step=step)
             written = {group_of_all(summary.group_id) for summary in summaries}
             missing = [task for task, group in groups.items() if group not in written]
-            aside[:] = await self._lost.set_aside(missing) if missing else []
-            passed.to(len(groups) - len(missing) + len(aside))
+            aside[:] = await self._lost_attempts.set_aside(missing) if missing else []
+            progress.to(len(groups) - len(missing) + len(aside))
             return len(aside) == len(missing)
 
-        with bar("waiting for attempts", len(groups), "groups") as passed:
+        with bar("waiting for attempts", len(groups), "groups") as progress:
             await self._until(is_finished)
 
         if len(aside) == len(groups):
@@ -229,14 +231,14 @@ class GroupStream:
         order = {group: place for place, group in enumerate(groups.values())}
         agents = {agent: place for place, agent in enumerate(self._agents)}
 
-        def place(one: Trajectory) -> tuple[int, int, str, int]:
-            name = group_of_all(one.group_id)
-            return order.get(name, len(order)), agents[one.agent], name, one.attempt
+        def place(trajectory: Trajectory) -> tuple[int, int, str, int]:
+            name = group_of_all(trajectory.group_id)
+            return order.get(name, len(order)), agents[trajectory.agent], name, trajectory.attempt
 
         return RolloutRound(sorted(trajectories, key=place))
 
-    async def _ready(self, step: int, wanted: int) -> RolloutRound:
-        """The first groups that are ready, whichever tasks they are of."""
+    async def _ready(self, step: int, num_groups: int) -> RolloutRound:
+        """The first groups that are ready, of any tasks."""
         if step != self._step:
             first = self._step == 0
             self._step = step
@@ -256,21 +258,21 @@ class GroupStream:
                 return RolloutRound([], last=True)
 
         size = self._config.trainer.group_size
-        limit = len(self._taken) + wanted
+        limit = len(self._taken) + num_groups
 
         async def fresh() -> list[str]:
-            beside = len(self._agents) + self._baseline
-            listed = await self._store.ready_groups("train", size=size, limit=beside * limit)
+            ids_per_group = len(self._agents) + self._baseline
+            listed = await self._store.ready_groups("train", size=size, limit=ids_per_group * limit)
             groups = [
                 name
                 for name in dict.fromkeys(map(group_of_all, listed))
                 if name not in self._taken and f"/{BASELINE}@" not in name
             ]
-            passed.to(min(len(groups), wanted))
-            return groups if len(groups) >= wanted else []
+            progress.to(min(len(groups), num_groups))
+            return groups if len(groups) >= num_groups else []
 
-        with bar("waiting for attempts", wanted, "groups") as passed:
-            groups = (await self._until(fresh))[:wanted]
+        with bar("waiting for attempts", num_groups, "groups") as progress:
+            groups = (await self._until(fresh))[:num_groups]
 
         self._taken.update(groups)
         return RolloutRound(await self._groups(groups))
@@ -281,7 +283,8 @@ class GroupStream:
         return any(step in turn.versions for row in ready for turn in row.trajectory.turns)
 
     async def _groups(self, names: Iterable[str]) -> list[Trajectory]:
-        """Their members, of each agent in turn, and the greedy attempts beside them."""
+        """The members of the groups, of each agent in turn, and the greedy attempts of the same
+        tasks."""
         trajectories = []
         for name in names:
             for agent in self._agents:
@@ -303,14 +306,14 @@ class GroupStream:
         return await with_retries(read, within_s=STORE_RETRY_S, what="reading attempts")
 
     async def _until(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Asks every `rollout.poll_s` until the answer is not empty or false."""
+        """Calls the function every `rollout.poll_s` until the answer is not empty or false."""
         looked = time.monotonic()
         while not (
             answer := await with_retries(ask, within_s=STORE_RETRY_S, what="waiting for attempts")
         ):
             self._check()
             if time.monotonic() - looked > LOOK_S:
-                await self._lost.check()
+                await self._lost_attempts.check()
                 if self._look_after is not None:
                     await self._look_after()
                 looked = time.monotonic()
@@ -332,28 +335,28 @@ class ColocatedRollouts:
         self._parts = parts
         self._config = parts.config
         self._sleepers = _sleepers(parts) if parts.config.rollout.sharing == "turns" else []
-        """The engines, where they are to sleep while the trainer computes."""
+        """The engines, where they have to sleep while the trainer computes."""
         self._service = SamplerService(
             parts.config, parts.sampler, parts.engine, parts.store, parts.tasks, worker="train"
         )
-        self._ended = False
-        self._lost = LostAttempts(parts.config, parts.store, note)
-        self._stream = GroupStream(parts, self._lost, stop, self._check, serves_early=True)
+        self._has_ended = False
+        self._lost_attempts = LostAttempts(parts.config, parts.store, note)
+        self._stream = GroupStream(parts, self._lost_attempts, stop, self._check, serves_early=True)
         self._task: asyncio.Task[None] | None = None
         self._slept_s = 0.0
 
     async def begin(self, step: int) -> None:
-        await self._lost.look()
+        await self._lost_attempts.look()
         await self._parts.weights.begin(step)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[ColocatedRollouts]:
-        """The sampler has given its tasks back at the end."""
-        self._task = asyncio.create_task(self._service.run(lambda: self._ended))
+        """On exit, the sampler has returned its tasks."""
+        self._task = asyncio.create_task(self._service.run(lambda: self._has_ended))
         try:
             yield self
         finally:
-            self._ended = True
+            self._has_ended = True
             for engine in self._sleepers:
                 await engine.wake()
             with suppress(asyncio.CancelledError):
@@ -374,12 +377,13 @@ class ColocatedRollouts:
                 self._slept_s += time.perf_counter() - started
 
     def _keep_version(self) -> None:
-        """Under `wait`: groups that are under way are drawn from the present weights to their
-        end."""
+        """Under `wait`, groups in progress are drawn from the present weights until they end."""
         rollout = self._config.rollout
         changing = self._parts.sampler.engines
         for engine in dict.fromkeys(
-            one for agent, one in changing.items() if version_of(self._config, agent, 0) is not None
+            candidate
+            for agent, candidate in changing.items()
+            if version_of(self._config, agent, 0) is not None
         ):
             if rollout.policy == "wait" and isinstance(engine, VersionedEngine):
                 engine.keep(rollout.staleness)
@@ -397,7 +401,7 @@ class ColocatedRollouts:
         return self._service.stats() | {"engine/slept_s": self._slept_s}
 
     def _check(self) -> None:
-        """The sampler's failure is the run's."""
+        """Raises the sampler's failure as the run's."""
         if self._task is not None and self._task.done():
             self._task.result()
             raise EngineError(
@@ -449,48 +453,48 @@ class DisaggregatedRollouts:
         self._parts = parts
         self._stop = stop
         self._note = note
-        self._elsewhere = parts.elsewhere
-        """The engines that evaluate, where this process has none of its own: they get a step's
-        weights before it is committed."""
+        self._run_engines = parts.elsewhere
+        """The engines that evaluate, where this process has no engine of its own. They get a step's
+        weights before the step is committed."""
 
         self._published = remote_sender(parts.model, parts.engine, parts.config, note)
-        if self._elsewhere is not None:
-            self._elsewhere.fed_by(self._published.look_after)
+        if self._run_engines is not None:
+            self._run_engines.fed_by(self._published.look_after)
 
-        self._lost = LostAttempts(parts.config, parts.store, note)
+        self._lost_attempts = LostAttempts(parts.config, parts.store, note)
         self._stream = GroupStream(
             parts,
-            self._lost,
+            self._lost_attempts,
             stop,
             check,
-            serves_early=self._elsewhere is not None,
+            serves_early=self._run_engines is not None,
             look_after=self._look_after,
         )
-        self._alone_since = math.inf if parts.config.rollout.samplers else None
-        """When it began to wait for its first attempts; inf once some have come or it has told,
-        and where it has samplers of its own."""
+        self._waiting_since = math.inf if parts.config.rollout.samplers else None
+        """When the wait for the first attempts began; inf once some have arrived or the wait was
+        reported, and where the run has samplers of its own."""
 
     async def begin(self, step: int) -> None:
         await self._parts.weights.begin(step)
-        await self._lost.look()
+        await self._lost_attempts.look()
         await self._published.begin(step)
-        if self._elsewhere is not None:
-            await self._elsewhere.reach(step, self._stop, self._note)
+        if self._run_engines is not None:
+            await self._run_engines.reach(step, self._stop, self._note)
 
     def running(self) -> AbstractAsyncContextManager[object]:
         return nullcontext()
 
     async def round(self, step: int, tasks: Sequence[Task]) -> RolloutRound:
-        if self._alone_since is None:
-            self._alone_since = time.monotonic()
-        found = await self._stream.round(step, tasks)
-        self._alone_since = math.inf
-        return found
+        if self._waiting_since is None:
+            self._waiting_since = time.monotonic()
+        rollout_round = await self._stream.round(step, tasks)
+        self._waiting_since = math.inf
+        return rollout_round
 
     async def _look_after(self) -> None:
         await self._published.look_after()
-        if self._alone_since is not None and time.monotonic() - self._alone_since > ALONE_S:
-            self._alone_since = math.inf
+        if self._waiting_since is not None and time.monotonic() - self._waiting_since > ALONE_S:
+            self._waiting_since = math.inf
             self._note(
                 f"no attempts after {ALONE_S:g} s: `agentevo sample` makes them, with the engines "
                 "of `agentevo serve`, both of this recipe"
@@ -504,12 +508,12 @@ class DisaggregatedRollouts:
 
     async def swap(self, step: int) -> None:
         await self._parts.weights.publish(step)  # this process's own engine evaluates
-        if self._elsewhere is not None:
+        if self._run_engines is not None:
             await self._published.publish(step)
 
     async def announce(self, step: int) -> None:
-        if self._elsewhere is None:
+        if self._run_engines is None:
             await self._published.publish(step)
 
     def stats(self) -> dict[str, float]:
-        return self._lost.stats()
+        return self._lost_attempts.stats()

@@ -1,9 +1,10 @@
-"""Digests of rows that no plan holds, in the records of steps and so in their chain: tasks that
-were played, attempts that a step has not trained on, and those that have evaluated the policy.
+"""Digests of rows that no plan holds, in the records of steps and therefore in their chain: tasks
+that were played, attempts on which a step has not trained, and attempts that evaluated the policy.
 
     record["rows"] = {"tasks": {id: digest}, "untrained": {id: digest}, "evaluated": {id: digest}}
 
-A row has a digest of its own, which whoever changes the row can compute again; these can't be.
+Each row also has its own digest, but a program that changes the row can compute that again. It
+can't do so with these.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from agentevo.types import Trajectory
 
 
 class RowDigests:
-    """Those of one step after the other, of a run's trainer."""
+    """The row digests of one step after another, of a run's trainer."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._known: set[str] = set()
+        self._recorded_tasks: set[str] = set()
         """Tasks that earlier records hold."""
 
     async def of_step(
         self, step: int, sampled: Iterable[Trajectory], trained: Iterable[str]
     ) -> RecordedRows:
-        """The rows that the record of a step holds: of its attempts `sampled` those that are not
-        `trained` (ids), of evaluations those since the record before."""
+        """The rows that the record of a step holds: of the attempts `sampled` those that are not
+        `trained` (ids), and the evaluations since the previous record."""
         ids = set(trained)
         attempts = {trajectory.id: trajectory for trajectory in sampled}
         evaluated = await self._read_evaluations(step)
@@ -39,13 +40,13 @@ class RowDigests:
             evaluated += await self._read_evaluations(0)
         tasks = {trajectory.task_id for trajectory in (*attempts.values(), *evaluated)}
         return RecordedRows(
-            tasks=await self._tasks(tasks - self._known),
+            tasks=await self._tasks(tasks - self._recorded_tasks),
             untrained={name: _shown(attempts[name]) for name in attempts.keys() - ids},
             evaluated={trajectory.id: _shown(trajectory) for trajectory in evaluated},
         )
 
     async def _read_evaluations(self, step: int) -> list[Trajectory]:
-        """The attempts that have evaluated the policy after a step."""
+        """The attempts that evaluated the policy after a step."""
 
         async def read() -> list[Trajectory]:
             rows = self._store.trajectories(step=step, split="eval")
@@ -63,12 +64,12 @@ class RowDigests:
                     digests[name] = (await self._store.stored_task(name)).digest.hex()[:SHOWN]
                 except StoreUnavailableError:
                     raise
-                except StoreError:  # whoever plays elsewhere may have added none
+                except StoreError:  # samplers in other processes may have added none
                     continue
             return digests
 
         digests = await with_retries(read, within_s=STORE_RETRY_S, what="reading the tasks")
-        self._known.update(digests)
+        self._recorded_tasks.update(digests)
         return digests
 
 

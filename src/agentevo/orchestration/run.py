@@ -4,12 +4,12 @@
     -> step by step: collect -> prepare -> reserve -> update -> publish -> evaluate, save -> commit
     -> evaluate -> summary and report
 
-Version s of the weights is what step s left behind. Where batches come from (batch_sources.py), and
-where attempts come from (rollout_sources.py), is the only difference between reinforcement
-learning, preference and supervised training, synchronous and asynchronous. A step is committed in
-one transaction with its plan (what it trained on, in order), the run's progress and the checkpoint
-that was saved of it. So a resumed run loads the newest whole checkpoint, replays the committed
-steps after it from their plans (resume.py), and goes on, having lost nothing.
+Version s of the weights is the result of step s. Reinforcement learning, preference and supervised
+training, synchronous and asynchronous, differ only in the source of the batches (batch_sources.py)
+and the source of the attempts (rollout_sources.py). A step is committed in one transaction with its
+plan (what it trained on, in order), the run's progress and the checkpoint that was saved of it. A
+resumed run therefore loads the newest whole checkpoint, replays the committed steps after it from
+their plans (resume.py), and continues without loss.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def train(
     confirm = None
     changed = check_place(config, command, resume=resume)
     if resume and command == "train" and config.rollout.weights.url is not None:
-        # machines meet there, so what changes changes for them too
+        # other machines read it too, so a change affects them
         confirm = partial(confirm_run, config, resume=True, note=view.note)
     else:
         note_changes(changed, view.note)
@@ -117,11 +117,11 @@ def check_dry(
     config: RunConfig, command: Literal["train", "sft"] = "train", *, resume: bool = False
 ) -> list[str]:
     """Refuses what `train` would refuse before it samples, all of it in one ConfigError, without
-    the weights of a saved model. Downloads and writes nothing; returns what `remarks_before`
-    says, and a line for each model whose weights were too much to compare with their digests.
-    Raises ModelError and TornError, too."""
+    reading the weights of a saved model. Downloads and writes nothing. Returns what
+    `remarks_before` says, and a line for each model whose weights were too large to compare with
+    their digests. Raises ModelError and TornError too."""
     refusals = Refusals()
-    given = refusals.collect(check_recipe, config, command, resume=resume, may_fetch=False)
+    given_tasks = refusals.collect(check_recipe, config, command, resume=resume, may_fetch=False)
     if follows():
         refusals.raise_all()
         return []
@@ -137,7 +137,7 @@ def check_dry(
             refusals.collect(read_sft_data, config, loaded, view, lambda: False)
 
     refusals.raise_all()
-    return remarks_before(config, given) + lines
+    return remarks_before(config, given_tasks) + lines
 
 
 Confirm = Callable[[], Awaitable[Callable[[], None]]]
@@ -156,8 +156,8 @@ async def run_training(
     submissions: Submissions | None = None,
     confirm: Confirm | None = None,
 ) -> None:
-    """What `train` does after its checks. `submissions`: those of a program's own loop; `confirm`:
-    see `_resumed`."""
+    """What `train` does after its checks. `submissions`: of a program's own loop. `confirm`: see
+    `_resumed`."""
     folder = config.run_dir
     checkpoints = Checkpoints(
         folder / "checkpoints",
@@ -183,10 +183,10 @@ async def run_training(
             stack.enter_context(only_trainer_here(folder, view, is_stopped))
             start, make_final = await _resume_point(config, checkpoints, confirm, view.note)
 
-        beside = bool(supervisor) or command == "learn"  # others sample for training
-        elsewhere = ranks is not None and serves_elsewhere(config, apart=beside)
+        is_disaggregated = bool(supervisor) or command == "learn"  # others sample for training
+        uses_run_engines = ranks is not None and serves_elsewhere(config, apart=is_disaggregated)
         if loaded is None or start.checkpoint is not None:
-            loaded = load_checked(config, start.checkpoint, for_part=elsewhere)
+            loaded = load_checked(config, start.checkpoint, for_part=uses_run_engines)
 
         conversations = (
             read_sft_data(config, loaded, view, is_stopped) if command == "sft" else None
@@ -203,11 +203,11 @@ async def run_training(
             tasks=tasks,
             checkpoint=start.checkpoint,
             loaded=loaded,
-            transport=local_transport(config, apart=beside or command == "sft"),
+            transport=local_transport(config, apart=is_disaggregated or command == "sft"),
             note=view.note,
             may_play=submissions is None,
             traced=True,
-            elsewhere=elsewhere,
+            elsewhere=uses_run_engines,
         ) as parts:
             if parts.tasks.read is not None and command != "sft":
                 begin_with(config, parts.tasks.read, view.note)
@@ -244,7 +244,8 @@ async def run_training(
 def _join(
     config: RunConfig, stack: ExitStack, stop_signals: list[int], view: LiveView
 ) -> RunRanks | None:
-    """The processes that train together; a stop that another one is asked is this one's, too."""
+    """Joins the processes that train together. A stop of another process is also a stop of this
+    one."""
     ranks = stack.enter_context(join_ranks(config))
     if ranks is not None:
         stack.enter_context(ranks.stops.heard(stop_signals, view.note))
@@ -257,9 +258,8 @@ async def _resume_point(
     confirm: Confirm | None,
     note: Callable[[str], None],
 ) -> tuple[ResumePoint, Callable[[], None]]:
-    """Where a resume starts, and what is to be called when the folder has this configuration:
-    `confirm` says it, or refuses the configuration, now that no other process can change the
-    folder."""
+    """Where a resume starts, and what is called when the folder has this configuration. `confirm`
+    accepts or refuses the configuration, now that no other process can change the folder."""
     make_final = (lambda: None) if confirm is None else await confirm()
     return await find_resume_point(config, checkpoints, note=note), make_final
 
@@ -267,7 +267,7 @@ async def _resume_point(
 def _open_control(
     folder: Path, stop_signals: list[int], view: LiveView
 ) -> AbstractContextManager[RunControl | None]:
-    """Around a run's steps. To stop is what SIGTERM does."""
+    """A context around a run's steps. A stop request acts as SIGTERM does."""
 
     def stop() -> None:
         stop_signals.append(signal.SIGTERM)
@@ -300,7 +300,7 @@ def _begin_folder(
     make_final: Callable[[], None],
     conversations: SFTData | None,
 ) -> None:
-    """The run's folder is there from here on."""
+    """The run's folder exists from this point on."""
     write_config(config, kind_of(command))
     make_final()
     if conversations is not None:

@@ -3,9 +3,9 @@
     prompts ──► proposals ──► questions ──► the solver's groups, written
                     └────────────── rewards ◄──┘ then the proposals' groups, written
 
-A proposal is written with its reward, so after the solver's attempts. Killed in between, a resumed
-step proposes again from the same seeds; the groups that it finds in the store it does not sample
-again, and what is paid twice is paid the same.
+A proposal is written with its reward, and therefore after the solver's attempts. After a kill in
+between, the resumed step proposes again from the same seeds. It does not sample again the groups
+that it finds in the store, and a proposal that is paid twice gets the same reward.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class SelfPlayRollouts(SynchronousRollouts):
             step=step,
             label="train",
         )
-        asked = await sample(tasks, attempts=self._group_size, write=False)
-        proposals = read_proposals(asked, step, self._held_out)
+        proposer_attempts = await sample(tasks, attempts=self._group_size, write=False)
+        proposals = read_proposals(proposer_attempts, step, self._held_out)
         attempts = await sample(proposals.tasks, attempts=config.trainer.group_size)
         paid = pay(proposals, attempts, self._section)
         earned = await sampler.write(paid.trajectories, split="train", step=step)

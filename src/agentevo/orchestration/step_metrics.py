@@ -1,4 +1,4 @@
-"""What a step's trajectories say, in verl's metric names."""
+"""Metrics of a step's trajectories, under verl's names."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def _spread(prefix: str, values: Sequence[float]) -> dict[str, float]:
 def rollout_metrics(
     trajectories: Sequence[Trajectory], dropped: Mapping[str, str]
 ) -> dict[str, float]:
-    """Of all sampled trajectories of a step; rewards and lengths over the completed ones."""
+    """Metrics of all sampled trajectories of a step; rewards and lengths over the completed
+    ones."""
     done = [t for t in trajectories if t.status == "completed"]
     turns = [turn for t in done for turn in t.turns]
     metrics = {"rollout/in": float(len(trajectories))} | drop_metrics(dropped)
@@ -84,8 +85,8 @@ def rollout_metrics(
 
 
 def _by_scorer(done: Sequence[Trajectory]) -> dict[str, float]:
-    """In a batch whose attempts are not all judged alike: for each reward the mean of what it gave,
-    and the share of successes, over those that it judged."""
+    """For a batch whose attempts are not all judged by the same rewards: for each reward the mean
+    of its values, and the share of successes, over the attempts that it judged."""
     judged: dict[str, list[Trajectory]] = {}
     for t in done:
         for name in {part.partition("/")[0] for part in t.reward_parts}:
@@ -96,11 +97,11 @@ def _by_scorer(done: Sequence[Trajectory]) -> dict[str, float]:
         if len(attempts) == len(done):
             continue
 
-        own = [
+        scores = [
             sum(value for part, value in t.reward_parts.items() if part.partition("/")[0] == name)
             for t in attempts
         ]
-        metrics[f"reward_by_scorer/{name}/mean"] = fmean(own)
+        metrics[f"reward_by_scorer/{name}/mean"] = fmean(scores)
         metrics[f"reward_by_scorer/{name}/success"] = fmean(t.success for t in attempts)
 
     return metrics
@@ -109,7 +110,7 @@ def _by_scorer(done: Sequence[Trajectory]) -> dict[str, float]:
 def metrics_by_source(
     trajectories: Sequence[Trajectory], source_of: Callable[[str], str | None]
 ) -> dict[str, float]:
-    """Of a mixture's completed attempts: reward and success by the source of their task."""
+    """For a mixture's completed attempts: reward and success by the source of their task."""
     by_source: dict[str, list[Trajectory]] = {}
     for t in trajectories:
         name = source_of(t.task_id)
@@ -127,13 +128,13 @@ def metrics_by_source(
 def metrics_by_agent(
     trajectories: Sequence[Trajectory], dropped: Mapping[str, str], agents: Sequence[str]
 ) -> dict[str, float]:
-    """`rollout_metrics` of the first agent, and those of each one under `agents/NAME/`: what
-    several agents earn has no mean that says something."""
+    """`rollout_metrics` of the first agent, and those of each agent under `agents/NAME/`: a mean
+    over the rewards of several agents has no meaning."""
     metrics: dict[str, float] = {}
     for number, agent in enumerate(agents):
-        own = [t for t in trajectories if t.agent == agent]
-        reasons = {t.id: dropped[t.id] for t in own if t.id in dropped}
-        of_agent = rollout_metrics(own, reasons)
+        attempts = [t for t in trajectories if t.agent == agent]
+        reasons = {t.id: dropped[t.id] for t in attempts if t.id in dropped}
+        of_agent = rollout_metrics(attempts, reasons)
         metrics |= {} if number else of_agent
         metrics |= {f"agents/{agent}/{name}": value for name, value in of_agent.items()}
 
@@ -152,8 +153,8 @@ def drop_metrics(dropped: Mapping[str, str]) -> dict[str, float]:
 def collection_metrics(
     *, group_sizes: Sequence[int], length_parts: Sequence[float], baseline_rewards: Sequence[float]
 ) -> dict[str, float]:
-    """Of what can be trained on: members of each group, what the length has changed of each kept
-    reward, rewards of greedy attempts."""
+    """Metrics of the trainable attempts: group sizes, the change of each kept reward by its length,
+    and rewards of greedy attempts."""
     metrics = {"group/of_one": float(sum(size == 1 for size in group_sizes))}
     if length_parts:
         metrics["reward_parts/length/mean"] = fmean(length_parts)
@@ -168,8 +169,8 @@ def performance_metrics(
     trained: Mapping[str, float],
     peak_flops_per_s: float,
 ) -> dict[str, float]:
-    """Seconds per phase, tokens per second, and MFU. `engine` holds what its counters grew by in
-    this step; None: the step had nothing sampled."""
+    """Seconds per phase, tokens per second, and MFU. `engine` holds the growth of its counters in
+    this step; None: the step sampled nothing."""
     step_s = timings["step"]
     metrics = {f"timing_s/{phase}": seconds for phase, seconds in timings.items()}
     metrics |= speed_metrics(trained, timings.get("update_actor", 0.0), peak_flops_per_s)
@@ -178,7 +179,7 @@ def performance_metrics(
 
     generated = engine.get("engine/generated_tokens", 0.0)
     logical = trained.get("trainer/logical_tokens", 0.0)
-    if generated:  # else engines of other processes draw, and count it themselves
+    if generated:  # otherwise engines of other processes sample and count
         metrics |= {
             "engine/generated_tokens": generated,
             "engine/tokens_per_s": generated / timings["gen"] if timings["gen"] else 0.0,
@@ -198,10 +199,10 @@ def performance_metrics(
 def step_metrics(
     step: int, collected: Collected, batch: PreparedBatch, updated: Mapping[str, float]
 ) -> dict[str, float]:
-    """What collecting, preparing and updating have measured, under the step's number."""
+    """The measurements of collecting, preparing and updating, under the step's number."""
     return {"training/global_step": float(step), **collected.metrics, **batch.metrics, **updated}
 
 
 def counted_since(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
-    """By how much each counter has grown."""
+    """The growth of each counter."""
     return {key: value - before.get(key, 0.0) for key, value in now.items()}

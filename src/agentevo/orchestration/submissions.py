@@ -1,12 +1,12 @@
-"""Steps that a program's own loop asks for: it makes groups of attempts, and submits some of them
-as a step. The trainer's loop (training_run.py) is the same; here it waits for submissions in
-place of sampling.
+"""Steps that a program's own loop requests: it makes groups of attempts, and submits some of them
+as a step. The trainer's loop (training_run.py) is the same; it waits for submissions instead of
+sampling.
 
     submit(submission) -> queue -> collect -> prepare -> reserve -> update -> commit -> finished
 
-A step's record names the submission that it was made of, so that one that comes again, after a lost
-answer or after a kill, is recognised and not trained again. What was written of a submission whose
-step was not committed is deleted when the run is resumed: whoever submitted it has it still.
+A step's record names the submission of which it was made. A submission that arrives again, after a
+lost answer or a kill, is therefore recognised and not trained again. The rows of a submission whose
+step was not committed are deleted when the run is resumed: the submitting program still has it.
 """
 
 from __future__ import annotations
@@ -40,29 +40,30 @@ KEY = "submission"
 
 @dataclass(frozen=True)
 class Submission:
-    """What one step is to be trained on."""
+    """The attempts that one step is trained on."""
 
     id: str
-    """Follows from what is submitted."""
+    """Derived from what is submitted."""
     tasks: list[Task]
-    """One for each group, in order."""
+    """One task for each group, in order."""
     trajectories: list[Trajectory]
 
 
 class Host(Protocol):
-    """Who lets programs attempt tasks while the run takes submissions, on its event loop."""
+    """Lets programs attempt tasks while the run takes submissions, on the run's event loop."""
 
     async def note_open(self, parts: Components) -> None: ...
 
     def note_commit(self, submission: str, step: int) -> None:
-        """That submission has become this step."""
+        """The submission has become this step."""
 
     async def closing(self, failure: BaseException | None) -> None:
-        """No step follows, because of that failure if there is one."""
+        """No step follows; the cause is that failure, if there is one."""
 
 
 class Submissions:
-    """What waits for the trainer of a run. All of it happens on the trainer's event loop."""
+    """The submissions that wait for the trainer of a run. Everything happens on the trainer's event
+    loop."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -75,9 +76,9 @@ class Submissions:
         """Saves a checkpoint of the committed weights."""
 
     def submit(self, submission: Submission) -> asyncio.Future[int]:
-        """The step that it becomes, once that is committed. A submission that is under way is not
-        begun again. Raises TrainingError where no step follows any more, and ConfigError for what
-        another submission that is under way has, in whole or in part."""
+        """The step that the submission becomes, once that is committed. A submission that is in
+        progress is not started again. Raises TrainingError where no step follows any more, and
+        ConfigError for attempts or tasks that another submission in progress has too."""
         if self._over is not None:
             raise TrainingError(self._over)
 
@@ -90,17 +91,17 @@ class Submissions:
         return self._ends[submission.id]
 
     def _check_apart(self, submission: Submission) -> None:
-        """See `submit`. The store knows nothing yet of those that are under way."""
+        """See `submit`. The store does not yet know the submissions in progress."""
         ids = {trajectory.id for trajectory in submission.trajectories}
         tasks = {task.id: task for task in submission.tasks}
-        for other in self._under_way.values():
-            if shared := ids & {trajectory.id for trajectory in other.trajectories}:
+        for pending in self._under_way.values():
+            if shared := ids & {trajectory.id for trajectory in pending.trajectories}:
                 raise ConfigError(
                     f"train: the attempt {min(shared)!r} is in another submission that is under "
                     "way: no attempt is trained on twice; trainer.epochs makes several passes"
                 )
 
-            for task in other.tasks:
+            for task in pending.tasks:
                 if tasks.get(task.id, task) != task:
                     raise ConfigError(
                         f"train: the task {task.id!r} is another one in a submission that is "
@@ -109,15 +110,15 @@ class Submissions:
 
     @property
     def num_under_way(self) -> int:
-        """Submissions that have not become a step yet."""
+        """The number of submissions that have not become a step yet."""
         return len(self._under_way)
 
     def has(self, name: str) -> bool:
-        """Whether a submission is under way."""
+        """Whether a submission is in progress."""
         return name in self._ends
 
     def future(self, name: str) -> asyncio.Future[int]:
-        """The step of a submission that is under way."""
+        """The step of a submission in progress."""
         return self._ends[name]
 
     async def save_checkpoint(self) -> None:
@@ -139,7 +140,7 @@ class Submissions:
         await future
 
     def close(self) -> None:
-        """The run ends once the submissions that are under way are trained."""
+        """The run ends once the submissions in progress are trained."""
         self._waiting.put_nowait(None)
 
     def end(self, why: str) -> None:
@@ -148,11 +149,11 @@ class Submissions:
         for future in self._ends.values():
             if not future.done():
                 future.set_exception(TrainingError(why))
-                future.exception()  # somebody may have given up waiting
+                future.exception()  # the caller may have stopped waiting
 
     async def take(self) -> None:
-        """Waits for the next submission, without a deadline: it comes when its program likes.
-        Raises StopAskedError after `close`."""
+        """Waits for the next submission without a deadline, since the program decides when it
+        submits. Raises StopAskedError after `close`."""
         while True:
             item = await self._waiting.get()
             if item is None:
@@ -181,18 +182,18 @@ class Submissions:
         return self.current.tasks
 
     def refill(self, step: int) -> Iterator[Task]:
-        """See StepTasks.refill: there is nothing but what was submitted."""
+        """See StepTasks.refill: there are only submitted attempts."""
         return iter(())
 
     def source_of(self, task_id: str) -> str | None:
-        """See StepTasks.source_of: whoever submits attempts has no sources."""
+        """See StepTasks.source_of: submitted attempts have no sources."""
         return None
 
     async def learn(self, store: Store) -> None:
-        """See StepTasks.learn: whoever submits attempts chooses their tasks."""
+        """See StepTasks.learn: the program that submits attempts chooses their tasks."""
 
     def stage_name(self, step: int) -> str:
-        """See StepTasks.stage_name: nor stages."""
+        """See StepTasks.stage_name: submitted attempts have no stages."""
         return ""
 
     def metrics_of(self, step: int) -> dict[str, float]:
@@ -201,8 +202,8 @@ class Submissions:
 
 
 class SubmittedRollouts:
-    """The source of attempts (RolloutSource) whose attempts were submitted. The engine sleeps while
-    the trainer changes the weights that it computes with."""
+    """The source of submitted attempts (RolloutSource). The engine sleeps while the trainer changes
+    the weights with which it computes."""
 
     def __init__(self, parts: Components, submissions: Submissions) -> None:
         self._parts = parts
@@ -214,7 +215,7 @@ class SubmittedRollouts:
         ]
 
     async def begin(self, step: int) -> None:
-        """See RolloutSource.begin. Nothing is left of steps that were not committed."""
+        """See RolloutSource.begin. Nothing remains of steps that were not committed."""
         await with_retries(
             lambda: self._parts.store.rewind(step),
             within_s=STORE_RETRY_S,
@@ -240,7 +241,7 @@ class SubmittedRollouts:
             await self.submissions.host.closing(failure)
 
     async def round(self, step: int, tasks: Sequence[Task]) -> RolloutRound:
-        """The attempts of the submission, which are in the store from now on."""
+        """The attempts of the submission, which are in the store from this point on."""
         store = self._parts.store
         await with_retries(
             lambda: store.add_tasks(tasks, queue=False), within_s=STORE_RETRY_S, what="add_tasks"

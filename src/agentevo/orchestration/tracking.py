@@ -1,5 +1,5 @@
-"""The trackers of one run: which ones its configuration names, what they are told when it begins,
-and what they get at its end."""
+"""The trackers of one run: which ones its configuration names, and what they receive at its
+beginning and at its end."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from agentevo.types import Trajectory
 
 BOARD = "tensorboard"
 LONGEST_TEXT = 4000
-"""Characters of what was said in an attempt, in a table for people."""
+"""The number of characters of an attempt's conversation in a table for people."""
 COLUMNS = ("task", "attempt", "status", "reward", "success", "turns", "tokens", "said", "error")
 
 
 class Hearer(Protocol):
-    """Who passes on what trackers have to say, such as a LiveView."""
+    """Receives the messages of trackers; an example is LiveView."""
 
     def note(self, text: str) -> None: ...
 
@@ -51,7 +51,7 @@ class Hearer(Protocol):
 
 @dataclass(frozen=True)
 class Lines:
-    """A Hearer that makes a line of either."""
+    """Turns notes and warnings into lines."""
 
     note: Callable[[str], None]
 
@@ -60,22 +60,22 @@ class Lines:
 
 
 def chosen(config: RunConfig, *, board: bool = True) -> list[TrackerConfig]:
-    """The options of each tracker; TensorBoard is one unless it is off. `board`: the run has a
-    folder for it."""
+    """The options of each tracker. TensorBoard is one of them unless it is off. `board`: the run
+    has a folder for it."""
     backends = [backend for backend in config.tracking.backends if backend.name != BOARD]
     named = len(backends) < len(config.tracking.backends)
-    wanted = board and (named or config.tracking.tensorboard)
-    return [*([TrackerConfig(name=BOARD)] if wanted else []), *backends]
+    has_board = board and (named or config.tracking.tensorboard)
+    return [*([TrackerConfig(name=BOARD)] if has_board else []), *backends]
 
 
 def check_tracking(config: RunConfig) -> None:
-    """Raises ConfigError for a tracker that can't begin, whatever the network does: its package is
-    missing, or its key."""
-    for one in chosen(config):
+    """Raises ConfigError for a tracker that can't begin, independent of the network: its package or
+    its key is missing."""
+    for tracker in chosen(config):
         try:
-            trackers.get(one.name).check(one)
+            trackers.get(tracker.name).check(tracker)
         except MissingExtraError as error:
-            if one.name != BOARD:
+            if tracker.name != BOARD:
                 raise
             raise MissingExtraError(
                 "tracking.tensorboard=true needs the package tensorboard: pip install "
@@ -92,11 +92,11 @@ def track(
     *,
     folder: Path | None = None,
 ) -> Iterator[Tracking]:
-    """The trackers of a run, ended with the block by what it came to. One of several processes that
-    train together tells them; the others have none. `folder`: of what has no run's folder, such as
-    an evaluation."""
+    """The trackers of a run. They end with the block, with the state in which it ends. The first of
+    several processes that train together has them; the other processes have none. `folder`: for a
+    command without a run's folder, such as an evaluation."""
     tracking = Tracking(
-        [(one, trackers.get(one.name)) for one in chosen(config, board=folder is None)]
+        [(tracker, trackers.get(tracker.name)) for tracker in chosen(config, board=folder is None)]
         if is_first()
         else [],
         _describe_run(config, kind, folder),
@@ -125,8 +125,8 @@ def report_evaluation(
     folder: Path,
     hearer: Hearer,
 ) -> None:
-    """An evaluation as a run of its own in the trackers that the configuration lists; their files
-    go below `folder`. TensorBoard has none of them: it belongs to a run's folder."""
+    """An evaluation as a run of its own in the trackers that the configuration lists. Their files
+    go below `folder`. TensorBoard is not among them, since it needs a run's folder."""
     if not chosen(config, board=False):
         return
     with track(config, "eval", hearer, folder=folder) as tracking:
@@ -136,7 +136,7 @@ def report_evaluation(
 def attempts_table(
     config: RunConfig, trajectories: Sequence[Trajectory]
 ) -> tuple[TrackedTable, ...]:
-    """The first attempts of a step for people, as many as the configuration lets out."""
+    """The first attempts of a step for people, as many as the configuration allows."""
     count = config.tracking.attempts
     if not count or not trajectories:
         return ()
@@ -150,7 +150,7 @@ def attempts_table(
             trajectory.success,
             len(trajectory.turns),
             trajectory.num_completion_tokens(),
-            _said(trajectory),
+            _transcript(trajectory),
             trajectory.error or "",
         )
         for trajectory in trajectories[:count]
@@ -158,7 +158,7 @@ def attempts_table(
     return (clean_table(TrackedTable("attempts", COLUMNS, tuple(rows))),)
 
 
-def _said(trajectory: Trajectory) -> str:
+def _transcript(trajectory: Trajectory) -> str:
     parts = []
     for turn in trajectory.turns:
         for message in turn.messages:
@@ -188,14 +188,14 @@ def _describe_run(config: RunConfig, kind: str, folder: Path | None) -> TrackedR
 
 
 def _end(tracking: Tracking, config: RunConfig, state: State, folder: Path | None) -> None:
-    """What a run's folder has for trackers goes to them, and all that still waits."""
+    """Gives the trackers the files of the run's folder and everything that still waits."""
     figures: dict[str, Path] = {}
     artifacts: dict[str, Path] = {}
     summary: dict[str, Any] = {}
     if folder is not None:
         figures = {f"plots/{path.stem}": path for path in sorted((folder / "plots").glob("*.png"))}
-        kept = {"metrics": folder / "metrics.jsonl", "summary": folder / "summary.json"}
-        artifacts = {name: path for name, path in kept.items() if path.is_file()}
+        files = {"metrics": folder / "metrics.jsonl", "summary": folder / "summary.json"}
+        artifacts = {name: path for name, path in files.items() if path.is_file()}
         with suppress(OSError, ValueError):
             summary = without_secrets(json.loads((folder / "summary.json").read_bytes()))
         if config.tracking.log_model and state == "finished":
@@ -216,8 +216,9 @@ def _best_checkpoint(config: RunConfig) -> dict[str, Path]:
 
 
 def is_first() -> bool:
-    """Whether this process is the first of those that train together (training/parallel.py); one
-    that a launcher has started and that has not joined the others yet knows by RANK."""
+    """Whether this process is the first of those that train together (training/parallel.py). A
+    process that a launcher has started and that has not joined the others yet knows this by
+    RANK."""
     torch = sys.modules.get("torch")
     distributed = getattr(torch, "distributed", None)
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -229,8 +230,8 @@ def is_first() -> bool:
 def only_trainer_here(
     folder: Path, view: LiveView, is_stopped: Callable[[], bool]
 ) -> Iterator[None]:
-    """The run's lock, and the file that tells others what it does; of several processes that train
-    together the first writes that."""
+    """Holds the run's lock, and the file that shows other processes the state of the run. Of
+    several processes that train together, the first one writes that file."""
 
     def moment() -> Moment:
         return msgspec.structs.replace(view.moment(), is_stopping=is_stopped())

@@ -1,4 +1,5 @@
-"""Who trains the policy of a run, and where the batches come from: by the recipe's algorithm."""
+"""Chooses the trainer of a run's policy and the source of its batches, by the recipe's
+algorithm."""
 
 from __future__ import annotations
 
@@ -41,9 +42,9 @@ def make_rollouts(
     supervisor: SamplerSupervisor | None,
     submissions: Submissions | None = None,
 ) -> RolloutSource:
-    """The source that the recipe asks for. `sampled`: attempts are trained on. `apart`: engines and
-    samplers are other processes, which `supervisor`, if there is one, keeps alive. `submissions`: a
-    program's own loop makes the attempts."""
+    """The source that the recipe asks for. `sampled`: attempts are trained on.
+    `is_disaggregated`: engines and samplers are other processes, which `supervisor`, if there is
+    one, keeps alive. `submissions`: a program's own loop makes the attempts."""
     if submissions is not None:
         return SubmittedRollouts(parts, submissions)
 
@@ -65,8 +66,8 @@ def make_trainer(
     conversations: SFTData | None = None,
     leader: Leader | None = None,
 ) -> tuple[Learner, BatchSource]:
-    """Who trains the policy by the recipe's algorithm, and where its batches come from. `leader`:
-    of the processes that train it together, where there are several."""
+    """The trainer of the policy and the source of its batches, by the recipe's algorithm. `leader`:
+    of the processes that train the policy together, where there are several."""
     config = parts.config
     model = parts.model
     if conversations is not None:
@@ -112,8 +113,8 @@ def make_trainer(
 
 
 def training_notes(parts: Components) -> list[str]:
-    """What is said of the training before its first step: what decides how much each turn is worth,
-    how much of the model is trained, and a number format that an accelerator is slow in."""
+    """Lines about the training before its first step: what determines the value of each turn, how
+    much of the model is trained, and a number format that is slow on an accelerator."""
     notes = [f"credit: {parts.config.algorithm.credit_rule}"]
     if parts.config.model.lora.enabled:
         trained, total = num_parameters(parts.model)

@@ -72,15 +72,14 @@ from agentevo.training.token_numbers import TokenNumbers, name_of, write_numbers
 Command = Literal["train", "learn", "sft", "loop"]
 
 SAME = 1e-3
-"""Relative difference of a gradient norm up to which a step that was done again is taken for the
-same."""
+"""Relative difference of a gradient norm up to which a repeated step counts as the same."""
 
 
 class TrainingRun:
-    """The steps of one run, from where it stands to the last one."""
+    """The steps of one run, from its current step to the last one."""
 
     _announced_s = 0.0
-    """How long the version of the step before took to be announced, after its own row."""
+    """How long the previous step's version took to be announced, after its own row."""
 
     def __init__(
         self,
@@ -95,29 +94,29 @@ class TrainingRun:
         submissions: Submissions | None = None,
         ranks: RunRanks | None = None,
     ) -> None:
-        """`is_stopped`: whether somebody has asked the run to stop; it ends after the step that it
-        is in. `processes`: the run's own samplers and engines, if it has any. `submissions`:
-        those of a program's own loop. `ranks`: with whom it trains."""
+        """`is_stopped`: whether the user has asked the run to stop; it ends after the current step.
+        `processes`: the run's own samplers and engines, if it has any. `submissions`: those of a
+        program's own loop. `ranks`: the processes that train together."""
         self.parts = parts
         self.checkpoints = checkpoints
         self.view = view
         self.is_stopped = is_stopped
         self.command = command
         self.control: RunControl | None = None
-        """Through which others ask for something between two steps."""
+        """Passes on requests between two steps."""
         self._has_told_of_numbers = False
         self._numbers_digest: str | None = None
-        """Of the file of the newest step's token numbers, if there is one."""
+        """The digest of the file with the newest step's token numbers, if there is one."""
         self._row_digests = RowDigests(parts.store)
         self._has_evaluated = False
-        apart = processes is not None or command == "learn"
+        is_disaggregated = processes is not None or command == "learn"
         sampled = conversations is None
         self.rollouts = make_rollouts(
             parts,
             is_stopped,
             view.warn,
             sampled=sampled,
-            apart=apart,
+            apart=is_disaggregated,
             supervisor=processes,
             submissions=submissions,
         )
@@ -137,7 +136,7 @@ class TrainingRun:
                 serves=parts.elsewhere is None,
             )
         )
-        """Of the processes that train together, where there are several."""
+        """Set where several processes train together."""
         self.trainer, self.source = make_trainer(parts, self.rollouts, conversations, self.leader)
         self._num_steps = self.source.num_steps if submissions is None else math.inf
         folder = parts.config.run_dir
@@ -149,7 +148,7 @@ class TrainingRun:
         self.end = End()
         self.head = HeadFile(folder)
         self._recorded = 0
-        """So many of the warnings are in the records of committed steps."""
+        """The number of warnings that are in the records of committed steps."""
         self.profiling = Profiling(
             config.profile, folder, parts.model, warn=self.warn, note=view.note
         )
@@ -158,11 +157,11 @@ class TrainingRun:
         self.background = BackgroundSave(self._note_checkpoint, self.warn)
 
     async def take_up(self, start: ResumePoint, *, resumed: bool) -> None:
-        """Brings trainer and progress to where the run stands: at its beginning, after a cold start
-        if there is one, or at the newest committed step."""
+        """Brings trainer and progress to the current step of the run: its beginning, after a cold
+        start if there is one, or the newest committed step."""
         config = self.parts.config
         self.end = start.end
-        self.head = HeadFile(config.run_dir)  # as write_config has left it
+        self.head = HeadFile(config.run_dir)  # as write_config wrote it
         self.head.note_commit(self.end)
 
         for line in training_notes(self.parts):
@@ -182,7 +181,7 @@ class TrainingRun:
             self.trainer.load_state_dict(trainer_state)
             self.restore(run_state)
         elif config.cold_start.episodes and self.command != "sft":
-            await self._teach(again=bool(start.steps))
+            await self._teach(is_logged=bool(start.steps))
 
         if start.checkpoint is None and config.trainer.optimizer_from is not None:
             if isinstance(self.trainer, Led):
@@ -195,11 +194,12 @@ class TrainingRun:
         for warning in start.warnings:
             self.warn(warning)
 
-    async def _teach(self, *, again: bool) -> None:
-        """Teaches the model before the first step. `again`: a resumed run without a checkpoint,
+    async def _teach(self, *, is_logged: bool) -> None:
+        """Teaches the model before the first step. `is_logged`: a resumed run without a checkpoint,
         whose log has it already."""
         shows = self.parts.config.model.name != "tiny" and self.parts.elsewhere is None
-        if shows and not again:  # random weights show nothing, and engines elsewhere have none yet
+        # Random weights show nothing, and engines of other processes have none yet.
+        if shows and not is_logged:
             try:
                 self.progress.cold_start_before = await self.evaluate(
                     "before the cold start", full=False, label="untaught-"
@@ -212,7 +212,7 @@ class TrainingRun:
         except StopAskedError:
             return
 
-        if not again:
+        if not is_logged:
             self.progress.trained_tokens += int(metrics.get("cold_start/tokens", 0))
             self.log.log(0, metrics)
 
@@ -220,9 +220,9 @@ class TrainingRun:
         """Brings trainer and progress to the newest committed step, unless the run is asked to stop
         before that.
 
-        Of the step after it, which a kill may have left reserved, the same attempts are taken again
-        (rollout_sources.py). Where they are those of the step's own tasks, nothing else stays of
-        what was chosen among them: the recipe may choose otherwise now.
+        For the step after it, which a kill may have left reserved, the same attempts are taken
+        again (rollout_sources.py). Where these are the attempts of the step's own tasks, no other
+        choice among them is kept: the recipe may choose otherwise now.
         """
         is_synchronous = isinstance(self.rollouts, SynchronousRollouts)
         if is_synchronous or self.parts.config.rollout.policy == "wait":
@@ -259,27 +259,27 @@ class TrainingRun:
         self._keep_lost_best(End(step.step, str(step.record[CHAIN])))
 
     def _keep_lost_best(self, end: End) -> None:
-        """Saves the weights of the step that was just done again where their evaluation is the best
-        and the checkpoint of them is lost: a kill came while it was written in the background, or
-        it is torn. `end`: of the chain at that step."""
+        """Saves the weights of the step that was just repeated where their evaluation is the best
+        and their checkpoint is lost: a kill interrupted its background save, or it is torn. `end`:
+        of the chain at that step."""
         rating = self.progress.newest_rating
         if rating is not None and rating.step == end.step and self._is_best(rating.value):
             self._note_checkpoint(end.step, self._writer(rating.value, copied=False, end=end)())
 
     def _is_best(self, value: float | None) -> bool:
-        """Whether a checkpoint of weights with that evaluation is to be kept as the best one."""
+        """Whether a checkpoint of weights with that evaluation is kept as the best one."""
         section = self.parts.config.checkpoint
         best = self.checkpoints.best_value
         is_kept = section.keep_best and section.every > 0
         return is_kept and value is not None and (best is None or value > best)
 
     def _value_of(self, metrics: dict[str, float]) -> float | None:
-        """What the best checkpoint has most of; None where nothing is held out."""
+        """The value by which the best checkpoint is chosen; None where nothing is held out."""
         return solved_share(metrics) if self.parts.plays else self.source.value(metrics)
 
     def _compare(self, step: StepRecord, trained: dict[str, float]) -> None:
-        """Warns if the step has come to something else than when it was committed: on another
-        machine, say."""
+        """Warns if the repeated step gave another result than the committed one, for example on
+        another machine."""
         was = step.record["metrics"].get("actor/grad_norm")
         now = trained.get("actor/grad_norm")
         if (was is None) != (now is None):
@@ -295,7 +295,7 @@ class TrainingRun:
             )
 
     async def run(self) -> None:
-        """From where `progress` stands to the last step, or until it is asked to stop."""
+        """Runs from the step in `progress` to the last step, or until the run is asked to stop."""
         self.view.stands_at(self.progress.step, self._num_steps)
         if self.is_stopped() and (not self.progress.begun or self.progress.step < self.end.step):
             return  # the signal came while the policy was loaded or taught, or steps done again
@@ -343,10 +343,10 @@ class TrainingRun:
 
         num_steps = self.source.num_steps
         if (reason := self._early_stop()) is not None and self.progress.step < num_steps:
-            left = num_steps - self.progress.step
+            num_remaining = num_steps - self.progress.step
             self.view.note(
-                f"finished after step {self.progress.step}, {left} before the last: {reason} "
-                f"(evaluation.stop_after={stop_after})"
+                f"finished after step {self.progress.step}, {num_remaining} before the last: "
+                f"{reason} (evaluation.stop_after={stop_after})"
             )
             num_steps = self.progress.step
 
@@ -361,12 +361,12 @@ class TrainingRun:
         return self.progress.early_stop(self.parts.config.evaluation.stop_after)
 
     async def _handle_requests(self) -> None:
-        """Does what was requested since the step before: to save, to pause, to resume
-        (runs/control). Returns when the next step may begin, or the run is to stop.
+        """Carries out what was requested since the previous step: save, pause, resume
+        (runs/control). Returns when the next step may begin, or the run has to stop.
 
-        Engines, samplers and leases live on while it is paused: the event loop runs, so leases are
-        renewed, and samplers play until as much waits as the recipe allows. A signal ends a pause
-        at once.
+        Engines, samplers and leases stay alive during a pause: the event loop runs, so leases are
+        renewed, and samplers play until as many attempts wait as the recipe allows. A signal ends a
+        pause immediately.
         """
         control = self.control
         if control is None:
@@ -391,9 +391,9 @@ class TrainingRun:
             control.note_pause(step)
             folder = short(self.parts.config.run_dir)
             self.view.phase(PAUSED, f"after step {step}; agentevo control {folder} resume goes on")
-            began = time.perf_counter()
+            started = time.perf_counter()
             await asyncio.sleep(LOOK_S)
-            self._clock += time.perf_counter() - began  # a pause is no part of `wall_s`
+            self._clock += time.perf_counter() - started  # a pause is no part of `wall_s`
 
         if has_paused:
             control.goes_on()
@@ -405,14 +405,15 @@ class TrainingRun:
             self._note_checkpoint(self.progress.step, self._writer(None, copied=False)())
 
     def _note_checkpoint(self, step: int, sha256: str) -> None:
-        """A checkpoint is there that no record names."""
+        """A checkpoint exists that no record names."""
         self.head.note_checkpoint(step, sha256)
         if step <= self.end.step:
             self.checkpoints.prune()
 
     def _give_up_step(self, committed: RunProgress) -> None:
-        """Somebody asked to stop while the step was evaluated that is computed and not committed: a
-        resumed run does it again, with the same attempts. `committed`: the progress before it."""
+        """The user asked to stop during the evaluation of a step that is computed and not
+        committed. A resumed run does the step again, with the same attempts. `committed`: the
+        progress before the step."""
         step = self.progress.step
         self.view.note(f"stopped within the evaluation after step {step}: it is done again")
         self.progress = committed
@@ -497,18 +498,19 @@ class TrainingRun:
 
     async def _announce(self, step: int) -> None:
         self.view.phase("publishing weights", f"version {step}")
-        began = time.perf_counter()
+        started = time.perf_counter()
         await self.rollouts.announce(step)
-        self._announced_s = time.perf_counter() - began
+        self._announced_s = time.perf_counter() - started
 
     async def _keep_numbers(self, step: int) -> None:
-        """Before the step is committed, so that whoever sees it finds them; they cost no run."""
+        """Runs before the step is committed, so that every reader of the step finds the numbers. A
+        failure does not end the run."""
         numbers = getattr(self.trainer, "numbers", None)  # only of those that learn from attempts
         if isinstance(numbers, TokenNumbers):
             try:
-                found = numbers.by_attempt()
+                numbers_by_attempt = numbers.by_attempt()
                 folder = self.parts.config.run_dir
-                await in_thread(write_numbers, folder, step, found)
+                await in_thread(write_numbers, folder, step, numbers_by_attempt)
                 self._numbers_digest = file_digest(folder / name_of(step))
             except OSError as error:
                 if not self._has_told_of_numbers:
@@ -526,8 +528,8 @@ class TrainingRun:
 
     async def evaluate(self, name: str, *, full: bool, label: str = "") -> dict[str, float]:
         """Logs and shows an evaluation of the current weights; `full` adds the sampled attempts.
-        `label` tells two of one step apart. Raises StopAskedError when somebody asks to stop
-        meanwhile."""
+        `label` distinguishes two evaluations of one step. Raises StopAskedError if the user asks to
+        stop during the evaluation."""
         self.view.phase("evaluating", name)
         started = time.perf_counter()
 
@@ -535,11 +537,11 @@ class TrainingRun:
         with phase("evaluation"):
             held_out = self.source.evaluate(self.is_stopped)
             played: dict[str, float] = {}
-            found = None
+            evaluated = None
             if self.parts.plays:
-                found = await self._play_evaluation(step, full=full, label=label)
-                played = found.metrics
-                self.progress.generated_tokens += found.num_tokens
+                evaluated = await self._play_evaluation(step, full=full, label=label)
+                played = evaluated.metrics
+                self.progress.generated_tokens += evaluated.num_tokens
 
         metrics = held_out | played
         if held_out:
@@ -550,19 +552,19 @@ class TrainingRun:
             self.view.note(f"held-out conversations at step {step}: {', '.join(texts)}")
 
         self.log.log(step, metrics | {"timing_s/testing": time.perf_counter() - started})
-        if found is not None and not self.progress.begun:
-            check_first_evaluation(self.parts, found, self.command, self.head)
-        if found is not None:
-            notes = found.notes(self.parts.config, is_first=not self._has_evaluated)
+        if evaluated is not None and not self.progress.begun:
+            check_first_evaluation(self.parts, evaluated, self.command, self.head)
+        if evaluated is not None:
+            notes = evaluated.notes(self.parts.config, is_first=not self._has_evaluated)
             self.view.evaluation(step, metrics, notes)
             self._has_evaluated = True
 
         return metrics
 
     async def _play_evaluation(self, step: int, *, full: bool, label: str) -> Evaluated:
-        """The evaluation's attempts."""
-        elsewhere = self.parts.elsewhere
-        async with nullcontext() if elsewhere is None else elsewhere.looked_after():
+        """Plays the evaluation's attempts."""
+        run_engines = self.parts.elsewhere
+        async with nullcontext() if run_engines is None else run_engines.looked_after():
             samples = self.parts.config.evaluation.samples if full else 0
             work = asyncio.create_task(
                 evaluate(self.parts, step, samples=samples, players=self.players, label=label)
@@ -572,8 +574,8 @@ class TrainingRun:
             return work.result()
 
     async def _milestones(self, *, last: bool) -> dict[str, str] | None:
-        """Evaluation and checkpoint of the step that has just been computed, when they are due;
-        what is known of the latter."""
+        """Evaluates and saves the step that has just been computed, when these are due; returns
+        what is known of the checkpoint."""
         config = self.parts.config
         step = self.progress.step
         value = None
@@ -590,9 +592,9 @@ class TrainingRun:
         return self.save(value) if is_saved else None
 
     def save(self, value: float | None = None) -> dict[str, str] | None:
-        """A checkpoint of `progress.step`, for its record; older ones stay until that is committed.
-        `value` is its evaluation, if any. None where it is written in the background, and no record
-        will name it."""
+        """Saves a checkpoint of `progress.step`, for its record; older ones stay until the step is
+        committed. `value` is the step's evaluation, if any. Returns None where the checkpoint is
+        written in the background, and no record will name it."""
         self.background.settle(wait=True)
         step = self.progress.step
         copied = self.parts.config.checkpoint.background
@@ -609,9 +611,10 @@ class TrainingRun:
     def _writer(
         self, value: float | None, *, copied: bool, end: End | None = None
     ) -> Callable[[], str]:
-        """What writes the checkpoint of `progress.step` and returns its sha256. `copied`: of the
-        state as it is now, whenever it is called and on whichever thread. `end`: the newest step
-        that was committed then, where it is an earlier one than now."""
+        """A function that writes the checkpoint of `progress.step` and returns its sha256.
+        `copied`: it writes the state as it is now, whenever and on whichever thread it is called.
+        `end`: the newest step that was committed at that time, where it is earlier than the present
+        one."""
         self.progress.wall_s = self.wall_s()
         self._clock = time.perf_counter()
         state: dict[str, Any] = {
@@ -625,8 +628,8 @@ class TrainingRun:
         parts = self.parts
         step = self.progress.step
         saved = {"": parts.model}
-        beside = parts.saved_beside
-        saved |= {folder: model for folder, (model, _) in beside.items()}
+        extra_models = parts.saved_beside
+        saved |= {folder: model for folder, (model, _) in extra_models.items()}
         shared: Contribution | None = None
         copies: dict[str, dict[str, torch.Tensor]] = {}
         with phase("checkpoint"):
@@ -634,12 +637,14 @@ class TrainingRun:
                 trained = self.trainer.state_dict()
             else:
                 trained, shared = self.leader.contribution(self.trainer, copied=copied)
-                trained, _ = split_state(trained)  # the parts are in what is shared
+                trained, _ = split_state(trained)  # `shared` has the parts
 
             if copied:
                 trained = copy_state(trained)
-                whole = {k: one for k, one in saved.items() if in_parts(one) is None}
-                copies = {k: copy_weights(saved_weights(one)) for k, one in whole.items()}
+                whole_models = {k: model for k, model in saved.items() if in_parts(model) is None}
+                copies = {
+                    k: copy_weights(saved_weights(model)) for k, model in whole_models.items()
+                }
 
         def write() -> str:
             with phase("checkpoint"):
@@ -651,7 +656,7 @@ class TrainingRun:
                     state,
                     value,
                     prune=False,
-                    beside=beside,
+                    beside=extra_models,
                     contribution=shared,
                     copies=copies,
                 )[1]
@@ -659,19 +664,19 @@ class TrainingRun:
         return write
 
     def restore(self, run_state: dict[str, Any]) -> None:
-        """The inverse of what `save` wrote."""
+        """Restores what `save` wrote."""
         self.source.load_state_dict(run_state["source"])
         self._go_on_from(msgspec.convert(run_state["progress"], RunProgress))
         self.monitor.load_state_dict(run_state["monitor"])
         self._clock = time.perf_counter()
 
     def _go_on_from(self, progress: RunProgress) -> None:
-        """That much is committed, all its warnings included."""
+        """The progress is committed, including all its warnings."""
         self.progress = progress
         self._recorded = len(progress.warnings)
 
     def wall_s(self) -> float:
-        """Seconds of training and evaluation so far, pauses left out."""
+        """Seconds of training and evaluation so far, without pauses."""
         return self.progress.wall_s + time.perf_counter() - self._clock
 
     async def _commit(
