@@ -160,7 +160,7 @@ def _told(digests: Mapping[str, int], gone: Collection[str]) -> str:
     """Which texts of one name there were, most used first."""
     return ", ".join(
         f"{digest} in {count} attempt{'s' * (count != 1)}{' (not kept)' * (digest in gone)}"
-        for digest, count in sorted(digests.items(), key=lambda one: (-one[1], one[0]))
+        for digest, count in sorted(digests.items(), key=lambda item: (-item[1], item[0]))
     )
 
 

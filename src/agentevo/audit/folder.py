@@ -49,13 +49,13 @@ def check_files(
 ) -> None:
     """config.yaml and the record of given tasks by head.json, metrics.jsonl by the steps'
     records."""
-    known = {} if head is None else head.files
-    for name in sorted({*known, "config.yaml", TASKS_FILE}):
+    known_digests = {} if head is None else head.files
+    for name in sorted({*known_digests, "config.yaml", TASKS_FILE}):
         digest = file_digest(folder / name)
-        if name in known and digest not in known[name]:
+        if name in known_digests and digest not in known_digests[name]:
             what = "is missing" if digest is None else "is not what the run has written"
             report.violations.append(AuditViolation(f"{name} {what}"))
-        elif name not in known and head is not None and digest is not None:
+        elif name not in known_digests and head is not None and digest is not None:
             report.violations.append(AuditViolation(f"{name} is not in {HEAD}"))
 
     logged = [(record.step, record.record[LOG]) for record in records if LOG in record.record]
@@ -112,10 +112,10 @@ def list_unproven(
         for digest in digests
     }
     for name in ("checkpoints", NUMBERS_FOLDER, TEXTS_FOLDER):
-        others = {*(folder / name).glob("*")} - looked_at
+        unproven_paths = {*(folder / name).glob("*")} - looked_at
         if name == "checkpoints" and saved:
-            others.add(checkpoints.folder / INDEX)  # also where it was deleted
-        for path in sorted(others):
+            unproven_paths.add(checkpoints.folder / INDEX)  # also where it was deleted
+        for path in sorted(unproven_paths):
             report.unproven_files.append(f"{name}/{path.name}{'/' if path.is_dir() else ''}")
 
 

@@ -222,10 +222,10 @@ def _command(name: str) -> Any:
     if not commands and not groups:
         return typer.main.get_command(app)
 
-    alone = copy.copy(app)
-    alone.registered_commands = commands
-    alone.registered_groups = groups
-    return typer.main.get_command(alone)
+    reduced_app = copy.copy(app)
+    reduced_app.registered_commands = commands
+    reduced_app.registered_groups = groups
+    return typer.main.get_command(reduced_app)
 
 
 def _takes_resume(words: Sequence[str]) -> bool:
@@ -257,8 +257,8 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         print(f"agentevo {__version__}")
         raise typer.Exit()
 

@@ -85,7 +85,7 @@ def tool_sections(
 
     changed = []
     for section in sections:
-        update: dict[str, Any] = {key: tuple(given) for key, given in choose.items() if given}
+        update: dict[str, Any] = {key: tuple(values) for key, values in choose.items() if values}
         if tells_world and isinstance(section, MCPSection) and section.session == "attempt":
             update["send_task"] = True
         changed.append(section.model_copy(update=update))

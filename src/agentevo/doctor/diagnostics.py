@@ -127,7 +127,7 @@ async def _first_group(
         )
 
     if config.agents:
-        return [one for one in group if one.agent == trained_agents(config)[0]]
+        return [attempt for attempt in group if attempt.agent == trained_agents(config)[0]]
 
     return group
 
@@ -228,7 +228,7 @@ def _judge_sizes(parts: Components, spoken: list[Trajectory]) -> list[Check]:
     kv_tokens = int(parts.engine.stats().get("engine/kv_capacity_tokens", together * longest))
     token_bytes = kv_bytes_per_token(parts.model)
     on_gpu = is_accelerator(parts.model.device)
-    said = (
+    num_sampled = (
         sum(len(turn.completion_ids) for attempt in spoken for turn in attempt.turns)
         * config.trainer.groups_per_step
     )
@@ -241,7 +241,7 @@ def _judge_sizes(parts: Components, spoken: list[Trajectory]) -> list[Check]:
             turned,
             step_tokens=per_step,
             cache_bytes=float(cached * token_bytes),
-            step_rows=min(said, per_step),
+            step_rows=min(num_sampled, per_step),
             device=parts.model.device,
         )
 
@@ -249,8 +249,12 @@ def _judge_sizes(parts: Components, spoken: list[Trajectory]) -> list[Check]:
         """With what its weights take more than those that are loaded."""
         if turned.model == config.model:
             return total(needs(turned, parts.model))
-        other = shape_other(turned)
-        return total(needs(turned, other)) + weight_bytes(other) - weight_bytes(parts.model)
+        other_model = shape_other(turned)
+        return (
+            total(needs(turned, other_model))
+            + weight_bytes(other_model)
+            - weight_bytes(parts.model)
+        )
 
     shape = causal_model(parts.model).config
     shape_other = remember_by_model(lambda changed: shape_policy(changed, shape))

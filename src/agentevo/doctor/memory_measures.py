@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 def remember_by_model(make: Callable[[RunConfig], T]) -> Callable[[RunConfig], T]:
     """`make`, which reads nothing of a recipe but its model, called once for each."""
-    made: dict[str, T] = {}
+    results: dict[str, T] = {}
 
     def make_once(config: RunConfig) -> T:
         key = config.model.model_dump_json()
-        if key not in made:
-            made[key] = make(config)
-        return made[key]
+        if key not in results:
+            results[key] = make(config)
+        return results[key]
 
     return make_once
 

@@ -67,8 +67,8 @@ def check_world(config: RunConfig, world: int) -> list[Check]:
     sizes = config.trainer.parallel.model_dump()
     keys = [f"trainer.parallel.{key}={size}" for key, size in sizes.items() if size > 1]
     mesh = ", ".join(keys) or "replicas"
-    with tempfile.TemporaryDirectory(prefix="agentevo-mesh-") as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory(prefix="agentevo-mesh-") as temporary_path:
+        folder = Path(temporary_path)
         with bar(f"mesh trial: a step of 1, then of {world} processes", 2, "steps") as steps:
             _make_model(config.trainer.parallel, folder / "model")
             problem = _train(folder / "one", 1, [])
@@ -169,7 +169,7 @@ def _weights(run: Path) -> dict[str, torch.Tensor]:
     return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
 
 
-def _difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    if one.keys() != other.keys():
+def _difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    if first.keys() != second.keys():
         return float("inf")
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
+    return max(float((first[name] - second[name]).abs().max()) for name in first)

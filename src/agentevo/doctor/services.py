@@ -47,10 +47,10 @@ def is_refused(services: list[Check]) -> bool:
 
 async def _check(config: RunConfig, sections: tuple[ToolSection, ...]) -> list[Check]:
     task = _first_task(config)
-    asked = [_model(name, section) for name, section in config.remote_models.items()]
+    model_checks = [_model(name, section) for name, section in config.remote_models.items()]
     opened, models = await asyncio.gather(
         asyncio.gather(*(_open_toolset(_soon(section), task) for section in sections)),
-        asyncio.gather(*asked),
+        asyncio.gather(*model_checks),
     )
     return [
         *(check for check, _ in opened),
@@ -142,5 +142,5 @@ async def _model(name: str, section: RemoteModelSection) -> Check:
 
 
 def _list_names(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return (", ".join(names[:SHOWN]) or "none") + more
+    omitted = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return (", ".join(names[:SHOWN]) or "none") + omitted

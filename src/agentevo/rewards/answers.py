@@ -164,8 +164,8 @@ def _in_json(text: str, keys: list[str]) -> str | None:
 
 def _last_json(text: str) -> Any:
     """The last object or array that stands in a text; None without one."""
-    found = deque(jsons_in(text), maxlen=1)
-    return found[0] if found else None
+    last = deque(jsons_in(text), maxlen=1)
+    return last[0] if last else None
 
 
 def jsons_in(text: str) -> Iterator[Any]:
@@ -173,16 +173,16 @@ def jsons_in(text: str) -> Iterator[Any]:
     text with very many beginnings of some is not read to its end."""
     place = 0
     tries = 0
-    left = MAX_JSON_READINGS * len(text)
-    while tries < MAX_JSON_TRIES and left > 0 and (start := _JSON_START.search(text, place)):
+    budget = MAX_JSON_READINGS * len(text)
+    while tries < MAX_JSON_TRIES and budget > 0 and (start := _JSON_START.search(text, place)):
         try:
-            found, place = _JSON.raw_decode(text, start.start())
+            value, place = _JSON.raw_decode(text, start.start())
         except (ValueError, RecursionError) as error:
             place = start.end()
             tries += 1
-            left -= _end_of_try(error, len(text)) - start.start()
+            budget -= _end_of_try(error, len(text)) - start.start()
         else:
-            yield found
+            yield value
 
 
 def _end_of_try(error: Exception, length: int) -> int:

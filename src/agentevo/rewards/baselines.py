@@ -57,8 +57,8 @@ class BaselineScorers:
         before = await self.known()
         self._known = {**new, **before}
         if self._path is not None:
-            kept = await in_thread(self._write, dict(self._known))
-            self._known = {**self._known, **kept}  # others have added theirs meanwhile
+            stored = await in_thread(self._write, dict(self._known))
+            self._known = {**self._known, **stored}  # others have added theirs meanwhile
 
     def _read(self) -> dict[str, Baseline]:
         assert self._path is not None

@@ -57,19 +57,21 @@ def _number_alone(answer: str) -> Numeral | None:
     number = next(numerals_from_the_end(text), None)
     if number is None:
         return None
-    beside = text[: number.start] + text[number.end :]
-    return None if beside.strip(_MARKS + "-+.$\u20ac\u00a3\u00a5") else number
+    surroundings = text[: number.start] + text[number.end :]
+    return None if surroundings.strip(_MARKS + "-+.$\u20ac\u00a3\u00a5") else number
 
 
 def _states_number(text: str, right: Numeral, query: str) -> bool:
     text = plain(text)
     numerals = list(numerals_from_the_end(text))
-    asked = [one for one in numerals_from_the_end(plain(query)) if one is not None]
-    if not any(_equal(one, right) for one in asked):
+    query_numerals = [
+        numeral for numeral in numerals_from_the_end(plain(query)) if numeral is not None
+    ]
+    if not any(_equal(numeral, right) for numeral in query_numerals):
         candidates = [
             numeral
             for numeral in numerals
-            if numeral is None or not any(_equal(numeral, two) for two in asked)
+            if numeral is None or not any(_equal(numeral, two) for two in query_numerals)
         ]
     else:
         candidates = numerals
@@ -112,8 +114,8 @@ def _ends_a_list(text: str, numerals: Sequence[Numeral | None]) -> bool:
 
 def _states_words(text: str, answer: str, query: str) -> bool:
     masked, num_found = _whole_words(answer).subn(_MASK, text.replace(_MASK, " "))
-    known = {*words_of(answer), *words_of(query)}
-    too_many = len(set(words_of(masked)) - known) > MOST_WORDS
+    expected_words = {*words_of(answer), *words_of(query)}
+    too_many = len(set(words_of(masked)) - expected_words) > MOST_WORDS
     return num_found > 0 and not too_many and not _is_listed(masked, len(words_of(answer)))
 
 
@@ -143,8 +145,8 @@ def _is_listed(masked: str, num_words: int) -> bool:
             joint = ""
         joint = joint or (separator or "")
 
-    def is_short(item: str, more: int) -> bool:
-        return _MASK not in item and len(words_of(item)) <= num_words + more
+    def is_short(item: str, extra_words: int) -> bool:
+        return _MASK not in item and len(words_of(item)) <= num_words + extra_words
 
     for place, item in enumerate(items):
         if _MASK not in item:
@@ -158,14 +160,14 @@ def _is_listed(masked: str, num_words: int) -> bool:
             sides.append((joints[first:place][::-1], items[first:place][::-1]))
 
         num_siblings = 0
-        for side_joints, others in sides:
+        for side_joints, neighbours in sides:
             if side_joints and _ALTERNATIVE.match(side_joints[0]):
                 return True
-            if side_joints and side_joints[0] and is_short(others[0], 2):
+            if side_joints and side_joints[0] and is_short(neighbours[0], 2):
                 return True
 
-            for other in others:
-                if not is_short(other, 1):
+            for neighbour in neighbours:
+                if not is_short(neighbour, 1):
                     break
                 num_siblings += 1
 

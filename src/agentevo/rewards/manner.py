@@ -99,7 +99,7 @@ class Repetition:
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
         """See Scorer.score. The formula is that of Yeo et al. (https://arxiv.org/abs/2502.03373),
         without its factor, which is `weight`."""
-        replies = [said for turn in trajectory.turns if (said := _reply(turn)) is not None]
+        replies = [reply for turn in trajectory.turns if (reply := _reply(turn)) is not None]
         text = "\n".join(text_of(message.content) for message in replies)
         share = await in_thread(repeated_share, text, self.config.ngram)
         return Score(-share, success=share == 0)
@@ -143,7 +143,7 @@ class ToolUse:
                 if place is not None and _is_error(text_of(message.content)):
                     good[place] = False
 
-            calls = () if (said := _reply(turn)) is None else said.tool_calls
+            calls = () if (reply := _reply(turn)) is None else reply.tool_calls
             under_way = {call.id: len(good) + n for n, call in enumerate(calls) if call.id}
             good += [bool(call.name) and _is_object(call.arguments) for call in calls]
 

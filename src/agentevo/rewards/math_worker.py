@@ -56,9 +56,9 @@ def _parse(text: str) -> list[Any]:
     text = _MIXED.sub(r"(\1+\2)", write_plainly(text))
     text = _POWER_OF_TEN.sub(r"\1 \\cdot 10^{\2}", text)
     if not _DELIMITED.search(text) and not _WORD.search(_TEX_WORDS.sub(" ", text)):
-        alone: list[Any] = parse(f"${text}$", parsing_timeout=None)
-        if alone:
-            return alone
+        as_formula: list[Any] = parse(f"${text}$", parsing_timeout=None)
+        if as_formula:
+            return as_formula
 
     within: list[Any] = parse(text, parsing_timeout=None)
     return within

@@ -44,9 +44,9 @@ class Pattern:
         every = self._within_limit(self._all, text)
         if not every:
             return None
-        found = every[-1]
-        in_group = found[1] if self._compiled.groups else None
-        return str(found[0] if in_group is None else in_group)
+        match = every[-1]
+        in_group = match[1] if self._compiled.groups else None
+        return str(match[0] if in_group is None else in_group)
 
     def _all(self, text: str, **limits: Any) -> list[Any]:
         return list(self._compiled.finditer(text, **limits))

@@ -157,8 +157,8 @@ class Agreement:
 def agreement(judge: str, verdicts: Iterable[tuple[bool, bool]]) -> Agreement:
     """`verdicts`: (people say right, the judge passed it)."""
     counts = [0, 0, 0, 0]
-    for right, passed in verdicts:
-        counts[2 * (not right) + (not passed)] += 1
+    for right, has_passed in verdicts:
+        counts[2 * (not right) + (not has_passed)] += 1
     return Agreement(judge, (counts[0], counts[1], counts[2], counts[3]))
 
 
@@ -168,10 +168,16 @@ def calibration(found: Annotations, passed_from: float = 0.5) -> list[Agreement]
     attempts, whether the one that people find better has the higher reward (`reward, of two`; equal
     rewards count as disagreement)."""
     judged = [attempt for attempt in found.attempts.values() if attempt.verdict]
-    rows = [agreement("success", ((one.verdict == RIGHT, one.success) for one in judged))]
-    names = sorted({name for one in judged for name in one.parts})
+    rows = [
+        agreement("success", ((attempt.verdict == RIGHT, attempt.success) for attempt in judged))
+    ]
+    names = sorted({name for attempt in judged for name in attempt.parts})
     for name in names:
-        values = [(one.verdict == RIGHT, one.parts[name]) for one in judged if name in one.parts]
+        values = [
+            (attempt.verdict == RIGHT, attempt.parts[name])
+            for attempt in judged
+            if name in attempt.parts
+        ]
         numbers = [value for _, value in values]
         least = 0.0 if min(numbers) < 0 and max(numbers) <= 0 else passed_from
         rows.append(

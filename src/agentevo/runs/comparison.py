@@ -38,20 +38,20 @@ class MeasuredRun:
 def measured_runs(folders: Sequence[Path]) -> list[MeasuredRun]:
     """The runs in these folders, and all runs of those that are sweeps; each once. Raises
     ConfigError for a folder that has neither, and for a run without numbers."""
-    found: dict[Path, MeasuredRun] = {}
+    measured: dict[Path, MeasuredRun] = {}
     for folder in folders:
         inside = (
-            [one for one in sorted(folder.iterdir()) if is_run_folder(one)]
+            [run_folder for run_folder in sorted(folder.iterdir()) if is_run_folder(run_folder)]
             if is_sweep_folder(folder)
             else [check_run_folder(folder)]
         )
         if not inside:
             raise ConfigError(f"{folder}: no run of this sweep has begun yet")
 
-        for one in inside:
-            found.setdefault(one.resolve(), _measure_run(one))
+        for run_folder in inside:
+            measured.setdefault(run_folder.resolve(), _measure_run(run_folder))
 
-    return list(found.values())
+    return list(measured.values())
 
 
 def settings_of(
@@ -65,8 +65,8 @@ def settings_of(
 
     names = [group[0].name for group in groups.values()]
     return [
-        (one[0].name if names.count(one[0].name) == 1 else str(one[0].folder), one)
-        for one in groups.values()
+        (group[0].name if names.count(group[0].name) == 1 else str(group[0].folder), group)
+        for group in groups.values()
     ]
 
 

@@ -165,15 +165,15 @@ class RunControl:
     def note_pause(self, step: int) -> None:
         """The run stands still from now on, after that step."""
         with self._lock:
-            asked = self._pauses
+            pauses = self._pauses
             self._pauses = []
             is_new = not self._session.is_paused
             self._session = msgspec.structs.replace(self._session, is_paused=True)
 
-        for request in asked:
+        for request in pauses:
             self.answer(request, f"paused after step {step}")
 
-        if is_new and not asked:
+        if is_new and not pauses:
             self._write()
 
     def goes_on(self) -> None:
@@ -184,11 +184,11 @@ class RunControl:
 
     def answer(self, request: ControlRequest, result: str, *, is_done: bool = True) -> None:
         """Says what became of a request, and deletes it."""
-        one = ControlAnswer(
+        record = ControlAnswer(
             id=request.id, do=request.do, result=result, is_done=is_done, at=time.time()
         )
         with self._lock:
-            answers = [*self._session.answers, one][-KEPT_ANSWERS:]
+            answers = [*self._session.answers, record][-KEPT_ANSWERS:]
             self._session = msgspec.structs.replace(self._session, answers=answers)
 
         self._write()
@@ -196,7 +196,7 @@ class RunControl:
         with suppress(OSError):
             (self._folder / REQUESTS / f"{request.id}.json").unlink(missing_ok=True)
 
-        about = {"at": one.at, "who": "the trainer", "address": self._session.host}
+        about = {"at": record.at, "who": "the trainer", "address": self._session.host}
         try:
             add_record(
                 self._folder / CHANGES,
@@ -213,12 +213,12 @@ class RunControl:
 
         self._look()  # what was asked meanwhile gets its answer
         with self._lock:
-            left = [*self._saves, *self._pauses]
+            unanswered = [*self._saves, *self._pauses]
             self._saves = []
             self._pauses = []
             self._session = msgspec.structs.replace(self._session, has_ended=True, is_paused=False)
 
-        for request in left:
+        for request in unanswered:
             self.answer(request, "the run has ended", is_done=False)
 
         self._write()
@@ -230,7 +230,7 @@ class RunControl:
         except OSError:
             return  # nobody has ever asked for anything
 
-        found: list[ControlRequest] = []
+        requests: list[ControlRequest] = []
         for name in names[:MAX_REQUESTS]:
             id = name.removesuffix(".json")
             if id in self._answered:  # it came a second time
@@ -243,9 +243,9 @@ class RunControl:
             request = _read(self._folder / REQUESTS / name, ControlRequest)
             self._seen.add(id)
             if request is not None and request.id == id:
-                found.append(request)
+                requests.append(request)
 
-        for request in sorted(found, key=lambda one: one.at):
+        for request in sorted(requests, key=lambda request: request.at):
             self._take(request)
 
     def _take(self, request: ControlRequest) -> None:

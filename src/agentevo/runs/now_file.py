@@ -98,11 +98,11 @@ class NowFile:
                 written_at = now
             self._over.wait(self._least_s)
 
-        ended, reason = self._ended
-        self._write(msgspec.structs.replace(self._look(), ended=ended, reason=reason))
+        ending, reason = self._ended
+        self._write(msgspec.structs.replace(self._look(), ended=ending, reason=reason))
 
     def _write(self, moment: Moment) -> None:
-        told = msgspec.structs.replace(
+        stamped = msgspec.structs.replace(
             moment,
             heartbeat_at=time.time(),
             started_at=self._started_at,
@@ -110,7 +110,7 @@ class NowFile:
             host=socket.gethostname(),
         )
         try:
-            write_atomic(self._path, msgspec.json.encode(told) + b"\n")
+            write_atomic(self._path, msgspec.json.encode(stamped) + b"\n")
         except OSError as error:
             self._problem = error.strerror or str(error)
         else:

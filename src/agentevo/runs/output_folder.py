@@ -40,7 +40,7 @@ def check_empty(folder: Path, *, but: Collection[str]) -> None:
     """Raises ConfigError for a folder that has something other than what is named `but`. One that
     is not there is empty."""
     try:
-        found = os.listdir(folder)
+        names = os.listdir(folder)
     except FileNotFoundError:
         return
     except (OSError, ValueError) as error:
@@ -48,5 +48,5 @@ def check_empty(folder: Path, *, but: Collection[str]) -> None:
             f"{folder} is no folder that can be read ({describe_error(error)}): give another --out"
         ) from error
 
-    if any(name not in but for name in found):
+    if any(name not in but for name in names):
         raise ConfigError(f"{folder} is not empty: give another --out")

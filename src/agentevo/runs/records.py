@@ -74,7 +74,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
             f"{path} can't be read ({error.strerror or error}): move it away"
         ) from error
 
-    found = []
+    records = []
     for line in lines[:-1]:  # after the last newline is what somebody is writing
         if not line or len(line) > MAX_LINE:
             continue
@@ -89,6 +89,6 @@ def read_records(path: Path) -> list[dict[str, Any]]:
             continue
 
         if isinstance(record, dict):
-            found.append(record)
+            records.append(record)
 
-    return found
+    return records

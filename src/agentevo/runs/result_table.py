@@ -170,7 +170,7 @@ def _labels(rows: Sequence[ResultRow]) -> list[str]:
     names = [row.first.name for row in rows]
     labels = []
     for row in rows:
-        same = [dict(other.first.setting) for other in rows if other.first.name == row.first.name]
+        same = [dict(peer.first.setting) for peer in rows if peer.first.name == row.first.name]
         keys = sorted(
             key
             for key in set().union(*same)

@@ -51,7 +51,8 @@ def check_resume(
     config: RunConfig, command: str = "train", *, apart: bool = False
 ) -> dict[str, tuple[Any, Any]]:
     """Refuses a folder that can't be resumed, or only as another run; what changed otherwise: key
-    -> (was, now). `apart`: its engines and samplers are started apart, as those of `learn`."""
+    -> (was, now). `started_separately`: its engines and samplers are processes of
+    their own, as those of `learn`."""
     folder = config.run_dir
     if not (folder / "config.yaml").is_file():
         raise ConfigError(
@@ -60,26 +61,26 @@ def check_resume(
             "run.dir"
         )
 
-    began = command_of(folder) or command
-    if began != command:
+    first_command = command_of(folder) or command
+    if first_command != command:
         raise ConfigError(
-            f"{short(folder)} is a run of `agentevo {began}`: resume it with `agentevo "
-            f"{began} RECIPE "
+            f"{short(folder)} is a run of `agentevo {first_command}`: resume it with `agentevo "
+            f"{first_command} RECIPE "
             "--resume`, or give another run.dir"
-            if "loop" not in (began, command)
-            else f"{short(folder)} is {KINDS.get(began, KINDS['train'])}: resume it so, or give "
-            "another folder"
+            if "loop" not in (first_command, command)
+            else f"{short(folder)} is {KINDS.get(first_command, KINDS['train'])}: resume it so, or "
+            "give another folder"
         )
 
     changed = changes(config)
-    others = config.rollout.staleness > 0 or config.rollout.samplers > 0
-    beside = apart or (command != "loop" and others)
+    has_samplers = config.rollout.staleness > 0 or config.rollout.samplers > 0
+    is_concurrent = apart or (command != "loop" and has_samplers)
     refused = [
         key
         for key in ("rollout.staleness", "rollout.samplers")
         if command != "loop" and 0 in changed.get(key, ())
     ]
-    if beside and "wait" in changed.get("rollout.policy", ()):
+    if is_concurrent and "wait" in changed.get("rollout.policy", ()):
         refused.append("rollout.policy")
 
     if refused:
@@ -91,8 +92,8 @@ def check_resume(
         )
 
     fixed = FIXED_SECTIONS if command == "train" else (*FIXED_SECTIONS, command)
-    met = apart or any(changed.get(key, (None,))[0] is not None for key in APART_KEYS)
-    fixed_keys = (*FIXED_KEYS, *QUEUED_KEYS * beside, *APART_KEYS * met)
+    has_apart_keys = apart or any(changed.get(key, (None,))[0] is not None for key in APART_KEYS)
+    fixed_keys = (*FIXED_KEYS, *QUEUED_KEYS * is_concurrent, *APART_KEYS * has_apart_keys)
     for key, values in changed.items():
         before, after = (without_passwords(repr(value)) for value in values)
         if key in fixed_keys or key.partition(".")[0] in fixed:

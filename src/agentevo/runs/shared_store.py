@@ -46,15 +46,15 @@ def _prepare(config: RunConfig, *, clear: bool, read_only: bool = False) -> None
         async with await open_run_store(
             url, timeout_s=CLEAR_TIMEOUT_S, read_only=read_only
         ) as store:
-            held = await content_of(store)
-            if held and not overwritten:
+            content = await content_of(store)
+            if content and not overwritten:
                 raise ConfigError(
-                    f"store.url: the store holds {held} of another run: give another file, "
+                    f"store.url: the store holds {content} of another run: give another file, "
                     "?schema=NAME or database, resume that run with "
                     "--resume, or delete it by run.overwrite=true with its own run.dir"
                 )
 
-            if held and clear:
+            if content and clear:
                 await store.clear()
 
     with ThreadPoolExecutor(max_workers=1) as thread:  # also where a loop is running, in a notebook

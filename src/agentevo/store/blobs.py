@@ -109,19 +109,19 @@ def pack_turns(
     noise = columns["logprobs"][:half]
     columns["logprobs"] = columns["logprobs"][half:]
     packed = zlib.compress(_MSGPACK.encode([heads, *columns.values()]), _LEVEL)
-    more = [
-        zlib.compress(part, _LEVEL) if given else b""
-        for given, part in (
+    extra_parts = [
+        zlib.compress(part, _LEVEL) if content else b""
+        for content, part in (
             (remote, remote.encode()),
             (files, _MSGPACK.encode(dict(files))),
             (texts, _MSGPACK.encode(dict(texts))),
         )
     ]
-    more.append(_pack_routed([turn.get("routed_experts") for turn in turns]))
-    while more and not more[-1]:
-        more.pop()
+    extra_parts.append(_pack_routed([turn.get("routed_experts") for turn in turns]))
+    while extra_parts and not extra_parts[-1]:
+        extra_parts.pop()
 
-    return _VERSION + _MSGPACK.encode([packed, noise, *more])
+    return _VERSION + _MSGPACK.encode([packed, noise, *extra_parts])
 
 
 def _options(turn: Mapping[str, Any]) -> list[Any]:
@@ -135,11 +135,15 @@ def _options(turn: Mapping[str, Any]) -> list[Any]:
 def unpack_turns(blob: bytes) -> list[Turn]:
     """Raises StoreError for bytes that pack_turns has not made."""
     try:
-        packed, noise, *more = _parts(blob)
+        packed, noise, *extra_parts = _parts(blob)
         heads, prompt_ids, completion_ids, logprobs, versions = _DECODER.decode(
             _unpack(packed, LARGEST)
         )
-        routed = _unpack_routed(more[3], len(heads)) if len(more) > 3 else [None] * len(heads)
+        routed = (
+            _unpack_routed(extra_parts[3], len(heads))
+            if len(extra_parts) > 3
+            else [None] * len(heads)
+        )
     except _BROKEN as error:
         raise _unreadable(error) from error
 
@@ -192,8 +196,12 @@ def unpack_turns(blob: bytes) -> list[Turn]:
 def unpack_remote_turns(blob: bytes) -> list[RemoteTurn]:
     """Likewise."""
     try:
-        _, _, *said = _parts(blob)
-        return _REMOTE.decode(_unpack(said[0], LARGEST)) if said and said[0] else []
+        _, _, *extra_parts = _parts(blob)
+        return (
+            _REMOTE.decode(_unpack(extra_parts[0], LARGEST))
+            if extra_parts and extra_parts[0]
+            else []
+        )
     except _BROKEN as error:
         raise _unreadable(error) from error
 
@@ -201,8 +209,12 @@ def unpack_remote_turns(blob: bytes) -> list[RemoteTurn]:
 def unpack_files(blob: bytes) -> dict[str, bytes]:
     """Likewise."""
     try:
-        _, _, *more = _parts(blob)
-        return _FILES.decode(_unpack(more[1], LARGEST)) if len(more) > 1 and more[1] else {}
+        _, _, *extra_parts = _parts(blob)
+        return (
+            _FILES.decode(_unpack(extra_parts[1], LARGEST))
+            if len(extra_parts) > 1 and extra_parts[1]
+            else {}
+        )
     except _BROKEN as error:
         raise _unreadable(error) from error
 
@@ -210,8 +222,12 @@ def unpack_files(blob: bytes) -> dict[str, bytes]:
 def unpack_texts(blob: bytes) -> dict[str, str]:
     """Likewise."""
     try:
-        _, _, *more = _parts(blob)
-        return _TEXTS.decode(_unpack(more[2], LARGEST)) if len(more) > 2 and more[2] else {}
+        _, _, *extra_parts = _parts(blob)
+        return (
+            _TEXTS.decode(_unpack(extra_parts[2], LARGEST))
+            if len(extra_parts) > 2 and extra_parts[2]
+            else {}
+        )
     except _BROKEN as error:
         raise _unreadable(error) from error
 
@@ -243,11 +259,11 @@ def _by_layer(routed: RoutedExperts) -> bytes:
 def _unpack_routed(part: bytes, num_turns: int) -> list[RoutedExperts | None]:
     """Raises what is in _BROKEN."""
     shapes, data = _DECODER.decode(_unpack(part, LARGEST_ROUTED))
-    found: list[RoutedExperts | None] = []
+    routed: list[RoutedExperts | None] = []
     start = 0
     for shape in shapes:
         if shape is None:
-            found.append(None)
+            routed.append(None)
             continue
 
         layers, top_k, num_experts, tokens = shape
@@ -255,13 +271,13 @@ def _unpack_routed(part: bytes, num_turns: int) -> list[RoutedExperts | None]:
         stop = start + tokens * layers * top_k * width
         planes = np.frombuffer(data[start:stop], dtype=np.uint8)
         rows = planes.reshape(layers, width, tokens, top_k).transpose(2, 0, 3, 1)
-        found.append(RoutedExperts(layers, top_k, num_experts, rows.tobytes()))
+        routed.append(RoutedExperts(layers, top_k, num_experts, rows.tobytes()))
         start = stop
 
-    if len(found) != num_turns or start != len(data):
-        raise ValueError(f"routed experts of {len(found)} turns, and there are {num_turns}")
+    if len(routed) != num_turns or start != len(data):
+        raise ValueError(f"routed experts of {len(routed)} turns, and there are {num_turns}")
 
-    return found
+    return routed
 
 
 def _parts(blob: bytes) -> list[bytes]:

@@ -78,8 +78,8 @@ class CallLog:
         tell: Callable[[str], None] = lambda line: None,
         tracing: Tracing | None = None,
     ) -> None:
-        """`tell` is told at the end how many calls were not recorded. `tracing` hears of each that
-        has ended."""
+        """`notify` gets a line at the end that says how many calls were not recorded. `tracing`
+        gets each call that has ended."""
         self.recorder = secrets.token_hex(6)
         self.tracing = tracing
         self.dropped = 0
@@ -153,12 +153,12 @@ class CallLog:
         asyncio.run(self._write_until_closed())
 
     async def _write_until_closed(self) -> None:
-        ended = asyncio.Event()
+        closing = asyncio.Event()
         loop = asyncio.get_running_loop()
         with self._lock:
-            self._wake = lambda: loop.call_soon_threadsafe(ended.set)
+            self._wake = lambda: loop.call_soon_threadsafe(closing.set)
             if self._closed:
-                ended.set()
+                closing.set()
 
         store: Store | None = None
         pause = FLUSH_S
@@ -166,7 +166,7 @@ class CallLog:
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(ended.wait(), pause)
+                    await asyncio.wait_for(closing.wait(), pause)
 
                 try:
                     if store is None and self._new:
@@ -183,7 +183,7 @@ class CallLog:
                     self._problem = f"{type(error).__name__}: {error}"
                     pause = min(2 * pause, LONGEST_PAUSE_S)
 
-                if ended.is_set():
+                if closing.is_set():
                     return
         finally:
             if store is not None:
@@ -309,8 +309,8 @@ class AttemptCalls:
         if call is self._root:
             if self.dropped:
                 call.note(calls_dropped=self.dropped)
-            for left in list(self._open.values()):
-                left.end("cancelled", "its attempt ended")
+            for open_call in list(self._open.values()):
+                open_call.end("cancelled", "its attempt ended")
 
         if self._log is not None and call.number:
             self._log.note_change(call)
@@ -405,8 +405,8 @@ class RunningCall:
 
     def record(self, recorder: str) -> Call:
         """The call as it is now. Called by the log's thread and the tracer's, at any moment."""
-        if (known := self._record) is not None:
-            return known
+        if (final_record := self._record) is not None:
+            return final_record
 
         ended_at = self._ended_at
         attributes = self._attributes

@@ -37,15 +37,15 @@ _READY: Document = {"state": "ready", "trained_step": None}
 class MongoRows(Queries):
     """Everything that a transaction does to the collections of a database."""
 
-    async def _held(self, lease: Lease, wanted: str | tuple[str, ...]) -> Document | None:
-        """The lease's task if it must still move to `wanted`."""
+    async def _held(self, lease: Lease, target: str | tuple[str, ...]) -> Document | None:
+        """The lease's task if it must still move to `target`."""
         document: Document | None = await self.tasks.find_one(
             {"_id": lease.task.id}, session=self.session
         )
         place = (
             None if document is None else rules.TaskPlace(document["state"], document["fencing_id"])
         )
-        return document if rules.holds(place, lease, wanted) else None
+        return document if rules.holds(place, lease, target) else None
 
     async def _set_task(self, name: str, changes: Document) -> None:
         await self.tasks.update_one({"_id": name}, {"$set": changes}, session=self.session)
@@ -126,25 +126,27 @@ class MongoRows(Queries):
         for reason, names in dropped.items():
             await self.drop(list(names), reason)
 
-        here = {
+        step_ids = {
             document["_id"]
             for document in await self.find(self.trajectories, {"trained_step": step}, "_id")
         }
-        known = await self.steps.find_one({"_id": step}, session=self.session)
-        if not rules.must_commit(step, record, known=known and known["record"], ids=ids, here=here):
+        stored_step = await self.steps.find_one({"_id": step}, session=self.session)
+        if not rules.must_commit(
+            step, record, known=stored_step and stored_step["record"], ids=ids, here=step_ids
+        ):
             return 0
 
         values = {
             "_id": step,
             "step": step,
             "record": record,
-            "num_trajectories": len(here),
+            "num_trajectories": len(step_ids),
             "committed_at": now,
         }
         await self.steps.insert_one(values, session=self.session)
-        await self._set(here, state="committed")
+        await self._set(step_ids, state="committed")
 
-        return len(here)
+        return len(step_ids)
 
     async def release(self, step: int | None) -> int:
         where = {"state": "reserved"} | ({} if step is None else {"trained_step": step})
@@ -168,16 +170,18 @@ class MongoRows(Queries):
     async def _forget_steps(self, step: int) -> int:
         """`Store.rewind` with `keep`: trajectories stay and can be trained on again."""
         taken = {"trained_step": {"$gt": step}}
-        again = (
+        num_reset = (
             await self.trajectories.update_many(taken, {"$set": _READY}, session=self.session)
         ).modified_count
         dropped = await self.find(
             self.trajectories, {"step": {"$gt": step}, "state": "dropped"}, "_id"
         )
-        whole = await self.by_id(self.tokens, (document["_id"] for document in dropped), "_id")
-        await self._set(whole, **_READY, drop_reason=None)
+        ids_with_tokens = await self.by_id(
+            self.tokens, (document["_id"] for document in dropped), "_id"
+        )
+        await self._set(ids_with_tokens, **_READY, drop_reason=None)
         await self.steps.delete_many({"_id": {"$gt": step}}, session=self.session)
-        return int(again) + len(whole)
+        return int(num_reset) + len(ids_with_tokens)
 
     async def _delete_after(self, step: int) -> int:
         """`Store.rewind` without `keep`: what was sampled for later steps is deleted."""
@@ -194,20 +198,20 @@ class MongoRows(Queries):
         )
         await self.steps.delete_many({"_id": {"$gt": step}}, session=self.session)
         fresh = LET_GO | {"state": "queued", "num_failures": 0, "num_expiries": 0, "error": None}
-        again = {"$set": fresh, "$inc": {"fencing_id": 1}}
-        await self.tasks.update_many({"state": "leased"}, again, session=self.session)
+        requeue = {"$set": fresh, "$inc": {"fencing_id": 1}}
+        await self.tasks.update_many({"state": "leased"}, requeue, session=self.session)
 
-        lost = set()
+        lost_tasks = set()
         for name in {document["task_id"] for document in later if document["split"] == "train"}:
             if (
                 await self.trajectories.find_one({"task_id": name}, ["_id"], session=self.session)
                 is None
             ):
-                lost.add(name)
+                lost_tasks.add(name)
 
-        for chunk in chunks(lost):
+        for chunk in chunks(lost_tasks):
             where = {"_id": {"$in": chunk}, "state": {"$in": ["completed", "failed"]}}
-            await self.tasks.update_many(where, again, session=self.session)
+            await self.tasks.update_many(where, requeue, session=self.session)
 
         return len(later)
 
@@ -224,9 +228,9 @@ class MongoRows(Queries):
 
     async def requeue_old(self, before: float) -> int:
         where = {"state": "leased", "lease_expires_at": {"$lte": before}}
-        again = {"$set": LET_GO | {"state": "queued"}, "$inc": {"fencing_id": 1}}
+        requeue = {"$set": LET_GO | {"state": "queued"}, "$inc": {"fencing_id": 1}}
         return int(
-            (await self.tasks.update_many(where, again, session=self.session)).modified_count
+            (await self.tasks.update_many(where, requeue, session=self.session)).modified_count
         )
 
     async def delete_orphans(self, after: str | None) -> tuple[int, str | None]:
@@ -235,8 +239,8 @@ class MongoRows(Queries):
         where = {} if after is None else {"_id": {"$gt": after}}
         cursor = self.tokens.find(where, ["_id"], session=self.session).sort("_id", 1).limit(CHUNK)
         page = [document["_id"] for document in await cursor.to_list()]
-        known = await self.by_id(self.trajectories, page, "_id")
-        deleted = await self._delete_tokens([name for name in page if name not in known])
+        owners = await self.by_id(self.trajectories, page, "_id")
+        deleted = await self._delete_tokens([name for name in page if name not in owners])
         return deleted, page[-1] if len(page) == CHUNK else None
 
     async def delete_dropped_tokens(self, after: int | None) -> tuple[int, int | None]:

@@ -76,13 +76,13 @@ class Transactions:
         tried again."""
         from pymongo.errors import ConnectionFailure, PyMongoError
 
-        passed: list[PyMongoError] = []
+        retried_errors: list[PyMongoError] = []
         try:
             async with asyncio.timeout(self._timeout_s):
-                yield passed
+                yield retried_errors
         except TimeoutError as error:
-            if passed and isinstance(passed[-1], ConnectionFailure):
-                raise self._unavailable(what, passed[-1]) from passed[-1]
+            if retried_errors and isinstance(retried_errors[-1], ConnectionFailure):
+                raise self._unavailable(what, retried_errors[-1]) from retried_errors[-1]
             raise DeadlineExceededError(
                 f"store {self.where}: {what}: no answer within {self._timeout_s:g} s; the server "
                 "may be gone or busy: calling again is "
@@ -108,7 +108,7 @@ class Transactions:
         from pymongo.errors import AutoReconnect, BulkWriteError, DuplicateKeyError, PyMongoError
 
         first: float | None = None
-        async with self._deadline(what) as passed:
+        async with self._deadline(what) as retried_errors:
             while True:
                 try:
                     return await work()
@@ -117,15 +117,15 @@ class Transactions:
                         write_error.get("code") == _DUPLICATE_KEY
                         for write_error in (error.details or {}).get("writeErrors", [])
                     )
-                    lost = isinstance(error, AutoReconnect) and self._is_open
+                    is_lost = isinstance(error, AutoReconnect) and self._is_open
                     now = time.monotonic()
                     first = now if first is None else first
                     labelled = any(error.has_error_label(label) for label in _LABELS)
-                    passes = labelled or clash or lost or isinstance(error, DuplicateKeyError)
+                    passes = labelled or clash or is_lost or isinstance(error, DuplicateKeyError)
                     if not passes or now - first > AWAY_S:
                         raise
 
-                    passed[:] = [error]
+                    retried_errors[:] = [error]
 
                 await asyncio.sleep(_PAUSE_S * (1.0 + random.random()))
 

@@ -326,6 +326,6 @@ async def open_store(
     for name in dict.fromkeys(SCHEMES.values()) if scheme not in SCHEMES else (SCHEMES[scheme],):
         import_module(f"agentevo.store.{name}")
 
-    more: dict[str, Any] = {"retries": retries, "clock": clock, "read_only": read_only}
+    options: dict[str, Any] = {"retries": retries, "clock": clock, "read_only": read_only}
     may_create = create and not read_only
-    return await stores.get(scheme)(address, timeout_s=timeout_s, create=may_create, **more)
+    return await stores.get(scheme)(address, timeout_s=timeout_s, create=may_create, **options)

@@ -67,10 +67,10 @@ def _id(text: str, size: int) -> int:
 def read_traceparent(text: str) -> TracePlace | None:
     """The place that a header names. None for what is no header of this form: a program's bad
     header is as good as none, as the standard has it."""
-    found = _TRACEPARENT.fullmatch(text.strip()) if len(text) <= LONGEST else None
-    if found is None or found[1] == "ff" or (found[1] == "00" and found[5]):
+    match = _TRACEPARENT.fullmatch(text.strip()) if len(text) <= LONGEST else None
+    if match is None or match[1] == "ff" or (match[1] == "00" and match[5]):
         return None
-    trace_id, span_id, flags = (int(found[number], 16) for number in (2, 3, 4))
+    trace_id, span_id, flags = (int(match[number], 16) for number in (2, 3, 4))
     return TracePlace(trace_id, span_id, bool(flags & 1)) if trace_id and span_id else None
 
 
