@@ -120,7 +120,7 @@ class Audit(msgspec.Struct, kw_only=True):
             rows.append(("without an attempt", f"{len(self.without_attempt)} completed tasks"))
 
         rows += [
-            (f"text {name}", _told(digests, self.texts_gone))
+            (f"text {name}", _list_texts(digests, self.texts_gone))
             for name, digests in sorted(self.texts.items())
         ]
         rows += [
@@ -156,7 +156,7 @@ class Audit(msgspec.Struct, kw_only=True):
         return rows
 
 
-def _told(digests: Mapping[str, int], gone: Collection[str]) -> str:
+def _list_texts(digests: Mapping[str, int], gone: Collection[str]) -> str:
     """Which texts of one name there were, most used first."""
     return ", ".join(
         f"{digest} in {count} attempt{'s' * (count != 1)}{' (not kept)' * (digest in gone)}"

@@ -107,7 +107,7 @@ def from_documents(
     passages = documents.passages
     task_options: dict[str, Any] = {"train": train, "held_out": held_out}
     task_options |= {"per_passage": per_passage, "seed": seed}
-    made_tasks = _made(
+    made_tasks = _make_tasks(
         passages, model, task_options, language, () if remaining is None else remaining.asked
     )
     num_new = len(made_tasks.train) + len(made_tasks.held_out)
@@ -141,7 +141,7 @@ def from_documents(
         _note(f"{missing} fewer than asked for ({why or 'the documents have no more'})")
 
 
-def _made(
+def _make_tasks(
     passages: list[Passage],
     model: RemoteModel | None,
     task_options: dict[str, Any],

@@ -199,13 +199,13 @@ def _bars() -> Iterator[Callable[[str, int, int], None]]:
     shown: dict[str, ProgressBar] = {}
     with ExitStack() as stack:
 
-        def hear(label: str, done: int, total: int) -> None:
+        def show_progress(label: str, done: int, total: int) -> None:
             if label not in shown:
                 stack.close()
                 shown[label] = stack.enter_context(bar(f"eval {label}", total, "tasks"))
             shown[label].to(done)
 
-        yield hear
+        yield show_progress
 
 
 def _is_plain(target: str) -> bool:

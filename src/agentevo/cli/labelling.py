@@ -142,7 +142,7 @@ class _LabellingSession:
             if word is None or word in ("q", "s", "u"):
                 return (word or "q") if annotation is None or word != "s" else "kept"
 
-            spoken = self._said(word, trajectory, annotation)
+            spoken = self._annotation_from(word, trajectory, annotation)
             if spoken is None:
                 print(HELP)
                 continue
@@ -152,7 +152,7 @@ class _LabellingSession:
                 if spoken.verdict:
                     return "kept"
 
-    def _said(
+    def _annotation_from(
         self, word: str, trajectory: Trajectory, before: Annotation | None
     ) -> Annotation | None:
         """What an answer says, on top of what was said of the attempt just before; None for a word

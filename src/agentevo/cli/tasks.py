@@ -143,9 +143,9 @@ def make(
 
     model = open_writer(writer, writer_model, writer_key, after)
     chosen = {"include": include or (), "exclude": exclude or ()}
-    parents, kept_rows = _begun(harder_than or [], after)
+    parents, kept_rows = _earlier_rows(harder_than or [], after)
     sections = tool_sections(server, choose=chosen, tells_world=worlds > 1)
-    made_tasks = _made(sections, wanted_tasks, parents, kept_rows)
+    made_tasks = _make_tasks(sections, wanted_tasks, parents, kept_rows)
     if after is not None:  # what the variants are of is played no more
         from agentevo.task_making.afterwards import free
 
@@ -154,7 +154,7 @@ def make(
     _write(out, made_tasks, wanted_tasks, model, demonstrations, system)
 
 
-def _begun(
+def _earlier_rows(
     harder_than: list[str], after: Path | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The tasks that harder variants are made of, and those that are kept beside them."""
@@ -168,7 +168,7 @@ def _begun(
     return left_by(after)
 
 
-def _made(
+def _make_tasks(
     sections: Sequence[ToolSection],
     wanted_tasks: WantedTasks,
     parents: list[dict[str, Any]],

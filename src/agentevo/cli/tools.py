@@ -72,7 +72,7 @@ async def _test_tools(
     from agentevo.types import ToolCall
 
     if dry_run or (call is not None and arguments is None):
-        calls = await _made(sections, task, call)
+        calls = await _make_calls(sections, task, call)
         if dry_run:
             for planned in calls:
                 line = f"{planned.name}({planned.arguments}){_note(planned.name, sections)}"
@@ -107,7 +107,9 @@ def _note(name: str, sections: Sequence[ToolSection]) -> str:
     return "  (a recipe's entry of type mcp hides it from the policy, by `outcome: outcome`)"
 
 
-async def _made(sections: Sequence[ToolSection], task: Task, call: str | None) -> list[ToolCall]:
+async def _make_calls(
+    sections: Sequence[ToolSection], task: Task, call: str | None
+) -> list[ToolCall]:
     """The calls with arguments made from the schemas. Raises ConfigError for a tool that there is
     not."""
     from agentevo.registry import nearest

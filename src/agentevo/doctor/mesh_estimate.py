@@ -254,12 +254,14 @@ def stage_parts(
     spread = max(parallel.expert, shard)
     element = sizes.shape.element
 
-    def held(numbers: float, experts: float) -> float:
+    def per_process(numbers: float, experts: float) -> float:
         """Of so many numbers, those that a process keeps."""
         return ((numbers - experts) / shard + experts / spread) / tensor
 
-    frozen = held(sizes.numbers - sizes.trained.total, sizes.experts * (not sizes.trains_all))
-    trained = held(sizes.trained.total, sizes.experts * sizes.trains_all)
+    frozen = per_process(
+        sizes.numbers - sizes.trained.total, sizes.experts * (not sizes.trains_all)
+    )
+    trained = per_process(sizes.trained.total, sizes.experts * sizes.trains_all)
     on_device = not config.memory.offload_optimizer
     moments = on_device * optimizer_bytes(sizes.trained, config.memory).get("optimizer", 0.0)
     moments *= trained / max(sizes.trained.total, 1)

@@ -193,11 +193,11 @@ def _end_of_try(error: Exception, length: int) -> int:
 
 
 def _strip_result(find: Callable[[str], str | None]) -> Callable[[str], str | None]:
-    def found(text: str) -> str | None:
+    def find_stripped(text: str) -> str | None:
         answer = find(text)
         return None if answer is None else answer.strip()
 
-    return found
+    return find_stripped
 
 
 _FIXED: dict[str, Callable[[str], str | None]] = {

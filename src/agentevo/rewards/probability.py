@@ -229,13 +229,13 @@ class Rlpr:
 
         without = [
             measure_logprobs(
-                (await self._kept(policy, task, directly)).logprobs, self.config.measure
+                (await self._kept_baseline(policy, task, directly)).logprobs, self.config.measure
             )
             for directly in self._directly(policy, task, _prompt_of(trajectory), answer)
         ]
         return min(max(measured - max(without), 0.0), 1.0), measured
 
-    async def _kept(self, policy: ScoredPolicy, task: Task, placed: Placed) -> Baseline:
+    async def _kept_baseline(self, policy: ScoredPolicy, task: Task, placed: Placed) -> Baseline:
         """The kept baseline, or a new one where the prompt was not known before."""
         key = baseline_key(policy.agent, placed.context_ids, placed.ids)
         baseline = (await policy.baselines.known()).get(key)

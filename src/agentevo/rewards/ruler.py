@@ -227,7 +227,7 @@ def _marks(verdict: object, num: int) -> list[Mark]:
     unknown = list[str]()
     wrong = list[str]()
     for entry in entries:
-        number = _whole(entry.get("id")) if isinstance(entry, dict) else None
+        number = _whole_number(entry.get("id")) if isinstance(entry, dict) else None
         if number is None or not 1 <= number <= num:
             reported = entry.get("id") if isinstance(entry, dict) else entry
             unknown.append(json.dumps(reported, ensure_ascii=False, default=str)[:40])
@@ -262,6 +262,6 @@ def _marks(verdict: object, num: int) -> list[Mark]:
     return [marks[number] for number in range(1, num + 1)]
 
 
-def _whole(value: object) -> int | None:
+def _whole_number(value: object) -> int | None:
     number = number_of(value)
     return int(number) if number is not None and number == int(number) else None

@@ -134,7 +134,7 @@ class SqliteState:
             )
 
         check_ran(ran)
-        results = _told(ran.stdout, len(expected))
+        results = _read_results(ran.stdout, len(expected))
         right = sum(_is_so(rows, item) for rows, item in zip(results, expected, strict=True))
         share = right / len(expected)
         return Score(share if self.config.partial else float(share == 1.0), success=share == 1.0)
@@ -154,7 +154,7 @@ def _check_kept(trajectory: Trajectory, file: str | None) -> None:
         )
 
 
-def _told(stdout: str, number: int) -> list[Any]:
+def _read_results(stdout: str, number: int) -> list[Any]:
     """The rows of each query; None for each where the database was too slow, too large or too
     broken to tell."""
     try:

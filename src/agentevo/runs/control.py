@@ -203,7 +203,7 @@ class RunControl:
                 {**about, "id": request.id, "what": f"{request.do}: {result}"},
             )
         except ConfigError as error:
-            self._tell(str(error))
+            self._report(str(error))
 
     def _look_on(self) -> None:
         self._write()
@@ -284,9 +284,9 @@ class RunControl:
             else:
                 return
 
-        self._tell(f"{problem}: the run goes on, and nobody can ask it for anything")
+        self._report(f"{problem}: the run goes on, and nobody can ask it for anything")
 
-    def _tell(self, problem: str) -> None:
+    def _report(self, problem: str) -> None:
         """Once for each problem: a disk that is full is so for long."""
         if problem != self._problem:
             self._problem = problem

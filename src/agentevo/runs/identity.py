@@ -187,13 +187,13 @@ def _is_known(
     ConfigError where it has another."""
     if shared is None:
         return False
-    shared_tree = run_coroutine(_known(shared, within_s, stop, note))
+    shared_tree = run_coroutine(_read_shared_tree(shared, within_s, stop, note))
     if shared_tree:
         _refuse_others(changes(config, shared_tree), shared.place)
     return None if shared_tree is None else bool(shared_tree)
 
 
-async def _known(
+async def _read_shared_tree(
     shared: SharedConfig,
     within_s: float | None,
     stop: Callable[[], bool],

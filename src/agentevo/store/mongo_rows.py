@@ -37,7 +37,7 @@ _READY: Document = {"state": "ready", "trained_step": None}
 class MongoRows(Queries):
     """Everything that a transaction does to the collections of a database."""
 
-    async def _held(self, lease: Lease, target: str | tuple[str, ...]) -> Document | None:
+    async def _leased_task(self, lease: Lease, target: str | tuple[str, ...]) -> Document | None:
         """The lease's task if it must still move to `target`."""
         document: Document | None = await self.tasks.find_one(
             {"_id": lease.task.id}, session=self.session
@@ -51,7 +51,7 @@ class MongoRows(Queries):
         await self.tasks.update_one({"_id": name}, {"$set": changes}, session=self.session)
 
     async def renew(self, lease: Lease, *, now: Now, lease_s: float) -> float:
-        await self._held(lease, ())
+        await self._leased_task(lease, ())
         await self._set_task(
             lease.task.id,
             {"lease_started_at": now.steady, "lease_expires_at": now.steady + lease_s},
@@ -60,7 +60,7 @@ class MongoRows(Queries):
 
     async def finish(self, lease: Lease, *, error: str | None, now: Now) -> None:
         state = "completed" if error is None else "failed"
-        document = await self._held(lease, state)
+        document = await self._leased_task(lease, state)
         if document is not None:
             changes = LET_GO | {"state": state}
             if error is not None:
@@ -71,7 +71,7 @@ class MongoRows(Queries):
             await self._set_task(lease.task.id, changes)
 
     async def retry(self, lease: Lease, error: str, *, now: Now, retries: RetryPolicy) -> TaskState:
-        document = await self._held(lease, ("queued", "poison"))
+        document = await self._leased_task(lease, ("queued", "poison"))
         if document is None:
             return (await self.read_task(lease.task.id))[1].state
 
@@ -87,7 +87,7 @@ class MongoRows(Queries):
         return state
 
     async def give_back(self, lease: Lease) -> None:
-        if await self._held(lease, "queued") is not None:
+        if await self._leased_task(lease, "queued") is not None:
             await self._set_task(lease.task.id, LET_GO | {"state": "queued"})
 
     async def _places(self, ids: Iterable[str]) -> dict[str, rules.TrajectoryPlace]:

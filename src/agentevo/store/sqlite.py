@@ -317,14 +317,14 @@ class SQLiteStore(SQLStore):
         async with self._deadline("switch to a write-ahead log"):
             while True:
                 try:
-                    await self._alone("PRAGMA journal_mode=WAL")
+                    await self._execute_alone("PRAGMA journal_mode=WAL")
                     return
                 except OperationalError as error:
                     if "locked" not in str(error.orig) or time.monotonic() > ends:
                         raise
                 await asyncio.sleep(_PAUSE_S)
 
-    async def _alone(self, statement: str) -> None:
+    async def _execute_alone(self, statement: str) -> None:
         """Runs a statement outside of any transaction."""
 
         def call() -> None:
@@ -342,8 +342,8 @@ class SQLiteStore(SQLStore):
 
     async def _vacuum(self) -> None:
         async with self._writer:
-            await self._alone("VACUUM")
-            await self._alone("PRAGMA wal_checkpoint(TRUNCATE)")
+            await self._execute_alone("VACUUM")
+            await self._execute_alone("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
 def _path_of(url: str) -> Path:
