@@ -47,7 +47,7 @@ async def audit(store: Store, folder: Path) -> Audit:
     """Reads the whole store of the run in `folder`, step by step, and the files that are there."""
     report = Audit()
     try:
-        head = read_head(folder)  # before the records: a run that goes on has them first
+        head = read_head(folder)  # before the records: a run that continues has them first
     except CheckpointError as error:
         head = None
         report.violations.append(AuditViolation(str(error)))

@@ -1,4 +1,4 @@
-"""The files of a run's folder, beside its store: whether they are what the run has written."""
+"""The files of a run's folder other than its store: whether they are what the run has written."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from agentevo.training.token_numbers import FOLDER as NUMBERS_FOLDER
 from agentevo.training.token_numbers import name_of
 
 PROVEN_FILES = {HEAD, LOCK, "metrics.jsonl", "checkpoints", TEXTS_FOLDER, NUMBERS_FOLDER}
-"""What the audit looks at in a run's folder beside the files of head.json and the store; the lock
-says nothing."""
+"""What the audit looks at in a run's folder in addition to the files of head.json and the store;
+the lock says nothing."""
 
 
 def check_head(
@@ -141,7 +141,7 @@ def check_checkpoints(
         except CheckpointError as error:
             if path.is_dir():
                 report.violations.append(AuditViolation(str(error), step=step))
-            elif step in named:  # a run that goes on has deleted it meanwhile
+            elif step in named:  # a run that continues has deleted it since then
                 report.gone.append(step)
             continue
 

@@ -208,7 +208,7 @@ async def _check_committed(
     """Nothing may be committed to a step that has no record."""
     since = await store.steps(
         after=max((record.step for record in records), default=0)
-    )  # of a run that goes on meanwhile
+    )  # of a run that continues during the audit
     steps = {record.step for record in (*records, *since)}
     for summary in committed:
         if summary.trained_step not in steps:

@@ -1,6 +1,6 @@
 """`agentevo annotate`: people say of a run's attempts what they are worth, one at a time, in a
 terminal or through a pipe. What they say is in the file that the dashboard writes and reads
-(runs/annotations.py), each answer at once, so whoever stops loses nothing and goes on later.
+(runs/annotations.py), each answer at once, so a user who stops loses nothing and continues later.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def annotate(
 
 
 class _LabellingSession:
-    """Somebody at work."""
+    """One user who answers."""
 
     def __init__(self, folder: Path, who: str, attempt: Callable[[str], Trajectory]) -> None:
         self._folder = folder

@@ -70,7 +70,7 @@ def tool_sections(
     words: Sequence[str], *, choose: Mapping[str, Any], tells_world: bool
 ) -> Sequence[ToolSection]:
     """The tools of a server, or of a recipe (`agent.tools`). `choose`: `include` and `exclude`.
-    `tells_world`: a server is told of each attempt's task. Raises ConfigError."""
+    `tells_world`: a server gets each attempt's task. Raises ConfigError."""
     from agentevo.config.mcp import MCPSection
 
     if len(words) == 1 and words[0].endswith((".yaml", ".yml")):

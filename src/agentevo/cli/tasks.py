@@ -157,7 +157,7 @@ def make(
 def _earlier_rows(
     harder_than: list[str], after: Path | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The tasks that harder variants are made of, and those that are kept beside them."""
+    """The tasks that harder variants are made of, and those that are kept with them."""
     from agentevo.task_making.afterwards import left_by
     from agentevo.task_making.files import made_rows
 

@@ -133,7 +133,7 @@ async def _first_group(
 
 
 def _watch_players(parts: Components, engine: Engine) -> dict[str, Player]:
-    """What several agents draw with, where `engine` stands for the main policy's."""
+    """What several agents draw with, where `engine` replaces the main policy's."""
     return {
         name: player._replace(engine=engine) if player.engine is parts.engine else player
         for name, player in players(parts.config, parts.policies).items()

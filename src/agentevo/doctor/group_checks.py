@@ -223,7 +223,7 @@ def worst_case_tokens(
 ) -> int:
     """Tokens of the longest conversation possible: the longest first prompt, then in each turn a
     completion cut by the limit and the longest addition seen. An estimate from below where no
-    attempt took a second turn. `max_turns` is 1 where each turn starts anew."""
+    attempt took a second turn. `max_turns` is 1 where each turn starts a new conversation."""
     first = max(
         len(turn.prompt_ids)
         for trajectory in trajectories
@@ -251,10 +251,10 @@ def memory_parts(
     step_rows: int | None = None,
     device: torch.device | None = None,
 ) -> dict[str, float]:
-    """Bytes that training takes beside the weights, at its peak. `step_tokens`: distinct tokens
-    that a step trains on; `cache_bytes`: of the keys and values that the engine holds at once;
-    `step_rows`: nodes of a step whose prediction is trained (by default all); `device`: where a
-    model without weights would be."""
+    """Bytes that training takes in addition to the weights, at its peak. `step_tokens`: distinct
+    tokens that a step trains on; `cache_bytes`: of the keys and values that the engine holds at
+    once; `step_rows`: nodes of a step whose prediction is trained (by default all); `device`: where
+    a model without weights would be."""
     device = model.device if device is None else device
     tokens = min(
         math.ceil(step_tokens / config.trainer.minibatches), config.trainer.micro_batch_tokens
@@ -301,9 +301,9 @@ def memory_parts(
 
 
 def engine_weights(config: RunConfig, copy: float, packed: float) -> dict[str, float]:
-    """Bytes of the weights that an engine in this process has beside the trainer's, each with the
-    matrices that it packs to draw from them. `copy`: what is trained, once more; `packed`: those
-    matrices of one model."""
+    """Bytes of the weights that an engine in this process has in addition to the trainer's, each
+    with the matrices that it packs to draw from them. `copy`: what is trained, once more; `packed`:
+    those matrices of one model."""
     rollout = config.rollout
     if rollout.samplers or not rollout.staleness:
         return {}

@@ -1,5 +1,5 @@
-"""How much memory training takes beside the weights, from shapes alone. docs/memory.md compares it
-with measured peaks.
+"""How much memory training takes in addition to the weights, from shapes alone. docs/memory.md
+compares it with measured peaks.
 
 Counted is what is alive together, at each moment that can be the peak: as the backward pass begins
 (all activations, the output layer), in the backward pass of each decoder layer (what is left of the
@@ -279,8 +279,8 @@ def pass_bytes(
 
 
 def training_bytes(model: PreTrainedModel, load: Load, memory: MemorySection) -> dict[str, float]:
-    """Memory that training takes on the model's device beside the weights and other models, at its
-    peak: name -> bytes."""
+    """Memory that training takes on the model's device in addition to the weights and other
+    models, at its peak: name -> bytes."""
     shape = shape_of(model)
     trained = trained_of(model)
     optimizer_state = (

@@ -345,8 +345,8 @@ def _activations(config: RunConfig, sizes: Sizes, parallel: ParallelSection, sta
 
 
 def _twins(config: RunConfig, copy: float, trained: float) -> dict[str, float]:
-    """Bytes of the models beside the policy: `copy` of one that is only read, `trained` of one that
-    learns."""
+    """Bytes of the models other than the policy: `copy` of one that is only read, `trained` of
+    one that learns."""
     if config.data.taught:
         return {}
 

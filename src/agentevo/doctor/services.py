@@ -1,4 +1,5 @@
-"""Are the servers there that a recipe needs beside the policy: its tools, and its remote models?
+"""Are the servers there that a recipe needs in addition to the policy: its tools, and its remote
+models?
 
 Each entry of `agent.tools` is opened as an attempt would open it, with the first task, and says its
 tools; nothing is called. Each remote model's server says what models it has.

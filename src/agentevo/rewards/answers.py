@@ -13,8 +13,8 @@ A place is written as one of
     regex:...   the first group of the last match of a regular expression, else all that matched
     TAG         any other name: inside the last <TAG>...</TAG>
 
-Every search takes time that grows with the text alone, as whoever wrote the text is trained to get
-a reward: a reply of a megabyte of open braces costs no more than another one.
+Every search takes time that grows with the text alone, as the model that wrote the text is trained
+to get a reward: a reply of a megabyte of open braces costs no more than another one.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _last_json(text: str) -> Any:
 
 
 def jsons_in(text: str) -> Iterator[Any]:
-    """The objects and arrays that stand in a text, in order; of what lies in another only that. A
+    """The objects and arrays that stand in a text, in order; of nested ones only the outermost. A
     text with very many beginnings of some is not read to its end."""
     place = 0
     tries = 0

@@ -1,8 +1,8 @@
 """The reward `code_tests`: the reply's code, run against the task's tests in a sandbox.
 
-A program with inputs and outputs is started anew for each test; a function is called, and what it
-gives is compared outside of the sandbox, so the code never meets the right answer. Assertions run
-beside the code, in its process, and code that looks for what judges it can forge their outcome:
+A program with inputs and outputs is started again for each test; a function is called, and what it
+gives is compared outside of the sandbox, so the code never sees the right answer. Assertions run
+in the process of the code, and code that looks for what judges it can forge their outcome:
 inputs and outputs, or calls, are the safer tests to train on.
 """
 
@@ -185,7 +185,7 @@ class _Testing:
 
 
 def _values(stdout: str, mark: str) -> dict[int, Any]:
-    """What the runner told of each test."""
+    """What the runner wrote of each test."""
     values: dict[int, Any] = {}
     for line in stdout.split("\n"):
         if line.startswith(f"{mark} "):

@@ -1,12 +1,12 @@
-"""Whether a reply in free words states a given answer, and no candidates beside it.
+"""Whether a reply in free words states a given answer, and no other candidates.
 
     number   the last number of the reply is it, and no list of numbers ends there; the question's
              numbers are passed over, unless the answer is one of them
     words    they stand in the reply as whole words, not in a list, with no more than MOST_WORDS
              different words that neither the answer nor the question has
 
-Whoever is paid by this is trained to be paid: who names many candidates earns nothing. Candidates
-in words that are strung together without any sign between them are noticed by their number alone.
+A policy is trained to get this reward: one that names many candidates gets nothing. Candidates in
+words that are strung together without any sign between them are noticed by their number alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ITEMS_APART = re.compile(
 _ALTERNATIVE = re.compile(_ALTERNATIVES, re.IGNORECASE)
 _BULLET = re.compile(r"\A\s*(?:[-*\u2022]|\d{1,3}[.)])\s+")
 _MASK = "\0"
-"""Stands for the answer in a text."""
+"""Replaces the answer in a text."""
 
 
 def states_answer(text: str, answer: str, query: str, *, ignore_case: bool) -> bool:
@@ -120,8 +120,8 @@ def _states_words(text: str, answer: str, query: str) -> bool:
 
 
 def _whole_words(answer: str) -> re.Pattern[str]:
-    """Chinese and Japanese set no words apart; a letter of another script beside an answer in such
-    letters makes it a part of a word."""
+    """Chinese and Japanese set no words apart; a letter of another script next to an answer in
+    such letters makes it a part of a word."""
     letter = rf"[^\W{EAST_ASIAN}]"
     words = r"\s+".join(map(re.escape, answer.split()))
     is_east_asian = [bool(re.match(f"[{EAST_ASIAN}]", end)) for end in (answer[0], answer[-1])]

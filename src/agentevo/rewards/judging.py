@@ -55,7 +55,7 @@ class JudgeOptions(RewardConfig):
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether training by it is refused where nobody has measured it."""
+        """Whether training by it is refused where it was not measured."""
         return not self.uncalibrated
 
     @field_validator("models", mode="before")

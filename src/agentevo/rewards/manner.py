@@ -1,7 +1,7 @@
 """Rewards for the manner of an attempt, whatever its answer is: how long it is, whether it repeats
 itself, in which language it is, and how its tools were called.
 
-None of them says that a task is solved, but each may be listed beside one that does.
+None of them says that a task is solved, but each may be listed with one that does.
 """
 
 from __future__ import annotations

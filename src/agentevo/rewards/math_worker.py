@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def answer_to(request: dict[str, Any]) -> dict[str, Any]:
-    """Compares a stated answer with the right ones, of which each must be mathematics."""
+    """Compares a stated answer with the right ones, each of which must be mathematics."""
     from math_verify import verify
 
     try:
@@ -50,7 +50,7 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
 
 def _parse(text: str) -> list[Any]:
     """What a text says: expressions; none where it holds no mathematics. LaTeX need not stand
-    between dollars where nothing else stands beside it."""
+    between dollars where there is nothing else in the text."""
     from math_verify import parse
 
     text = _MIXED.sub(r"(\1+\2)", write_plainly(text))

@@ -95,7 +95,7 @@ class PairwiseComparison:
 
 def pairs_of(num: int, opponents: int | None, seed: int) -> list[tuple[int, int]]:
     """The pairs that are compared: all, or those at a distance of up to half of `opponents` in a
-    ring, in which everybody meets as many others."""
+    ring, in which each attempt is compared with as many others."""
     if opponents is None or opponents >= num - 1:
         return [(i, j) for i in range(num) for j in range(i + 1, num)]
 

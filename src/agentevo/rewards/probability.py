@@ -8,8 +8,8 @@ prompt, under the policy that the run begins with: what was known without any re
 nothing. Source: https://arxiv.org/abs/2506.18254, sections 3.2 and 3.3.
 
 z is the ids that the policy drew, as many of them as end before the answer; only what follows is
-encoded. No rule and no other model judges. So nobody notices a reasoning that names many answers to
-make each of them likely: watch replies, or list `length` beside it.
+encoded. No rule and no other model judges. So a reasoning that names many answers, to make each of
+them likely, is not noticed: watch replies, or list `length` as well.
 """
 
 from __future__ import annotations
@@ -241,7 +241,8 @@ class Rlpr:
         baseline = (await policy.baselines.known()).get(key)
         if baseline is None:
             await policy.baselines.add({key: await self._baseline(policy, task, placed)})
-            return (await policy.baselines.known())[key]  # the first counts, maybe another's
+            # The first counts, maybe that of another process.
+            return (await policy.baselines.known())[key]
         return baseline
 
     def _all_directly(self, policy: ScoredPolicy, task: Task) -> list[Placed]:

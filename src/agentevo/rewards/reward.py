@@ -168,7 +168,7 @@ class ScoredPolicy(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text that goes on from others."""
+        """Ids of a text that continues others."""
         ...
 
     def text(self, ids: Sequence[int]) -> str:

@@ -238,7 +238,7 @@ class ModelReward:
         self._turns: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
-        """See Scorer.score. Attempts that wait at the same time share a pass: whoever is next takes
+        """See Scorer.score. Attempts that wait at the same time share a pass: the next one takes
         along as many as there are."""
         if not trajectory.turns:
             raise ValueError("the attempt has no reply to judge")

@@ -1,4 +1,4 @@
-"""A program for a sandbox: runs queries on a SQLite database that somebody else has made.
+"""A program for a sandbox: runs queries on a SQLite database that it has not made.
 
 It reads {"file", "queries", "most_rows"} as JSON on stdin, and writes a list as JSON on stdout: of
 each query its rows, or a text that says why it has none.

@@ -31,7 +31,7 @@ LEFT_OUT = "num_files_left_out"
 WAL_MODE = 18, 2
 """Where a database's header says that its newest rows may be in a -wal, and how."""
 BESIDE = ("-wal", "-journal")
-"""What SQLite keeps beside a database that was not closed."""
+"""Files that SQLite keeps next to a database that was not closed."""
 _FORM = (
     'give {"file": "shop.db", "tables": {"orders": [[1, "tea"]]}, "queries": [{"sql": "SELECT '
     'count(*) FROM orders", "rows": [[1]]}]}'

@@ -8,11 +8,11 @@ A text of an attempt can't leave its line, since JSON writes line breaks as \\n,
 a fence: MARK is a digest of everything that the question shows, so a text that held it would have
 to hold the digest of a whole that it is a part of. Equal questions have equal marks, so answers
 that were kept are found again, and a judge that is computed here answers as it did before. What a
-server or a chat template may take for its own (`<|im_end|>`, `[INST]`), and what nobody sees
+server or a chat template may take for its own (`<|im_end|>`, `[INST]`), and what is not visible
 (controls, signs that turn the direction of text), is written as \\u003c and the like.
 
 What all attempts begin with is shown once. An attempt may have several histories, each a path
-through its tree of turns; a later one that goes on from an earlier one says where.
+through its tree of turns; a later one that continues an earlier one says where.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     thought    at the beginning of an answer counts for nothing, drafts in it among them
     cut        an answer that ended at its limit of tokens is unusable, whatever it says until then
     several    every verdict in an answer has to say the same: which of two is the judge's own and
-               which a quotation can't be told
+               which a quotation is not known
     broken     JSON that can't be read makes an answer unusable: what lies within it is a part of
                something else
 

@@ -2,10 +2,10 @@
 `data.pairs` of `agentevo train`, and what a judge is calibrated by.
 
 sft     attempts that are right, as `agentevo trajectories export --sft` writes them, and edited
-        last replies, of which that reply alone is taught unless the attempt is right
+        last replies, where that reply alone is taught unless the attempt is right
 pairs   better against worse from where two conversations part, edited against original reply
 labels  attempts that are right or wrong as {"prompt", "completion", "label"}, for kto and rft
-judge   each verdict beside the reward, its parts and the conversation
+judge   each verdict with the reward, its parts and the conversation
 
 A pair's file has no place for tools, so attempts with tools are left out of pairs and labels.
 Attempts at held-out tasks are verdicts for a judge, and rows to train on only if asked for.
@@ -68,7 +68,7 @@ async def export_annotations(
         try:
             attempts[name] = await store.trajectory(name)
         except AgentEvoError:
-            continue  # told as GONE, once for each annotation
+            continue  # reported as GONE, once for each annotation
 
     evaluated: set[str] = set()
     if form != "judge" and not held_out:
@@ -166,7 +166,7 @@ def _sft_rows(annotation: Annotation, trajectory: Trajectory, read: Read) -> Ite
     if not rows:
         raise LeftOutError(SILENT)
 
-    if annotation.verdict != RIGHT:  # its other answers are nobody's: they are context
+    if annotation.verdict != RIGHT:  # its other answers were not judged: they are context
         row = rows[-1]
         *before, last = row["messages"]
         context = [m | {"weight": 0} if m["role"] == "assistant" else m for m in before]

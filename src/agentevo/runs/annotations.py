@@ -1,7 +1,7 @@
 """What people have said of a run's attempts: right or wrong, a note, a better last reply, and which
 of two is better.
 
-It lies in RUN/annotations.jsonl, never in the store: what was trained on stays what it was. Each
+It is in RUN/annotations.jsonl, never in the store: what was trained on stays what it was. Each
 record is added and none is changed (records.py); the newest of an attempt, or of two attempts, is
 the one that counts, and one that says nothing takes back what was said.
 """
@@ -28,7 +28,7 @@ MAX_REPLY = 200_000
 
 
 class Annotation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="attempt"):
-    """What somebody said of one attempt."""
+    """What a person said of one attempt."""
 
     attempt: str
     at: float = 0.0
@@ -50,7 +50,7 @@ class Annotation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class Preference(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="pair"):
-    """Which of two attempts somebody finds better."""
+    """Which of two attempts a person finds better."""
 
     better: str
     worse: str

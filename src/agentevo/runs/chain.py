@@ -70,8 +70,8 @@ class Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class RecordedRows(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows that a step's record holds beside those of its plan: id -> the first digits of the
-    content's digest."""
+    """Rows that a step's record holds in addition to those of its plan: id -> the first digits
+    of the content's digest."""
 
     tasks: dict[str, str] = {}
     """Those that were played for the first time since the trainer was started."""

@@ -1,4 +1,4 @@
-"""Asking a run that is under way to stop, save, pause or go on, through its folder, so from any
+"""Asking a run that is under way to stop, save, pause or continue, through its folder, so from any
 process and any machine that shares it.
 
     RUN/control.json       who trains now (a session), whether it is paused, its newest answers
@@ -9,7 +9,7 @@ never reaches a later trainer of the same folder, and one that is sent twice is 
 of the trainer looks every LOOK_S, so a folder that hangs never holds up training. Every answer is
 added to the run's changes.jsonl as well. What is asked is done between two steps.
 
-Not promised: an answer of a trainer that was killed, or whose folder nobody can write.
+Not promised: an answer of a trainer that was killed, or whose folder can't be written.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ID = re.compile(r"[0-9a-zA-Z-]{8,64}")
 
 
 class ControlRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What somebody asks of a run."""
+    """What a user asks of a run."""
 
     id: str
     do: Action
@@ -211,7 +211,7 @@ class RunControl:
             self._look()
             self._over.wait(self._look_s)
 
-        self._look()  # what was asked meanwhile gets its answer
+        self._look()  # what was asked since the last look gets its answer
         with self._lock:
             unanswered = [*self._saves, *self._pauses]
             self._saves = []
@@ -228,7 +228,7 @@ class RunControl:
             with os.scandir(self._folder / REQUESTS) as entries:
                 names = [entry.name for entry in entries if entry.name.endswith(".json")]
         except OSError:
-            return  # nobody has ever asked for anything
+            return  # no request was ever made
 
         requests: list[ControlRequest] = []
         for name in names[:MAX_REQUESTS]:
@@ -294,7 +294,7 @@ class RunControl:
 
 
 def _read(path: Path, kind: type[T]) -> T | None:
-    """A file of ours; None for one that is gone, damaged, too large, a link, or no file."""
+    """A file of this module; None for one that is gone, damaged, too large, a link, or no file."""
     try:
         with open_regular(path) as file:
             return msgspec.json.decode(file.read(LARGEST), type=kind)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 UNSCORED = ("rewards=[]",)
-"""Overrides for whoever asks a run for its model and scores nothing: the rewards may have been
+"""Overrides for code that asks a run for its model and scores nothing: the rewards may have been
 functions of the program that made the run, which no other process has."""
 
 SWEEP_FILE = "sweep.yaml"
@@ -43,7 +43,7 @@ WAIT_S = 15.0
 
 
 def is_run_folder(path: Path) -> bool:
-    return os.path.isfile(path / "config.yaml")  # false also where nobody may look
+    return os.path.isfile(path / "config.yaml")  # false also where reading is not allowed
 
 
 def is_sweep_folder(path: Path) -> bool:
@@ -51,7 +51,7 @@ def is_sweep_folder(path: Path) -> bool:
 
 
 def finished_summary(path: Path) -> dict[str, Any] | None:
-    """summary.json of a run that came to its last step and was evaluated there; None of one that
+    """summary.json of a run that reached its last step and was evaluated there; None of one that
     did not (yet)."""
     file = path / "summary.json"
     if not is_run_folder(path) or not file.is_file():
@@ -155,7 +155,7 @@ def command_of(folder: Path) -> str | None:
 
 
 def resume_command(folder: Path, command: str | None) -> str:
-    """What is typed to go on with the run in that folder; empty where it is no command's run, such
+    """What is typed to resume the run in that folder; empty where it is no command's run, such
     as that of a program's own loop."""
     if command not in ("train", "sft"):
         return ""

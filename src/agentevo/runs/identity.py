@@ -48,10 +48,10 @@ def ensure_run_folder(
     """Makes the run's folder with its config.yaml, unless another process has; any number may call
     this at once. True when it is there.
 
-    Whoever makes it looks whether the store is this run's too: one outside of the folder must be
-    empty, unless the run is known from its object store. A database or an object store that is away
-    is waited for, `within_s` at most (see `open_run_store`), and `note` hears of it; False, with
-    nothing made, if `stop` came meanwhile.
+    The process that makes it checks whether the store is this run's too: one outside of the
+    folder must be empty, unless the run is known from its object store. A database or an object
+    store that is away is waited for, `within_s` at most (see `open_run_store`), and `note` gets a
+    line about it; False, with nothing made, if `stop` came during the wait.
 
     A folder without a trainer takes what the same run's object store says in place of what it had:
     `learn --resume` changes it there. Raises ConfigError if the folder holds the run of another
@@ -65,7 +65,7 @@ def ensure_run_folder(
         is_known = _is_known(config, shared, within_s, stop, note)
         url = config.store.url
         content = run_coroutine(_held(url, within_s, stop, note)) if url and not is_known else ""
-        if content:  # perhaps by one of this run, which has come meanwhile
+        if content:  # perhaps by a process of this run, which has started since then
             is_known = _is_known(config, shared, within_s, stop, note)
         if content is None or is_known is None:
             return False
@@ -275,8 +275,8 @@ class SharedConfig:
     async def check_writer(
         self, folder: Path, within_s: float, tell: Callable[[str], None]
     ) -> None:
-        """Raises ConfigError where the weights are not those of the trainer of this folder; nobody
-        else may change what holds for its run. Waits as `read` does."""
+        """Raises ConfigError where the weights are not those of the trainer of this folder; no
+        other process may change what holds for its run. Waits as `read` does."""
         own_id_file = folder / ID_FILE
         writer_id = (await self._content(WRITER_FILE, within_s, tell)).decode(errors="replace")
         if is_others(writer_id, own_id_file.read_text() if own_id_file.is_file() else ""):

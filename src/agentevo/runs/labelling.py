@@ -1,7 +1,7 @@
 """Which attempts people are asked about next, and what they say, as records (annotations.py): the
 same for every door that asks.
 
-First come attempts that nobody has said anything of, the most surprising of them first: what the
+First come attempts without an annotation, the most surprising of them first: what the
 others of its group make unlikely.
 
     surprise = -log2 p,    p = (n_same + 1) / (n + 2)
@@ -52,8 +52,7 @@ def surprises(summaries: Sequence[TrajectorySummary]) -> dict[str, tuple[float, 
 
 
 def attempts_to_label(summaries: Sequence[TrajectorySummary], said: Annotations) -> list[str]:
-    """Ids of the completed attempts that nobody has said anything of, the first to ask about
-    first."""
+    """Ids of the completed attempts without an annotation, the first to ask about first."""
     surprise = surprises(summaries)
     unlabelled = [
         summary
@@ -73,7 +72,7 @@ def attempts_to_label(summaries: Sequence[TrajectorySummary], said: Annotations)
 def pairs_to_compare(
     summaries: Sequence[TrajectorySummary], said: Annotations
 ) -> list[tuple[str, str]]:
-    """Two attempts of each group that nobody has compared yet: the best and the worst of those with
+    """Two attempts of each group that were not compared yet: the best and the worst of those with
     other rewards, else the first two; the groups that surprise most first."""
     surprise = surprises(summaries)
     groups: dict[str, list[TrajectorySummary]] = defaultdict(list)
@@ -110,7 +109,7 @@ def annotation_of(
     who: str = "",
     id: str = "",
 ) -> Annotation:
-    """What somebody says of an attempt, with what its scorers have said. Raises ConfigError for
+    """What a person says of an attempt, with what its scorers have said. Raises ConfigError for
     what can't be kept, or has no last reply to be edited."""
     if verdict not in ("right", "wrong", ""):
         raise ConfigError("a verdict is right, wrong, or none")
@@ -145,7 +144,7 @@ def preference_of(
     who: str = "",
     id: str = "",
 ) -> Preference:
-    """Which of two attempts somebody finds better, by its id; empty for neither. Raises ConfigError
+    """Which of two attempts a person finds better, by its id; empty for neither. Raises ConfigError
     for another id."""
     if better not in ("", left.id, right.id):
         raise ConfigError("the better one is one of these two, or neither")

@@ -1,11 +1,11 @@
-"""RUN/now.json: what the run does now, for whoever looks at its folder.
+"""RUN/now.json: what the run does now, for readers of its folder.
 
     {"phase": "sampling", "detail": "step 12", "since": 1795473961.2, "done": 37, "total": 64,
      "unit": "attempts", "step": 11, "planned": 60, "heartbeat_at": 1795473970.0, ...}
 
 The fields are those of observability/moment.py. A thread writes it, whole each time: once in
 LEAST_S at most, when something has changed, and every HEARTBEAT_S otherwise. At the end it says how
-the run ended. Nobody waits for that thread longer than END_S: a disk that is full, read-only or
+the run ended. The run waits for that thread no longer than END_S: a disk that is full, read-only or
 does not answer costs the file, and a note at the end. It is not brought to the disk with a sync.
 """
 

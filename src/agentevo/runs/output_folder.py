@@ -16,7 +16,7 @@ from agentevo.errors import ConfigError, describe_error
 @contextmanager
 def locked_output(folder: Path, lock_name: str, doing: str) -> Iterator[None]:
     """The folder, made if need be, for this process alone. `doing`: what another one does there, in
-    a message. Raises ConfigError where another process has it, or nobody can write there."""
+    a message. Raises ConfigError where another process has it, or the folder can't be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / lock_name, timeout=0)

@@ -24,10 +24,11 @@ QUEUED_KEYS = (
     "tasks.curriculum",
     "sampling.temperature",
 )
-"""Likewise where sampling runs beside training: tasks are queued for them, and groups that wait in
-the store have that size and were drawn at that temperature."""
+"""Likewise where sampling runs concurrently with training: tasks are queued for them, and
+groups that wait in the store have that size and were drawn at that temperature."""
 APART_KEYS = ("rollout.weights.url",)
-"""Likewise of a run whose engines and samplers are started apart, or have met there."""
+"""Likewise of a run whose engines and samplers are processes of their own, or have used that
+URL."""
 KINDS = {
     "loop": "the run of a program's own loop (`agentevo.open_model`)",
     "train": "a run of `agentevo train`",
@@ -108,7 +109,7 @@ def check_resume(
 
 
 def note_changes(changed: Mapping[str, tuple[Any, Any]], note: Callable[[str], None]) -> None:
-    """Says with which keys the run goes on that were others."""
+    """Says which keys the run continues with that had other values."""
     for key, (was, now) in changed.items():
         note(without_passwords(f"from here on with {key}={now!r}, which was {was!r}"))
 

@@ -2,8 +2,8 @@
 or those of the policy itself, which may be the teacher of a smaller one.
 
 A row is one path from the beginning of a conversation to its last answer, in the form `messages`.
-Answers that were recorded are taught; those that somebody else put into the history, and those that
-the token limit cut off, are context (`weight: 0`). Every row is one that `agentevo sft` reads:
+Answers that were recorded are taught; those that another author put into the history, and those
+that the token limit cut off, are context (`weight: 0`). Every row is one that `agentevo sft` reads:
 what it would refuse is left out here already, with the same reasons.
 """
 
@@ -282,7 +282,7 @@ def _best(
 
 
 def _length(attempt: TrajectorySummary | Trajectory) -> int:
-    """Of what was said: in tokens, or of a remote model, whose tokens nobody knows, in turns."""
+    """Of what was said: in tokens, or of a remote model, whose tokens are not known, in turns."""
     if isinstance(attempt, Trajectory):
         return attempt.num_completion_tokens() or len(attempt.remote_turns)
     return attempt.num_completion_tokens

@@ -18,7 +18,7 @@ CLEAR_TIMEOUT_S = 600.0
 
 
 def check_store(config: RunConfig, *, may_create: bool = True) -> None:
-    """Raises ConfigError for a store that another run has filled: nobody said that it may go.
+    """Raises ConfigError for a store that another run has filled, and that may not be cleared.
     Without `may_create` the database stays as it is, and may be none yet."""
     with nullcontext() if may_create else suppress(NoStoreError):
         _prepare(config, clear=False, read_only=not may_create)

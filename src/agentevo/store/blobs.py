@@ -17,14 +17,14 @@
                top_k, experts, tokens] or nothing, and the numbers of experts of all turns, layer by
                layer, the low bytes of two before the high ones, by Huffman codes alone
 
-One blob for a trajectory, not one per turn and column: a row instead of many, and runs that go on
-from turn to turn. zlib at level 1 on planes, and neither a higher level nor zstd: on 4,096 tokens
-of prose and code in SmolLM2's vocabulary, half of them with log-probs, it leaves 0.41 of the bytes
-(without planes 0.44; level 6: 0.40; zstd level 3: 0.41 without planes, 0.42 with), at 144 MB/s
-(level 6: 97, zstd: 425), which is 4,400 such trajectories a second on one core, a fifth more with
-the noise kept out of it. A dependency would buy speed where there is enough. Numbers of experts
-hardly repeat: with a popularity of its own for each of 128 experts in 48 layers, 8 chosen, Huffman
-codes leave 0.78 of the bytes, where zlib's matches leave 0.83, at a third of the speed.
+One blob for a trajectory, not one per turn and column: a row instead of many, and runs of values
+that continue from turn to turn. zlib at level 1 on planes, and neither a higher level nor zstd: on
+4,096 tokens of prose and code in SmolLM2's vocabulary, half of them with log-probs, it leaves 0.41
+of the bytes (without planes 0.44; level 6: 0.40; zstd level 3: 0.41 without planes, 0.42 with), at
+144 MB/s (level 6: 97, zstd: 425), which is 4,400 such trajectories a second on one core, a fifth
+more with the noise kept out of it. A dependency would buy speed where there is enough. Numbers of
+experts hardly repeat: with a popularity of its own for each of 128 experts in 48 layers, 8 chosen,
+Huffman codes leave 0.78 of the bytes, where zlib's matches leave 0.83, at a third of the speed.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ def _parts(blob: bytes) -> list[bytes]:
 
 
 def _unpack(part: bytes, largest: int) -> bytes:
-    """Of a part that was damaged on purpose a megabyte may stand for a gigabyte."""
+    """Of a part that was damaged on purpose a megabyte may unpack to a gigabyte."""
     unpacking = zlib.decompressobj()
     data = unpacking.decompress(part, largest)
     if unpacking.eof:

@@ -12,8 +12,8 @@ connection of its own writes what is new every FLUSH_S. A store that is slow or 
 nothing else: at most MAX_HELD are kept in memory and MAX_STARTS begin in a FLUSH_S; what exceeds
 that is counted (`dropped`) and not recorded.
 
-Which call is inside of which follows from where it is made: a call that begins inside of another's
-block, in the same asyncio task or one that was started there, has it as its parent.
+Which call is inside of which follows from where it is made: a call that begins inside the block of
+another call, in the same asyncio task or one that was started there, has that call as its parent.
 
 What is not promised: that every call of a process that was killed is there, or has its end.
 """
@@ -179,7 +179,7 @@ class CallLog:
                             renewed_at = time.monotonic()
 
                     pause = FLUSH_S
-                except Exception as error:  # noqa: BLE001 (whatever it is, the attempts go on)
+                except Exception as error:  # noqa: BLE001 (whatever it is, the attempts continue)
                     self._problem = f"{type(error).__name__}: {error}"
                     pause = min(2 * pause, LONGEST_PAUSE_S)
 
@@ -262,7 +262,7 @@ class AttemptCalls:
         self.trajectory_id = trajectory_id
         self.dropped = 0
         self.listen: Callable[[RunningCall], None] | None = None
-        """Is told of every call when it begins, and again when it has ended."""
+        """Gets every call when it begins, and again when it has ended."""
         self._log = log
         tracing = None if log is None else log.tracing
         self.trace = None if tracing is None else tracing.trace_of(trajectory_id)

@@ -2,7 +2,8 @@
 
 A call is written while it is running and again when it has ended, by the recorder of the process
 that makes it (call_log.py). While it runs, its recorder says so every few seconds. So a call
-without an end is `running` if somebody has just said so, and `lost` if not: its process was killed.
+without an end is `running` if its recorder has just said so, and `lost` if not: its process was
+killed.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `wall` is Unix time, for people: when something was written. It may jump, and nothing depends on it.
 `steady` times leases and back-offs. Every process that shares the store must read the same one, and
-nobody may set it:
+no one may set it:
 
     SQLite       the machine's monotonic clock: one for all its processes, which a change of date
                  or an NTP step leaves alone

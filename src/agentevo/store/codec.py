@@ -2,8 +2,8 @@
 Formats: tables.py, blobs.py.
 
 The digest of a row covers everything that was given to the store but the timings, so that "the same
-content again" can be told from a clash of ids without reading the turns. Anything that could not be
-read back as it was is refused here, before a transaction starts.
+content again" can be distinguished from a clash of ids without reading the turns. Anything that
+could not be read back as it was is refused here, before a transaction starts.
 
 A row is a mapping from column to value, the same for every backend: a SQL row's `_mapping`, or a
 MongoDB document.

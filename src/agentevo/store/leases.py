@@ -114,8 +114,8 @@ async def _take_expired(
     limit: int,
     retries: RetryPolicy,
 ) -> list[tuple[Mapping[Any, Any], dict[str, Any]]]:
-    """(row, what changes beside the lease) of up to `limit` tasks whose lease ran out. Those past
-    the bound are set aside on the way."""
+    """(row, what changes in addition to the lease) of up to `limit` tasks whose lease ran
+    out. Those past the bound are set aside on the way."""
     taken: list[tuple[Mapping[Any, Any], dict[str, Any]]] = []
     after = (-math.inf, 0)
     while len(taken) < limit:

@@ -78,8 +78,7 @@ class Queries:
     async def _new(
         self, kind: str, items: Sequence[EncodedTask] | Sequence[EncodedTrajectory]
     ) -> list[Any]:
-        """The items that must be inserted, each id once. Refuses an id that stands for two
-        contents."""
+        """The items that must be inserted, each id once. Refuses an id with two contents."""
         stored_digests = {
             name: bytes(document["digest"])
             for name, document in (

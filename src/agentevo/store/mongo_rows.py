@@ -8,9 +8,9 @@ the transaction of `session`.
     meta                  {_id: "schema", version}, {_id: "tasks", "trajectories" or "calls", seq},
                           {_id: "trainer", turn}
 
-A transaction sees a snapshot, and one that writes a document which another has written meanwhile is
-begun again. What only reads what the other writes would slip through; so reserve, commit, release,
-drop, rewind and gc all write `meta.trainer`, and go one after the other.
+A transaction sees a snapshot, and one that writes a document which another has written since then
+is begun again. What only reads what the other writes would slip through; so reserve, commit,
+release, drop, rewind and gc all write `meta.trainer`, and go one after the other.
 """
 
 from __future__ import annotations

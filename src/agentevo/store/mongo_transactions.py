@@ -151,7 +151,7 @@ class Transactions:
         self, piece: Callable[[MongoRows, Any], Awaitable[tuple[int, Any]]], *, turn: bool
     ) -> int:
         """Deletes in several transactions what one, which has a lifetime, is too short for. `piece`
-        returns how many rows it deleted and after which one the next goes on, None at the end.
+        returns how many rows it deleted and after which one the next begins, None at the end.
         Returns the sum."""
         done = 0
         after = None
@@ -176,8 +176,8 @@ class Transactions:
         return Now(seconds, seconds)
 
     async def _numbers(self, kind: str, count: int) -> int:
-        """The first of `count` numbers for new rows, which nobody else gets. Outside transactions:
-        a gap does no harm, a queue would."""
+        """The first of `count` numbers for new rows, which no other caller gets. Outside
+        transactions: a gap does no harm, a queue would."""
         if not count:
             return 0
 

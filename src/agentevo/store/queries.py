@@ -56,12 +56,12 @@ _INSERT_TASKS = insert(tasks)
 _INSERT_TRAJECTORIES = insert(trajectories)
 _INSERT_TOKENS = insert(tokens)
 _ALL = 2**31 - 1
-"""Number of rows that stands for no limit."""
+"""Number of rows that means no limit."""
 _TOKENS = select(tokens).where(tokens.c.trajectory_seq.in_(bindparam("seqs", expanding=True)))
 
 
 _NARROW = frozenset({"group_id", "task_id", "step", "trained_step"})
-"""Columns of which few rows of a large store share a value."""
+"""Columns in which few rows of a large store share a value."""
 
 
 def _without_index(column: ColumnElement[str]) -> ColumnElement[str]:
@@ -124,7 +124,7 @@ async def rows_by_id(
 async def _not_there_yet(
     connection: AsyncConnection, table: Table, items: Sequence[Encoded]
 ) -> list[Encoded]:
-    """The items that must be inserted, each id once. Refuses an id that stands for two contents."""
+    """The items that must be inserted, each id once. Refuses an id with two contents."""
     stored_digests = {
         name: row.digest
         for name, row in (

@@ -56,7 +56,7 @@ from agentevo.store.streams import Streaming
 from agentevo.types import Call, Task, Trajectory
 
 Lock = Literal["worker", "trainer", "alone"]
-"""How a call writes: as one of any number of workers, as the one trainer beside them, or alone.
+"""How a call writes: as one of any number of workers, as the one trainer among them, or alone.
 (SQLite has one writer anyway.)"""
 
 T = TypeVar("T")

@@ -98,7 +98,7 @@ class _Limit:
 
 
 class _SqliteConnection:
-    """A blocking connection with an asynchronous one's methods, none of which ever waits: `_drive`
+    """A blocking connection with an asynchronous one's methods, which never wait: `_drive`
     runs what awaits only them."""
 
     def __init__(self, connection: Connection) -> None:
@@ -147,7 +147,7 @@ class SQLiteStore(SQLStore):
         self._read_only = read_only
         self._engine = engine
         self._is_still = False
-        """Whether the file is read as one that nobody writes to."""
+        """Whether the file is read as one that no process writes to."""
         self._copy: TemporaryDirectory[str] | None = None
         """Where the file is read from, if not from its own folder."""
         self._clock = clock or MachineClock()
@@ -171,8 +171,8 @@ class SQLiteStore(SQLStore):
         Raises StoreError for a path that holds anything but an AgentEvo store, or one of a newer
         schema; such a file is left as it was. One of an older schema is migrated, unless
         `read_only`. Then the file is opened with mode=ro; where SQLite can't make what readers of a
-        write-ahead log share, on a medium that can't be written, as one that nobody writes to, or,
-        with a log that a killed writer has left, as a copy in a temporary folder.
+        write-ahead log share, on a medium that can't be written, as one that no process writes to,
+        or, with a log that a killed writer has left, as a copy in a temporary folder.
         """
         path = _path_of(url)
         _check_file(path, create=create)
@@ -231,7 +231,7 @@ class SQLiteStore(SQLStore):
         before.dispose()
 
     def _log_bytes(self) -> int:
-        """The size of the write-ahead log: above 0 while somebody writes."""
+        """The size of the write-ahead log: above 0 while a process writes."""
         try:
             return self.path.with_name(f"{self.path.name}-wal").stat().st_size
         except OSError:
@@ -258,7 +258,7 @@ class SQLiteStore(SQLStore):
         if write and self._read_only:
             raise only_read(str(self.path), what)
         if self._is_still and self._log_bytes():
-            self._read_as(still=False)  # somebody writes after all
+            self._read_as(still=False)  # a process writes after all
 
         limit = _Limit(time.monotonic() + _PATIENCE * self._timeout_s)
         engine = self._engine.execution_options(write=write, limit=limit)
@@ -272,7 +272,7 @@ class SQLiteStore(SQLStore):
                     )
                 )
                 if time.monotonic() > limit.stop_at:
-                    raise TimeoutError  # the caller was told that there is no answer
+                    raise TimeoutError  # the caller has learned that there is no answer
 
                 return result
 
@@ -358,9 +358,9 @@ def _path_of(url: str) -> Path:
 def _check_file(path: Path, *, create: bool) -> None:
     """Refuses a path that can't be a database's; makes the folder of a new one.
 
-    The file itself is opened by SQLite alone: whoever else closes it in this process gives up the
-    process's POSIX locks on it, and another process that then closes the store deletes the
-    write-ahead log under those who write (sqlite.org/howtocorrupt.html, 2.2)."""
+    The file itself is opened by SQLite alone. Other code that closes it in this process gives up
+    the process's POSIX locks on it, and another process that then closes the store deletes the
+    write-ahead log under those that write (sqlite.org/howtocorrupt.html, 2.2)."""
     try:
         if path.exists() and not path.is_dir() and not path.is_file():
             raise UnusableStoreError(f"{path} is a device, pipe or socket: give another path")
@@ -397,7 +397,7 @@ def _is_no_database(error: BaseException) -> bool:
 
 
 Mode = Literal["rwc", "ro", "still"]
-"""How a file is opened: to write, to read, to read one that nobody writes to."""
+"""How a file is opened: to write, to read, to read one that no process writes to."""
 
 
 def _connect(path: Path, mode: Mode) -> sqlite3.Connection:
@@ -443,7 +443,7 @@ def _engine(path: Path, timeout_s: float, mode: Mode = "rwc") -> Engine:
 
 
 async def _schema_of(connection: AsyncConnection, path: Path) -> tuple[int, int]:
-    """(application, version). Raises UnusableStoreError for a newer one of ours."""
+    """(application, version). Raises UnusableStoreError for a newer AgentEvo's."""
     application = (await connection.exec_driver_sql("PRAGMA application_id")).scalar_one()
     version = (await connection.exec_driver_sql("PRAGMA user_version")).scalar_one()
     if application == APPLICATION_ID and version > SCHEMA_VERSION:

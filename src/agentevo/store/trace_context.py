@@ -3,7 +3,7 @@
 
     trace id = 16 bytes of BLAKE2b(run, attempt)        span id = 8 bytes of BLAKE2b(call id)
 
-So every process of a run that takes part in an attempt means the same trace without asking anybody.
+So every process of a run that takes part in an attempt means the same trace without asking another.
 Whether an attempt is traced at all follows from its trace id, as OpenTelemetry's sampler
 TraceIdRatioBased decides it.
 """
@@ -28,7 +28,7 @@ LONGEST = 512
 
 
 class AttemptTrace(NamedTuple):
-    """The trace of one attempt. One that is not sampled has no spans, and programs are told so."""
+    """The trace of one attempt. One that is not sampled has no spans, and programs learn so."""
 
     trace_id: int
     is_sampled: bool
