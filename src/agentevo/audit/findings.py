@@ -59,7 +59,7 @@ class Audit(msgspec.Struct, kw_only=True):
     """Steps with a checkpoint that nothing has a record of: a kill came between. A resume leaves it
     out."""
     emptied: int = 0
-    """Trajectories whose tokens `gc` has deleted: what they said can't be proven."""
+    """Trajectories whose tokens `gc` has deleted: their contents can't be proven."""
     without_attempt: list[str] = []
     """Ids of completed tasks that the store has no trajectory of: a kill came before they were
     written."""

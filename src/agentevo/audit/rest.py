@@ -195,7 +195,7 @@ def _check_groups(
 def _dropped_in(record: StepRecord) -> dict[str, list[str]]:
     try:
         return StepPlan.of(record.step, record.record).dropped
-    except TrainingError:  # which the check of the step has said
+    except TrainingError:  # which the check of the step has reported
         return {}
 
 

@@ -1,4 +1,4 @@
-"""The commands for what people have said of a run's attempts."""
+"""The commands for the annotations of a run's attempts."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class _LabellingSession:
         self._ask_each(names, self._ask_attempt, take_back)
 
     def ask_pairs(self, pairs: Sequence[tuple[str, str]]) -> None:
-        """Likewise of two."""
+        """Asks which of two attempts is better, for each pair."""
         from agentevo.runs.labelling import preference_of
 
         def take_back(pair: tuple[str, str]) -> None:
@@ -155,7 +155,7 @@ class _LabellingSession:
     def _annotation_from(
         self, word: str, trajectory: Trajectory, before: Annotation | None
     ) -> Annotation | None:
-        """What an answer says, on top of what was said of the attempt just before; None for a word
+        """What an answer says, added to what the answer before said of the attempt; None for a word
         that is none, and for what can't be kept."""
         from agentevo.runs.labelling import annotation_of
 
@@ -225,7 +225,7 @@ class _LabellingSession:
 
 
 def _show(trajectory: Trajectory, heading: str) -> None:
-    """What was said, for a terminal: whatever an attempt holds is only text."""
+    """The messages, for a terminal: whatever an attempt holds is only text."""
     turns = trajectory.turns or trajectory.remote_turns
     print(f"\n== {heading}: {_plain(trajectory.id)}, task {_plain(trajectory.task_id)}")
     for turn in turns:

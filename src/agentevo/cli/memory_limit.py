@@ -1,4 +1,4 @@
-"""Whether a command has failed because no memory is left, and what is said then: under a limit of
+"""Whether a command has failed because no memory is left, and the message: under a limit of
 the address space (`ulimit -v`) it is an import, a thread or any line that fails."""
 
 from __future__ import annotations

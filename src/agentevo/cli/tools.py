@@ -98,7 +98,7 @@ async def _test_tools(
 
 
 def _note(name: str, sections: Sequence[ToolSection]) -> str:
-    """What is to be said of a tool that other recipes hide: a file has no key for it."""
+    """The note on a tool that other recipes hide: a file has no key for it."""
     from agentevo.config.mcp import MCPFileSection
 
     is_file = any(isinstance(section, MCPFileSection) for section in sections)

@@ -293,7 +293,7 @@ def judge_memory(
 ) -> Check:
     """`parts`: name -> bytes that training will still take. `available`: bytes that are free now.
     `turned`: 'key=value' -> bytes that it would take with it, the cheapest change first.
-    `together`: likewise of several changes, where none is enough alone."""
+    `together`: the same of several changes, where none is enough alone."""
     needed = sum(parts.values())
     listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
     finding = (

@@ -5,7 +5,7 @@ Counted for each process: its part of the float32 weights, gradients and moments
 at once (the group of embedding and output layer, and two decoder layers); the activations of one
 micro-batch, as `memory_estimate.py` has them, cut by the tensor and the context group; twins
 (reference, critic). Where no engines in other processes serve, the first process has a whole model
-and its engine's cache besides. Stages of a pipeline
+and its engine's cache as well. Stages of a pipeline
 differ: the first one has embeddings and keeps the activations of as many micro-batches as there are
 stages, the last one has the output layer. Not counted: what allocators and collectives keep.
 """
@@ -106,7 +106,7 @@ class Fit:
     parts: dict[str, float]
     """On each process; of stages, on the one that takes most."""
     first: dict[str, float]
-    """Besides, on the first one."""
+    """In addition, on the first one."""
     spared: float = 0.0
     """What the first one has less of `parts`."""
     engine_share: float = 0.0
@@ -427,8 +427,8 @@ def judge_meshes(
     """`memory`: bytes of each device. `command`: recipe and overrides as they were given, for
     `agentevo train` or another `program`. `tokens`:
     of the largest micro-batch. `recipe_mesh`: the recipe's own, which is judged before the others
-    where it is one. `turned`: a measure -> the least that any mesh then needs. `together`: likewise
-    of several measures, where none is enough alone."""
+    where it is one. `turned`: a measure -> the least that any mesh then needs. `together`: the
+    same of several measures, where none is enough alone."""
     good = [candidate for candidate in found if candidate.fits_in(memory)]
     listed = good or sorted(found, key=lambda candidate: candidate.needs(memory))
 

@@ -135,7 +135,7 @@ def _make_model(parallel: ParallelSection, folder: Path) -> None:
 
 
 def _train(run: Path, world: int, keys: list[str]) -> str:
-    """Its errors where it failed, or else the end of what it said; empty where it did not fail."""
+    """Its errors where it failed, or else the end of its output; empty where it did not fail."""
     model = f"model.name={run.parent / 'model'}"
     words = ["-m", "agentevo", "train", *RECIPE, model, f"run.dir={run}", *keys]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]

@@ -109,7 +109,7 @@ def choice_of(text: str, options: Options) -> str | None:
 
 
 def _by_text(normalised: str, options: Options) -> str | None:
-    """The one option whose text stands in what was said; one that is a part of another option that
+    """The one option whose text stands in the answer; one that is a part of another option that
     stands there does not count."""
     contained = {
         label: words

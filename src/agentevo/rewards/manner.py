@@ -130,9 +130,9 @@ class ToolUse:
         pass
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
-        """See Scorer.score. A call that was begun and is none counts as one that failed, and so
-        does one whose result begins with `Error`; one that the attempt ended with has no result
-        and counts by its form."""
+        """See Scorer.score. A call that was started and can't be parsed counts as one that failed,
+        and so does one whose result begins with `Error`; one that the attempt ended with has no
+        result and counts by its form."""
         good: list[bool] = []
         under_way: dict[str, int] = {}  # of the last reply: id -> its place in `good`
         for turn in trajectory.turns:
@@ -157,7 +157,7 @@ def _num_tokens(trajectory: Trajectory) -> int:
 
 
 def _reply(turn: Turn) -> Message | None:
-    """What the policy said in a turn; None where that was not recorded as a message."""
+    """What the policy wrote in a turn; None where that was not recorded as a message."""
     return next((m for m in reversed(turn.messages) if m.role == "assistant"), None)
 
 

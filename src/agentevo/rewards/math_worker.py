@@ -1,6 +1,6 @@
 """The process that compares mathematical answers by the package math-verify, for math_answer.py.
 
-What a policy writes may keep sympy busy for ever or fill the memory, in code that no thread can
+What a policy writes may keep sympy busy forever or fill the memory, in code that no thread can
 break off: so it is computed in here (json_worker.py). A request is {"right": [...], "stated":
 TEXT}, and the answer {"equal": true}, or {"problem": ...}.
 """

@@ -2,10 +2,10 @@
 
     r = clip(PR - PR_base, 0, 1),   PR = (1/n) sum_j pi(y*_j | x, z, y*_<j)
 
-x is the prompt, z what the policy has said up to where it states its answer, y* the task's answer,
-which is put in the place of the stated one. PR_base is PR without z, the answer directly after the
-prompt, under the policy that the run begins with: what was known without any reasoning earns
-nothing. Source: https://arxiv.org/abs/2506.18254, sections 3.2 and 3.3.
+x is the prompt, z what the policy has written up to where it states its answer, y* the task's
+answer, which is put in the place of the stated one. PR_base is PR without z, the answer directly
+after the prompt, under the policy that the run begins with: what was known without any reasoning
+earns nothing. Source: https://arxiv.org/abs/2506.18254, sections 3.2 and 3.3.
 
 z is the ids that the policy drew, as many of them as end before the answer; only what follows is
 encoded. No rule and no other model judges. So a reasoning that names many answers, to make each of

@@ -144,7 +144,7 @@ class ScorerModel(Protocol):
         seed: int | None = None,
         schema: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The reply, whose `text` is what the model said, and whose `finish_reason` is `length`
+        """The reply, whose `text` is what the model wrote, and whose `finish_reason` is `length`
         where it was cut off. `role` and `attempt` say in the price log what the call is for; `seed`
         is the server's, where it takes one; `schema` is the JSON schema of the answer, to which the
         server holds it where it can."""

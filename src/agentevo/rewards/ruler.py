@@ -8,8 +8,8 @@ their order and distances count.
                a liking for early or late places that is linear in the place cancels out
     score      the mean of the votes; each vote a number from 0 to 1
 
-An answer that lacks an attempt, names one twice or leaves 0 to 1 is never mended here: the judge is
-asked once more, with what is wrong, then the next model is asked. An attempt whose votes are
+An answer that lacks an attempt, names one twice or leaves 0 to 1 is never repaired here: the judge
+is asked once more, with what is wrong, then the next model is asked. An attempt whose votes are
 further apart than `max_spread` has no score, and says why. Equal attempts are shown once and have
 one score; a group of nothing else is not asked about.
 """

@@ -156,7 +156,7 @@ def _check_kept(trajectory: Trajectory, file: str | None) -> None:
 
 def _read_results(stdout: str, number: int) -> list[Any]:
     """The rows of each query; None for each where the database was too slow, too large or too
-    broken to tell."""
+    broken to answer."""
     try:
         results = msgspec.json.decode(stdout)
     except (msgspec.MsgspecError, RecursionError):

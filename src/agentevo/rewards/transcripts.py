@@ -72,7 +72,7 @@ class _TranscriptLine:
 
 def shown_group(trajectories: Sequence[Trajectory], limits: TranscriptLimits) -> ShownAttempt:
     """What a judge sees of the attempts at one task, whatever their order. Raises ValueError for an
-    attempt in which nothing was said."""
+    attempt without a message."""
     most = min(limits.message, limits.attempt // 2)
     all_turns = [_lines_of_turns(trajectory, most) for trajectory in trajectories]
     all_histories = [

@@ -4,7 +4,7 @@
     cut        an answer that ended at its limit of tokens is unusable, whatever it says until then
     several    every verdict in an answer has to say the same: which of two is the judge's own and
                which a quotation is not known
-    broken     JSON that can't be read makes an answer unusable: what lies within it is a part of
+    broken     JSON that can't be read makes an answer unusable: what is within it is a part of
                something else
 
 Whatever is unusable is asked again (judging.py); nothing is guessed here. A judge that states its
@@ -49,7 +49,7 @@ _NEGATED = re.compile(
     r"(?:\s{1,9}(?:at\s{1,9}all|be|been|being|considered|\w{1,30}ly)){0,2}[\s*_]{1,9}\Z",
     re.IGNORECASE,
 )
-"""Right before `correct`: the opposite is said."""
+"""Right before `correct`: the text says the opposite."""
 _VAGUE = re.compile(
     r"\b(?:if|unless|whether|would|could|might|may|were|had|seems?|appears?|claims?|says|"
     r"said|states?|stated|asks?|quote|almost|nearly|partly|half|somewhat|mostly|far|than|anything|"
@@ -101,7 +101,7 @@ def final_words(reply: Any) -> str:
 
 
 def objects_in(text: str) -> list[Any]:
-    """The JSON objects, and lists of objects, that stand in an answer, without those that lie in
+    """The JSON objects, and lists of objects, that stand in an answer, without those that are in
     others. Raises UnusableError where one is broken, or names a key twice."""
     values = []
     place = 0

@@ -1,9 +1,9 @@
-"""What people have said of a run's attempts: right or wrong, a note, a better last reply, and which
+"""What people say of a run's attempts: right or wrong, a note, a better last reply, and which
 of two is better.
 
 It is in RUN/annotations.jsonl, never in the store: what was trained on stays what it was. Each
 record is added and none is changed (records.py); the newest of an attempt, or of two attempts, is
-the one that counts, and one that says nothing takes back what was said.
+the one that counts, and one that says nothing takes back the earlier ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_REPLY = 200_000
 
 
 class Annotation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="attempt"):
-    """What a person said of one attempt."""
+    """What a person says of one attempt."""
 
     attempt: str
     at: float = 0.0
@@ -79,7 +79,7 @@ class Annotations:
     """The newest of each attempt, where it says something; the newest last."""
     pairs: dict[frozenset[str], Preference]
     history: Sequence[Record]
-    """Everything that was ever said, the oldest first."""
+    """All annotations, the oldest first."""
 
 
 def annotate(folder: Path, record: Record) -> None:

@@ -97,7 +97,7 @@ def link(step: int, record: Mapping[str, Any], before: str) -> str:
 
 def broken_links(records: Iterable[StepRecord], end: End) -> list[int]:
     """Of the records after `end`, the steps whose record is not the one that was committed there.
-    Where the step before is missing, nothing can be said of it."""
+    Where the step before is missing, it can't be checked."""
     broken = []
     for record in records:
         chain = str(record.record.get(KEY))

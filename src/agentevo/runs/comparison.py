@@ -58,7 +58,7 @@ def settings_of(
     runs: Sequence[MeasuredRun], *, each: bool = False
 ) -> list[tuple[str, list[MeasuredRun]]]:
     """(name, runs) of every setting, in the order of its first run; with `each` of every run. Where
-    several have one name, their folders tell them apart."""
+    several have one name, their folders distinguish them."""
     groups: dict[object, list[MeasuredRun]] = {}
     for run in runs:
         groups.setdefault(run.folder if each else (run.name, run.setting), []).append(run)

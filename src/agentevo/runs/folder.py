@@ -82,7 +82,7 @@ def finished_summary(path: Path) -> dict[str, Any] | None:
 
 
 def check_run_folder(path: Path) -> Path:
-    """The path itself if a run lies there; else `ConfigError` with the runs that are near."""
+    """The path itself if a run is there; else `ConfigError` with the runs that are near."""
     problem = name_problem(str(path))
     if problem:
         raise ConfigError(f"{str(path)[:60]!r} {problem}")
@@ -110,7 +110,7 @@ def check_run_folder(path: Path) -> Path:
 
 
 def run_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run's configuration with `run.dir` set to where the folder lies now. Raises
+    """The run's configuration with `run.dir` set to where the folder is now. Raises
     `ConfigError`."""
     from agentevo.config import build_config
     from agentevo.config.imports import check_code_of_run
@@ -172,7 +172,7 @@ def read_store(
 
 
 def run_store_url(path: Path) -> str:
-    """The URL of the store of the run in that folder, wherever it lies now. Raises ConfigError if
+    """The URL of the store of the run in that folder, at its present path. Raises ConfigError if
     config.yaml has something else in its place."""
     url = _section(path, "store").get("url")
     if url is not None and not isinstance(url, str):

@@ -168,7 +168,7 @@ def _size(file: Path | bytes) -> int:
 
 @contextmanager
 def _limited_stalls() -> Iterator[None]:
-    """Within, the hub's client waits at most STALL_S for a byte; otherwise it waits for ever."""
+    """Within, the hub's client waits at most STALL_S for a byte; otherwise it waits without end."""
     from huggingface_hub.utils import get_session
 
     session = get_session()

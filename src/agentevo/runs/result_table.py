@@ -37,7 +37,7 @@ NOT_COMPARABLE = (
 )
 
 SHOWN_KEYS = 3
-"""Most keys that tell rows of one name apart; of runs that differ in more the folder does."""
+"""Most keys that distinguish rows of one name; of runs that differ in more the folder does."""
 
 
 @dataclass(frozen=True)

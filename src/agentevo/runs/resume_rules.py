@@ -15,7 +15,7 @@ from agentevo.runs.folder import command_of
 FIXED_SECTIONS = ("model", "environment", "agent", "agents", "rewards", "cold_start", "data")
 """Keys that a resumed run can't change: it would be another run."""
 FIXED_KEYS = ("run.seed", "memory.optimizer", "store.url")
-"""Likewise."""
+"""Single keys that a resumed run can't change."""
 QUEUED_KEYS = (
     "trainer.groups_per_step",
     "trainer.group_size",
@@ -24,11 +24,12 @@ QUEUED_KEYS = (
     "tasks.curriculum",
     "sampling.temperature",
 )
-"""Likewise where sampling runs concurrently with training: tasks are queued for them, and
-groups that wait in the store have that size and were drawn at that temperature."""
+"""Keys that a resumed run can't change where sampling runs concurrently with training: tasks are
+queued for them, and groups that wait in the store have that size and were drawn at that
+temperature."""
 APART_KEYS = ("rollout.weights.url",)
-"""Likewise of a run whose engines and samplers are processes of their own, or have used that
-URL."""
+"""Keys that a resumed run can't change if its engines and samplers are processes of their own, or
+have used that URL."""
 KINDS = {
     "loop": "the run of a program's own loop (`agentevo.open_model`)",
     "train": "a run of `agentevo train`",

@@ -1,4 +1,4 @@
-"""What was said in a run's attempts as conversations for `agentevo sft`: a teacher's behind an API,
+"""The messages of a run's attempts as conversations for `agentevo sft`: a teacher's behind an API,
 or those of the policy itself, which may be the teacher of a smaller one.
 
 A row is one path from the beginning of a conversation to its last answer, in the form `messages`.
@@ -282,7 +282,7 @@ def _best(
 
 
 def _length(attempt: TrajectorySummary | Trajectory) -> int:
-    """Of what was said: in tokens, or of a remote model, whose tokens are not known, in turns."""
+    """Of the replies: in tokens, or of a remote model, whose tokens are not known, in turns."""
     if isinstance(attempt, Trajectory):
         return attempt.num_completion_tokens() or len(attempt.remote_turns)
     return attempt.num_completion_tokens

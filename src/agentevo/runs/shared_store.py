@@ -1,4 +1,4 @@
-"""A store that lies outside of the run's folder (`store.url`) holds one run, as the folder does."""
+"""A store outside of the run's folder (`store.url`) holds one run, as the folder does."""
 
 from __future__ import annotations
 

@@ -11,8 +11,10 @@
     noise    = the two lowest planes of the log-probs, which nothing compresses; `logprobs` has the
                others
     remote   = zlib(what remote models said, as JSON), where there is any; empty before files
-    files    = zlib(msgpack(the files that were kept, by path)), likewise; empty before texts
-    texts    = zlib(msgpack(the digests of named texts, by name)), likewise; empty before routed
+    files    = zlib(msgpack(the files that were kept, by path)), if there are any; empty before
+               texts
+    texts    = zlib(msgpack(the digests of named texts, by name)), if there are any; empty before
+               routed
     routed   = zlib(msgpack([shapes, bytes])), where routers were recorded: for each turn [layers,
                top_k, experts, tokens] or nothing, and the numbers of experts of all turns, layer by
                layer, the low bytes of two before the high ones, by Huffman codes alone
@@ -194,7 +196,7 @@ def unpack_turns(blob: bytes) -> list[Turn]:
 
 
 def unpack_remote_turns(blob: bytes) -> list[RemoteTurn]:
-    """Likewise."""
+    """The turns of remote models. Raises StoreError for bytes that pack_turns has not made."""
     try:
         _, _, *extra_parts = _parts(blob)
         return (
@@ -207,7 +209,7 @@ def unpack_remote_turns(blob: bytes) -> list[RemoteTurn]:
 
 
 def unpack_files(blob: bytes) -> dict[str, bytes]:
-    """Likewise."""
+    """The files that were kept. Raises StoreError for bytes that pack_turns has not made."""
     try:
         _, _, *extra_parts = _parts(blob)
         return (
@@ -220,7 +222,7 @@ def unpack_files(blob: bytes) -> dict[str, bytes]:
 
 
 def unpack_texts(blob: bytes) -> dict[str, str]:
-    """Likewise."""
+    """The digests of named texts. Raises StoreError for bytes that pack_turns has not made."""
     try:
         _, _, *extra_parts = _parts(blob)
         return (

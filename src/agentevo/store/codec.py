@@ -352,7 +352,7 @@ def _row_digest(facts: Mapping[str, object], contents: list[Any], split: Split, 
 
 
 def _digest(content: bytes) -> bytes:
-    """What tells the content of a row from another one."""
+    """What distinguishes the content of a row from that of another one."""
     return blake2b(content, digest_size=16).digest()
 
 

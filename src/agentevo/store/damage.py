@@ -1,4 +1,4 @@
-"""Rows that were damaged since they were written: said in one place, by what they are read with."""
+"""Rows that were damaged since they were written: one place for the errors of reading them."""
 
 from __future__ import annotations
 

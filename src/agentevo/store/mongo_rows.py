@@ -9,7 +9,7 @@ the transaction of `session`.
                           {_id: "trainer", turn}
 
 A transaction sees a snapshot, and one that writes a document which another has written since then
-is begun again. What only reads what the other writes would slip through; so reserve, commit,
+is retried. What only reads what the other writes would slip through; so reserve, commit,
 release, drop, rewind and gc all write `meta.trainer`, and go one after the other.
 """
 
@@ -245,7 +245,7 @@ class MongoRows(Queries):
 
     async def delete_dropped_tokens(self, after: int | None) -> tuple[int, int | None]:
         """Deletes the tokens of the next CHUNK of dropped trajectories in the order of seq, as
-        ledger.py does; returns likewise."""
+        ledger.py does; returns the same."""
         newest = (
             await self.steps.find({}, ["_id"], session=self.session)
             .sort("_id", -1)

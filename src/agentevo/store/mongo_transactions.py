@@ -1,5 +1,5 @@
-"""Transactions in MongoDB: how a call of the store is begun again while what goes wrong is passing,
-until its deadline, and where the database's failures become ours."""
+"""Transactions in MongoDB: how a call of the store is retried while its error is transient,
+until its deadline, and where the database's failures become AgentEvo's errors."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class Transactions:
 
     @asynccontextmanager
     async def _deadline(self, what: str) -> AsyncIterator[list[PyMongoError]]:
-        """The one place where the database's failures become ours. Gives a list for those that were
-        tried again."""
+        """The one place where the database's failures become AgentEvo's errors. Yields a list for the
+        failures that were retried."""
         from pymongo.errors import ConnectionFailure, PyMongoError
 
         retried_errors: list[PyMongoError] = []
@@ -100,8 +100,8 @@ class Transactions:
         )
 
     async def _again(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
-        """`work` again and again while what goes wrong is passing, until the deadline and for
-        AWAY_S at most."""
+        """Retries `work` while its error is transient, until the deadline and for AWAY_S at
+        most."""
         if self._read_only and what not in READS:
             raise only_read(self.where, what)
 

@@ -5,7 +5,7 @@ The server must be a member of a replica set (one is enough) or a sharded cluste
 those have transactions; anything else is refused. Each call is one transaction with snapshot reads
 and majority writes, but for leasing, which takes one document at a time, each atomically, so that
 workers don't get into each other's way. Conflicts and lost connections are passing: the call is
-begun again until its deadline. Leases are timed by the server's clock.
+retried until its deadline. Leases are timed by the server's clock.
 """
 
 from __future__ import annotations

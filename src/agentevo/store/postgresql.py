@@ -11,7 +11,7 @@ and lock what they move:
     alone      the whole store exclusively: rewind, gc, import, migrations
 
 Reads see one snapshot (REPEATABLE READ, read only). Deadlocks, clashes of two inserts and lost
-connections are passing: the call is begun again until its deadline, for AWAY_S at most, so a server
+connections are passing: the call is retried until its deadline, for AWAY_S at most, so a server
 that restarts costs its clients a wait and nothing else. Commits are durable as the server is
 configured (`synchronous_commit`). Leases are timed by the server's clock.
 """

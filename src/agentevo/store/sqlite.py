@@ -6,8 +6,8 @@ writer. Writers queue: inside a process at a lock, between processes at SQLite's
 at BEGIN, so that no transaction fails half-way for having read before it wrote.
 
 A call is one visit to a thread, in which its whole transaction happens: an asynchronous driver
-would go there and back some twenty times. The file is ours if it carries our `application_id`;
-`user_version` is the schema's version.
+would go there and back some twenty times. The file is a store if it has AgentEvo's
+`application_id`; `user_version` is the schema's version.
 """
 
 from __future__ import annotations
@@ -307,7 +307,8 @@ class SQLiteStore(SQLStore):
 
         name = str(getattr(raised, "sqlite_errorname", None))
         return name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_FORMAT")) or (
-            name == "SQLITE_ERROR"  # of our own statements: the schema is not ours any more
+            # Of this module's statements: the schema is not a store's any more.
+            name == "SQLITE_ERROR"
         )
 
     async def _use_write_ahead_log(self) -> None:
@@ -495,9 +496,9 @@ async def _check_or_make_schema(connection: AsyncConnection, path: Path, *, crea
 
 
 async def _tell_the_planner(connection: AsyncConnection) -> None:
-    """Tells SQLite how many rows share a value in a large store. Without this SQLite holds every
-    index for equally good, and looks for a group among all that are ready. See "manual control of
-    query plans" in SQLite's documentation of `sqlite_stat1`."""
+    """Gives SQLite an estimate of how many rows share a value in a large store. Without this SQLite
+    holds every index for equally good, and looks for a group among all that are ready. See "manual
+    control of query plans" in SQLite's documentation of `sqlite_stat1`."""
     await connection.exec_driver_sql("ANALYZE")  # makes the table
     await connection.exec_driver_sql("DELETE FROM sqlite_stat1")
     rows = [

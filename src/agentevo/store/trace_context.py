@@ -1,5 +1,5 @@
 """Where a call stands in a trace, and the header `traceparent` of W3C's Trace Context
-(https://www.w3.org/TR/trace-context/) that tells other programs, in any language.
+(https://www.w3.org/TR/trace-context/) that identifies it to other programs, in any language.
 
     trace id = 16 bytes of BLAKE2b(run, attempt)        span id = 8 bytes of BLAKE2b(call id)
 
@@ -79,7 +79,7 @@ class Tracing(Protocol):
 
     @property
     def contents(self) -> bool:
-        """Whether spans say what was said."""
+        """Whether spans contain the messages."""
         ...
 
     @property
@@ -96,7 +96,7 @@ class Tracing(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedMessage:
-    """What was said in the call of a model, for its span. The store has it in the trajectory."""
+    """The messages of the call of a model, for its span. The store has them in the trajectory."""
 
     asked: Sequence[Message] = ()
     answers: Sequence[Message] = ()
