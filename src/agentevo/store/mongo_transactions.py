@@ -72,8 +72,8 @@ class Transactions:
 
     @asynccontextmanager
     async def _deadline(self, what: str) -> AsyncIterator[list[PyMongoError]]:
-        """The one place where the database's failures become AgentEvo's errors. Yields a list for the
-        failures that were retried."""
+        """The one place where the database's failures become AgentEvo's errors. Yields a list for
+        the failures that were retried."""
         from pymongo.errors import ConnectionFailure, PyMongoError
 
         retried_errors: list[PyMongoError] = []

@@ -101,8 +101,8 @@ class SQLStore(Streaming):
 
     @asynccontextmanager
     async def _deadline(self, what: str) -> AsyncIterator[list[BaseException]]:
-        """The one place where the database's failures become AgentEvo's errors. Yields a list for the
-        failures that were retried."""
+        """The one place where the database's failures become AgentEvo's errors. Yields a list for
+        the failures that were retried."""
         retried_errors: list[BaseException] = []
         started_at = time.monotonic()
         try:
