@@ -56,8 +56,8 @@ def annotate(
     name = who or _user()
 
     async def list_attempts(store: Store) -> list[TrajectorySummary]:
-        every = await store.summaries()
-        return [summary for summary in every if not task or summary.task_id == task]
+        summaries_of_run = await store.summaries()
+        return [summary for summary in summaries_of_run if not task or summary.task_id == task]
 
     def attempt(trajectory_id: str) -> Trajectory:
         async def work(store: Store) -> Trajectory:
@@ -142,14 +142,14 @@ class _LabellingSession:
             if word is None or word in ("q", "s", "u"):
                 return (word or "q") if annotation is None or word != "s" else "kept"
 
-            spoken = self._annotation_from(word, trajectory, annotation)
-            if spoken is None:
+            new_annotation = self._annotation_from(word, trajectory, annotation)
+            if new_annotation is None:
                 print(HELP)
                 continue
 
-            if self._keep(spoken):
-                annotation = spoken
-                if spoken.verdict:
+            if self._keep(new_annotation):
+                annotation = new_annotation
+                if new_annotation.verdict:
                     return "kept"
 
     def _annotation_from(
@@ -179,14 +179,14 @@ class _LabellingSession:
             return None
 
         try:
-            spoken = annotation_of(
+            annotation = annotation_of(
                 trajectory, verdict=verdict, note=note, reply=reply, **self._signature()
             )
         except ConfigError as error:
             print(f"not kept: {error}")
             return None
 
-        return spoken if spoken.says_something else None
+        return annotation if annotation.says_something else None
 
     def _ask_pair(self, pair: tuple[str, str], heading: str) -> str:
         from agentevo.runs.labelling import preference_of

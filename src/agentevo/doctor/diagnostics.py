@@ -84,21 +84,21 @@ async def _check(config: RunConfig, checkpoint: Path | None) -> list[Check]:
                     ],
                 )
             ]
-            spoken = [attempt for attempt in group if attempt.turns]
-            if not spoken:
+            attempts_with_turns = [attempt for attempt in group if attempt.turns]
+            if not attempts_with_turns:
                 return [*results, checks.judge_logprobs(0, 0.0, config.model.dtype)]
 
-            num_turns = sum(len(attempt.turns) for attempt in spoken)
+            num_turns = sum(len(attempt.turns) for attempt in attempts_with_turns)
             results += [
                 checks.judge_token_ids(
                     num_turns,
-                    measure.count_other_contexts(spoken, engine.requests),
-                    len(spoken),
-                    measure.count_reencoded_differently(spoken, parts.tokenizer),
+                    measure.count_other_contexts(attempts_with_turns, engine.requests),
+                    len(attempts_with_turns),
+                    measure.count_reencoded_differently(attempts_with_turns, parts.tokenizer),
                 ),
                 *_judge_drift(list(sampler.conversations.values())),
                 checks.judge_logprobs(
-                    *measure.max_logprob_difference(parts.model, spoken, sampling),
+                    *measure.max_logprob_difference(parts.model, attempts_with_turns, sampling),
                     config.model.dtype,
                 ),
             ]
@@ -106,7 +106,7 @@ async def _check(config: RunConfig, checkpoint: Path | None) -> list[Check]:
             return [
                 *results,
                 *_judge_play(config, group, before_cold_start),
-                *_judge_sizes(parts, spoken),
+                *_judge_sizes(parts, attempts_with_turns),
             ]
 
 
@@ -216,12 +216,14 @@ def _judge_play(config: RunConfig, group: list[Trajectory], before_cold_start: b
     return [checks.before_cold_start(check) for check in results] if before_cold_start else results
 
 
-def _judge_sizes(parts: Components, spoken: list[Trajectory]) -> list[Check]:
+def _judge_sizes(parts: Components, attempts_with_turns: list[Trajectory]) -> list[Check]:
     """Context, key-value memory, memory."""
     config = parts.config
-    paths = [path for attempt in spoken for path in measure.whole_paths(attempt)]
+    paths = [path for attempt in attempts_with_turns for path in measure.whole_paths(attempt)]
     max_turns = 1 if getattr(config.agent, "memory", None) == "turn" else config.agent.max_turns
-    worst = measure.worst_case_tokens(spoken, max_turns, config.sampling.max_new_tokens)
+    worst = measure.worst_case_tokens(
+        attempts_with_turns, max_turns, config.sampling.max_new_tokens
+    )
     per_step = build_tree(paths).num_nodes * config.trainer.groups_per_step
     longest = min(worst, _context_length(parts))
     together = config.trainer.groups_per_step * config.trainer.group_size
@@ -229,7 +231,7 @@ def _judge_sizes(parts: Components, spoken: list[Trajectory]) -> list[Check]:
     token_bytes = kv_bytes_per_token(parts.model)
     on_gpu = is_accelerator(parts.model.device)
     num_sampled = (
-        sum(len(turn.completion_ids) for attempt in spoken for turn in attempt.turns)
+        sum(len(turn.completion_ids) for attempt in attempts_with_turns for turn in attempt.turns)
         * config.trainer.groups_per_step
     )
 

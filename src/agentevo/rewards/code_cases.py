@@ -123,13 +123,13 @@ def _pairs(columns: Mapping[str, Any], function: str, most: int) -> CodeTests:
     if len(inputs) != len(outputs):
         raise ValueError(f"tests have {len(inputs)} inputs and {len(outputs)} outputs")
 
-    both = list(zip(inputs, outputs, strict=True))[:most]
+    cases = list(zip(inputs, outputs, strict=True))[:most]
     if not function:
         return CodeTests(
-            pairs=tuple((_text(raw_input), _text(raw_output)) for raw_input, raw_output in both)
+            pairs=tuple((_text(raw_input), _text(raw_output)) for raw_input, raw_output in cases)
         )
 
-    calls = tuple((_arguments(raw_input), _value(raw_output)) for raw_input, raw_output in both)
+    calls = tuple((_arguments(raw_input), _value(raw_output)) for raw_input, raw_output in cases)
     return CodeTests(calls=calls, function=function)
 
 

@@ -71,7 +71,8 @@ def _states_number(text: str, right: Numeral, query: str) -> bool:
         candidates = [
             numeral
             for numeral in numerals
-            if numeral is None or not any(_equal(numeral, two) for two in query_numerals)
+            if numeral is None
+            or not any(_equal(numeral, query_numeral) for query_numeral in query_numerals)
         ]
     else:
         candidates = numerals
@@ -86,9 +87,9 @@ def _states_number(text: str, right: Numeral, query: str) -> bool:
 
 def _equal(stated: Numeral, right: Numeral) -> bool:
     return any(
-        abs(reading - two) <= TOLERANCE * (abs(two) or 1.0)
-        for reading in stated.readings
-        for two in right.readings
+        abs(stated_value - right_value) <= TOLERANCE * (abs(right_value) or 1.0)
+        for stated_value in stated.readings
+        for right_value in right.readings
     )
 
 

@@ -19,9 +19,9 @@ def main() -> None:
     spec = json.load(sys.stdin)
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
 
-    nothing = os.open(os.devnull, os.O_RDWR)
+    null_device = os.open(os.devnull, os.O_RDWR)
     for handle in (0, 1, 2):
-        os.dup2(nothing, handle)
+        os.dup2(null_device, handle)
 
     mark = spec.pop("mark")
     limit_s = spec["limit_s"]

@@ -198,8 +198,8 @@ def question(config: JudgeConfig, task: Task, stated: str) -> str:
     }
     mark = mark_of(config.template, *map(str, values.values()), line)
     values["response"] = fence(mark, "the answer", [line])
-    theirs = {alias: values[name] for alias, name in ALIASES.items()}
-    return config.template.format(**values, **theirs)
+    aliased_values = {alias: values[name] for alias, name in ALIASES.items()}
+    return config.template.format(**values, **aliased_values)
 
 
 def _json_score(text: str) -> float:

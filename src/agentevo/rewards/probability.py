@@ -147,14 +147,14 @@ class Rlpr:
             return None
 
         for first in range(0, len(waiting), AT_ONCE):
-            some = waiting[first : first + AT_ONCE]
+            chunk = waiting[first : first + AT_ONCE]
             baselines = await gather_all(
-                [compute_baseline(task, placed) for _, task, placed in some]
+                [compute_baseline(task, placed) for _, task, placed in chunk]
             )
             await policy.baselines.add(
                 {
                     key: new
-                    for (key, *_), new in zip(some, baselines, strict=True)
+                    for (key, *_), new in zip(chunk, baselines, strict=True)
                     if new is not None
                 }
             )

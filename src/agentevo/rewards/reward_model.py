@@ -264,13 +264,15 @@ class ModelReward:
             self._turns = (loop, asyncio.Lock())
         return self._turns[1]
 
-    async def _judge(self, mine: tuple[list[Message], asyncio.Future[float]]) -> None:
+    async def _judge(self, own_request: tuple[list[Message], asyncio.Future[float]]) -> None:
         """This one and those that wait with it. What is wrong with one is its own."""
-        self._waiting.remove(mine)
+        self._waiting.remove(own_request)
         peers = [
-            request for request in self._waiting if request[1].get_loop() is mine[1].get_loop()
+            request
+            for request in self._waiting
+            if request[1].get_loop() is own_request[1].get_loop()
         ]
-        together = [mine, *peers[: self.config.batch - 1]]
+        together = [own_request, *peers[: self.config.batch - 1]]
         try:
             values = await in_thread(
                 self._classifier.values, [conversation for conversation, _ in together]
@@ -278,8 +280,8 @@ class ModelReward:
         except ModelError:
             if len(together) == 1:
                 raise
-            values = await in_thread(self._classifier.values, [mine[0]])
-            together = [mine]
+            values = await in_thread(self._classifier.values, [own_request[0]])
+            together = [own_request]
 
         for (_, future), value in zip(together, values, strict=True):
             if not future.done():

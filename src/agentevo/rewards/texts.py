@@ -48,12 +48,12 @@ def f1(stated: str, right: str) -> float:
     """Harmonic mean of precision and recall of the normalised words, as SQuAD's evaluation does it:
     2 * shared / (words of the one + words of the other). Where either has no words, 1 if neither
     has."""
-    mine = squad_normalised(stated).split()
-    gold = squad_normalised(right).split()
-    if not mine or not gold:
-        return float(mine == gold)
-    shared = sum((Counter(mine) & Counter(gold)).values())
-    return 2 * shared / (len(mine) + len(gold))
+    stated_words = squad_normalised(stated).split()
+    right_words = squad_normalised(right).split()
+    if not stated_words or not right_words:
+        return float(stated_words == right_words)
+    shared = sum((Counter(stated_words) & Counter(right_words)).values())
+    return 2 * shared / (len(stated_words) + len(right_words))
 
 
 def words_of(text: str) -> list[str]:

@@ -119,12 +119,12 @@ def objects_in(text: str) -> list[Any]:
 def find_agreement(verdicts: Iterable[T], nothing: str) -> T:
     """The verdict, which may stand in an answer more than once. Raises UnusableError for none, with
     `nothing` as the reason, and for verdicts that differ."""
-    every = list(verdicts)
-    if not every:
+    candidates = list(verdicts)
+    if not candidates:
         raise UnusableError(nothing)
-    if any(verdict != every[0] for verdict in every):
+    if any(verdict != candidates[0] for verdict in candidates):
         raise UnusableError("there are verdicts in it that differ: give yours, and quote none")
-    return every[0]
+    return candidates[0]
 
 
 def number_of(value: object) -> float | None:

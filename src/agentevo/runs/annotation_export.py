@@ -126,14 +126,16 @@ def _rows(
         except LeftOutError as error:
             yield error
 
-    for two in annotations.pairs.values() if form == "pairs" else ():
+    for preference in annotations.pairs.values() if form == "pairs" else ():
         try:
-            if two.better not in attempts or two.worse not in attempts:
+            if preference.better not in attempts or preference.worse not in attempts:
                 raise LeftOutError(GONE)
-            if two.better in held_out or two.worse in held_out:
+            if preference.better in held_out or preference.worse in held_out:
                 raise LeftOutError(HELD_OUT)
-            sides = [conversation(attempts[name], read) for name in (two.better, two.worse)]
-            yield {**pair_of(*sides), "better": two.better, "worse": two.worse}
+            sides = [
+                conversation(attempts[name], read) for name in (preference.better, preference.worse)
+            ]
+            yield {**pair_of(*sides), "better": preference.better, "worse": preference.worse}
         except LeftOutError as error:
             yield error
 

@@ -111,10 +111,10 @@ def read_annotations(folder: Path) -> Annotations:
             if record.says_something:
                 attempts[record.attempt] = record
         else:
-            both = frozenset((record.better, record.worse))
-            pairs.pop(both, None)
+            pair_key = frozenset((record.better, record.worse))
+            pairs.pop(pair_key, None)
             if record.says_something:
-                pairs[both] = record
+                pairs[pair_key] = record
 
     return Annotations(attempts, pairs, history)
 
