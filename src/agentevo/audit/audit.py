@@ -47,7 +47,7 @@ async def audit(store: Store, folder: Path) -> Audit:
     """Reads the whole store of the run in `folder`, step by step, and the files that are there."""
     report = Audit()
     try:
-        head = read_head(folder)  # before the records: a run that goes on has them first
+        head = read_head(folder)  # before the records: a run that continues has them first
     except CheckpointError as error:
         head = None
         report.violations.append(AuditViolation(str(error)))
@@ -167,8 +167,8 @@ async def _check_step(
     report.trained += len(digests)
     report.masked_tokens += masked
     _check_masked(plan, masked, add_violation)
-    whole = all(name in digests for name in plan.ids)
-    altered = _check_digest(plan, digests, add_violation) if whole else set()
+    is_complete = all(name in digests for name in plan.ids)
+    altered = _check_digest(plan, digests, add_violation) if is_complete else set()
     for name in contents.keys() - altered:
         for what in contents[name]:
             add_violation(what, name)
@@ -261,10 +261,10 @@ def _check_digest(plan: StepPlan, digests: Mapping[str, bytes], violated: Violat
             name,
         )
 
-    whole = hashlib.sha256(b"".join(digests[name] for name in plan.ids)).hexdigest()
-    if whole != plan.digest and not altered:
+    combined_digest = hashlib.sha256(b"".join(digests[name] for name in plan.ids)).hexdigest()
+    if combined_digest != plan.digest and not altered:
         violated(
-            f"its trajectories have the digest {whole[:SHOWN]}, its plan says "
+            f"its trajectories have the digest {combined_digest[:SHOWN]}, its plan says "
             f"{plan.digest[:SHOWN]}: they or their order were changed"
         )
 

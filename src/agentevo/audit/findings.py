@@ -59,7 +59,7 @@ class Audit(msgspec.Struct, kw_only=True):
     """Steps with a checkpoint that nothing has a record of: a kill came between. A resume leaves it
     out."""
     emptied: int = 0
-    """Trajectories whose tokens `gc` has deleted: what they said can't be proven."""
+    """Trajectories whose tokens `gc` has deleted: their contents can't be proven."""
     without_attempt: list[str] = []
     """Ids of completed tasks that the store has no trajectory of: a kill came before they were
     written."""
@@ -120,7 +120,7 @@ class Audit(msgspec.Struct, kw_only=True):
             rows.append(("without an attempt", f"{len(self.without_attempt)} completed tasks"))
 
         rows += [
-            (f"text {name}", _told(digests, self.texts_gone))
+            (f"text {name}", _list_texts(digests, self.texts_gone))
             for name, digests in sorted(self.texts.items())
         ]
         rows += [
@@ -156,11 +156,11 @@ class Audit(msgspec.Struct, kw_only=True):
         return rows
 
 
-def _told(digests: Mapping[str, int], gone: Collection[str]) -> str:
+def _list_texts(digests: Mapping[str, int], gone: Collection[str]) -> str:
     """Which texts of one name there were, most used first."""
     return ", ".join(
         f"{digest} in {count} attempt{'s' * (count != 1)}{' (not kept)' * (digest in gone)}"
-        for digest, count in sorted(digests.items(), key=lambda one: (-one[1], one[0]))
+        for digest, count in sorted(digests.items(), key=lambda item: (-item[1], item[0]))
     )
 
 

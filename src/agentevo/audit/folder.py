@@ -1,4 +1,4 @@
-"""The files of a run's folder, beside its store: whether they are what the run has written."""
+"""The files of a run's folder other than its store: whether they are what the run has written."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from agentevo.training.token_numbers import FOLDER as NUMBERS_FOLDER
 from agentevo.training.token_numbers import name_of
 
 PROVEN_FILES = {HEAD, LOCK, "metrics.jsonl", "checkpoints", TEXTS_FOLDER, NUMBERS_FOLDER}
-"""What the audit looks at in a run's folder beside the files of head.json and the store; the lock
-says nothing."""
+"""What the audit looks at in a run's folder in addition to the files of head.json and the store;
+the lock says nothing."""
 
 
 def check_head(
@@ -49,13 +49,13 @@ def check_files(
 ) -> None:
     """config.yaml and the record of given tasks by head.json, metrics.jsonl by the steps'
     records."""
-    known = {} if head is None else head.files
-    for name in sorted({*known, "config.yaml", TASKS_FILE}):
+    known_digests = {} if head is None else head.files
+    for name in sorted({*known_digests, "config.yaml", TASKS_FILE}):
         digest = file_digest(folder / name)
-        if name in known and digest not in known[name]:
+        if name in known_digests and digest not in known_digests[name]:
             what = "is missing" if digest is None else "is not what the run has written"
             report.violations.append(AuditViolation(f"{name} {what}"))
-        elif name not in known and head is not None and digest is not None:
+        elif name not in known_digests and head is not None and digest is not None:
             report.violations.append(AuditViolation(f"{name} is not in {HEAD}"))
 
     logged = [(record.step, record.record[LOG]) for record in records if LOG in record.record]
@@ -112,10 +112,10 @@ def list_unproven(
         for digest in digests
     }
     for name in ("checkpoints", NUMBERS_FOLDER, TEXTS_FOLDER):
-        others = {*(folder / name).glob("*")} - looked_at
+        unproven_paths = {*(folder / name).glob("*")} - looked_at
         if name == "checkpoints" and saved:
-            others.add(checkpoints.folder / INDEX)  # also where it was deleted
-        for path in sorted(others):
+            unproven_paths.add(checkpoints.folder / INDEX)  # also where it was deleted
+        for path in sorted(unproven_paths):
             report.unproven_files.append(f"{name}/{path.name}{'/' if path.is_dir() else ''}")
 
 
@@ -141,7 +141,7 @@ def check_checkpoints(
         except CheckpointError as error:
             if path.is_dir():
                 report.violations.append(AuditViolation(str(error), step=step))
-            elif step in named:  # a run that goes on has deleted it meanwhile
+            elif step in named:  # a run that continues has deleted it since then
                 report.gone.append(step)
             continue
 

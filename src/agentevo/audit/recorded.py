@@ -176,8 +176,8 @@ class RecordedModels(Mapping[str, "RecordedModel"]):
             for turn in self.turns
             if (turn.model, turn.seed) == (model, seed) and turn.index not in self._given
         ]
-        asked = _keys(messages)
-        turn = next((t for t in turns if _keys(self._history(t)) == asked), None)
+        request_keys = _keys(messages)
+        turn = next((t for t in turns if _keys(self._history(t)) == request_keys), None)
         if turns and turn is None and self.difference is None:
             self.difference = Difference(
                 kind="prompt",
@@ -207,11 +207,11 @@ class RecordedModels(Mapping[str, "RecordedModel"]):
 
     def _history(self, turn: RemoteTurn) -> list[Message]:
         """What the turn was asked with."""
-        said: list[Message] = list(turn.messages[:-1])
+        history: list[Message] = list(turn.messages[:-1])
         while turn.parent is not None:
             turn = self.turns[turn.parent]
-            said = [*turn.messages, *said]
-        return said
+            history = [*turn.messages, *history]
+        return history
 
 
 class RecordedModel:
@@ -228,7 +228,7 @@ class RecordedModel:
         messages: Sequence[Message],
         *,
         sampling: SamplingOverrides | None = None,
-        **other: Any,
+        **options: Any,
     ) -> RemoteReply:
         """See RemoteModel.generate; what else was asked is not in the record."""
         seed = None if sampling is None else sampling.seed

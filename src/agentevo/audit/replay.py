@@ -135,15 +135,17 @@ async def replay(
     chat = None
     context = 1 << 30
     for policy in sorted({weights_of(config, t.agent) for t in chosen}):
-        own = [t for t in chosen if weights_of(config, t.agent) == policy]
+        policy_trajectories = [t for t in chosen if weights_of(config, t.agent) == policy]
         stored = StoredVersions(config, policy)
-        versions = sorted({version for t in own for version in versions_of(t)})
+        versions = sorted({version for t in policy_trajectories for version in versions_of(t)})
         missing = set(versions) - set(stored.at_hand()) if made_again else set()
-        again = rebuild(config, missing, agent=agent, tasks=tasks, policy=policy)
-        async with aclosing(again) as rebuilt:
+        rebuilding = rebuild(config, missing, agent=agent, tasks=tasks, policy=policy)
+        async with aclosing(rebuilding) as rebuilt:
             sources = _sources(versions, stored, missing, rebuilt)
             with bar("replay: drawing again"):
-                drawn, chat, context = await _draw_again(config, policy, own, sources)
+                drawn, chat, context = await _draw_again(
+                    config, policy, policy_trajectories, sources
+                )
 
         replays |= drawn
 
@@ -178,8 +180,8 @@ def _not_alone(config: RunConfig, agent: str) -> str:
         return "its reward is what the solver came to at its question" if is_proposer else ""
     if not agent:
         return ""
-    others = ", ".join(name for name in config.agents if name != agent) or "others"
-    return f"its agent {agent} plays with {others}, and a replay plays attempts of one agent"
+    other_agents = ", ".join(name for name in config.agents if name != agent) or "others"
+    return f"its agent {agent} plays with {other_agents}, and a replay plays attempts of one agent"
 
 
 async def _find_altered(store: Store, chosen: Sequence[Trajectory]) -> set[str]:
@@ -229,8 +231,8 @@ async def _sample(
         except StoreError:  # `store gc --dropped` has taken its tokens
             continue
 
-        own = stored[weights_of(config, trajectory.agent)]
-        if made_again or all(map(own.has, versions_of(trajectory))):
+        stored_versions = stored[weights_of(config, trajectory.agent)]
+        if made_again or all(map(stored_versions.has, versions_of(trajectory))):
             chosen.append(trajectory)
 
     if names and not chosen:
@@ -276,10 +278,10 @@ async def _draw_again(
             result = replays[trajectory.id]
             if version not in result.versions:
                 continue
-            again = resample(trajectory, version, loaded, filters)
-            result.tokens += again.num_tokens
-            result.ties += again.num_ties
-            _keep_first(result, *again.differences)
+            resampled = resample(trajectory, version, loaded, filters)
+            result.tokens += resampled.num_tokens
+            result.ties += resampled.num_ties
+            _keep_first(result, *resampled.differences)
 
     return replays, chat, context
 

@@ -174,10 +174,10 @@ def _pieces(trajectory: Trajectory, version: int) -> Iterator[_ResampledPiece]:
 def _changes(trajectory: Trajectory, piece: _ResampledPiece) -> list[PenaltyChanges]:
     """What the penalties of its turn change at each position."""
     context = trajectory.context_ids(piece.turn.index)
-    said = piece.turn.completion_ids
-    parts = [(len(context), None), (len(said), piece.turn.penalties)]
+    completion_ids = piece.turn.completion_ids
+    parts = [(len(context), None), (len(completion_ids), piece.turn.penalties)]
     penalties = TokenPenalties.join(parts)
-    ids = np.array([*context, *said])
+    ids = np.array([*context, *completion_ids])
     assert penalties is not None
     return list(penalties.changes(ids, np.array(piece.positions) + len(context)).values())
 
@@ -187,8 +187,8 @@ def _logits(
 ) -> torch.Tensor:
     """[positions, tokens] float32, what predicts each of them."""
     context = trajectory.context_ids(piece.turn.index)
-    said = piece.turn.completion_ids
-    ids = [*context, *said[: piece.positions[-1] + 1]]
+    completion_ids = piece.turn.completion_ids
+    ids = [*context, *completion_ids[: piece.positions[-1] + 1]]
     mask = np.zeros(len(ids), dtype=np.bool_)
     mask[[len(context) + position for position in piece.positions]] = True
     sample = Sample.given(trajectory.id, trajectory.group_id, ids, mask, piece.turn.temperature)
@@ -212,15 +212,15 @@ def version_rows(
     while path[0].parent is not None:
         path.insert(0, trajectory.turns[path[0].parent])
 
-    if routers is None or any(one.routed_experts is None for one in path):
+    if routers is None or any(path_turn.routed_experts is None for path_turn in path):
         return None
 
-    parts = [one.routed_experts for one in path if one.routed_experts is not None]
+    parts = [path_turn.routed_experts for path_turn in path if path_turn.routed_experts is not None]
     rows = join_experts(parts).array().astype(np.int64)
     next_drawn_by = [  # a prompt's tokens were computed for the draw that follows them
         drawn_by
-        for one in path
-        for drawn_by in (*[one.versions[0]] * len(one.prompt_ids), *one.versions)
+        for path_turn in path
+        for drawn_by in (*[path_turn.versions[0]] * len(path_turn.prompt_ids), *path_turn.versions)
     ][1:]
     rows[np.array(next_drawn_by) != version] = OWN
     return np.concatenate([rows, np.full((1, *rows.shape[1:]), OWN)])
@@ -265,7 +265,7 @@ def _compare(
         "drawn": drawn,
         "drawn_probability": drawn_probability,
     }
-    here = f"turn {turn.index}, token {position}, version {version}"
+    place = f"turn {turn.index}, token {position}, version {version}"
     if distance > tolerance.uniform:
         tokenizer = loaded.tokenizer
         texts = [
@@ -273,16 +273,17 @@ def _compare(
             for chosen in (token, drawn)
         ]
         what = (
-            f"{here}: the record has {token} ({texts[0]}, probability {recorded_probability:.4%}), "
-            f"the replay draws {drawn} ({texts[1]}, {drawn_probability:.4%})"
+            f"{place}: the record has {token} ({texts[0]}, probability "
+            f"{recorded_probability:.4%}), the replay draws {drawn} ({texts[1]}, "
+            f"{drawn_probability:.4%})"
         )
         return Difference(kind="token", what=what, **properties)  # type: ignore[arg-type]
 
-    again = 0.0 if params.temperature == 0 else float(probabilities[token].log())
-    if abs(again - turn.logprobs[position]) > tolerance.logprob:
+    replayed_logprob = 0.0 if params.temperature == 0 else float(probabilities[token].log())
+    if abs(replayed_logprob - turn.logprobs[position]) > tolerance.logprob:
         what = (
-            f"{here}: token {token} has the log-prob {turn.logprobs[position]:.5f} in the "
-            f"record, {again:.5f} in the replay"
+            f"{place}: token {token} has the log-prob {turn.logprobs[position]:.5f} in the "
+            f"record, {replayed_logprob:.5f} in the replay"
         )
         return Difference(kind="logprob", what=what, **properties)  # type: ignore[arg-type]
 

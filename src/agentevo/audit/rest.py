@@ -31,8 +31,8 @@ _UNUSED: tuple[TrajectoryState, ...] = ("dropped", "failed", "ready", "reserved"
 def wrong_content(stored: StoredTrajectory, summary: TrajectorySummary | None) -> list[str]:
     """What of a row is not as it was written."""
     if stored.tokens_deleted:  # by `gc`, which takes those of dropped ones; audit.py says the rest
-        kept = stored.state in ("failed", "ready", "reserved")
-        return ["its tokens were deleted"] if kept else []
+        must_have_tokens = stored.state in ("failed", "ready", "reserved")
+        return ["its tokens were deleted"] if must_have_tokens else []
 
     wrong = []
     if not is_as_written(stored):
@@ -96,11 +96,11 @@ def _check_recorded(
 ) -> None:
     """What the steps' records hold of `attempts` (id -> digest, None where the tokens were
     deleted) must still be so."""
-    known: set[str] = set()
+    recorded_names: set[str] = set()
     named = {violation.trajectory for violation in report.violations}
     for record in records:
         rows = RecordedRows.of(record.record)
-        known |= rows.untrained.keys() | rows.evaluated.keys()
+        recorded_names |= rows.untrained.keys() | rows.evaluated.keys()
         for name, digest in (*rows.untrained.items(), *rows.evaluated.items()):
             if name not in attempts:
                 what = "its record holds it, and it is not in the store, or was trained on"
@@ -112,7 +112,7 @@ def _check_recorded(
                 continue
             report.violations.append(AuditViolation(what, step=record.step, trajectory=name))
 
-    report.unproven_attempts = len(attempts.keys() - known)
+    report.unproven_attempts = len(attempts.keys() - recorded_names)
 
 
 def _check_states(
@@ -181,13 +181,13 @@ def _check_groups(
             groups.setdefault(row.group_id, []).append(row.attempt)
 
     for name, attempts in groups.items():
-        wanted = 1 if name.startswith(f"{name.rpartition('/')[0]}/{BASELINE}@") else size
-        if rules.lacks_members(attempts, wanted):
+        expected_size = 1 if name.startswith(f"{name.rpartition('/')[0]}/{BASELINE}@") else size
+        if rules.lacks_members(attempts, expected_size):
             report.violations.append(
                 AuditViolation(
                     f"the group {name} is not whole: it has the attempts "
                     f"{', '.join(map(str, sorted(attempts)))}, and was written with at least "
-                    f"{wanted}, from 0 on"
+                    f"{expected_size}, from 0 on"
                 )
             )
 
@@ -195,7 +195,7 @@ def _check_groups(
 def _dropped_in(record: StepRecord) -> dict[str, list[str]]:
     try:
         return StepPlan.of(record.step, record.record).dropped
-    except TrainingError:  # which the check of the step has said
+    except TrainingError:  # which the check of the step has reported
         return {}
 
 
@@ -208,7 +208,7 @@ async def _check_committed(
     """Nothing may be committed to a step that has no record."""
     since = await store.steps(
         after=max((record.step for record in records), default=0)
-    )  # of a run that goes on meanwhile
+    )  # of a run that continues during the audit
     steps = {record.step for record in (*records, *since)}
     for summary in committed:
         if summary.trained_step not in steps:
@@ -238,10 +238,10 @@ async def _check_tasks(
             recorded.setdefault(name, set()).add(digest)
 
     report.tasks = dict.fromkeys(TASK_STATES, 0)
-    seen = set[str]()
+    seen_names = set[str]()
     async for stored in store.tasks():
         name = stored.task.id
-        seen.add(name)
+        seen_names.add(name)
         report.tasks[stored.state] += 1
         if not is_as_added(stored):
             add_violation("is not the one that was added: it has another digest than its row")
@@ -262,12 +262,12 @@ async def _check_tasks(
         if stored.state in ("queued", "leased"):
             report.unfinished.append(name)
         else:
-            lost = report.poison if stored.state == "poison" else report.failed
-            lost[name] = stored.error or "no error"
+            errors = report.poison if stored.state == "poison" else report.failed
+            errors[name] = stored.error or "no error"
             if not stored.error:
                 fate = "was set aside" if stored.state == "poison" else "failed"
                 add_violation(f"{fate}, and no error is recorded")
 
-    for gone in sorted(recorded.keys() - seen):
+    for gone in sorted(recorded.keys() - seen_names):
         what = f"task {gone} was played, by the record of its step, and is not in the store"
         report.violations.append(AuditViolation(what))

@@ -80,10 +80,10 @@ class StoredVersions:
         if version in self.at_hand():
             return {}
 
-        known = ", ".join(map(str, self.at_hand())) or "none"
+        known_versions = ", ".join(map(str, self.at_hand())) or "none"
         raise CheckpointError(
             f"{self._config.run_dir} no longer has the weights of version {version} (at hand: "
-            f"{known}): make them again with "
+            f"{known_versions}): make them again with "
             "--rebuild, choose a trajectory of those, or train with checkpoint.every=1 and a "
             "larger checkpoint.keep_last"
         )
@@ -103,11 +103,11 @@ class PolicyAt:
             return load_policy(self._config, source)
 
         loaded = load_policy(self._config)
-        own = dict(loaded.model.named_parameters())
+        parameters = dict(loaded.model.named_parameters())
         wrong = [
             name
             for name, tensor in source.items()
-            if name not in own or own[name].shape != tensor.shape
+            if name not in parameters or parameters[name].shape != tensor.shape
         ]
         if wrong:
             raise CheckpointError(
@@ -117,7 +117,7 @@ class PolicyAt:
 
         with torch.no_grad():
             for name, tensor in source.items():
-                own[name].copy_(tensor)
+                parameters[name].copy_(tensor)
 
         drop_packed(loaded.model)
         return loaded

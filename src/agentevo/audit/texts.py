@@ -22,7 +22,7 @@ def count_texts(stored: StoredTrajectory, report: Audit) -> None:
 
 def check_texts(folder: Path, report: Audit) -> None:
     """Every text that is kept must be the one that its name says."""
-    for digest in sorted({one for digests in report.texts.values() for one in digests}):
+    for digest in sorted({digest for digests in report.texts.values() for digest in digests}):
         path = folder / FOLDER / f"{digest}.txt"
         if not path.is_file():
             report.texts_gone.append(digest)

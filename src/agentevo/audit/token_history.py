@@ -93,14 +93,14 @@ async def follow(
             f"turn {turn}"
         )
 
-    said = trajectory.turns[turn]
-    if not 0 <= position < len(said.completion_ids):
+    played_turn = trajectory.turns[turn]
+    if not 0 <= position < len(played_turn.completion_ids):
         raise ConfigError(
-            f"turn {turn} of {trajectory_id} has {len(said.completion_ids)} tokens, counted from "
-            f"0: there is no {position}"
+            f"turn {turn} of {trajectory_id} has {len(played_turn.completion_ids)} tokens, counted "
+            f"from 0: there is no {position}"
         )
 
-    version = said.versions[position]
+    version = played_turn.versions[position]
     records = await store.steps()
     record = next(
         (r for r in records if stored.state == "committed" and r.step == stored.trained_step), None
@@ -112,10 +112,10 @@ async def follow(
         trajectory=trajectory_id,
         turn=turn,
         position=position,
-        token=said.completion_ids[position],
-        logprob=said.logprobs[position],
+        token=played_turn.completion_ids[position],
+        logprob=played_turn.logprobs[position],
         version=version,
-        seed=said.seed,
+        seed=played_turn.seed,
         task=await store.stored_task(trajectory.task_id),
         attempt=trajectory.attempt,
         started_at=trajectory.started_at,

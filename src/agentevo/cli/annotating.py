@@ -1,4 +1,4 @@
-"""The commands for what people have said of a run's attempts."""
+"""The commands for the annotations of a run's attempts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def export(
         raise ConfigError(f"--format {form}: there are {', '.join(FORMATS)}")
 
     check_new_file(out, overwrite=overwrite)
-    found = read_annotations(check_run_folder(run_dir))
+    annotations = read_annotations(check_run_folder(run_dir))
 
     tokenizer = saved_tokenizer(run_dir)
     chat = None
@@ -67,7 +67,7 @@ def export(
 
     async def work(store: Store) -> tuple[int, Counter[str]]:
         return await export_annotations(
-            store, found, out, form, answer_reader(chat), held_out=held_out
+            store, annotations, out, form, answer_reader(chat), held_out=held_out
         )
 
     count, left_out = read_store(run_dir, work, wait_s=wait)

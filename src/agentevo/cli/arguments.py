@@ -124,11 +124,11 @@ def check_arguments(text: str) -> dict[str, Any]:
 
     example = """write an object of JSON, such as '{"amount": 5}'"""
     try:
-        given = parse_json(text)
+        arguments = parse_json(text)
     except ParseError as error:
         raise ConfigError(f"--arguments: {error}: {example}") from error
 
-    if not isinstance(given, dict):
+    if not isinstance(arguments, dict):
         raise ConfigError(f"--arguments: this is no object: {example}")
 
-    return given
+    return arguments

@@ -103,12 +103,12 @@ def convert(
     from agentevo.data.task_forms import FORMS, READ_FORMS
     from agentevo.rollout.task_files import convert_rows, write_rows
 
-    for option, given, known in (
+    for option, chosen_form, known_forms in (
         ("--from", read_form, ("auto", *READ_FORMS)),
         ("--to", form, FORMS),
     ):
-        if given not in known:
-            raise ConfigError(f"{option} {given}: there are {', '.join(known)}")
+        if chosen_form not in known_forms:
+            raise ConfigError(f"{option} {chosen_form}: there are {', '.join(known_forms)}")
 
     check_source(source, "data convert")
     check_not_a_source(out, source, "data convert")
@@ -202,8 +202,8 @@ def prepare(
         check_known_name(agent)
 
     if (source is not None) != is_read:
-        given = "needs --from SOURCE" if source is None else "makes its tasks: leave out --from"
-        raise ConfigError(f"data prepare {name} {given}")
+        problem = "needs --from SOURCE" if source is None else "makes its tasks: leave out --from"
+        raise ConfigError(f"data prepare {name} {problem}")
 
     report = RowReport("tasks")
     passages = Passages()
@@ -224,8 +224,8 @@ def prepare(
         raise ConfigError("\n".join(["nothing was written: too few tasks", *report.lines()]))
 
     number = write(tasks, eval_share, folder)
-    if name in QUESTION_SETS and (found := passages.write(folder)):
-        to_stderr(f"{found} passages written to {folder / CORPUS}")
+    if name in QUESTION_SETS and (num_passages := passages.write(folder)):
+        to_stderr(f"{num_passages} passages written to {folder / CORPUS}")
     tell_of_rows(report, folder / TRAIN, f"tasks ({number} of them held out, {HELD_OUT})")
 
 

@@ -56,9 +56,11 @@ def open_writer(
     from agentevo.runs.folder import UNSCORED, check_run_folder, run_config
     from agentevo.task_making.writer_model import writer_section
 
-    known = {} if after is None else run_config(check_run_folder(after), UNSCORED).remote_models
+    remote_models = (
+        {} if after is None else run_config(check_run_folder(after), UNSCORED).remote_models
+    )
     try:
-        return RemoteModel("writer", writer_section(word, name=name, key=key, known=known))
+        return RemoteModel("writer", writer_section(word, name=name, key=key, known=remote_models))
     except ConfigError as error:
         raise ConfigError(f"--writer: {error}") from error
 
@@ -95,61 +97,67 @@ def from_documents(
     if after is not None and held_out:
         raise ConfigError("--after makes tasks to train on: give --held-out 0")
 
-    left = None if after is None else questions_left(after)
+    remaining = None if after is None else questions_left(after)
     model = open_writer(writer, writer_model, writer_key, after)
 
     documents = read_documents(files)
-    if told := documents.note():
-        _note(told)
+    if note := documents.note():
+        _note(note)
 
     passages = documents.passages
-    wanted: dict[str, Any] = {"train": train, "held_out": held_out}
-    wanted |= {"per_passage": per_passage, "seed": seed}
-    made = _made(passages, model, wanted, language, () if left is None else left.asked)
-    num_new = len(made.train) + len(made.held_out)
+    task_options: dict[str, Any] = {"train": train, "held_out": held_out}
+    task_options |= {"per_passage": per_passage, "seed": seed}
+    made_tasks = _make_tasks(
+        passages, model, task_options, language, () if remaining is None else remaining.asked
+    )
+    num_new = len(made_tasks.train) + len(made_tasks.held_out)
 
-    if left is None:
-        check_made(made, held_out)
+    if remaining is None:
+        check_made(made_tasks, held_out)
     else:  # where the documents have no more, what was solved is all that there is
-        made.train = [*left.unsolved, *made.train] or left.solved
+        made_tasks.train = [*remaining.unsolved, *made_tasks.train] or remaining.solved
 
     corpus = [
         {"id": passage.id, "title": passage.title, "text": passage.text} for passage in passages
     ]
-    account = {"train": len(made.train), "held_out": len(made.held_out), "passages": len(passages)}
+    account = {
+        "train": len(made_tasks.train),
+        "held_out": len(made_tasks.held_out),
+        "passages": len(passages),
+    }
     write_made(
         out,
-        train=made.train,
-        held_out=made.held_out,
-        corpus=corpus if left is None else [],  # that of the first tasks stays the agent's
-        account={**account, "writer": made.reasons, "seed": seed},
+        train=made_tasks.train,
+        held_out=made_tasks.held_out,
+        corpus=corpus if remaining is None else [],  # that of the first tasks stays the agent's
+        account={**account, "writer": made_tasks.reasons, "seed": seed},
     )
     print(f"tasks        {account['train']} to train on, {account['held_out']} held out")
-    where = f", in {out / 'corpus.jsonl'}" if left is None else ""
+    where = f", in {out / 'corpus.jsonl'}" if remaining is None else ""
     print(f"passages     {len(passages)}{where}")
 
     if missing := train + held_out - num_new:
-        why = "; ".join(f"{reason}: {count}" for reason, count in made.reasons.items())
+        why = "; ".join(f"{reason}: {count}" for reason, count in made_tasks.reasons.items())
         _note(f"{missing} fewer than asked for ({why or 'the documents have no more'})")
 
 
-def _made(
+def _make_tasks(
     passages: list[Passage],
     model: RemoteModel | None,
-    wanted: dict[str, Any],
+    task_options: dict[str, Any],
     language: str,
-    asked: set[str] | tuple[()],
+    asked_questions: set[str] | tuple[()],
 ) -> ReadDocuments:
     from agentevo.event_loop import run_coroutine
     from agentevo.progress import bar
     from agentevo.task_making.documents import asked_from, tasks_from
 
-    with bar("making tasks", wanted["train"] + wanted["held_out"], "tasks") as so_far:
-        wanted = {**wanted, "asked": asked, "progress": so_far.to}
+    with bar("making tasks", task_options["train"] + task_options["held_out"], "tasks") as so_far:
+        task_options = {**task_options, "asked": asked_questions, "progress": so_far.to}
         if model is None:
-            return tasks_from(passages, **wanted)
+            return tasks_from(passages, **task_options)
         try:
-            return run_coroutine(asked_from(passages, model, language=language, **wanted))
+            return run_coroutine(asked_from(passages, model, language=language, **task_options))
         finally:
             model.close()
 

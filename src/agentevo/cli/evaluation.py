@@ -97,10 +97,10 @@ def evaluate(
     """Measure a model on held-out tasks: of an environment beside a random and an optimal player;
     with --tasks, --attempts or --against by pass@k, several models side by side."""
     sampling = {"top_p": top_p, "max_new_tokens": max_new_tokens}
-    given = {name: value for name, value in sampling.items() if value is not None}
+    sampling_options = {name: value for name, value in sampling.items() if value is not None}
 
     options = (attempts, temperature, limit, out)
-    is_more = any((tasks, against, by, resume, retry_failed, as_json, given))
+    is_more = any((tasks, against, by, resume, retry_failed, as_json, sampling_options))
     if not (is_more or any(option is not None for option in options)) and _is_plain(target):
         _evaluate_plainly(target, overrides or [], checkpoint)
         return
@@ -117,7 +117,7 @@ def evaluate(
         attempts=1 if attempts is None else attempts,
         checkpoint=checkpoint,
         temperature=temperature,
-        sampling=given,
+        sampling=sampling_options,
         out=out,
         resume=resume or retry_failed,
         retry_failed=retry_failed,
@@ -177,7 +177,7 @@ def _show_heading(measured: Mapping[str, Any]) -> None:
     tasks = measured["num_tasks"]
     attempts = measured["attempts"]
     drawn = "greedy" if measured["temperature"] == 0 else f"temperature {measured['temperature']:g}"
-    rewards = ", ".join(one.get("label") or one["name"] for one in measured["rewards"])
+    rewards = ", ".join(reward.get("label") or reward["name"] for reward in measured["rewards"])
     judged = f", judged by {rewards}" if rewards else ""
     print(
         f"{tasks} task{'s' * (tasks != 1)}, {attempts} attempt{'s' * (attempts != 1)} each, "
@@ -199,13 +199,13 @@ def _bars() -> Iterator[Callable[[str, int, int], None]]:
     shown: dict[str, ProgressBar] = {}
     with ExitStack() as stack:
 
-        def hear(label: str, done: int, total: int) -> None:
+        def show_progress(label: str, done: int, total: int) -> None:
             if label not in shown:
                 stack.close()
                 shown[label] = stack.enter_context(bar(f"eval {label}", total, "tasks"))
             shown[label].to(done)
 
-        yield hear
+        yield show_progress
 
 
 def _is_plain(target: str) -> bool:

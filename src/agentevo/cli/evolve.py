@@ -47,7 +47,7 @@ def mcp_rl(
     _evolve(target, overrides or [], resume, dry_run, **short)
 
 
-def _evolve(target: str, overrides: list[str], resume: bool, dry_run: bool, **given: Any) -> None:
+def _evolve(target: str, overrides: list[str], resume: bool, dry_run: bool, **options: Any) -> None:
     import sys
 
     from agentevo.evolution.evolve import evolve as run
@@ -56,7 +56,7 @@ def _evolve(target: str, overrides: list[str], resume: bool, dry_run: bool, **gi
 
     changes = [word for word in overrides if "=" in word]
     documents = [word for word in overrides if "=" not in word]
-    evolution = read_evolution(target, changes, documents=documents, **given)
+    evolution = read_evolution(target, changes, documents=documents, **options)
     if dry_run:
         _list(evolution)
         return

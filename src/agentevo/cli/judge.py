@@ -85,11 +85,14 @@ def calibrate(
     config = load_config(recipe, overrides or [], needs_environment=False)
     chosen = _judge(config, judge)
     check_keys(config.remote_models)
-    known = _groups(rows, run, truth, groups)
-    found = measured(
-        chosen, config.remote_models, known, progress=lambda line: print(line, file=sys.stderr)
+    judged_groups = _groups(rows, run, truth, groups)
+    calibration = measured(
+        chosen,
+        config.remote_models,
+        judged_groups,
+        progress=lambda line: print(line, file=sys.stderr),
     )
-    report = found.as_json()
+    report = calibration.as_json()
     print("\n".join(lines_of(report)))
 
     if out is not None:
@@ -107,10 +110,10 @@ def _judge(config: RunConfig, name: str) -> JudgeOptions:
     judges = [reward for reward in config.rewards if isinstance(reward, JudgeOptions)]
     named = [judge for judge in judges if judge.title == name] if name else judges
     if len(named) != 1:
-        known = ", ".join(judge.title for judge in judges) or "none"
+        judge_names = ", ".join(judge.title for judge in judges) or "none"
         what = f"--judge {name}" if name else "judge calibrate"
         raise ConfigError(
-            f"{what}: the recipe's rewards have {known} as judges: "
+            f"{what}: the recipe's rewards have {judge_names} as judges: "
             + ("name one by --judge" if judges else "add one, such as rewards=[ruler]")
         )
 

@@ -1,6 +1,6 @@
 """`agentevo annotate`: people say of a run's attempts what they are worth, one at a time, in a
 terminal or through a pipe. What they say is in the file that the dashboard writes and reads
-(runs/annotations.py), each answer at once, so whoever stops loses nothing and goes on later.
+(runs/annotations.py), each answer at once, so a user who stops loses nothing and continues later.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ def annotate(
     from agentevo.runs.labelling import attempts_to_label, pairs_to_compare
 
     folder = check_run_folder(run_dir)
-    said = read_annotations(folder)
+    annotations = read_annotations(folder)
     name = who or _user()
 
     async def list_attempts(store: Store) -> list[TrajectorySummary]:
-        every = await store.summaries()
-        return [one for one in every if not task or one.task_id == task]
+        summaries_of_run = await store.summaries()
+        return [summary for summary in summaries_of_run if not task or summary.task_id == task]
 
-    def attempt(wanted: str) -> Trajectory:
+    def attempt(trajectory_id: str) -> Trajectory:
         async def work(store: Store) -> Trajectory:
-            return await store.trajectory(wanted)
+            return await store.trajectory(trajectory_id)
 
         return read_store(run_dir, work, wait_s=wait)
 
@@ -71,16 +71,17 @@ def annotate(
 
     session = _LabellingSession(folder, name, attempt)
     if pairs:
-        session.ask_pairs(pairs_to_compare(summaries, said)[:limit])
+        session.ask_pairs(pairs_to_compare(summaries, annotations)[:limit])
     else:
-        session.ask_attempts(attempts_to_label(summaries, said)[:limit])
+        session.ask_attempts(attempts_to_label(summaries, annotations)[:limit])
 
-    kept = session.num_kept
-    print(f"{kept} {'answer' if kept == 1 else 'answers'} kept in {folder / 'annotations.jsonl'}")
+    num_kept = session.num_kept
+    answers = "answer" if num_kept == 1 else "answers"
+    print(f"{num_kept} {answers} kept in {folder / 'annotations.jsonl'}")
 
 
 class _LabellingSession:
-    """Somebody at work."""
+    """One user who answers."""
 
     def __init__(self, folder: Path, who: str, attempt: Callable[[str], Trajectory]) -> None:
         self._folder = folder
@@ -98,12 +99,12 @@ class _LabellingSession:
         self._ask_each(names, self._ask_attempt, take_back)
 
     def ask_pairs(self, pairs: Sequence[tuple[str, str]]) -> None:
-        """Likewise of two."""
+        """Asks which of two attempts is better, for each pair."""
         from agentevo.runs.labelling import preference_of
 
         def take_back(pair: tuple[str, str]) -> None:
-            left, right = map(self._attempt, pair)
-            self._keep(preference_of("", left, right, **self._signature()))
+            first, second = map(self._attempt, pair)
+            self._keep(preference_of("", first, second, **self._signature()))
 
         self._ask_each(pairs, self._ask_pair, take_back)
 
@@ -112,22 +113,22 @@ class _LabellingSession:
     ) -> None:
         """`ask` gives `kept`, or one of the words s, u and q."""
         place = 0
-        kept = list[int]()
+        answered = list[int]()
         while place < len(items):
-            ended = ask(items[place], f"{place + 1} of {len(items)}")
-            if ended == "q":
+            outcome = ask(items[place], f"{place + 1} of {len(items)}")
+            if outcome == "q":
                 return
 
-            if ended == "u":
-                if kept:
-                    place = kept.pop()
+            if outcome == "u":
+                if answered:
+                    place = answered.pop()
                     take_back(items[place])
                 else:
                     print("there is nothing to undo")
                 continue
 
-            if ended == "kept":
-                kept.append(place)
+            if outcome == "kept":
+                answered.append(place)
 
             place += 1
 
@@ -135,26 +136,26 @@ class _LabellingSession:
         trajectory = self._attempt(name)
         _show(trajectory, heading)
 
-        said: Annotation | None = None
+        annotation: Annotation | None = None
         while True:
             word = _line(f"[{HELP}] > ")
             if word is None or word in ("q", "s", "u"):
-                return (word or "q") if said is None or word != "s" else "kept"
+                return (word or "q") if annotation is None or word != "s" else "kept"
 
-            spoken = self._said(word, trajectory, said)
-            if spoken is None:
+            new_annotation = self._annotation_from(word, trajectory, annotation)
+            if new_annotation is None:
                 print(HELP)
                 continue
 
-            if self._keep(spoken):
-                said = spoken
-                if spoken.verdict:
+            if self._keep(new_annotation):
+                annotation = new_annotation
+                if new_annotation.verdict:
                     return "kept"
 
-    def _said(
+    def _annotation_from(
         self, word: str, trajectory: Trajectory, before: Annotation | None
     ) -> Annotation | None:
-        """What an answer says, on top of what was said of the attempt just before; None for a word
+        """What an answer says, added to what the answer before said of the attempt; None for a word
         that is none, and for what can't be kept."""
         from agentevo.runs.labelling import annotation_of
 
@@ -178,31 +179,31 @@ class _LabellingSession:
             return None
 
         try:
-            spoken = annotation_of(
+            annotation = annotation_of(
                 trajectory, verdict=verdict, note=note, reply=reply, **self._signature()
             )
         except ConfigError as error:
             print(f"not kept: {error}")
             return None
 
-        return spoken if spoken.says_something else None
+        return annotation if annotation.says_something else None
 
     def _ask_pair(self, pair: tuple[str, str], heading: str) -> str:
         from agentevo.runs.labelling import preference_of
 
-        left, right = map(self._attempt, pair)
-        _show(left, f"{heading}, number 1")
-        _show(right, f"{heading}, number 2")
+        first, second = map(self._attempt, pair)
+        _show(first, f"{heading}, number 1")
+        _show(second, f"{heading}, number 2")
 
         while True:
             word = _line(f"[{PAIR_HELP}] > ")
             if word is None or word in ("q", "s", "u"):
                 return word or "q"
 
-            better = {"1": left.id, "2": right.id}.get(word)
+            better = {"1": first.id, "2": second.id}.get(word)
             if better is None:
                 print(PAIR_HELP)
-            elif self._keep(preference_of(better, left, right, **self._signature())):
+            elif self._keep(preference_of(better, first, second, **self._signature())):
                 return "kept"
 
     def _signature(self) -> dict[str, str]:
@@ -224,7 +225,7 @@ class _LabellingSession:
 
 
 def _show(trajectory: Trajectory, heading: str) -> None:
-    """What was said, for a terminal: whatever an attempt holds is only text."""
+    """The messages, for a terminal: whatever an attempt holds is only text."""
     turns = trajectory.turns or trajectory.remote_turns
     print(f"\n== {heading}: {_plain(trajectory.id)}, task {_plain(trajectory.task_id)}")
     for turn in turns:

@@ -130,11 +130,11 @@ def _read_values(path: Path) -> dict[str, Any]:
     from agentevo.parsing import ParseError, parse_yaml, read_text
 
     try:
-        given = parse_yaml(read_text(path))
+        values = parse_yaml(read_text(path))
     except (ConfigError, ParseError) as error:
         raise ConfigError(f"--values {path}: {error}: give a file of YAML") from error
 
-    if not isinstance(given, dict):
+    if not isinstance(values, dict):
         raise ConfigError(f"--values {path}: this is no mapping of keys to values")
 
-    return given
+    return values

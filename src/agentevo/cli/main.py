@@ -65,7 +65,7 @@ from agentevo.extras import training_packages
 from agentevo.paths import name_problem
 
 _LONG = re.compile(r"(\S{300})\S{100,}")
-"""What nobody reads to its end in a message: a number or a text that somebody gave."""
+"""What is too long to be read in a message: a number or a text that a user gave."""
 LONGEST_LINE = 1200
 """Characters of a message's line, for a text of many words."""
 LONGEST_WORD = 100_000
@@ -222,14 +222,14 @@ def _command(name: str) -> Any:
     if not commands and not groups:
         return typer.main.get_command(app)
 
-    alone = copy.copy(app)
-    alone.registered_commands = commands
-    alone.registered_groups = groups
-    return typer.main.get_command(alone)
+    reduced_app = copy.copy(app)
+    reduced_app.registered_commands = commands
+    reduced_app.registered_groups = groups
+    return typer.main.get_command(reduced_app)
 
 
 def _takes_resume(words: Sequence[str]) -> bool:
-    """Whether the command has an option --resume, so that something of it is left to go on from."""
+    """Whether the command has an option --resume, so that it leaves something to resume from."""
     name = words[0] if words else ""
     command = _command(name).commands.get(name)
     return command is not None and any(option.name == "resume" for option in command.params)
@@ -257,8 +257,8 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         print(f"agentevo {__version__}")
         raise typer.Exit()
 

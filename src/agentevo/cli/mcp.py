@@ -61,7 +61,7 @@ def inspect(
     or print one of the others. Options come before SERVER. Exit code 1 if the call has failed."""
     from agentevo.event_loop import run_coroutine
 
-    if sum(one is not None for one in (call, prompt, resource)) > 1:
+    if sum(option is not None for option in (call, prompt, resource)) > 1:
         raise ConfigError("--call, --prompt and --resource: give one of them")
 
     check_arguments(arguments)
@@ -74,12 +74,12 @@ def inspect(
         arguments = json.dumps({"uri": resource})
         section = _with(section, resources=True)
 
-    told = _task(task)
+    session_task = _task(task)
     if task is not None:
         section = _with(section, send_task=True)
 
     lines, is_error = run_coroutine(
-        _call_server(section, told, call, arguments, prompt is not None, schemas)
+        _call_server(section, session_task, call, arguments, prompt is not None, schemas)
     )
     for line in lines:
         print(without_controls(line))
@@ -90,29 +90,29 @@ def inspect(
 
 def _texts(arguments: str) -> dict[str, str]:
     """Arguments of a prompt. Raises ConfigError."""
-    given = check_arguments(arguments)
-    if not all(isinstance(one, str) for one in given.values()):
+    fields = check_arguments(arguments)
+    if not all(isinstance(value, str) for value in fields.values()):
         raise ConfigError("--arguments: those of a prompt are an object of texts")
-    return given
+    return fields
 
 
-def _task(given: str | None) -> Task:
+def _task(text: str | None) -> Task:
     """The task of the session. Raises ConfigError."""
     import msgspec
 
     from agentevo.parsing import ParseError, parse_json
     from agentevo.types import Task
 
-    if given is None:
+    if text is None:
         return Task(id="inspect")
 
     try:
-        fields = parse_json(given)
+        fields = parse_json(text)
         if not isinstance(fields, dict):
             raise ConfigError('--task: a task is an object, such as {"query": ..., "answer": 90}')
         if unknown := [key for key in fields if key not in Task.__struct_fields__]:
-            known = ", ".join(Task.__struct_fields__)
-            raise ConfigError(f"--task: a task has no {unknown[0]!r}: it has {known}")
+            field_names = ", ".join(Task.__struct_fields__)
+            raise ConfigError(f"--task: a task has no {unknown[0]!r}: it has {field_names}")
         if "answer" in fields:
             raise ConfigError(
                 "--task: no server is told the answer: give what it needs as `metadata`"
@@ -247,8 +247,8 @@ def _parameters(schema: dict[str, Any]) -> list[str]:
     """Their names and types; optional ones with a question mark."""
     needed = schema.get("required") or ()
     return [
-        f"{name}{'' if name in needed else '?'}: {_type(one)}"
-        for name, one in (schema.get("properties") or {}).items()
+        f"{name}{'' if name in needed else '?'}: {_type(property_schema)}"
+        for name, property_schema in (schema.get("properties") or {}).items()
     ]
 
 

@@ -1,4 +1,4 @@
-"""Whether a command has failed because no memory is left, and what is said then: under a limit of
+"""Whether a command has failed because no memory is left, and the message: under a limit of
 the address space (`ulimit -v`) it is an import, a thread or any line that fails."""
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def memory_problem(error: BaseException | None) -> str:
         )
         if is_memory or any(words in text.lower() for words in _WORDS):
             kind = type(error).__name__
-            said = f"{kind}: {text.splitlines()[0]}" if text else kind
-            return f"memory has run out ({said}): {_remedy()}"
+            description = f"{kind}: {text.splitlines()[0]}" if text else kind
+            return f"memory has run out ({description}): {_remedy()}"
         error = error.__cause__ or error.__context__
     return ""
 

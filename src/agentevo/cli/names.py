@@ -175,7 +175,9 @@ def _explanation_text(explanation: Explanation) -> str:
     if explanation.option_of and heading.startswith(f"{PLACE}."):
         heading += f" (with type: {', '.join(explanation.option_of)})"
     elif explanation.option_of:
-        listed = next((one for one in LISTS if heading.startswith(f"{one}.")), None)
+        listed = next(
+            (list_name for list_name in LISTS if heading.startswith(f"{list_name}.")), None
+        )
         chooser = f"{listed}.name" if listed else f"{section}.type"
         heading += f" (with {chooser}={', '.join(explanation.option_of)})"
 

@@ -108,9 +108,9 @@ def _show(folder: Path) -> None:
     if not is_pipeline_folder(folder):
         raise ConfigError(f"{folder}: is not the folder of a pipeline (it has no {STATE})")
 
-    own = [folder] if (folder / STATE).is_file() else sorted(folder.glob(f"seed-*/{STATE}"))
-    for one in own:
-        state = read_state(one if one.is_dir() else one.parent)
+    state_paths = [folder] if (folder / STATE).is_file() else sorted(folder.glob(f"seed-*/{STATE}"))
+    for path in state_paths:
+        state = read_state(path if path.is_dir() else path.parent)
         print(
             f"{state.name}, seed {state.seed}: {state.status}, {format_duration(state.wall_s)}, "
             f"{state.tokens:,} tokens"
@@ -122,12 +122,12 @@ def _words(stage: StageState) -> str:
     from agentevo.console import format_duration
     from agentevo.pipeline.results import points, success
 
-    said: list[str] = [stage.status]
+    words: list[str] = [stage.status]
     if "success" in stage.numbers:
-        said.append(success(stage.numbers))
+        words.append(success(stage.numbers))
     if "gain" in stage.numbers:
-        said.append(points(stage.numbers))
+        words.append(points(stage.numbers))
     if stage.wall_s:
-        said.append(format_duration(stage.wall_s))
+        words.append(format_duration(stage.wall_s))
 
-    return ", ".join([*said, *([stage.why[:200]] if stage.why else [])])
+    return ", ".join([*words, *([stage.why[:200]] if stage.why else [])])

@@ -39,7 +39,9 @@ def _load_part(recipe: str, overrides: list[str] | None) -> RunConfig:
     from agentevo.inference.default_engine import load_with_engine
 
     return load_with_engine(
-        lambda more: load_config(recipe, [*(overrides or []), *more]), note=to_stderr, apart=True
+        lambda extra_overrides: load_config(recipe, [*(overrides or []), *extra_overrides]),
+        note=to_stderr,
+        apart=True,
     )
 
 
@@ -185,7 +187,9 @@ def _serve_trained(
     path: Path | None = None
     if target.endswith((".yaml", ".yml")):
         trained = load_with_engine(
-            lambda more: load_config(target, [*overrides, *more], needs_environment=False),
+            lambda extra_overrides: load_config(
+                target, [*overrides, *extra_overrides], needs_environment=False
+            ),
             note=to_stderr,
             apart=True,
         )

@@ -74,8 +74,8 @@ def _contestant(target: str, overrides: list[str], checkpoint: str) -> Contestan
     from agentevo.evaluation.contestants import find_contestants
 
     if not target.endswith(".py"):
-        (found,) = find_contestants(target, (), overrides, (), checkpoint)
-        return found
+        (contestant,) = find_contestants(target, (), overrides, (), checkpoint)
+        return contestant
 
     path = Path(target)
     if not path.is_file():

@@ -97,9 +97,9 @@ def plot(
     runs = measured_runs(folders)
     settings = settings_of(runs, each=each)
     names = sorted({name for run in runs for name in run.table.columns})
-    wanted = metric or metrics_to_compare(names)[:MOST_PANELS]
+    metric_names = metric or metrics_to_compare(names)[:MOST_PANELS]
     charts = []
-    for name in wanted:
+    for name in metric_names:
         chart = band_chart(settings, name, cast(Axis, x))
         if chart is None:
             near = get_close_matches(name, names, n=3, cutoff=0.4)

@@ -102,8 +102,8 @@ def _lines(kind: str, execution: Execution) -> list[str]:
     if execution.files:
         lines.append(f"files: {', '.join(execution.files)}")
 
-    lost = "" if execution.is_alive else ", and the interpreter has ended"
-    return [*lines, f"{kind}: {1000 * execution.duration_s:.0f} ms{lost}"]
+    ending = "" if execution.is_alive else ", and the interpreter has ended"
+    return [*lines, f"{kind}: {1000 * execution.duration_s:.0f} ms{ending}"]
 
 
 def _section(settings: list[str]) -> SandboxSection:
@@ -121,9 +121,10 @@ def _section(settings: list[str]) -> SandboxSection:
     try:
         return SandboxSection.model_validate(options)
     except pydantic.ValidationError as error:
-        known = ", ".join(SandboxSection.model_fields)
+        known_keys = ", ".join(SandboxSection.model_fields)
         problems = [
-            f"{'.'.join(map(str, one['loc'])) or 'sandbox'}: {one['msg']} (keys: {known})"
-            for one in error.errors()
+            f"{'.'.join(map(str, detail['loc'])) or 'sandbox'}: {detail['msg']} "
+            f"(keys: {known_keys})"
+            for detail in error.errors()
         ]
         raise ConfigError("\n".join(problems)) from error

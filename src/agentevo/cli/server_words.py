@@ -70,7 +70,7 @@ def tool_sections(
     words: Sequence[str], *, choose: Mapping[str, Any], tells_world: bool
 ) -> Sequence[ToolSection]:
     """The tools of a server, or of a recipe (`agent.tools`). `choose`: `include` and `exclude`.
-    `tells_world`: a server is told of each attempt's task. Raises ConfigError."""
+    `tells_world`: a server gets each attempt's task. Raises ConfigError."""
     from agentevo.config.mcp import MCPSection
 
     if len(words) == 1 and words[0].endswith((".yaml", ".yml")):
@@ -85,7 +85,7 @@ def tool_sections(
 
     changed = []
     for section in sections:
-        update: dict[str, Any] = {key: tuple(given) for key, given in choose.items() if given}
+        update: dict[str, Any] = {key: tuple(values) for key, values in choose.items() if values}
         if tells_world and isinstance(section, MCPSection) and section.session == "attempt":
             update["send_task"] = True
         changed.append(section.model_copy(update=update))

@@ -29,8 +29,8 @@ StoreOf = Annotated[
     ),
 ]
 STORE_TIMEOUT_S = 3600.0
-"""Deadline of one call that reads, moves or tidies up a whole store. Nobody waits so long for a
-database that is away: see `use_store`."""
+"""Deadline of one call that reads, moves or tidies up a whole store. No call waits so long for
+a database that is away: see `use_store`."""
 
 
 def _with_store(

@@ -126,7 +126,7 @@ def make(
 
     check_new(out)
     least, most = _difficulties(difficulty)
-    wanted = WantedTasks(
+    wanted_tasks = WantedTasks(
         train=train,
         held_out=held_out,
         seed=seed,
@@ -139,25 +139,25 @@ def make(
         max_difficulty=most,
         values=_values(value or []),
     )
-    check_wanted(wanted)
+    check_wanted(wanted_tasks)
 
     model = open_writer(writer, writer_model, writer_key, after)
     chosen = {"include": include or (), "exclude": exclude or ()}
-    parents, kept = _begun(harder_than or [], after)
+    parents, kept_rows = _earlier_rows(harder_than or [], after)
     sections = tool_sections(server, choose=chosen, tells_world=worlds > 1)
-    made = _made(sections, wanted, parents, kept)
+    made_tasks = _make_tasks(sections, wanted_tasks, parents, kept_rows)
     if after is not None:  # what the variants are of is played no more
         from agentevo.task_making.afterwards import free
 
-        made.train = [*kept, *map(free, made.train)]
+        made_tasks.train = [*kept_rows, *map(free, made_tasks.train)]
 
-    _write(out, made, wanted, model, demonstrations, system)
+    _write(out, made_tasks, wanted_tasks, model, demonstrations, system)
 
 
-def _begun(
+def _earlier_rows(
     harder_than: list[str], after: Path | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The tasks that harder variants are made of, and those that are kept beside them."""
+    """The tasks that harder variants are made of, and those that are kept with them."""
     from agentevo.task_making.afterwards import left_by
     from agentevo.task_making.files import made_rows
 
@@ -168,21 +168,21 @@ def _begun(
     return left_by(after)
 
 
-def _made(
+def _make_tasks(
     sections: Sequence[ToolSection],
-    wanted: WantedTasks,
+    wanted_tasks: WantedTasks,
     parents: list[dict[str, Any]],
-    kept: list[dict[str, Any]],
+    kept_rows: list[dict[str, Any]],
 ) -> MadeTasks:
     from agentevo.event_loop import run_coroutine
     from agentevo.progress import bar
     from agentevo.task_making.making import make_tasks
 
-    with bar("making tasks", wanted.train + wanted.held_out, "tasks") as so_far:
+    with bar("making tasks", wanted_tasks.train + wanted_tasks.held_out, "tasks") as so_far:
         work = make_tasks(
             sections,
-            wanted,
-            taken=frozenset(str(row["content"]) for row in [*parents, *kept]),
+            wanted_tasks,
+            taken=frozenset(str(row["content"]) for row in [*parents, *kept_rows]),
             harder_than=parents,
             tell=_note,
             progress=so_far.to,
@@ -192,8 +192,8 @@ def _made(
 
 def _write(
     out: Path,
-    made: MadeTasks,
-    wanted: WantedTasks,
+    made_tasks: MadeTasks,
+    wanted_tasks: WantedTasks,
     model: RemoteModel | None,
     num_shown: int,
     system: str,
@@ -205,28 +205,45 @@ def _write(
     from agentevo.task_making.files import write_made
     from agentevo.task_making.writer import reword_tasks
 
-    account = {**made.account, "seed": wanted.seed}
+    account = {**made_tasks.account, "seed": wanted_tasks.seed}
     if model is not None:
         try:
-            written = [*made.train, *made.held_out]
-            work = reword_tasks(written, model, made.known.names, seed=wanted.seed)
+            written = [*made_tasks.train, *made_tasks.held_out]
+            work = reword_tasks(written, model, made_tasks.known.names, seed=wanted_tasks.seed)
             rows, account["writer"] = run_coroutine(work)
         finally:
             model.close()
-        made.train, made.held_out = rows[: len(made.train)], rows[len(made.train) :]
+        made_tasks.train, made_tasks.held_out = (
+            rows[: len(made_tasks.train)],
+            rows[len(made_tasks.train) :],
+        )
 
-    draw = random.Random(f"demonstrations-{wanted.seed}")
+    draw = random.Random(f"demonstrations-{wanted_tasks.seed}")
     shown = [
-        demonstration(draw.choice(made.train), made.known.specs, system) for _ in range(num_shown)
+        demonstration(draw.choice(made_tasks.train), made_tasks.known.specs, system)
+        for _ in range(num_shown)
     ]
-    write_made(out, train=made.train, held_out=made.held_out, demonstrations=shown, account=account)
+    write_made(
+        out,
+        train=made_tasks.train,
+        held_out=made_tasks.held_out,
+        demonstrations=shown,
+        account=account,
+    )
 
     for line in _lines(account):
         print(line)
 
-    missing = wanted.train + wanted.held_out - len(made.train) - len(made.held_out)
+    missing = (
+        wanted_tasks.train
+        + wanted_tasks.held_out
+        - len(made_tasks.train)
+        - len(made_tasks.held_out)
+    )
     if missing > 0:
-        why = "; ".join(f"{reason}: {count}" for reason, count in list(made.reasons.items())[:4])
+        why = "; ".join(
+            f"{reason}: {count}" for reason, count in list(made_tasks.reasons.items())[:4]
+        )
         _note(f"{missing} fewer than asked for: further walks gave nothing new ({why})")
 
 
@@ -260,8 +277,10 @@ def grade(
     from agentevo.task_making.solvability import graded_folder
 
     check_new(out)
-    found = graded_folder(folder, target, out, overrides or [], attempts=attempts, note=_note)
-    for line in found:
+    report_lines = graded_folder(
+        folder, target, out, overrides or [], attempts=attempts, note=_note
+    )
+    for line in report_lines:
         print(line)
 
 
@@ -279,10 +298,10 @@ def _difficulties(word: str) -> tuple[int, int]:
 
 
 def _values(words: list[str]) -> dict[str, list[Any]]:
-    given = plain_options(words, "city=[Rome, Oslo]")
-    for name, one in given.items():
-        listed = one if isinstance(one, list) else [one]
+    options = plain_options(words, "city=[Rome, Oslo]")
+    for name, option in options.items():
+        listed = option if isinstance(option, list) else [option]
         if not listed or not all(isinstance(value, (str, int, float)) for value in listed):
             raise ConfigError(f"--value {name}: give a value, or a list such as [Rome, Oslo]")
-        given[name] = listed
-    return given
+        options[name] = listed
+    return options

@@ -72,17 +72,17 @@ async def _test_tools(
     from agentevo.types import ToolCall
 
     if dry_run or (call is not None and arguments is None):
-        made = await _made(sections, task, call)
+        calls = await _make_calls(sections, task, call)
         if dry_run:
-            for planned in made:
+            for planned in calls:
                 line = f"{planned.name}({planned.arguments}){_note(planned.name, sections)}"
                 print(without_controls(line))
             return 0
     else:
-        made = [] if call is None else [ToolCall(call, str(arguments))]
+        calls = [] if call is None else [ToolCall(call, str(arguments))]
 
     num_broken = 0
-    async for tried_call in try_calls(sections, task, made):
+    async for tried_call in try_calls(sections, task, calls):
         num_broken += tried_call.status == "broken"
         text = (
             tried_call.text
@@ -98,7 +98,7 @@ async def _test_tools(
 
 
 def _note(name: str, sections: Sequence[ToolSection]) -> str:
-    """What is to be said of a tool that other recipes hide: a file has no key for it."""
+    """The note on a tool that other recipes hide: a file has no key for it."""
     from agentevo.config.mcp import MCPFileSection
 
     is_file = any(isinstance(section, MCPFileSection) for section in sections)
@@ -107,7 +107,9 @@ def _note(name: str, sections: Sequence[ToolSection]) -> str:
     return "  (a recipe's entry of type mcp hides it from the policy, by `outcome: outcome`)"
 
 
-async def _made(sections: Sequence[ToolSection], task: Task, call: str | None) -> list[ToolCall]:
+async def _make_calls(
+    sections: Sequence[ToolSection], task: Task, call: str | None
+) -> list[ToolCall]:
     """The calls with arguments made from the schemas. Raises ConfigError for a tool that there is
     not."""
     from agentevo.registry import nearest
@@ -117,16 +119,20 @@ async def _made(sections: Sequence[ToolSection], task: Task, call: str | None) -
     toolbox = Toolbox(sections)
     try:
         async with toolbox.open(task, seed=0) as opened:
-            made = {schema["function"]["name"]: made_call(schema) for schema in opened.schemas}
+            calls_by_tool = {
+                schema["function"]["name"]: made_call(schema) for schema in opened.schemas
+            }
     finally:
         await toolbox.close()
 
-    if call is not None and call not in made:
-        guess = nearest(call, list(made))
+    if call is not None and call not in calls_by_tool:
+        guess = nearest(call, list(calls_by_tool))
         hint = f"did you mean {guess}? " if guess else ""
-        raise ConfigError(f"--call: there is no tool {call!r}: {hint}tools: {', '.join(made)}")
+        raise ConfigError(
+            f"--call: there is no tool {call!r}: {hint}tools: {', '.join(calls_by_tool)}"
+        )
 
-    return list(made.values()) if call is None else [made[call]]
+    return list(calls_by_tool.values()) if call is None else [calls_by_tool[call]]
 
 
 def _of(recipe: str, overrides: list[str]) -> tuple[Sequence[ToolSection], Task]:

@@ -77,15 +77,15 @@ class _Looks:
     def __call__(self) -> list[RunLine]:
         from agentevo.ui.run_state import RunReader
 
-        found = {key: run for key, run in self._sources.runs().items() if run.folder is not None}
-        for key, source in found.items():
+        sources = {key: run for key, run in self._sources.runs().items() if run.folder is not None}
+        for key, source in sources.items():
             reader = self._readers.setdefault(key, RunReader(source))
             reader.read()
 
-        views = [self._readers[key].view for key in found]
+        views = [self._readers[key].view for key in sources]
         views.sort(key=lambda view: (view.state != "running", -(view.changed_at or 0.0), view.name))
-        asked = {view.key for view in views[:MOST_STORES] if view.state == "running"}
-        return [_line_of(view, ask=view.key in asked) for view in views]
+        queried_keys = {view.key for view in views[:MOST_STORES] if view.state == "running"}
+        return [_line_of(view, ask=view.key in queried_keys) for view in views]
 
 
 def _line_of(view: RunView, *, ask: bool) -> RunLine:

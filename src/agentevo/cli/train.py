@@ -28,8 +28,10 @@ def train(
     sweep = load_sweep(recipe, overrides or [])
     if sweep is not None:
         warn_of_kept_keys(recipe, overrides or [])
-        if more := _engine_override([member.config for member in sweep.members], resume=False):
-            sweep = load_sweep(recipe, [*(overrides or []), *more])
+        if engine_overrides := _engine_override(
+            [member.config for member in sweep.members], resume=False
+        ):
+            sweep = load_sweep(recipe, [*(overrides or []), *engine_overrides])
             assert sweep is not None
         _train_sweep(sweep, resume, dry_run)
         return
@@ -43,8 +45,8 @@ def train(
         )
 
     _check_folder(config, resume)
-    if more := _engine_override([config], resume):
-        config = load_config(recipe, [*(overrides or []), *more])
+    if engine_overrides := _engine_override([config], resume):
+        config = load_config(recipe, [*(overrides or []), *engine_overrides])
     if dry_run:
         _check_dry(config, "train", resume)
         print(to_yaml(config), end="")

@@ -75,7 +75,7 @@ def html(
             of = "" if step is None else f" of step {step}"
             raise ConfigError(f"{run_dir}: the store holds no trajectory{of} yet")
 
-        total = sum(len(one.attempts) for one in chosen)
+        total = sum(len(chosen_step.attempts) for chosen_step in chosen)
         with bar("trajectories html", total, "pages") as progress:
             return await write_pages(
                 store, chosen, folder, run=run_dir.name, decode=decode, advance=progress.advance
@@ -180,28 +180,28 @@ def _choose(
     return max(enumerate(finished), key=lambda pair: (sign * pair[1].reward, pair[0]))[1].id
 
 
-def _only_match(names: Iterable[str], wanted: str, run_dir: Path) -> str:
-    """The name that equals `wanted`, or the only one that begins with it."""
-    matches = _matches(names, wanted)
+def _only_match(names: Iterable[str], prefix: str, run_dir: Path) -> str:
+    """The name that equals `prefix`, or the only one that begins with it."""
+    matches = _matches(names, prefix)
     if len(matches) == 1:
         return matches[0]
 
     if matches:
         shown = "\n".join(_some(matches))
         raise UnknownNameError(
-            f"{run_dir}: {len(matches)} ids begin with {wanted!r}: give more of one:\n{shown}"
+            f"{run_dir}: {len(matches)} ids begin with {prefix!r}: give more of one:\n{shown}"
         )
 
     raise UnknownNameError(
-        f"{run_dir}: no trajectory is called {wanted!r}: `agentevo trajectories show {run_dir}` "
+        f"{run_dir}: no trajectory is called {prefix!r}: `agentevo trajectories show {run_dir}` "
         "shows the newest"
     )
 
 
-def _matches(names: Iterable[str], wanted: str) -> list[str]:
-    """The name that equals `wanted`, or all names that begin with it."""
+def _matches(names: Iterable[str], prefix: str) -> list[str]:
+    """The name that equals `prefix`, or all names that begin with it."""
     names = list(names)
-    return [wanted] if wanted in names else [name for name in names if name.startswith(wanted)]
+    return [prefix] if prefix in names else [name for name in names if name.startswith(prefix)]
 
 
 def _some(names: Sequence[str]) -> list[str]:

@@ -174,8 +174,8 @@ def _export_spans(
         )
 
     done = read_store(run_dir, work, wait_s=wait)
-    left = f"; {done.unended} calls have no end and are left out" if done.unended else ""
-    print(f"{done.spans} spans written to {out}{left}")
+    unended_note = f"; {done.unended} calls have no end and are left out" if done.unended else ""
+    print(f"{done.spans} spans written to {out}{unended_note}")
 
 
 def _export_sft(
@@ -200,9 +200,9 @@ def _export_sft(
         _export_played(run_dir, out, min_reward, per_task, model)
         return
 
-    known = [POLICY, *remote_model_names(run_dir)]
-    if model is not None and model not in known:
-        raise UnknownNameError(f"--model {model}: the run has {', '.join(known)}")
+    model_names = [POLICY, *remote_model_names(run_dir)]
+    if model is not None and model not in model_names:
+        raise UnknownNameError(f"--model {model}: the run has {', '.join(model_names)}")
 
     read = _reader(run_dir)
 

@@ -210,10 +210,10 @@ def judge_turns(
 ) -> Check:
     """`num_truncated`: attempts ended by a limit and not by the environment. `max_actions`: None
     where no environment is acted in."""
-    more = "" if max_actions is None else f", at most {max_actions} actions"
+    action_limit = "" if max_actions is None else f", at most {max_actions} actions"
     finding = (
         f"{num_truncated} of {num_attempts} attempts ended by a limit "
-        f"(agent.max_turns={max_turns}{more})"
+        f"(agent.max_turns={max_turns}{action_limit})"
     )
     if (
         num_truncated <= num_attempts / 2 or max_turns == 1
@@ -222,7 +222,7 @@ def judge_turns(
 
     advice = (
         "an untrained policy often runs into limits; if an optimal player needs more, raise "
-        f"agent.max_turns{' or environment.max_actions' if more else ''}"
+        f"agent.max_turns{' or environment.max_actions' if action_limit else ''}"
     )
     return Check("turns", "warning", finding, advice)
 
@@ -269,12 +269,12 @@ def judge_kv_cache(
 
     if min(room, max_running) < num_together:
         enough = f"engine.kv_cache_gb={_gib(num_together * worst_case * bytes_per_token)}"
-        wanted = enough if room < num_together else f"engine.max_running={num_together}"
+        setting = enough if room < num_together else f"engine.max_running={num_together}"
         return Check(
             "key-value memory",
             "warning",
             finding,
-            f"the rest waits in a queue; {wanted} would sample all at once",
+            f"the rest waits in a queue; {setting} would sample all at once",
         )
 
     return Check("key-value memory", "good", finding)
@@ -293,7 +293,7 @@ def judge_memory(
 ) -> Check:
     """`parts`: name -> bytes that training will still take. `available`: bytes that are free now.
     `turned`: 'key=value' -> bytes that it would take with it, the cheapest change first.
-    `together`: likewise of several changes, where none is enough alone."""
+    `together`: the same of several changes, where none is enough alone."""
     needed = sum(parts.values())
     listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
     finding = (
@@ -319,9 +319,9 @@ def _memory_advice(
     """The first change that is enough, or those that are so together; else those that save most,
     one for each key."""
     choices = [*turned.items(), *([together] if together else [])]
-    for change, left in choices:
-        if left <= MEMORY_ROOM * available:
-            return f"set {change}, which saves {(needed - left) / GIB:.2f} GiB"
+    for change, needed_after in choices:
+        if needed_after <= MEMORY_ROOM * available:
+            return f"set {change}, which saves {(needed - needed_after) / GIB:.2f} GiB"
 
     measures = [
         f"{change} saves {saved / GIB:.2f} GiB" for saved, change in rank_measures(needed, turned)
@@ -334,9 +334,9 @@ def rank_measures(needed: float, turned: Mapping[str, float]) -> list[tuple[floa
     """(what it saves, measure), those that save most first: of each kind the one that saves most,
     if it is more than a fiftieth. `turned`: as of `judge_memory`."""
     best: dict[str, tuple[float, str]] = {}
-    for change, left in turned.items():
+    for change, needed_after in turned.items():
         kind = kind_of(change)
-        best[kind] = max(best.get(kind, (0.0, "")), (needed - left, change))
+        best[kind] = max(best.get(kind, (0.0, "")), (needed - needed_after, change))
 
     return sorted((saving for saving in best.values() if saving[0] > 0.02 * needed), reverse=True)
 

@@ -84,21 +84,21 @@ async def _check(config: RunConfig, checkpoint: Path | None) -> list[Check]:
                     ],
                 )
             ]
-            spoken = [attempt for attempt in group if attempt.turns]
-            if not spoken:
+            attempts_with_turns = [attempt for attempt in group if attempt.turns]
+            if not attempts_with_turns:
                 return [*results, checks.judge_logprobs(0, 0.0, config.model.dtype)]
 
-            num_turns = sum(len(attempt.turns) for attempt in spoken)
+            num_turns = sum(len(attempt.turns) for attempt in attempts_with_turns)
             results += [
                 checks.judge_token_ids(
                     num_turns,
-                    measure.count_other_contexts(spoken, engine.requests),
-                    len(spoken),
-                    measure.count_reencoded_differently(spoken, parts.tokenizer),
+                    measure.count_other_contexts(attempts_with_turns, engine.requests),
+                    len(attempts_with_turns),
+                    measure.count_reencoded_differently(attempts_with_turns, parts.tokenizer),
                 ),
                 *_judge_drift(list(sampler.conversations.values())),
                 checks.judge_logprobs(
-                    *measure.max_logprob_difference(parts.model, spoken, sampling),
+                    *measure.max_logprob_difference(parts.model, attempts_with_turns, sampling),
                     config.model.dtype,
                 ),
             ]
@@ -106,7 +106,7 @@ async def _check(config: RunConfig, checkpoint: Path | None) -> list[Check]:
             return [
                 *results,
                 *_judge_play(config, group, before_cold_start),
-                *_judge_sizes(parts, spoken),
+                *_judge_sizes(parts, attempts_with_turns),
             ]
 
 
@@ -127,13 +127,13 @@ async def _first_group(
         )
 
     if config.agents:
-        return [one for one in group if one.agent == trained_agents(config)[0]]
+        return [attempt for attempt in group if attempt.agent == trained_agents(config)[0]]
 
     return group
 
 
 def _watch_players(parts: Components, engine: Engine) -> dict[str, Player]:
-    """What several agents draw with, where `engine` stands for the main policy's."""
+    """What several agents draw with, where `engine` replaces the main policy's."""
     return {
         name: player._replace(engine=engine) if player.engine is parts.engine else player
         for name, player in players(parts.config, parts.policies).items()
@@ -216,20 +216,22 @@ def _judge_play(config: RunConfig, group: list[Trajectory], before_cold_start: b
     return [checks.before_cold_start(check) for check in results] if before_cold_start else results
 
 
-def _judge_sizes(parts: Components, spoken: list[Trajectory]) -> list[Check]:
+def _judge_sizes(parts: Components, attempts_with_turns: list[Trajectory]) -> list[Check]:
     """Context, key-value memory, memory."""
     config = parts.config
-    paths = [path for attempt in spoken for path in measure.whole_paths(attempt)]
+    paths = [path for attempt in attempts_with_turns for path in measure.whole_paths(attempt)]
     max_turns = 1 if getattr(config.agent, "memory", None) == "turn" else config.agent.max_turns
-    worst = measure.worst_case_tokens(spoken, max_turns, config.sampling.max_new_tokens)
+    worst = measure.worst_case_tokens(
+        attempts_with_turns, max_turns, config.sampling.max_new_tokens
+    )
     per_step = build_tree(paths).num_nodes * config.trainer.groups_per_step
     longest = min(worst, _context_length(parts))
     together = config.trainer.groups_per_step * config.trainer.group_size
     kv_tokens = int(parts.engine.stats().get("engine/kv_capacity_tokens", together * longest))
     token_bytes = kv_bytes_per_token(parts.model)
     on_gpu = is_accelerator(parts.model.device)
-    said = (
-        sum(len(turn.completion_ids) for attempt in spoken for turn in attempt.turns)
+    num_sampled = (
+        sum(len(turn.completion_ids) for attempt in attempts_with_turns for turn in attempt.turns)
         * config.trainer.groups_per_step
     )
 
@@ -241,7 +243,7 @@ def _judge_sizes(parts: Components, spoken: list[Trajectory]) -> list[Check]:
             turned,
             step_tokens=per_step,
             cache_bytes=float(cached * token_bytes),
-            step_rows=min(said, per_step),
+            step_rows=min(num_sampled, per_step),
             device=parts.model.device,
         )
 
@@ -249,8 +251,12 @@ def _judge_sizes(parts: Components, spoken: list[Trajectory]) -> list[Check]:
         """With what its weights take more than those that are loaded."""
         if turned.model == config.model:
             return total(needs(turned, parts.model))
-        other = shape_other(turned)
-        return total(needs(turned, other)) + weight_bytes(other) - weight_bytes(parts.model)
+        other_model = shape_other(turned)
+        return (
+            total(needs(turned, other_model))
+            + weight_bytes(other_model)
+            - weight_bytes(parts.model)
+        )
 
     shape = causal_model(parts.model).config
     shape_other = remember_by_model(lambda changed: shape_policy(changed, shape))

@@ -96,13 +96,13 @@ class WatchedEngine:
 def count_other_contexts(trajectories: Sequence[Trajectory], requests: Counter[Request]) -> int:
     """Turns whose recorded context and completion are not among the engine's requests; each request
     answers for one turn."""
-    left = requests.copy()
-    left.subtract(
+    unmatched = requests.copy()
+    unmatched.subtract(
         (tuple(trajectory.context_ids(turn.index)), tuple(turn.completion_ids))
         for trajectory in trajectories
         for turn in trajectory.turns
     )
-    return -sum(count for count in left.values() if count < 0)
+    return -sum(count for count in unmatched.values() if count < 0)
 
 
 def count_reencoded_differently(
@@ -127,9 +127,9 @@ def drift_places(conversations: Sequence[Conversation]) -> list[str]:
 
     return [
         next(
-            f"{kind} {count}, first in {_place(one, one.drift.first[kind])}"
-            for one in conversations
-            if kind in one.drift.first
+            f"{kind} {count}, first in {_place(conversation, conversation.drift.first[kind])}"
+            for conversation in conversations
+            if kind in conversation.drift.first
         )
         for kind, count in total.most_common()
     ]
@@ -141,16 +141,16 @@ def _place(conversation: Conversation, place: DriftPlace) -> str:
         f"came '{place.came}'"
     )
     try:
-        other = conversation.first_difference(place)
+        difference = conversation.first_difference(place)
     except ModelError as error:
         return f"{text}; encoded as a whole: {error}"
 
-    if other is None:
+    if difference is None:
         return f"{text}; encoded as a whole it has the same tokens"
 
     return (
-        f"{text}; encoded as a whole, token {other.position} is the first other one, after "
-        f"'{other.before}': recorded '{other.recorded}', encoded '{other.rendered}'"
+        f"{text}; encoded as a whole, token {difference.position} is the first other one, after "
+        f"'{difference.before}': recorded '{difference.recorded}', encoded '{difference.rendered}'"
     )
 
 
@@ -176,7 +176,7 @@ def max_logprob_difference(
     differences = [torch.zeros(0)]
     with _own_attention(model):
         for trajectory in trajectories:
-            seen: set[int] = set()
+            seen_turns: set[int] = set()
             for leaf in leaves(trajectory):
                 ids = torch.tensor(
                     [*trajectory.context_ids(leaf.index), *leaf.completion_ids], device=model.device
@@ -184,8 +184,8 @@ def max_logprob_difference(
                 outputs = model(input_ids=ids[None], use_cache=False)
                 logits = token_logits(model, outputs.logits[0]).float()  # [positions, tokens]
                 for turn in _path(trajectory, leaf):
-                    if turn.index not in seen:
-                        seen.add(turn.index)
+                    if turn.index not in seen_turns:
+                        seen_turns.add(turn.index)
                         start = len(trajectory.context_ids(turn.index))
                         chosen = ids[start : start + len(turn.completion_ids)]
                         rows = logits[start - 1 : start - 1 + len(chosen)] / turn.temperature
@@ -223,7 +223,7 @@ def worst_case_tokens(
 ) -> int:
     """Tokens of the longest conversation possible: the longest first prompt, then in each turn a
     completion cut by the limit and the longest addition seen. An estimate from below where no
-    attempt took a second turn. `max_turns` is 1 where each turn starts anew."""
+    attempt took a second turn. `max_turns` is 1 where each turn starts a new conversation."""
     first = max(
         len(turn.prompt_ids)
         for trajectory in trajectories
@@ -251,10 +251,10 @@ def memory_parts(
     step_rows: int | None = None,
     device: torch.device | None = None,
 ) -> dict[str, float]:
-    """Bytes that training takes beside the weights, at its peak. `step_tokens`: distinct tokens
-    that a step trains on; `cache_bytes`: of the keys and values that the engine holds at once;
-    `step_rows`: nodes of a step whose prediction is trained (by default all); `device`: where a
-    model without weights would be."""
+    """Bytes that training takes in addition to the weights, at its peak. `step_tokens`: distinct
+    tokens that a step trains on; `cache_bytes`: of the keys and values that the engine holds at
+    once; `step_rows`: nodes of a step whose prediction is trained (by default all); `device`: where
+    a model without weights would be."""
     device = model.device if device is None else device
     tokens = min(
         math.ceil(step_tokens / config.trainer.minibatches), config.trainer.micro_batch_tokens
@@ -273,8 +273,8 @@ def memory_parts(
         trained.total * next(model.parameters()).element_size()
     )  # a base under adapters is its own reference's too
     packed = packed_bytes(model, device)
-    beside = engine_weights(config, copy, packed)
-    sampling = {} if OWN_WEIGHTS in beside else {"packed weights": packed}
+    other_parts = engine_weights(config, copy, packed)
+    sampling = {} if OWN_WEIGHTS in other_parts else {"packed weights": packed}
 
     preference = config.algorithm.preference()
     needs = config.algorithm.needs
@@ -283,27 +283,27 @@ def memory_parts(
         or "process_rewards" in needs
         or (preference is not None and preference.needs_reference)
     ):
-        beside["reference copy"] = copy
+        other_parts["reference copy"] = copy
 
     of_twin = copy + sum(optimizer_bytes(trained, config.memory).values()) * (
         load.on_cpu or not config.memory.offload_optimizer
     )
     of_twin += FLOAT * trained.total  # its gradients stay until its next step
     if "values" in needs and config.critic.trunk == "own":
-        beside["critic"] = of_twin
+        other_parts["critic"] = of_twin
     if "process_rewards" in needs:
-        beside["process reward"] = of_twin
+        other_parts["process reward"] = of_twin
 
-    kept = {
+    kept_parts = {
         name: parts[name] for name in ("optimizer", "float32 weights") if name in parts
     }  # also while the engine samples
-    return beside | max(kept | sampling | cache, parts | cache, key=total)
+    return other_parts | max(kept_parts | sampling | cache, parts | cache, key=total)
 
 
 def engine_weights(config: RunConfig, copy: float, packed: float) -> dict[str, float]:
-    """Bytes of the weights that an engine in this process has beside the trainer's, each with the
-    matrices that it packs to draw from them. `copy`: what is trained, once more; `packed`: those
-    matrices of one model."""
+    """Bytes of the weights that an engine in this process has in addition to the trainer's, each
+    with the matrices that it packs to draw from them. `copy`: what is trained, once more; `packed`:
+    those matrices of one model."""
     rollout = config.rollout
     if rollout.samplers or not rollout.staleness:
         return {}

@@ -42,8 +42,8 @@ def check_installation() -> list[Check]:
         )
     ]
     results += [
-        checks.judge_version(name, _installed_version(name), wanted)
-        for name, wanted in _required_versions().items()
+        checks.judge_version(name, _installed_version(name), requirement)
+        for name, requirement in _required_versions().items()
     ]
 
     num_threads = torch.get_num_threads()
@@ -111,12 +111,12 @@ def _gpus() -> list[Check]:
     if not is_accelerator(device):
         return [Check("gpu", "good", "none that PyTorch sees; training runs on the CPU")]
 
-    found = all_of(device)
+    devices = all_of(device)
     results = []
-    for one in found:
-        free, total = memory(one)
-        finding = f"{name_of(one)}, {free / GIB:.1f} of {total / GIB:.1f} GiB are free"
-        place = f"number {one.index} of {len(found)}: " if len(found) > 1 else ""
+    for gpu in devices:
+        free, total = memory(gpu)
+        finding = f"{name_of(gpu)}, {free / GIB:.1f} of {total / GIB:.1f} GiB are free"
+        place = f"number {gpu.index} of {len(devices)}: " if len(devices) > 1 else ""
         results.append(Check("gpu", "good", place + finding))
 
     return [*results, judge_engine(device.type)]
@@ -144,11 +144,11 @@ def _sandboxes() -> list[Check]:
         status: Literal["good", "warning"] = "good" if works else "warning"
         results.append(Check(f"sandbox {kind}", status, finding, advice))
 
-    found = cgroups.place()
-    limits = ", ".join(sorted(found.controllers))
-    walls = f"limits of {limits} by the kernel, in {found.folder}"
-    if found.folder is None:
-        walls = f"none can be used ({found.problem}): memory and processes are watched"
+    cgroup_place = cgroups.place()
+    limits = ", ".join(sorted(cgroup_place.controllers))
+    walls = f"limits of {limits} by the kernel, in {cgroup_place.folder}"
+    if cgroup_place.folder is None:
+        walls = f"none can be used ({cgroup_place.problem}): memory and processes are watched"
 
     return [*results, Check("sandbox cgroups", "good", walls)]
 

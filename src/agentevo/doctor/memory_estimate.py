@@ -1,5 +1,5 @@
-"""How much memory training takes beside the weights, from shapes alone. docs/memory.md compares it
-with measured peaks.
+"""How much memory training takes in addition to the weights, from shapes alone. docs/memory.md
+compares it with measured peaks.
 
 Counted is what is alive together, at each moment that can be the peak: as the backward pass begins
 (all activations, the output layer), in the backward pass of each decoder layer (what is left of the
@@ -181,11 +181,11 @@ def layer_bytes(shape: Shape, trained: TrainedParameters, checkpointing: Checkpo
     )  # its input in float32; what its weight multiplies
     inputs = hidden * (trained.attention_in + trained.mlp_in)
     inputs += shape.intermediate * trained.down_in
-    kept = 2 * norm + attention + (copied or inputs * element)
+    kept_bytes = 2 * norm + attention + (copied or inputs * element)
     if shape.head_norms:
-        kept += (shape.query + shape.key) * (FLOAT + element * trained.norms)
+        kept_bytes += (shape.query + shape.key) * (FLOAT + element * trained.norms)
 
-    return kept + 3 * shape.intermediate * element
+    return kept_bytes + 3 * shape.intermediate * element
 
 
 def passing_bytes(shape: Shape, trained: TrainedParameters, tokens: int) -> float:
@@ -202,15 +202,15 @@ def output_bytes(shape: Shape, trained: TrainedParameters, load: Load) -> float:
     """The last norm, and the output layer without logits as a whole (linear_logprobs.py)."""
     cells = 3 * (CELL_BYTES["cpu"] if load.on_cpu else OTHER_CELL_BYTES)
     scores = load.rows * shape.vocabulary
-    kept = min(scores * shape.element, KEPT_BYTES)
+    kept_bytes = min(scores * shape.element, KEPT_BYTES)
     if not trained.output and scores * shape.element > KEPT_BYTES:
-        kept = load.rows * shape.hidden * FLOAT
+        kept_bytes = load.rows * shape.hidden * FLOAT
 
     norm = (
         load.tokens * shape.hidden * (FLOAT + shape.element * trained.norms)
         + 2 * load.rows * shape.hidden * shape.element
     )
-    return norm + kept + min(cells, 3 * scores * FLOAT)
+    return norm + kept_bytes + min(cells, 3 * scores * FLOAT)
 
 
 def optimizer_bytes(trained: TrainedParameters, memory: MemorySection) -> dict[str, float]:
@@ -227,9 +227,13 @@ def pass_bytes(
     """Memory at the moment of a forward and backward pass, or of the optimizer's step, that takes
     most: name -> bytes."""
     mode = memory.checkpointing
-    kept = 0.0 if memory.offload_activations else layer_bytes(shape, trained, mode) * load.tokens
-    whole = layer_bytes(shape, trained, "none") * load.tokens
-    remade = whole - kept if mode != "none" or memory.offload_activations else 0.0
+    kept_per_layer = (
+        0.0 if memory.offload_activations else layer_bytes(shape, trained, mode) * load.tokens
+    )
+    full_per_layer = layer_bytes(shape, trained, "none") * load.tokens
+    remade = (
+        full_per_layer - kept_per_layer if mode != "none" or memory.offload_activations else 0.0
+    )
     passing = passing_bytes(shape, trained, load.tokens)
 
     matrix = float(shape.vocabulary * shape.hidden)
@@ -246,15 +250,19 @@ def pass_bytes(
 
     before = 0.0 if load.single else all_gradients
     moments = [
-        moment(before + of_output, kept * shape.num_layers, output_bytes(shape, trained, load))
+        moment(
+            before + of_output,
+            kept_per_layer * shape.num_layers,
+            output_bytes(shape, trained, load),
+        )
     ]
-    for left in range(shape.num_layers, 0, -1):
+    for layers_left in range(shape.num_layers, 0, -1):
         so_far = (
-            of_output + per_layer * (shape.num_layers - left)
+            of_output + per_layer * (shape.num_layers - layers_left)
             if load.single
             else all_gradients + pending
         )
-        moments.append(moment(so_far, kept * left + remade + passing))
+        moments.append(moment(so_far, kept_per_layer * layers_left + remade + passing))
 
     moments.append(
         moment(
@@ -271,15 +279,15 @@ def pass_bytes(
 
 
 def training_bytes(model: PreTrainedModel, load: Load, memory: MemorySection) -> dict[str, float]:
-    """Memory that training takes on the model's device beside the weights and other models, at its
-    peak: name -> bytes."""
+    """Memory that training takes on the model's device in addition to the weights and other
+    models, at its peak: name -> bytes."""
     shape = shape_of(model)
     trained = trained_of(model)
-    beside = (
+    optimizer_state = (
         {} if memory.offload_optimizer and not load.on_cpu else optimizer_bytes(trained, memory)
     )
     return (
-        beside
+        optimizer_state
         | pass_bytes(shape, trained, load, memory)
         | ({"libraries": float(LIBRARIES)} if load.on_cpu else {})
     )

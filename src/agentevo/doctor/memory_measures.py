@@ -1,5 +1,5 @@
 """Changes of a recipe that save memory, one by one and together. What each saves is computed by
-whoever knows the model (`diagnostics`, `mesh_estimate`)."""
+the modules that know the model (`diagnostics`, `mesh_estimate`)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 def remember_by_model(make: Callable[[RunConfig], T]) -> Callable[[RunConfig], T]:
     """`make`, which reads nothing of a recipe but its model, called once for each."""
-    made: dict[str, T] = {}
+    results: dict[str, T] = {}
 
     def make_once(config: RunConfig) -> T:
         key = config.model.model_dump_json()
-        if key not in made:
-            made[key] = make(config)
-        return made[key]
+        if key not in results:
+            results[key] = make(config)
+        return results[key]
 
     return make_once
 
@@ -37,7 +37,7 @@ def list_measures(
 ) -> dict[str, RunConfig]:
     """Changes that save memory and are not made yet, the cheapest first: overrides, separated by
     blanks -> the recipe with them (and, where a change is one of degree, with less and less).
-    `section`: the one that trains; `sft` has no engine and no critic beside it."""
+    `section`: the one that trains; `sft` has neither engine nor critic."""
     memory = config.memory
     changed = {}
     tokens = getattr(config, section).micro_batch_tokens

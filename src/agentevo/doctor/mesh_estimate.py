@@ -5,7 +5,7 @@ Counted for each process: its part of the float32 weights, gradients and moments
 at once (the group of embedding and output layer, and two decoder layers); the activations of one
 micro-batch, as `memory_estimate.py` has them, cut by the tensor and the context group; twins
 (reference, critic). Where no engines in other processes serve, the first process has a whole model
-and its engine's cache besides. Stages of a pipeline
+and its engine's cache as well. Stages of a pipeline
 differ: the first one has embeddings and keeps the activations of as many micro-batches as there are
 stages, the last one has the output layer. Not counted: what allocators and collectives keep.
 """
@@ -106,7 +106,7 @@ class Fit:
     parts: dict[str, float]
     """On each process; of stages, on the one that takes most."""
     first: dict[str, float]
-    """Besides, on the first one."""
+    """In addition, on the first one."""
     spared: float = 0.0
     """What the first one has less of `parts`."""
     engine_share: float = 0.0
@@ -130,7 +130,7 @@ class Fit:
         return self.needs(memory) <= ROOM * memory
 
     def keys(self, asked: ParallelSection) -> list[str]:
-        """The keys that choose it in a recipe that asks for `asked`."""
+        """The keys that choose it in a recipe that asks for `recipe_mesh`."""
         before = asked.model_dump()
         return [
             f"trainer.parallel.{key}={size}"
@@ -217,8 +217,8 @@ def _served_bytes(
 ) -> tuple[dict[str, float], float]:
     """What an engine of the first process takes: bytes, and a share of the device's memory. Nothing
     where engines in other processes serve, which need devices of their own."""
-    apart = config.rollout.samplers > 0
-    if serves_elsewhere(_in_mesh(config, parallel), apart=apart):
+    has_samplers = config.rollout.samplers > 0
+    if serves_elsewhere(_in_mesh(config, parallel), apart=has_samplers):
         return {}, 0.0
 
     served = engine_weights(config, sizes.trained_element * sizes.trained.total, 0.0)
@@ -254,14 +254,16 @@ def stage_parts(
     spread = max(parallel.expert, shard)
     element = sizes.shape.element
 
-    def held(numbers: float, experts: float) -> float:
+    def per_process(numbers: float, experts: float) -> float:
         """Of so many numbers, those that a process keeps."""
         return ((numbers - experts) / shard + experts / spread) / tensor
 
-    frozen = held(sizes.numbers - sizes.trained.total, sizes.experts * (not sizes.trains_all))
-    trained = held(sizes.trained.total, sizes.experts * sizes.trains_all)
-    here = not config.memory.offload_optimizer
-    moments = here * optimizer_bytes(sizes.trained, config.memory).get("optimizer", 0.0)
+    frozen = per_process(
+        sizes.numbers - sizes.trained.total, sizes.experts * (not sizes.trains_all)
+    )
+    trained = per_process(sizes.trained.total, sizes.experts * sizes.trains_all)
+    on_device = not config.memory.offload_optimizer
+    moments = on_device * optimizer_bytes(sizes.trained, config.memory).get("optimizer", 0.0)
     moments *= trained / max(sizes.trained.total, 1)
 
     if shard > 1:  # float32 shards are the masters; a group's weights are gathered to compute
@@ -272,7 +274,7 @@ def stage_parts(
     else:  # a base under adapters is that of the copies, too
         of_copy = sizes.trained_element * trained
         weights = sizes.frozen_element * frozen + of_copy
-        weights += FLOAT * trained * sizes.trained.masters * here
+        weights += FLOAT * trained * sizes.trained.masters * on_device
         gradients = FLOAT * trained
 
     parts = {
@@ -318,28 +320,33 @@ def _activations(config: RunConfig, sizes: Sizes, parallel: ParallelSection, sta
     load = Load(tokens, tokens, single=False, on_cpu=config.model.device == "cpu")
     mode = config.memory.checkpointing
     per_token = layer_bytes(shape, sizes.trained, mode) * (not config.memory.offload_activations)
-    kept = per_token * tokens
+    kept_per_layer = per_token * tokens
     passing = passing_bytes(shape, sizes.trained, tokens)
-    in_layer = layer_bytes(shape, sizes.trained, "none") * tokens - kept + passing
+    in_layer = layer_bytes(shape, sizes.trained, "none") * tokens - kept_per_layer + passing
 
-    own = 0.0  # the gradient of one vocabulary matrix before it is added to that of earlier passes
+    # Of one vocabulary matrix, before it is added to that of earlier passes.
+    vocabulary_gradient = 0.0
     if parallel.shard == 1:  # with shards it is among the gathered gradients
-        own = float(FLOAT * shape.vocabulary * shape.hidden)
+        vocabulary_gradient = float(FLOAT * shape.vocabulary * shape.hidden)
 
     ahead = parallel.pipeline - 1 - stage
     if ahead:  # nothing is known of a loss here; what was sent on is kept as long
         sent = float(shape.hidden * tokens * shape.element)
-        under_way = kept * shape.num_layers + sent
-        return under_way * ahead + max(under_way + in_layer, own * sizes.trained.embedding)
+        under_way = kept_per_layer * shape.num_layers + sent
+        return under_way * ahead + max(
+            under_way + in_layer, vocabulary_gradient * sizes.trained.embedding
+        )
 
-    in_output = output_bytes(shape, sizes.trained, load) + own * sizes.trained.output
-    pending = own * (shape.tied and sizes.trained.output)
-    return kept * shape.num_layers + max(in_output, in_layer + pending)
+    in_output = (
+        output_bytes(shape, sizes.trained, load) + vocabulary_gradient * sizes.trained.output
+    )
+    pending = vocabulary_gradient * (shape.tied and sizes.trained.output)
+    return kept_per_layer * shape.num_layers + max(in_output, in_layer + pending)
 
 
 def _twins(config: RunConfig, copy: float, trained: float) -> dict[str, float]:
-    """Bytes of the models beside the policy: `copy` of one that is only read, `trained` of one that
-    learns."""
+    """Bytes of the models other than the policy: `copy` of one that is only read, `trained` of
+    one that learns."""
     if config.data.taught:
         return {}
 
@@ -364,7 +371,7 @@ def _twins(config: RunConfig, copy: float, trained: float) -> dict[str, float]:
 def fits(config: RunConfig, sizes: Sizes, world: int) -> list[Fit]:
     """All meshes of `world` processes that this recipe can train in, those that cost least
     communication first. Raises ConfigError, with the last refusal, where there is none."""
-    found = []
+    candidates = []
     refusal = ""
     for parallel in _meshes(world, sizes):
         changed = _in_mesh(config, parallel)
@@ -373,14 +380,14 @@ def fits(config: RunConfig, sizes: Sizes, world: int) -> list[Fit]:
                 raise ConfigError(problem)
             check_processes(changed, world=world)
             check_spread(sizes.model, parallel)
-            found.append(fit(changed, sizes, parallel, world))
+            candidates.append(fit(changed, sizes, parallel, world))
         except (ConfigError, ModelError, TrainingError, ValueError) as error:
             refusal = str(error)
 
-    if not found:
+    if not candidates:
         raise ConfigError(refusal or f"--devices {world}: no mesh of so many processes")
 
-    return sorted(found, key=_cost)
+    return sorted(candidates, key=_cost)
 
 
 def _meshes(world: int, sizes: Sizes) -> Iterator[ParallelSection]:
@@ -397,11 +404,11 @@ def _meshes(world: int, sizes: Sizes) -> Iterator[ParallelSection]:
             yield ParallelSection(shard=shard, tensor=tensor, context=context, expert=expert)
 
 
-def _cost(one: Fit) -> tuple[int, int, int, int, int]:
+def _cost(candidate: Fit) -> tuple[int, int, int, int, int]:
     """Stages of a pipeline wait for the first and the last micro-batch of each step, tensor groups
     exchange twice a layer, context groups once, experts once where they are, FSDP weights that are
     asked for in advance."""
-    sizes = one.parallel
+    sizes = candidate.parallel
     return sizes.pipeline, sizes.tensor, sizes.context, sizes.expert, sizes.shard
 
 
@@ -419,28 +426,30 @@ def judge_meshes(
 ) -> list[Check]:
     """`memory`: bytes of each device. `command`: recipe and overrides as they were given, for
     `agentevo train` or another `program`. `tokens`:
-    of the largest micro-batch. `asked`: the recipe's own mesh, which is judged before the others
-    where it is one. `turned`: a measure -> the least that any mesh then needs. `together`: likewise
-    of several measures, where none is enough alone."""
-    good = [one for one in found if one.fits_in(memory)]
-    listed = good or sorted(found, key=lambda one: one.needs(memory))
+    of the largest micro-batch. `recipe_mesh`: the recipe's own, which is judged before the others
+    where it is one. `turned`: a measure -> the least that any mesh then needs. `together`: the
+    same of several measures, where none is enough alone."""
+    good = [candidate for candidate in found if candidate.fits_in(memory)]
+    listed = good or sorted(found, key=lambda candidate: candidate.needs(memory))
 
     checks = []
     if asked.is_spread:
-        own = next((one for one in found if one.parallel == asked), None)
-        checks.append(_own_mesh(own, asked, devices, memory))
+        recipe_fit = next((candidate for candidate in found if candidate.parallel == asked), None)
+        checks.append(_own_mesh(recipe_fit, asked, devices, memory))
 
-    for one in listed[:SHOWN]:
-        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in one.parts.items())
-        more = ", ".join(f"{name} {size / GIB:.2f}" for name, size in one.first.items())
-        each = "each device" if one.parallel.pipeline == 1 else "the stage that takes most"
-        finding = f"{one}: {total(one.parts) / GIB:.2f} GiB on {each} ({parts})"
-        if one.engine_share:
-            share = f"vLLM's share {one.engine_share * memory / GIB:.2f}"
-            more = ", ".join(filter(None, (more, share)))
-        if more:
-            on_first = one.on_first + one.engine_share * memory
-            finding += f"; on the first one {on_first / GIB:.2f} (and {more})"
+    for candidate in listed[:SHOWN]:
+        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in candidate.parts.items())
+        first_parts = ", ".join(
+            f"{name} {size / GIB:.2f}" for name, size in candidate.first.items()
+        )
+        each = "each device" if candidate.parallel.pipeline == 1 else "the stage that takes most"
+        finding = f"{candidate}: {total(candidate.parts) / GIB:.2f} GiB on {each} ({parts})"
+        if candidate.engine_share:
+            share = f"vLLM's share {candidate.engine_share * memory / GIB:.2f}"
+            first_parts = ", ".join(filter(None, (first_parts, share)))
+        if first_parts:
+            on_first = candidate.on_first + candidate.engine_share * memory
+            finding += f"; on the first one {on_first / GIB:.2f} (and {first_parts})"
         checks.append(Check("mesh", "good" if good else "wrong", finding))
 
     about = f"{devices} devices of {memory / GIB:.1f} GiB with micro-batches of {tokens:,} tokens"
@@ -475,9 +484,11 @@ def _advise(
     return "; ".join([*measures, "or a smaller model"])
 
 
-def _own_mesh(own: Fit | None, asked: ParallelSection, devices: int, memory: float) -> Check:
-    name = ", ".join(f"{key}={size}" for key, size in asked.above_one.items())
-    if own is None:
+def _own_mesh(
+    recipe_fit: Fit | None, recipe_mesh: ParallelSection, devices: int, memory: float
+) -> Check:
+    name = ", ".join(f"{key}={size}" for key, size in recipe_mesh.above_one.items())
+    if recipe_fit is None:
         return Check(
             "the recipe's mesh",
             "wrong",
@@ -485,20 +496,22 @@ def _own_mesh(own: Fit | None, asked: ParallelSection, devices: int, memory: flo
             "choose one of those below",
         )
 
-    fits = own.fits_in(memory)
+    fits = recipe_fit.fits_in(memory)
     return Check(
         "the recipe's mesh",
         "good" if fits else "wrong",
-        f"{own}: {own.needs(memory) / GIB:.2f} GiB on the device that takes most",
+        f"{recipe_fit}: {recipe_fit.needs(memory) / GIB:.2f} GiB on the device that takes most",
         "" if fits else "choose one of those below",
     )
 
 
-def _ready(one: Fit, devices: int, program: str, command: str, asked: ParallelSection) -> str:
-    keys = one.keys(asked)
+def _ready(
+    chosen: Fit, devices: int, program: str, command: str, recipe_mesh: ParallelSection
+) -> str:
+    keys = chosen.keys(recipe_mesh)
     replaced = {key.partition("=")[0] for key in keys}
-    kept = [word for word in shlex.split(command) if word.partition("=")[0] not in replaced]
-    words = shlex.join([*kept, *keys])
+    kept_words = [word for word in shlex.split(command) if word.partition("=")[0] not in replaced]
+    words = shlex.join([*kept_words, *keys])
     if devices == 1:
         return f"agentevo {program} {words}"
     if devices <= OF_A_NODE or devices % OF_A_NODE:
@@ -524,29 +537,39 @@ def check_meshes(
     mesh of so many devices can train."""
     if not 1 <= devices <= MOST_DEVICES:
         raise ConfigError(f"--devices {devices}: from 1 to {MOST_DEVICES:,}")
-    here = find(config.model.device)
-    memory = device_memory * GIB if device_memory else device_bytes(here)[1]
+    first_device = find(config.model.device)
+    memory = device_memory * GIB if device_memory else device_bytes(first_device)[1]
     sizes = sizes_of(config)
     tokens = longest_pass(config, sizes)
-    found = fits(config, sizes, devices)
-    on_cpu = config.model.device == "cpu" or (device_memory is None and not is_accelerator(here))
-    turned, together = _weigh_measures(config, sizes, found, memory, on_cpu)
-    if not any(one.fits_in(memory) for one in found):
+    candidates = fits(config, sizes, devices)
+    on_cpu = config.model.device == "cpu" or (
+        device_memory is None and not is_accelerator(first_device)
+    )
+    turned, together = _weigh_measures(config, sizes, candidates, memory, on_cpu)
+    if not any(candidate.fits_in(memory) for candidate in candidates):
         turned |= _more_devices(config, sizes, devices, memory)
 
-    asked = config.trainer.parallel
+    recipe_mesh = config.trainer.parallel
     program = "sft" if config.data.taught else "train"
     return judge_meshes(
-        found, devices, memory, command, tokens, asked, turned, program=program, together=together
+        candidates,
+        devices,
+        memory,
+        command,
+        tokens,
+        recipe_mesh,
+        turned,
+        program=program,
+        together=together,
     )
 
 
 def _weigh_measures(
-    config: RunConfig, sizes: Sizes, found: list[Fit], memory: float, on_cpu: bool
+    config: RunConfig, sizes: Sizes, candidates: list[Fit], memory: float, on_cpu: bool
 ) -> tuple[dict[str, float], tuple[str, float] | None]:
     """`weigh_measures` with the least that any mesh of the devices needs."""
-    devices = found[0].world
-    meshes = [one.parallel for one in found]
+    devices = candidates[0].world
+    meshes = [candidate.parallel for candidate in candidates]
     sizes_of_other = remember_by_model(sizes_of)
 
     def least(changed: RunConfig) -> float:
@@ -559,7 +582,7 @@ def _weigh_measures(
         else:
             fitting = fits(changed, sizes_of_other(changed), devices)
 
-        return min((one.needs(memory) for one in fitting), default=math.inf)
+        return min((candidate.needs(memory) for candidate in fitting), default=math.inf)
 
     list_for = partial(_list_with_samplers, on_cpu=on_cpu)
     turned, together = weigh_measures(config, list_for, least, ROOM * memory)
@@ -570,9 +593,9 @@ def _list_with_samplers(config: RunConfig, on_cpu: bool) -> dict[str, RunConfig]
     """`list_measures`, and engines with devices of their own."""
     measures = list_measures(config, on_cpu, "sft" if config.data.taught else "trainer")
     if not config.rollout.samplers and not config.data.taught:
-        apart = {"samplers": 1, "staleness": max(1, config.rollout.staleness)}
-        keys = " ".join(f"rollout.{key}={value}" for key, value in apart.items())
-        rollout = config.rollout.model_copy(update=apart)
+        sampler_settings = {"samplers": 1, "staleness": max(1, config.rollout.staleness)}
+        keys = " ".join(f"rollout.{key}={value}" for key, value in sampler_settings.items())
+        rollout = config.rollout.model_copy(update=sampler_settings)
         measures[keys] = config.model_copy(update={"rollout": rollout})
 
     return measures
@@ -582,14 +605,14 @@ def _more_devices(config: RunConfig, sizes: Sizes, devices: int, memory: float) 
     """The least that any mesh needs of as many devices as fit it, or of twice as many where so
     much more memory is of no use."""
     needed = dict[str, float]()
-    more = 2 * devices
-    while more <= min(MOST_DEVICES, 64 * devices):
-        least = min(one.needs(memory) for one in fits(config, sizes, more))
+    num_devices = 2 * devices
+    while num_devices <= min(MOST_DEVICES, 64 * devices):
+        least = min(candidate.needs(memory) for candidate in fits(config, sizes, num_devices))
         if least <= ROOM * memory:
-            return {f"--devices={more}": least}
+            return {f"--devices={num_devices}": least}
 
-        needed[f"--devices={more}"] = least
-        more *= 2
+        needed[f"--devices={num_devices}"] = least
+        num_devices *= 2
 
     return dict(list(needed.items())[:1])
 

@@ -67,8 +67,8 @@ def check_world(config: RunConfig, world: int) -> list[Check]:
     sizes = config.trainer.parallel.model_dump()
     keys = [f"trainer.parallel.{key}={size}" for key, size in sizes.items() if size > 1]
     mesh = ", ".join(keys) or "replicas"
-    with tempfile.TemporaryDirectory(prefix="agentevo-mesh-") as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory(prefix="agentevo-mesh-") as temporary_path:
+        folder = Path(temporary_path)
         with bar(f"mesh trial: a step of 1, then of {world} processes", 2, "steps") as steps:
             _make_model(config.trainer.parallel, folder / "model")
             problem = _train(folder / "one", 1, [])
@@ -135,7 +135,7 @@ def _make_model(parallel: ParallelSection, folder: Path) -> None:
 
 
 def _train(run: Path, world: int, keys: list[str]) -> str:
-    """Its errors where it failed, or else the end of what it said; empty where it did not fail."""
+    """Its errors where it failed, or else the end of its output; empty where it did not fail."""
     model = f"model.name={run.parent / 'model'}"
     words = ["-m", "agentevo", "train", *RECIPE, model, f"run.dir={run}", *keys]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
@@ -169,7 +169,7 @@ def _weights(run: Path) -> dict[str, torch.Tensor]:
     return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
 
 
-def _difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    if one.keys() != other.keys():
+def _difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    if first.keys() != second.keys():
         return float("inf")
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
+    return max(float((first[name] - second[name]).abs().max()) for name in first)

@@ -1,4 +1,5 @@
-"""Are the servers there that a recipe needs beside the policy: its tools, and its remote models?
+"""Are the servers there that a recipe needs in addition to the policy: its tools, and its remote
+models?
 
 Each entry of `agent.tools` is opened as an attempt would open it, with the first task, and says its
 tools; nothing is called. Each remote model's server says what models it has.
@@ -47,10 +48,10 @@ def is_refused(services: list[Check]) -> bool:
 
 async def _check(config: RunConfig, sections: tuple[ToolSection, ...]) -> list[Check]:
     task = _first_task(config)
-    asked = [_model(name, section) for name, section in config.remote_models.items()]
+    model_checks = [_model(name, section) for name, section in config.remote_models.items()]
     opened, models = await asyncio.gather(
         asyncio.gather(*(_open_toolset(_soon(section), task) for section in sections)),
-        asyncio.gather(*asked),
+        asyncio.gather(*model_checks),
     )
     return [
         *(check for check, _ in opened),
@@ -142,5 +143,5 @@ async def _model(name: str, section: RemoteModelSection) -> Check:
 
 
 def _list_names(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return (", ".join(names[:SHOWN]) or "none") + more
+    omitted = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return (", ".join(names[:SHOWN]) or "none") + omitted

@@ -75,8 +75,12 @@ def _judge_memory(config: RunConfig, loaded: LoadedModel, data: SFTData) -> Chec
         """With what its weights take more than those that are loaded."""
         if turned.model == config.model:
             return total(needs(turned, loaded.model))
-        other = shape_other(turned)
-        return total(needs(turned, other)) + weight_bytes(other) - weight_bytes(loaded.model)
+        other_model = shape_other(turned)
+        return (
+            total(needs(turned, other_model))
+            + weight_bytes(other_model)
+            - weight_bytes(loaded.model)
+        )
 
     shape = causal_model(loaded.model).config
     shape_other = remember_by_model(lambda changed: shape_policy(changed, shape))

@@ -31,28 +31,28 @@ def check_store_server(config: RunConfig) -> list[Check]:
 
 
 async def _check(config: RunConfig, url: str) -> Check:
-    began = time.monotonic()
+    started_at = time.monotonic()
     where = without_password(url)
     try:
         async with await open_run_store(
             url, timeout_s=ANSWER_S, within_s=ANSWER_S, create=False, tell=_nobody
         ) as store:
-            held = await content_of(store)
+            content = await content_of(store)
     except NoStoreError:
-        held = ""
+        content = ""
     except AgentEvoError as error:
         return Check(TITLE, "wrong", f"{where}: {error}")
 
-    took = time.monotonic() - began
-    if not held:
+    took = time.monotonic() - started_at
+    if not content:
         return Check(TITLE, "good", f"{where} answers in {took:.1f} s, and holds no run yet")
     if is_run_folder(config.run_dir) and is_same_place(run_store_url(config.run_dir), url):
-        return Check(TITLE, "good", f"{where} answers in {took:.1f} s: {held} of this run")
+        return Check(TITLE, "good", f"{where} answers in {took:.1f} s: {content} of this run")
 
     return Check(
         TITLE,
         "warning",
-        f"{where} holds {held} of another run, so that a new one is refused",
+        f"{where} holds {content} of another run, so that a new one is refused",
         "give another ?schema=NAME or database, or resume that run with --resume",
     )
 

@@ -29,8 +29,8 @@ def unloaded_policy(config: RunConfig) -> PreTrainedModel:
     if config.model.name == "tiny":
         return load_policy(config).model
 
-    with tempfile.TemporaryDirectory(prefix="agentevo-config-") as made:
-        folder = fetch_config(config.model.name, Path(made))
+    with tempfile.TemporaryDirectory(prefix="agentevo-config-") as temporary_path:
+        folder = fetch_config(config.model.name, Path(temporary_path))
         return shape_policy(config, model_config(folder, config.model.config_overrides))
 
 

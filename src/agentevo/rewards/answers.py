@@ -13,8 +13,8 @@ A place is written as one of
     regex:...   the first group of the last match of a regular expression, else all that matched
     TAG         any other name: inside the last <TAG>...</TAG>
 
-Every search takes time that grows with the text alone, as whoever wrote the text is trained to get
-a reward: a reply of a megabyte of open braces costs no more than another one.
+Every search takes time that grows with the text alone, as the model that wrote the text is trained
+to get a reward: a reply of a megabyte of open braces costs no more than another one.
 """
 
 from __future__ import annotations
@@ -164,25 +164,25 @@ def _in_json(text: str, keys: list[str]) -> str | None:
 
 def _last_json(text: str) -> Any:
     """The last object or array that stands in a text; None without one."""
-    found = deque(jsons_in(text), maxlen=1)
-    return found[0] if found else None
+    last = deque(jsons_in(text), maxlen=1)
+    return last[0] if last else None
 
 
 def jsons_in(text: str) -> Iterator[Any]:
-    """The objects and arrays that stand in a text, in order; of what lies in another only that. A
+    """The objects and arrays that stand in a text, in order; of nested ones only the outermost. A
     text with very many beginnings of some is not read to its end."""
     place = 0
     tries = 0
-    left = MAX_JSON_READINGS * len(text)
-    while tries < MAX_JSON_TRIES and left > 0 and (start := _JSON_START.search(text, place)):
+    budget = MAX_JSON_READINGS * len(text)
+    while tries < MAX_JSON_TRIES and budget > 0 and (start := _JSON_START.search(text, place)):
         try:
-            found, place = _JSON.raw_decode(text, start.start())
+            value, place = _JSON.raw_decode(text, start.start())
         except (ValueError, RecursionError) as error:
             place = start.end()
             tries += 1
-            left -= _end_of_try(error, len(text)) - start.start()
+            budget -= _end_of_try(error, len(text)) - start.start()
         else:
-            yield found
+            yield value
 
 
 def _end_of_try(error: Exception, length: int) -> int:
@@ -193,11 +193,11 @@ def _end_of_try(error: Exception, length: int) -> int:
 
 
 def _strip_result(find: Callable[[str], str | None]) -> Callable[[str], str | None]:
-    def found(text: str) -> str | None:
+    def find_stripped(text: str) -> str | None:
         answer = find(text)
         return None if answer is None else answer.strip()
 
-    return found
+    return find_stripped
 
 
 _FIXED: dict[str, Callable[[str], str | None]] = {

@@ -1,7 +1,7 @@
 """Log-probs that a run computes once, with the policy that it begins with, and keeps in a file of
 its folder, for all of its processes and whenever it is resumed.
 
-An entry that is there stays: whoever comes later, with newer weights, reads it. Two processes that
+An entry that is there stays: a later process, with newer weights, reads it. Two processes that
 compute one at the same time keep that of the first.
 """
 
@@ -57,8 +57,8 @@ class BaselineScorers:
         before = await self.known()
         self._known = {**new, **before}
         if self._path is not None:
-            kept = await in_thread(self._write, dict(self._known))
-            self._known = {**self._known, **kept}  # others have added theirs meanwhile
+            stored = await in_thread(self._write, dict(self._known))
+            self._known = {**self._known, **stored}  # other processes have added theirs since then
 
     def _read(self) -> dict[str, Baseline]:
         assert self._path is not None

@@ -111,9 +111,13 @@ class Numeric:
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
         """See Scorer.score. Raises ValueError for a task whose answer holds no number."""
-        right = [one for answer in right_answers(task) for one in _numbers_of(answer, task)]
+        right = [number for answer in right_answers(task) for number in _numbers_of(answer, task)]
         stated = readings(await stated_answer(trajectory, task, self.config.place) or "")
-        return Score(float(any(self._is(one, number) for one in stated for number in right)))
+        return Score(
+            float(
+                any(self._is(stated_number, number) for stated_number in stated for number in right)
+            )
+        )
 
     def _is(self, stated: float, right: float) -> bool:
         allowed = self.config.tolerance * (abs(right) or 1.0)

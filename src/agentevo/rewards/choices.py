@@ -40,23 +40,23 @@ def options_of(task: Task, key: str | None) -> Options:
     if not names:
         return WITHOUT_TEXTS
 
-    given: Any = task.metadata.get(names[0])
-    if isinstance(given, Mapping) and given.keys() == {"label", "text"}:
-        labels = given["label"]
-        texts = given["text"]
+    raw_options: Any = task.metadata.get(names[0])
+    if isinstance(raw_options, Mapping) and raw_options.keys() == {"label", "text"}:
+        labels = raw_options["label"]
+        texts = raw_options["text"]
         fit = isinstance(labels, list) and isinstance(texts, list) and len(labels) == len(texts)
-        given = dict(zip(labels, texts, strict=True)) if fit else None
+        raw_options = dict(zip(labels, texts, strict=True)) if fit else None
 
-    if isinstance(given, (list, tuple)) and 0 < len(given) <= len(ascii_uppercase):
-        given = dict(zip(ascii_uppercase, given, strict=False))
+    if isinstance(raw_options, (list, tuple)) and 0 < len(raw_options) <= len(ascii_uppercase):
+        raw_options = dict(zip(ascii_uppercase, raw_options, strict=False))
 
-    if not isinstance(given, Mapping) or not given:
+    if not isinstance(raw_options, Mapping) or not raw_options:
         raise ValueError(
             f"the options of the task {task.id!r} (key {names[0]}) are no list of texts or mapping "
             "from letters to texts: set options_key"
         )
 
-    return {str(label).strip().upper(): str(text) for label, text in given.items()}
+    return {str(label).strip().upper(): str(text) for label, text in raw_options.items()}
 
 
 def check_right(answer: Any, options: Options, name: str) -> str:
@@ -84,8 +84,8 @@ def choice_of(text: str, options: Options) -> str | None:
     if bare in options:
         return bare
 
-    said = squad_normalised(text)
-    same = [label for label, option in options.items() if option and said == _words(option)]
+    normalised = squad_normalised(text)
+    same = [label for label, option in options.items() if option and normalised == _words(option)]
     if len(same) == 1:
         return same[0]
 
@@ -105,21 +105,24 @@ def choice_of(text: str, options: Options) -> str | None:
     if len(letters) == 1:
         return str(letters.pop())
 
-    return None if letters else _by_text(said, options)
+    return None if letters else _by_text(normalised, options)
 
 
-def _by_text(said: str, options: Options) -> str | None:
-    """The one option whose text stands in what was said; one that is a part of another option that
+def _by_text(normalised: str, options: Options) -> str | None:
+    """The one option whose text stands in the answer; one that is a part of another option that
     stands there does not count."""
-    there = {
+    contained = {
         label: words
         for label, option in options.items()
-        if (words := _words(option)) and f" {words} " in f" {said} "
+        if (words := _words(option)) and f" {words} " in f" {normalised} "
     }
     longest = [
         label
-        for label, words in there.items()
-        if not any(f" {words} " in f" {other} " and words != other for other in there.values())
+        for label, words in contained.items()
+        if not any(
+            f" {words} " in f" {other_words} " and words != other_words
+            for other_words in contained.values()
+        )
     ]
     return longest[0] if len(longest) == 1 else None
 

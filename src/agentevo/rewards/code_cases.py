@@ -48,63 +48,63 @@ def cases_of(task: Task, key: str | None, most: int) -> CodeTests:
     none of the module's forms."""
     metadata = task.metadata
     names = (key,) if key is not None else KEYS
-    found = next((metadata[name] for name in names if metadata.get(name)), None)
-    given = found if found is not None or key is not None else task.answer
-    if not given:
+    from_metadata = next((metadata[name] for name in names if metadata.get(name)), None)
+    raw_tests = from_metadata if from_metadata is not None or key is not None else task.answer
+    if not raw_tests:
         raise ValueError(
             f"the task {task.id!r} has no tests: give its row {key or 'tests'}, such as "
             '{"inputs": ["1 2"], "outputs": ["3"]} or a list of asserts'
         )
 
-    tests = _read(_parse(given), metadata, most)
+    tests = _read(_parse(raw_tests), metadata, most)
     if not tests.number:
         raise ValueError(f"the tests of the task {task.id!r} are empty: give at least one")
 
     return tests
 
 
-def _parse(given: Any) -> Any:
+def _parse(raw: Any) -> Any:
     """What a text holds, if that is JSON."""
-    if isinstance(given, str) and given.lstrip()[:1] in ("{", "["):
+    if isinstance(raw, str) and raw.lstrip()[:1] in ("{", "["):
         try:
-            return parse_json(given)
+            return parse_json(raw)
         except ParseError:
-            return given
-    return given
+            return raw
+    return raw
 
 
-def _read(given: Any, metadata: Mapping[str, Any], most: int) -> CodeTests:
-    if isinstance(given, Mapping):
-        if "assert_case" in given:
-            return _asserts(given["assert_case"], metadata, most)
-        return _pairs(given, str(given.get("fn_name") or ""), most)
+def _read(raw_tests: Any, metadata: Mapping[str, Any], most: int) -> CodeTests:
+    if isinstance(raw_tests, Mapping):
+        if "assert_case" in raw_tests:
+            return _asserts(raw_tests["assert_case"], metadata, most)
+        return _pairs(raw_tests, str(raw_tests.get("fn_name") or ""), most)
 
-    if isinstance(given, str):
-        return _asserts([given], metadata, most)
-    if isinstance(given, Sequence) and all(isinstance(one, str) for one in given):
-        return _asserts(given, metadata, most)
+    if isinstance(raw_tests, str):
+        return _asserts([raw_tests], metadata, most)
+    if isinstance(raw_tests, Sequence) and all(isinstance(test, str) for test in raw_tests):
+        return _asserts(raw_tests, metadata, most)
 
-    if isinstance(given, Sequence) and all(isinstance(one, Mapping) for one in given):
+    if isinstance(raw_tests, Sequence) and all(isinstance(test, Mapping) for test in raw_tests):
         columns = {
-            "inputs": [one.get("input") for one in given],
-            "outputs": [one.get("output") for one in given],
+            "inputs": [test.get("input") for test in raw_tests],
+            "outputs": [test.get("output") for test in raw_tests],
         }
-        own = metadata.get("metadata")
-        about = _parse(own) if own is not None else {}
+        inner_metadata = metadata.get("metadata")
+        about = _parse(inner_metadata) if inner_metadata is not None else {}
         name = metadata.get("fn_name") or metadata.get("func_name")
         if not name and isinstance(about, Mapping):
             name = about.get("func_name")
 
         return _pairs(columns, str(name or ""), most)
 
-    raise ValueError(f"tests are {type(given).__name__}: give asserts, or inputs with outputs")
+    raise ValueError(f"tests are {type(raw_tests).__name__}: give asserts, or inputs with outputs")
 
 
-def _asserts(given: Any, metadata: Mapping[str, Any], most: int) -> CodeTests:
-    if not isinstance(given, Sequence) or not all(isinstance(one, str) for one in given):
+def _asserts(asserts: Any, metadata: Mapping[str, Any], most: int) -> CodeTests:
+    if not isinstance(asserts, Sequence) or not all(isinstance(test, str) for test in asserts):
         raise ValueError("the asserts are no list of texts")
 
-    tests = tuple(given[:most])
+    tests = tuple(asserts[:most])
     name = metadata.get("entry_point")
     if isinstance(name, str) and name.isidentifier():
         tests = tuple(
@@ -115,41 +115,43 @@ def _asserts(given: Any, metadata: Mapping[str, Any], most: int) -> CodeTests:
     return CodeTests(asserts=tests, setup=str(metadata.get("test_setup_code") or ""))
 
 
-def _pairs(given: Mapping[str, Any], function: str, most: int) -> CodeTests:
-    inputs = given.get("inputs")
-    outputs = given.get("outputs")
+def _pairs(columns: Mapping[str, Any], function: str, most: int) -> CodeTests:
+    inputs = columns.get("inputs")
+    outputs = columns.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list):
         raise ValueError("tests need inputs and outputs, both lists")
     if len(inputs) != len(outputs):
         raise ValueError(f"tests have {len(inputs)} inputs and {len(outputs)} outputs")
 
-    both = list(zip(inputs, outputs, strict=True))[:most]
+    cases = list(zip(inputs, outputs, strict=True))[:most]
     if not function:
-        return CodeTests(pairs=tuple((_text(one), _text(two)) for one, two in both))
+        return CodeTests(
+            pairs=tuple((_text(raw_input), _text(raw_output)) for raw_input, raw_output in cases)
+        )
 
-    calls = tuple((_arguments(one), _value(two)) for one, two in both)
+    calls = tuple((_arguments(raw_input), _value(raw_output)) for raw_input, raw_output in cases)
     return CodeTests(calls=calls, function=function)
 
 
-def _text(given: Any) -> str:
+def _text(value: Any) -> str:
     """A list is its lines."""
-    return "\n".join(map(str, given)) if isinstance(given, list) else str(given)
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _arguments(given: Any) -> list[Any]:
+def _arguments(raw: Any) -> list[Any]:
     """A list as it is; a text is a JSON value for each argument, a line each."""
-    if isinstance(given, str):
-        return [_value(line) for line in given.split("\n") if line.strip()]
-    return given if isinstance(given, list) else [given]
+    if isinstance(raw, str):
+        return [_value(line) for line in raw.split("\n") if line.strip()]
+    return raw if isinstance(raw, list) else [raw]
 
 
-def _value(given: Any) -> Any:
-    if not isinstance(given, str):
-        return given
+def _value(raw: Any) -> Any:
+    if not isinstance(raw, str):
+        return raw
     try:
-        return parse_json(given)
+        return parse_json(raw)
     except ParseError:
-        return given
+        return raw
 
 
 def is_right_value(value: Any, right: Any) -> bool:
@@ -179,19 +181,19 @@ def is_right_output(said: str, right: str) -> bool:
     if [len(line) for line in lines[0]] != [len(line) for line in lines[1]]:
         return False
     return all(
-        _same_word(one, two)
-        for line, other in zip(*lines, strict=True)
-        for one, two in zip(line, other, strict=True)
+        _same_word(word, expected_word)
+        for line, expected_line in zip(*lines, strict=True)
+        for word, expected_word in zip(line, expected_line, strict=True)
     )
 
 
-def _same_word(one: str, two: str) -> bool:
-    if one == two:
+def _same_word(first: str, second: str) -> bool:
+    if first == second:
         return True
-    if "." not in one + two or max(len(one), len(two)) > 40:
+    if "." not in first + second or max(len(first), len(second)) > 40:
         return False
 
     try:
-        return math.isclose(float(one), float(two), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+        return math.isclose(float(first), float(second), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     except ValueError:
         return False

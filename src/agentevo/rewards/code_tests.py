@@ -1,8 +1,8 @@
 """The reward `code_tests`: the reply's code, run against the task's tests in a sandbox.
 
-A program with inputs and outputs is started anew for each test; a function is called, and what it
-gives is compared outside of the sandbox, so the code never meets the right answer. Assertions run
-beside the code, in its process, and code that looks for what judges it can forge their outcome:
+A program with inputs and outputs is started again for each test; a function is called, and what it
+gives is compared outside of the sandbox, so the code never sees the right answer. Assertions run
+in the process of the code, and code that looks for what judges it can forge their outcome:
 inputs and outputs, or calls, are the safer tests to train on.
 """
 
@@ -108,11 +108,11 @@ class CodeTestsReward:
 
         async with sandboxes.open() as sandbox:
             work = _Testing(sandbox, code, config)
-            passed = await (work.programs(tests) if tests.pairs else work.functions(tests))
+            num_passed = await (work.programs(tests) if tests.pairs else work.functions(tests))
 
-        share = passed / tests.number
-        value = share if config.partial else float(passed == tests.number)
-        reason = f"{passed} of {tests.number} tests passed"
+        share = num_passed / tests.number
+        value = share if config.partial else float(num_passed == tests.number)
+        reason = f"{num_passed} of {tests.number} tests passed"
         return Score(value, success=share == 1, reason=reason)
 
 
@@ -130,29 +130,29 @@ class _Testing:
 
     async def programs(self, tests: CodeTests) -> int:
         """How many inputs lead to the right output."""
-        passed = 0
+        num_passed = 0
         is_written = False
-        for given, right in tests.pairs:
-            left = self._left_s(self._config.test_timeout_s)
-            if left <= 0:
+        for stdin_text, right in tests.pairs:
+            remaining_s = self._left_s(self._config.test_timeout_s)
+            if remaining_s <= 0:
                 break
             if not is_written:
                 await self._sandbox.write_file("solution.py", self._code)
 
             ran = await self._sandbox.execute(
                 ["python", "solution.py"],
-                stdin=given.encode("utf-8", "replace"),
-                deadline_s=left,
+                stdin=stdin_text.encode("utf-8", "replace"),
+                deadline_s=remaining_s,
             )
             check_ran(ran)
             is_written = not ran.files_lost
             is_right = ran.exit_code == 0 and await in_thread(is_right_output, ran.stdout, right)
-            passed += is_right
+            num_passed += is_right
 
             if not (is_right or self._config.partial):
                 break
 
-        return passed
+        return num_passed
 
     async def functions(self, tests: CodeTests) -> int:
         """How many calls give the right value, or assertions hold."""
@@ -174,24 +174,24 @@ class _Testing:
         )
         check_ran(ran)
 
-        told = await in_thread(_values, ran.stdout, mark)
+        results = await in_thread(_values, ran.stdout, mark)
         if tests.asserts:
-            return sum(told.get(index) is True for index in range(tests.number))
+            return sum(results.get(index) is True for index in range(tests.number))
 
         return sum(
-            index in told and is_right_value(told[index], right)
+            index in results and is_right_value(results[index], right)
             for index, (_, right) in enumerate(tests.calls)
         )
 
 
 def _values(stdout: str, mark: str) -> dict[int, Any]:
-    """What the runner told of each test."""
+    """What the runner wrote of each test."""
     values: dict[int, Any] = {}
     for line in stdout.split("\n"):
         if line.startswith(f"{mark} "):
             try:
-                told = msgspec.json.decode(line[len(mark) :])
-                values[told["index"]] = told["value"]
+                result = msgspec.json.decode(line[len(mark) :])
+                values[result["index"]] = result["value"]
             except (msgspec.MsgspecError, LookupError, TypeError, RecursionError):
                 continue
 

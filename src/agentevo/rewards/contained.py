@@ -1,12 +1,12 @@
-"""Whether a reply in free words states a given answer, and no candidates beside it.
+"""Whether a reply in free words states a given answer, and no other candidates.
 
     number   the last number of the reply is it, and no list of numbers ends there; the question's
              numbers are passed over, unless the answer is one of them
     words    they stand in the reply as whole words, not in a list, with no more than MOST_WORDS
              different words that neither the answer nor the question has
 
-Whoever is paid by this is trained to be paid: who names many candidates earns nothing. Candidates
-in words that are strung together without any sign between them are noticed by their number alone.
+A policy is trained to get this reward: one that names many candidates gets nothing. Candidates in
+words that are strung together without any sign between them are noticed by their number alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ITEMS_APART = re.compile(
 _ALTERNATIVE = re.compile(_ALTERNATIVES, re.IGNORECASE)
 _BULLET = re.compile(r"\A\s*(?:[-*\u2022]|\d{1,3}[.)])\s+")
 _MASK = "\0"
-"""Stands for the answer in a text."""
+"""Replaces the answer in a text."""
 
 
 def states_answer(text: str, answer: str, query: str, *, ignore_case: bool) -> bool:
@@ -57,19 +57,22 @@ def _number_alone(answer: str) -> Numeral | None:
     number = next(numerals_from_the_end(text), None)
     if number is None:
         return None
-    beside = text[: number.start] + text[number.end :]
-    return None if beside.strip(_MARKS + "-+.$\u20ac\u00a3\u00a5") else number
+    surroundings = text[: number.start] + text[number.end :]
+    return None if surroundings.strip(_MARKS + "-+.$\u20ac\u00a3\u00a5") else number
 
 
 def _states_number(text: str, right: Numeral, query: str) -> bool:
     text = plain(text)
     numerals = list(numerals_from_the_end(text))
-    asked = [one for one in numerals_from_the_end(plain(query)) if one is not None]
-    if not any(_equal(one, right) for one in asked):
+    query_numerals = [
+        numeral for numeral in numerals_from_the_end(plain(query)) if numeral is not None
+    ]
+    if not any(_equal(numeral, right) for numeral in query_numerals):
         candidates = [
             numeral
             for numeral in numerals
-            if numeral is None or not any(_equal(numeral, two) for two in asked)
+            if numeral is None
+            or not any(_equal(numeral, query_numeral) for query_numeral in query_numerals)
         ]
     else:
         candidates = numerals
@@ -84,9 +87,9 @@ def _states_number(text: str, right: Numeral, query: str) -> bool:
 
 def _equal(stated: Numeral, right: Numeral) -> bool:
     return any(
-        abs(reading - two) <= TOLERANCE * (abs(two) or 1.0)
-        for reading in stated.readings
-        for two in right.readings
+        abs(stated_value - right_value) <= TOLERANCE * (abs(right_value) or 1.0)
+        for stated_value in stated.readings
+        for right_value in right.readings
     )
 
 
@@ -112,14 +115,14 @@ def _ends_a_list(text: str, numerals: Sequence[Numeral | None]) -> bool:
 
 def _states_words(text: str, answer: str, query: str) -> bool:
     masked, num_found = _whole_words(answer).subn(_MASK, text.replace(_MASK, " "))
-    known = {*words_of(answer), *words_of(query)}
-    too_many = len(set(words_of(masked)) - known) > MOST_WORDS
+    expected_words = {*words_of(answer), *words_of(query)}
+    too_many = len(set(words_of(masked)) - expected_words) > MOST_WORDS
     return num_found > 0 and not too_many and not _is_listed(masked, len(words_of(answer)))
 
 
 def _whole_words(answer: str) -> re.Pattern[str]:
-    """Chinese and Japanese set no words apart; a letter of another script beside an answer in such
-    letters makes it a part of a word."""
+    """Chinese and Japanese set no words apart; a letter of another script next to an answer in
+    such letters makes it a part of a word."""
     letter = rf"[^\W{EAST_ASIAN}]"
     words = r"\s+".join(map(re.escape, answer.split()))
     is_east_asian = [bool(re.match(f"[{EAST_ASIAN}]", end)) for end in (answer[0], answer[-1])]
@@ -143,8 +146,8 @@ def _is_listed(masked: str, num_words: int) -> bool:
             joint = ""
         joint = joint or (separator or "")
 
-    def is_short(item: str, more: int) -> bool:
-        return _MASK not in item and len(words_of(item)) <= num_words + more
+    def is_short(item: str, extra_words: int) -> bool:
+        return _MASK not in item and len(words_of(item)) <= num_words + extra_words
 
     for place, item in enumerate(items):
         if _MASK not in item:
@@ -158,14 +161,14 @@ def _is_listed(masked: str, num_words: int) -> bool:
             sides.append((joints[first:place][::-1], items[first:place][::-1]))
 
         num_siblings = 0
-        for side_joints, others in sides:
+        for side_joints, neighbours in sides:
             if side_joints and _ALTERNATIVE.match(side_joints[0]):
                 return True
-            if side_joints and side_joints[0] and is_short(others[0], 2):
+            if side_joints and side_joints[0] and is_short(neighbours[0], 2):
                 return True
 
-            for other in others:
-                if not is_short(other, 1):
+            for neighbour in neighbours:
+                if not is_short(neighbour, 1):
                     break
                 num_siblings += 1
 

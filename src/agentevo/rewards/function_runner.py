@@ -17,11 +17,11 @@ from typing import Any
 def main() -> None:
     """See the module."""
     spec = json.load(sys.stdin)
-    told = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    output = os.fdopen(os.dup(1), "w", encoding="utf-8")
 
-    nothing = os.open(os.devnull, os.O_RDWR)
+    null_device = os.open(os.devnull, os.O_RDWR)
     for handle in (0, 1, 2):
-        os.dup2(nothing, handle)
+        os.dup2(null_device, handle)
 
     mark = spec.pop("mark")
     limit_s = spec["limit_s"]
@@ -49,7 +49,7 @@ def main() -> None:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
-        print(mark, line, file=told, flush=True)
+        print(mark, line, file=output, flush=True)
 
 
 def _function(names: dict[str, Any], name: str) -> Any:

@@ -1,5 +1,5 @@
 """What the judges of whole groups have in common: what is good, what they are shown, and groups
-that nobody needs to judge."""
+that no model needs to judge."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class JudgeOptions(RewardConfig):
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether training by it is refused where nobody has measured it."""
+        """Whether training by it is refused where it was not measured."""
         return not self.uncalibrated
 
     @field_validator("models", mode="before")
@@ -126,12 +126,12 @@ async def ask_in_order(
 async def all_or_first_error(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """What all of them give. One that fails ends no other, since its price is paid and its answer
     is kept; then the first failure is raised."""
-    found = await asyncio.gather(*works, return_exceptions=True)
+    outcomes = await asyncio.gather(*works, return_exceptions=True)
     values: list[T] = []
-    for one in found:
-        if isinstance(one, BaseException):
-            raise one
-        values.append(one)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        values.append(outcome)
     return values
 
 
@@ -146,9 +146,9 @@ async def _ask(
     try:
         return read(final_words(reply)), reply.text
     except UnusableError as error:
-        said = reply.text[-MAX_ECHO:].strip() or "(nothing)"
+        echo = reply.text[-MAX_ECHO:].strip() or "(nothing)"
         messages += [
-            {"role": "assistant", "content": said},
+            {"role": "assistant", "content": echo},
             {"role": "user", "content": correction(str(error))},
         ]
 

@@ -120,22 +120,25 @@ class JudgeConfig(JudgeOptions, AnswerConfig):
         if not value:
             return value
 
-        known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
+        known_placeholders = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
         try:
             fields = [part[1:] for part in Formatter().parse(value) if part[1] is not None]
         except ValueError as error:
-            raise ValueError(f"{error}: placeholders are {known}; double other braces") from error
+            raise ValueError(
+                f"{error}: placeholders are {known_placeholders}; double other braces"
+            ) from error
 
         for name, form, conversion in fields:
             if name not in PLACEHOLDERS or form or conversion:
                 raise ValueError(
-                    f"the placeholder {{{name}}} is unknown: there are {known}; double other braces"
+                    f"the placeholder {{{name}}} is unknown: there are {known_placeholders}; "
+                    "double other braces"
                 )
 
         names = [ALIASES.get(str(name), name) for name, *_ in fields]
         missing = [name for name in ("question", "response") if name not in names]
         if missing:
-            raise ValueError(f"it has no {{{missing[0]}}}: placeholders are {known}")
+            raise ValueError(f"it has no {{{missing[0]}}}: placeholders are {known_placeholders}")
 
         return value
 
@@ -188,19 +191,21 @@ class LlmJudge:
 def question(config: JudgeConfig, task: Task, stated: str) -> str:
     """What the judge is asked of a stated answer, which stands in a fence (transcripts.py)."""
     line = escape_json_line(json.dumps(clip(stated, MAX_RESPONSE), ensure_ascii=False))
-    given = {
+    values = {
         "question": task.query or "",
         "answer": NO_ANSWER if task.answer is None else task.answer,
         "rubric": config.rubric or NO_ANSWER,
     }
-    mark = mark_of(config.template, *map(str, given.values()), line)
-    given["response"] = fence(mark, "the answer", [line])
-    theirs = {alias: given[name] for alias, name in ALIASES.items()}
-    return config.template.format(**given, **theirs)
+    mark = mark_of(config.template, *map(str, values.values()), line)
+    values["response"] = fence(mark, "the answer", [line])
+    aliased_values = {alias: values[name] for alias, name in ALIASES.items()}
+    return config.template.format(**values, **aliased_values)
 
 
 def _json_score(text: str) -> float:
-    verdicts = [one.get("score") if isinstance(one, dict) else None for one in objects_in(text)]
+    verdicts = [
+        entry.get("score") if isinstance(entry, dict) else None for entry in objects_in(text)
+    ]
     return find_agreement(
         map(_score, verdicts), f'there is no JSON object with a "score": {text[-200:]!r}'
     )

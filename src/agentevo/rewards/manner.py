@@ -1,7 +1,7 @@
 """Rewards for the manner of an attempt, whatever its answer is: how long it is, whether it repeats
 itself, in which language it is, and how its tools were called.
 
-None of them says that a task is solved, but each may be listed beside one that does.
+None of them says that a task is solved, but each may be listed with one that does.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Repetition:
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
         """See Scorer.score. The formula is that of Yeo et al. (https://arxiv.org/abs/2502.03373),
         without its factor, which is `weight`."""
-        replies = [said for turn in trajectory.turns if (said := _reply(turn)) is not None]
+        replies = [reply for turn in trajectory.turns if (reply := _reply(turn)) is not None]
         text = "\n".join(text_of(message.content) for message in replies)
         share = await in_thread(repeated_share, text, self.config.ngram)
         return Score(-share, success=share == 0)
@@ -130,9 +130,9 @@ class ToolUse:
         pass
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
-        """See Scorer.score. A call that was begun and is none counts as one that failed, and so
-        does one whose result begins with `Error`; one that the attempt ended with has no result
-        and counts by its form."""
+        """See Scorer.score. A call that was started and can't be parsed counts as one that failed,
+        and so does one whose result begins with `Error`; one that the attempt ended with has no
+        result and counts by its form."""
         good: list[bool] = []
         under_way: dict[str, int] = {}  # of the last reply: id -> its place in `good`
         for turn in trajectory.turns:
@@ -143,7 +143,7 @@ class ToolUse:
                 if place is not None and _is_error(text_of(message.content)):
                     good[place] = False
 
-            calls = () if (said := _reply(turn)) is None else said.tool_calls
+            calls = () if (reply := _reply(turn)) is None else reply.tool_calls
             under_way = {call.id: len(good) + n for n, call in enumerate(calls) if call.id}
             good += [bool(call.name) and _is_object(call.arguments) for call in calls]
 
@@ -157,7 +157,7 @@ def _num_tokens(trajectory: Trajectory) -> int:
 
 
 def _reply(turn: Turn) -> Message | None:
-    """What the policy said in a turn; None where that was not recorded as a message."""
+    """What the policy wrote in a turn; None where that was not recorded as a message."""
     return next((m for m in reversed(turn.messages) if m.role == "assistant"), None)
 
 

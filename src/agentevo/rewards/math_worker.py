@@ -1,6 +1,6 @@
 """The process that compares mathematical answers by the package math-verify, for math_answer.py.
 
-What a policy writes may keep sympy busy for ever or fill the memory, in code that no thread can
+What a policy writes may keep sympy busy forever or fill the memory, in code that no thread can
 break off: so it is computed in here (json_worker.py). A request is {"right": [...], "stated":
 TEXT}, and the answer {"equal": true}, or {"problem": ...}.
 """
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def answer_to(request: dict[str, Any]) -> dict[str, Any]:
-    """Compares a stated answer with the right ones, of which each must be mathematics."""
+    """Compares a stated answer with the right ones, each of which must be mathematics."""
     from math_verify import verify
 
     try:
@@ -50,15 +50,15 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
 
 def _parse(text: str) -> list[Any]:
     """What a text says: expressions; none where it holds no mathematics. LaTeX need not stand
-    between dollars where nothing else stands beside it."""
+    between dollars where there is nothing else in the text."""
     from math_verify import parse
 
     text = _MIXED.sub(r"(\1+\2)", write_plainly(text))
     text = _POWER_OF_TEN.sub(r"\1 \\cdot 10^{\2}", text)
     if not _DELIMITED.search(text) and not _WORD.search(_TEX_WORDS.sub(" ", text)):
-        alone: list[Any] = parse(f"${text}$", parsing_timeout=None)
-        if alone:
-            return alone
+        as_formula: list[Any] = parse(f"${text}$", parsing_timeout=None)
+        if as_formula:
+            return as_formula
 
     within: list[Any] = parse(text, parsing_timeout=None)
     return within

@@ -182,9 +182,9 @@ def _spelt(fraction: re.Match[str]) -> str:
 
 
 def _write_slash(fraction: re.Match[str]) -> str:
-    whole, above, digit_above, below, digit_below = fraction.groups()
+    whole_part, above, digit_above, below, digit_below = fraction.groups()
     plain = f"{above or digit_above}/{below or digit_below}"
-    return f"{whole.rstrip()} {plain}" if whole else plain
+    return f"{whole_part.rstrip()} {plain}" if whole_part else plain
 
 
 def _has_minus(near: str, has_lines: bool) -> bool:

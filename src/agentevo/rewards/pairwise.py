@@ -95,7 +95,7 @@ class PairwiseComparison:
 
 def pairs_of(num: int, opponents: int | None, seed: int) -> list[tuple[int, int]]:
     """The pairs that are compared: all, or those at a distance of up to half of `opponents` in a
-    ring, in which everybody meets as many others."""
+    ring, in which each attempt is compared with as many others."""
     if opponents is None or opponents >= num - 1:
         return [(i, j) for i in range(num) for j in range(i + 1, num)]
 
@@ -156,7 +156,7 @@ class Pairwise:
     ) -> PairwiseComparison:
         """Two attempts, in both orders. Raises ValueError with what each model said or did."""
         first, second = pair
-        asked = [
+        requests = [
             ask_in_order(
                 models,
                 self.config.models,
@@ -170,32 +170,34 @@ class Pairwise:
             )
             for order in ((first, second), (second, first))
         ]
-        answers = await all_or_first_error(asked)
-        (one, why), (other, why_other) = (answer.value for answer in answers)
-        words = f"{answers[0].model}: {why} / {answers[1].model}: {why_other}"
-        return PairwiseComparison(first, second, (one, 1 - other), words)
+        answers = await all_or_first_error(requests)
+        (preference, why), (swapped_preference, swapped_why) = (answer.value for answer in answers)
+        words = f"{answers[0].model}: {why} / {answers[1].model}: {swapped_why}"
+        return PairwiseComparison(first, second, (preference, 1 - swapped_preference), words)
 
     def _score(self, comparisons: Sequence[PairwiseComparison], place: int) -> Score | Unscored:
-        own = [
+        involved = [
             comparison
             for comparison in comparisons
             if place in (comparison.first, comparison.second)
         ]
         words = "\n".join(
-            f"against attempt {one.second if place == one.first else one.first}: "
-            f"{'contradicted' if one.is_contradicted else f'{one.of(place):g}'}. {one.words}"
-            for one in own
+            f"against attempt "
+            f"{comparison.second if place == comparison.first else comparison.first}: "
+            f"{'contradicted' if comparison.is_contradicted else f'{comparison.of(place):g}'}. "
+            f"{comparison.words}"
+            for comparison in involved
         )
-        contradicted = sum(one.is_contradicted for one in own)
-        if contradicted > self.config.max_contradicted * len(own):
+        contradicted = sum(comparison.is_contradicted for comparison in involved)
+        if contradicted > self.config.max_contradicted * len(involved):
             return Unscored(
-                f"Disagreement: in {contradicted} of {len(own)} comparisons the judge says the "
-                "opposite when the order is exchanged, more than "
+                f"Disagreement: in {contradicted} of {len(involved)} comparisons the judge says "
+                "the opposite when the order is exchanged, more than "
                 f"max_contradicted={self.config.max_contradicted:g}",
                 evidence=words,
             )
 
-        value = math.fsum(one.of(place) for one in own) / len(own)
+        value = math.fsum(comparison.of(place) for comparison in involved) / len(involved)
         return Score(value, success=value >= self.config.solved_from, reason=words)
 
 

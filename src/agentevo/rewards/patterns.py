@@ -41,12 +41,12 @@ class Pattern:
     def last(self, text: str) -> str | None:
         """Its last match in the text: the first group, if it has groups and that one took part,
         else all that matched. Raises TimeoutError."""
-        every = self._within_limit(self._all, text)
-        if not every:
+        matches = self._within_limit(self._all, text)
+        if not matches:
             return None
-        found = every[-1]
-        in_group = found[1] if self._compiled.groups else None
-        return str(found[0] if in_group is None else in_group)
+        match = matches[-1]
+        in_group = match[1] if self._compiled.groups else None
+        return str(match[0] if in_group is None else in_group)
 
     def _all(self, text: str, **limits: Any) -> list[Any]:
         return list(self._compiled.finditer(text, **limits))

@@ -2,14 +2,14 @@
 
     r = clip(PR - PR_base, 0, 1),   PR = (1/n) sum_j pi(y*_j | x, z, y*_<j)
 
-x is the prompt, z what the policy has said up to where it states its answer, y* the task's answer,
-which is put in the place of the stated one. PR_base is PR without z, the answer directly after the
-prompt, under the policy that the run begins with: what was known without any reasoning earns
-nothing. Source: https://arxiv.org/abs/2506.18254, sections 3.2 and 3.3.
+x is the prompt, z what the policy has written up to where it states its answer, y* the task's
+answer, which is put in the place of the stated one. PR_base is PR without z, the answer directly
+after the prompt, under the policy that the run begins with: what was known without any reasoning
+earns nothing. Source: https://arxiv.org/abs/2506.18254, sections 3.2 and 3.3.
 
 z is the ids that the policy drew, as many of them as end before the answer; only what follows is
-encoded. No rule and no other model judges. So nobody notices a reasoning that names many answers to
-make each of them likely: watch replies, or list `length` beside it.
+encoded. No rule and no other model judges. So a reasoning that names many answers, to make each of
+them likely, is not noticed: watch replies, or list `length` as well.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ def split(policy: ScoredPolicy, ids: list[int], text: str, end: int) -> tuple[li
             high = middle - 1
 
     for count in range(low, max(low - MAX_STEPS_BACK, -1), -1):
-        told = policy.text(ids[:count])
-        if text.startswith(told) and len(told) <= end:  # not in the middle of a character
-            return ids[:count], text[len(told) : end]
+        prefix = policy.text(ids[:count])
+        if text.startswith(prefix) and len(prefix) <= end:  # not in the middle of a character
+            return ids[:count], text[len(prefix) : end]
 
     raise ValueError("the texts of the reply's first tokens are no beginning of the reply's text")
 
@@ -131,24 +131,32 @@ class Rlpr:
         if not self.config.debias:
             return
 
-        known = await policy.baselines.known()
-        wanted = {
-            baseline_key(policy.agent, one.context_ids, one.ids): (task, one)
+        known_baselines = await policy.baselines.known()
+        placed_answers = {
+            baseline_key(policy.agent, placed.context_ids, placed.ids): (task, placed)
             for task in tasks
-            for one in self._all_directly(policy, task)
+            for placed in self._all_directly(policy, task)
         }
-        waiting = [(key, *one) for key, one in wanted.items() if key not in known]
+        waiting = [
+            (key, *entry) for key, entry in placed_answers.items() if key not in known_baselines
+        ]
 
-        async def compute_baseline(task: Task, one: Placed) -> Baseline | None:
+        async def compute_baseline(task: Task, placed: Placed) -> Baseline | None:
             with suppress(RequestTooLongError):
-                return await self._baseline(policy, task, one)
+                return await self._baseline(policy, task, placed)
             return None
 
         for first in range(0, len(waiting), AT_ONCE):
-            some = waiting[first : first + AT_ONCE]
-            found = await gather_all([compute_baseline(task, one) for _, task, one in some])
+            chunk = waiting[first : first + AT_ONCE]
+            baselines = await gather_all(
+                [compute_baseline(task, placed) for _, task, placed in chunk]
+            )
             await policy.baselines.add(
-                {key: new for (key, *_), new in zip(some, found, strict=True) if new is not None}
+                {
+                    key: new
+                    for (key, *_), new in zip(chunk, baselines, strict=True)
+                    if new is not None
+                }
             )
 
     async def score(self, trajectory: Trajectory, task: Task, policy: ScoredPolicy) -> Score:
@@ -162,8 +170,8 @@ class Rlpr:
         values = await gather_all(
             [self._value(trajectory, task, policy, context, before, answer) for answer in answers]
         )
-        value, found = max(values)
-        solved = found >= (math.log(SOLVED) if self.config.measure == "mean_logprob" else SOLVED)
+        value, measured = max(values)
+        solved = measured >= (math.log(SOLVED) if self.config.measure == "mean_logprob" else SOLVED)
         return self._score(value, is_valid=True, solved=solved)
 
     def _score(self, value: float, *, is_valid: bool, solved: bool) -> Score:
@@ -194,14 +202,14 @@ class Rlpr:
         if not trajectory.turns:
             return None
 
-        said = list(trajectory.turns[-1].completion_ids)
-        text = policy.text(said)
+        completion_ids = list(trajectory.turns[-1].completion_ids)
+        text = policy.text(completion_ids)
         end = find_opening(text, place)
         if end is None:
             return None
 
-        kept, before = split(policy, said, text, end)
-        return [*context_of(trajectory.turns, len(trajectory.turns) - 1), *kept], before
+        kept_ids, before = split(policy, completion_ids, text, end)
+        return [*context_of(trajectory.turns, len(trajectory.turns) - 1), *kept_ids], before
 
     async def _value(
         self,
@@ -213,27 +221,28 @@ class Rlpr:
         answer: str,
     ) -> tuple[float, float]:
         """What this answer is worth, and its measure."""
-        one = place_answer(policy, context, before, answer)
-        logprobs, _ = await policy.score(one.context_ids, one.ids)
-        found = measure_logprobs(logprobs[one.skipped :], self.config.measure)
+        placed = place_answer(policy, context, before, answer)
+        logprobs, _ = await policy.score(placed.context_ids, placed.ids)
+        measured = measure_logprobs(logprobs[placed.skipped :], self.config.measure)
         if not self.config.debias:
-            return found, found
+            return measured, measured
 
         without = [
             measure_logprobs(
-                (await self._kept(policy, task, directly)).logprobs, self.config.measure
+                (await self._kept_baseline(policy, task, directly)).logprobs, self.config.measure
             )
             for directly in self._directly(policy, task, _prompt_of(trajectory), answer)
         ]
-        return min(max(found - max(without), 0.0), 1.0), found
+        return min(max(measured - max(without), 0.0), 1.0), measured
 
-    async def _kept(self, policy: ScoredPolicy, task: Task, one: Placed) -> Baseline:
+    async def _kept_baseline(self, policy: ScoredPolicy, task: Task, placed: Placed) -> Baseline:
         """The kept baseline, or a new one where the prompt was not known before."""
-        key = baseline_key(policy.agent, one.context_ids, one.ids)
+        key = baseline_key(policy.agent, placed.context_ids, placed.ids)
         baseline = (await policy.baselines.known()).get(key)
         if baseline is None:
-            await policy.baselines.add({key: await self._baseline(policy, task, one)})
-            return (await policy.baselines.known())[key]  # the first counts, maybe another's
+            await policy.baselines.add({key: await self._baseline(policy, task, placed)})
+            # The first counts, maybe that of another process.
+            return (await policy.baselines.known())[key]
         return baseline
 
     def _all_directly(self, policy: ScoredPolicy, task: Task) -> list[Placed]:
@@ -243,9 +252,9 @@ class Rlpr:
             prompt = policy.first_prompt(task)
             if prompt is not None:
                 return [
-                    one
+                    placed
                     for answer in self._answers(task)
-                    for one in self._directly(policy, task, prompt, answer)
+                    for placed in self._directly(policy, task, prompt, answer)
                 ]
 
         return []
@@ -257,9 +266,9 @@ class Rlpr:
         opening = opening_text(self._place(task))
         return [place_answer(policy, prompt_ids, opening + lead, answer) for lead in LEADS]
 
-    async def _baseline(self, policy: ScoredPolicy, task: Task, one: Placed) -> Baseline:
-        logprobs, version = await policy.score(one.context_ids, one.ids)
-        return Baseline(task.id, version, logprobs[one.skipped :])
+    async def _baseline(self, policy: ScoredPolicy, task: Task, placed: Placed) -> Baseline:
+        logprobs, version = await policy.score(placed.context_ids, placed.ids)
+        return Baseline(task.id, version, logprobs[placed.skipped :])
 
 
 def _prompt_of(trajectory: Trajectory) -> list[int]:

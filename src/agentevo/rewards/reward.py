@@ -144,7 +144,7 @@ class ScorerModel(Protocol):
         seed: int | None = None,
         schema: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The reply, whose `text` is what the model said, and whose `finish_reason` is `length`
+        """The reply, whose `text` is what the model wrote, and whose `finish_reason` is `length`
         where it was cut off. `role` and `attempt` say in the price log what the call is for; `seed`
         is the server's, where it takes one; `schema` is the JSON schema of the answer, to which the
         server holds it where it can."""
@@ -168,7 +168,7 @@ class ScoredPolicy(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text that goes on from others."""
+        """Ids of a text that continues others."""
         ...
 
     def text(self, ids: Sequence[int]) -> str:
@@ -228,12 +228,12 @@ def register_scorer(name: str, function: Callable[..., Any]) -> None:
         for parameter in parameters
         if parameter.default is parameter.empty and parameter in taken
     ]
-    others = [
+    required_keywords = [
         parameter.name
         for parameter in parameters
         if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
     ]
-    if len(taken) < 2 or len(needed) > 3 or others:
+    if len(taken) < 2 or len(needed) > 3 or required_keywords:
         raise ConfigError(
             f"the scorer {name!r} needs two or three positional parameters, as in `async def "
             "scorer(model_answer, ground_truth, task)`; agentevo.reward takes parameters by name"
@@ -319,8 +319,8 @@ def call_function(
         "extra_info": lambda: task.metadata.get("extra_info"),
         "models": lambda: models,
     }
-    asked = _asked_for(function)
-    return lambda: function(**{name: available[name]() for name in asked})
+    names = _asked_for(function)
+    return lambda: function(**{name: available[name]() for name in names})
 
 
 def call_scorer(
@@ -333,8 +333,8 @@ def call_scorer(
 ) -> Any:
     """The coroutine of a scorer's `score`, with the remote models, the policy and sandboxes if it
     asks for them."""
-    given = {"models": models, "policy": policy, "sandboxes": sandboxes}
-    return scorer.score(trajectory, task, **_asked_of(scorer.score, given))
+    available = {"models": models, "policy": policy, "sandboxes": sandboxes}
+    return scorer.score(trajectory, task, **_asked_of(scorer.score, available))
 
 
 def call_group_scorer(
@@ -344,13 +344,13 @@ def call_group_scorer(
     models: Mapping[str, ScorerModel],
 ) -> Any:
     """The coroutine of a scorer's `score_group`, with the remote models if it asks for them."""
-    given = _asked_of(scorer.score_group, {"models": models})
-    return scorer.score_group(trajectories, task, **given)
+    arguments = _asked_of(scorer.score_group, {"models": models})
+    return scorer.score_group(trajectories, task, **arguments)
 
 
-def _asked_of(method: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    asked = inspect.signature(method).parameters
-    return {name: value for name, value in given.items() if name in asked}
+def _asked_of(method: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(method).parameters
+    return {name: value for name, value in available.items() if name in parameters}
 
 
 def completion_of(trajectory: Trajectory) -> str:

@@ -79,7 +79,7 @@ def conversation_ids(
 
         ids = encode_rendering(tokenizer, str(text))[-max_tokens:]
     else:
-        before = "\n".join(text_of(one.content) for one in messages[:-1])
+        before = "\n".join(text_of(message.content) for message in messages[:-1])
         reply = text_of(messages[-1].content)
         ids = tokenizer(before, reply, truncation=True, max_length=max_tokens)["input_ids"]
 
@@ -94,7 +94,7 @@ def _prompt_text(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, An
 
 
 def longest_conversation(model: Any, tokenizer: Any, wanted: int | None) -> int:
-    """Tokens that the model reads, at most `wanted`."""
+    """Tokens that the model reads, at most `max_tokens`."""
     config = model.config.get_text_config()
     limits = [wanted, getattr(config, "max_position_embeddings", None), tokenizer.model_max_length]
     return min(limit for limit in limits if limit is not None and limit > 0)
@@ -146,8 +146,8 @@ class Classifier:
             rows = [
                 conversation_ids(tokenizer, conversation, longest) for conversation in conversations
             ]
-            alone = model.config.pad_token_id is None or model.device.type == "cpu"
-            size = 1 if alone else self.config.batch
+            is_unbatched = model.config.pad_token_id is None or model.device.type == "cpu"
+            size = 1 if is_unbatched else self.config.batch
             with torch.inference_mode():
                 parts = [
                     self._values_of(
@@ -156,8 +156,8 @@ class Classifier:
                     for begin in range(0, len(rows), size)
                 ]
 
-            found: list[float] = torch.cat(parts).tolist()
-            return found
+            scores: list[float] = torch.cat(parts).tolist()
+            return scores
 
     def _values_of(self, logits: Any, shape: Any) -> Any:
         """Of logits [n, labels], the values [n]."""
@@ -238,7 +238,7 @@ class ModelReward:
         self._turns: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
     async def score(self, trajectory: Trajectory, task: Task) -> Score:
-        """See Scorer.score. Attempts that wait at the same time share a pass: whoever is next takes
+        """See Scorer.score. Attempts that wait at the same time share a pass: the next one takes
         along as many as there are."""
         if not trajectory.turns:
             raise ValueError("the attempt has no reply to judge")
@@ -264,18 +264,24 @@ class ModelReward:
             self._turns = (loop, asyncio.Lock())
         return self._turns[1]
 
-    async def _judge(self, mine: tuple[list[Message], asyncio.Future[float]]) -> None:
+    async def _judge(self, own_request: tuple[list[Message], asyncio.Future[float]]) -> None:
         """This one and those that wait with it. What is wrong with one is its own."""
-        self._waiting.remove(mine)
-        others = [one for one in self._waiting if one[1].get_loop() is mine[1].get_loop()]
-        together = [mine, *others[: self.config.batch - 1]]
+        self._waiting.remove(own_request)
+        peers = [
+            request
+            for request in self._waiting
+            if request[1].get_loop() is own_request[1].get_loop()
+        ]
+        together = [own_request, *peers[: self.config.batch - 1]]
         try:
-            values = await in_thread(self._classifier.values, [one for one, _ in together])
+            values = await in_thread(
+                self._classifier.values, [conversation for conversation, _ in together]
+            )
         except ModelError:
             if len(together) == 1:
                 raise
-            values = await in_thread(self._classifier.values, [mine[0]])
-            together = [mine]
+            values = await in_thread(self._classifier.values, [own_request[0]])
+            together = [own_request]
 
         for (_, future), value in zip(together, values, strict=True):
             if not future.done():

@@ -8,8 +8,8 @@ their order and distances count.
                a liking for early or late places that is linear in the place cancels out
     score      the mean of the votes; each vote a number from 0 to 1
 
-An answer that lacks an attempt, names one twice or leaves 0 to 1 is never mended here: the judge is
-asked once more and told what is wrong, then the next model is asked. An attempt whose votes are
+An answer that lacks an attempt, names one twice or leaves 0 to 1 is never repaired here: the judge
+is asked once more, with what is wrong, then the next model is asked. An attempt whose votes are
 further apart than `max_spread` has no score, and says why. Equal attempts are shown once and have
 one score; a group of nothing else is not asked about.
 """
@@ -136,7 +136,7 @@ class Ruler:
         seeds = config.seed, task.id, trajectories[0].group_id
         until = time.monotonic() + config.timeout_s
         about = trajectories[0].id
-        asked = [
+        requests = [
             self.vote(
                 shown,
                 task,
@@ -148,7 +148,7 @@ class Ruler:
             )
             for number in range(config.votes)
         ]
-        votes = await all_or_first_error(asked)
+        votes = await all_or_first_error(requests)
         return [self._score(votes, place) for place in shown.of]
 
     async def vote(
@@ -188,9 +188,9 @@ class Ruler:
         )
         spread = max(scores) - min(scores)
         if spread > self.config.max_spread:
-            said = ", ".join(f"{score:g}" for score in scores)
+            scores_text = ", ".join(f"{score:g}" for score in scores)
             return Unscored(
-                f"Disagreement: the judge's votes are {said}, further apart than "
+                f"Disagreement: the judge's votes are {scores_text}, further apart than "
                 f"max_spread={self.config.max_spread:g}",
                 evidence=words,
             )
@@ -222,31 +222,31 @@ def _marks(verdict: object, num: int) -> list[Mark]:
     if not isinstance(entries, list):
         raise UnusableError(_NO_SCORES)
 
-    found: dict[int, Mark] = {}
+    marks: dict[int, Mark] = {}
     twice = list[int]()
     unknown = list[str]()
     wrong = list[str]()
     for entry in entries:
-        number = _whole(entry.get("id")) if isinstance(entry, dict) else None
+        number = _whole_number(entry.get("id")) if isinstance(entry, dict) else None
         if number is None or not 1 <= number <= num:
-            said = entry.get("id") if isinstance(entry, dict) else entry
-            unknown.append(json.dumps(said, ensure_ascii=False, default=str)[:40])
+            reported = entry.get("id") if isinstance(entry, dict) else entry
+            unknown.append(json.dumps(reported, ensure_ascii=False, default=str)[:40])
             continue
 
-        if number in found:
+        if number in marks:
             twice.append(number)
             continue
 
         score = number_of(entry.get("score"))
         if score is None or not 0 <= score <= 1:
-            said = json.dumps(entry.get("score"), ensure_ascii=False, default=str)[:40]
-            wrong.append(f"the score of {number} is {said}, which is no number from 0 to 1")
+            reported = json.dumps(entry.get("score"), ensure_ascii=False, default=str)[:40]
+            wrong.append(f"the score of {number} is {reported}, which is no number from 0 to 1")
             score = 0.0
 
         words = entry.get("explanation") or ""
-        found[number] = Mark(score, storable(" ".join(str(words).split()), MAX_EXPLANATION))
+        marks[number] = Mark(score, storable(" ".join(str(words).split()), MAX_EXPLANATION))
 
-    missing = [number for number in range(1, num + 1) if number not in found]
+    missing = [number for number in range(1, num + 1) if number not in marks]
     problems = [
         f"{what} {', '.join(map(str, which[:20]))}"
         for what, which in (
@@ -259,9 +259,9 @@ def _marks(verdict: object, num: int) -> list[Mark]:
     if problems:
         raise UnusableError("; ".join(problems))
 
-    return [found[number] for number in range(1, num + 1)]
+    return [marks[number] for number in range(1, num + 1)]
 
 
-def _whole(value: object) -> int | None:
+def _whole_number(value: object) -> int | None:
     number = number_of(value)
     return int(number) if number is not None and number == int(number) else None

@@ -1,4 +1,4 @@
-"""A program for a sandbox: runs queries on a SQLite database that somebody else has made.
+"""A program for a sandbox: runs queries on a SQLite database that it has not made.
 
 It reads {"file", "queries", "most_rows"} as JSON on stdin, and writes a list as JSON on stdout: of
 each query its rows, or a text that says why it has none.
@@ -14,8 +14,8 @@ from typing import Any
 def main() -> None:
     """See the module."""
     spec = json.load(sys.stdin)
-    found = [_ask(spec["file"], query, spec["most_rows"]) for query in spec["queries"]]
-    print(json.dumps(found))
+    results = [_ask(spec["file"], query, spec["most_rows"]) for query in spec["queries"]]
+    print(json.dumps(results))
 
 
 def _ask(file: str, query: str, most_rows: int) -> Any:
@@ -23,7 +23,7 @@ def _ask(file: str, query: str, most_rows: int) -> Any:
     try:
         database.execute("PRAGMA trusted_schema = OFF")
         rows = database.execute(query).fetchmany(most_rows + 1)
-        return [[_plain(one) for one in row] for row in rows]
+        return [[_plain(cell) for cell in row] for row in rows]
     except sqlite3.Error as error:
         return str(error)
     finally:

@@ -31,7 +31,7 @@ LEFT_OUT = "num_files_left_out"
 WAL_MODE = 18, 2
 """Where a database's header says that its newest rows may be in a -wal, and how."""
 BESIDE = ("-wal", "-journal")
-"""What SQLite keeps beside a database that was not closed."""
+"""Files that SQLite keeps next to a database that was not closed."""
 _FORM = (
     'give {"file": "shop.db", "tables": {"orders": [[1, "tea"]]}, "queries": [{"sql": "SELECT '
     'count(*) FROM orders", "rows": [[1]]}]}'
@@ -66,31 +66,31 @@ class Expected(NamedTuple):
 
 def expected_of(task: Task, key: str) -> tuple[str | None, list[Expected]]:
     """The file, if it is named, and what is expected of it. Raises ValueError for another form."""
-    given = task.metadata.get(key)
-    if not isinstance(given, Mapping):
+    expectation = task.metadata.get(key)
+    if not isinstance(expectation, Mapping):
         raise ValueError(f"the task {task.id!r} has no {key}: {_FORM}")
 
-    tables = given.get("tables") or {}
-    queries = given.get("queries") or []
+    tables = expectation.get("tables") or {}
+    queries = expectation.get("queries") or []
     if not isinstance(tables, Mapping) or not isinstance(queries, list):
         raise ValueError(f"{key} of the task {task.id!r}: {_FORM}")
 
-    found = []
+    expected = []
     for name, rows in tables.items():
         quoted = str(name).replace('"', '""')
-        found.append(Expected(f'SELECT * FROM "{quoted}"', rows, False))
+        expected.append(Expected(f'SELECT * FROM "{quoted}"', rows, False))
 
     for query in queries:
         sql = query.get("sql") if isinstance(query, Mapping) else None
         if not isinstance(sql, str) or "rows" not in query:
             raise ValueError(f"{key} of the task {task.id!r}: a query needs sql and rows: {_FORM}")
-        found.append(Expected(sql, query["rows"], bool(query.get("ordered"))))
+        expected.append(Expected(sql, query["rows"], bool(query.get("ordered"))))
 
-    if not found or not all(isinstance(one.rows, list) for one in found):
+    if not expected or not all(isinstance(item.rows, list) for item in expected):
         raise ValueError(f"{key} of the task {task.id!r} expects nothing, or no rows: {_FORM}")
 
-    file = given.get("file")
-    return (None if file is None else str(file)), found
+    file = expectation.get("file")
+    return (None if file is None else str(file)), expected
 
 
 @reward("sqlite_state")
@@ -118,7 +118,7 @@ class SqliteState:
 
         spec = {
             "file": "world.db",
-            "queries": [one.sql for one in expected],
+            "queries": [item.sql for item in expected],
             "most_rows": MOST_ROWS,
         }
         async with sandboxes.open() as sandbox:
@@ -134,8 +134,8 @@ class SqliteState:
             )
 
         check_ran(ran)
-        told = _told(ran.stdout, len(expected))
-        right = sum(_is_so(rows, one) for rows, one in zip(told, expected, strict=True))
+        results = _read_results(ran.stdout, len(expected))
+        right = sum(_is_so(rows, item) for rows, item in zip(results, expected, strict=True))
         share = right / len(expected)
         return Score(share if self.config.partial else float(share == 1.0), success=share == 1.0)
 
@@ -154,14 +154,14 @@ def _check_kept(trajectory: Trajectory, file: str | None) -> None:
         )
 
 
-def _told(stdout: str, number: int) -> list[Any]:
+def _read_results(stdout: str, number: int) -> list[Any]:
     """The rows of each query; None for each where the database was too slow, too large or too
-    broken to tell."""
+    broken to answer."""
     try:
-        told = msgspec.json.decode(stdout)
+        results = msgspec.json.decode(stdout)
     except (msgspec.MsgspecError, RecursionError):
         return [None] * number
-    return told if isinstance(told, list) and len(told) == number else [None] * number
+    return results if isinstance(results, list) and len(results) == number else [None] * number
 
 
 def _is_so(rows: Any, expected: Expected) -> bool:

@@ -48,12 +48,12 @@ def f1(stated: str, right: str) -> float:
     """Harmonic mean of precision and recall of the normalised words, as SQuAD's evaluation does it:
     2 * shared / (words of the one + words of the other). Where either has no words, 1 if neither
     has."""
-    mine = squad_normalised(stated).split()
-    gold = squad_normalised(right).split()
-    if not mine or not gold:
-        return float(mine == gold)
-    shared = sum((Counter(mine) & Counter(gold)).values())
-    return 2 * shared / (len(mine) + len(gold))
+    stated_words = squad_normalised(stated).split()
+    right_words = squad_normalised(right).split()
+    if not stated_words or not right_words:
+        return float(stated_words == right_words)
+    shared = sum((Counter(stated_words) & Counter(right_words)).values())
+    return 2 * shared / (len(stated_words) + len(right_words))
 
 
 def words_of(text: str) -> list[str]:
@@ -75,18 +75,18 @@ def share_of_language(text: str, language: str) -> float:
     """The share of the words that are written in the language's scripts; code, mathematics, tags
     and links, and words without a letter count in neither. 1 for a text without words."""
     scripts = SCRIPTS[language]
-    known: dict[str, bool] = {}
-    mine = counted = 0
+    is_in_script: dict[str, bool] = {}
+    num_in_script = num_words = 0
     for word in words_of(_NO_LANGUAGE.sub(" ", text)):
         letter = next((character for character in word if character.isalpha()), None)
         if letter is None:
             continue
 
-        if letter not in known:
+        if letter not in is_in_script:
             script = unicodedata.name(letter, "").partition(" ")[0]
-            known[letter] = script in scripts
+            is_in_script[letter] = script in scripts
 
-        mine += known[letter]
-        counted += 1
+        num_in_script += is_in_script[letter]
+        num_words += 1
 
-    return mine / counted if counted else 1.0
+    return num_in_script / num_words if num_words else 1.0

@@ -8,11 +8,11 @@ A text of an attempt can't leave its line, since JSON writes line breaks as \\n,
 a fence: MARK is a digest of everything that the question shows, so a text that held it would have
 to hold the digest of a whole that it is a part of. Equal questions have equal marks, so answers
 that were kept are found again, and a judge that is computed here answers as it did before. What a
-server or a chat template may take for its own (`<|im_end|>`, `[INST]`), and what nobody sees
+server or a chat template may take for its own (`<|im_end|>`, `[INST]`), and what is not visible
 (controls, signs that turn the direction of text), is written as \\u003c and the like.
 
 What all attempts begin with is shown once. An attempt may have several histories, each a path
-through its tree of turns; a later one that goes on from an earlier one says where.
+through its tree of turns; a later one that continues an earlier one says where.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ShownAttempt:
 
 @dataclass(frozen=True, slots=True)
 class _TranscriptLine:
-    """A message; `whole` says all of it, `shown` what fits."""
+    """A message; `full_text` says all of it, `shown` what fits."""
 
     role: str
     whole: str
@@ -72,26 +72,31 @@ class _TranscriptLine:
 
 def shown_group(trajectories: Sequence[Trajectory], limits: TranscriptLimits) -> ShownAttempt:
     """What a judge sees of the attempts at one task, whatever their order. Raises ValueError for an
-    attempt in which nothing was said."""
+    attempt without a message."""
     most = min(limits.message, limits.attempt // 2)
-    all_turns = [_lines_of_turns(one, most) for one in trajectories]
-    all_histories = [_histories_of(*one) for one in zip(trajectories, all_turns, strict=True)]
+    all_turns = [_lines_of_turns(trajectory, most) for trajectory in trajectories]
+    all_histories = [
+        _histories_of(*arguments) for arguments in zip(trajectories, all_turns, strict=True)
+    ]
     for trajectory, histories in zip(trajectories, all_histories, strict=True):
         if not histories:
             raise ValueError(f"the attempt {trajectory.id} said nothing that could be judged")
 
     wholes = [
         json.dumps(
-            [one.truncated]
-            + [[turn.parent, *(line.whole for line in lines[turn.index])] for turn in _turns(one)]
+            [trajectory.truncated]
+            + [
+                [turn.parent, *(line.whole for line in lines[turn.index])]
+                for turn in _turns(trajectory)
+            ]
         )
-        for one, lines in zip(trajectories, all_turns, strict=True)
+        for trajectory, lines in zip(trajectories, all_turns, strict=True)
     ]
     distinct = sorted(
         set(wholes), key=lambda text: blake2b(text.encode("utf-8", "replace")).digest()
     )
-    places = {whole: place for place, whole in enumerate(distinct)}
-    of = tuple(places[whole] for whole in wholes)
+    places = {text: place for place, text in enumerate(distinct)}
+    of = tuple(places[text] for text in wholes)
     firsts = [of.index(place) for place in range(len(distinct))]
     common = _common([history for index in firsts for history in all_histories[index]])
     attempts = tuple(
@@ -162,8 +167,10 @@ def _attempt_lines(
     for number, history in enumerate(histories):
         shared = common
         earlier = 0
-        for index, other in enumerate(histories[:number]):
-            same = _common([other, history]) if other != history else len(history)
+        for index, earlier_history in enumerate(histories[:number]):
+            same = (
+                _common([earlier_history, history]) if earlier_history != history else len(history)
+            )
             if same > shared:
                 shared = same
                 earlier = index + 1
@@ -191,7 +198,7 @@ def _line(message: Message, longest: int) -> _TranscriptLine:
     )
 
     def fields(longest: int | None) -> dict[str, object]:
-        given = {
+        values = {
             "role": message.role,
             "name": message.name,
             "reasoning": clip(message.reasoning, longest),
@@ -202,21 +209,23 @@ def _line(message: Message, longest: int) -> _TranscriptLine:
                 for call in message.tool_calls
             ],
         }
-        return {name: value for name, value in given.items() if value or name == "content"}
+        return {name: value for name, value in values.items() if value or name == "content"}
 
-    whole = json.dumps(fields(None), ensure_ascii=False)
-    written = whole if len(whole) <= longest else json.dumps(fields(longest), ensure_ascii=False)
-    return _TranscriptLine(message.role, whole, escape_json_line(written))
+    full_text = json.dumps(fields(None), ensure_ascii=False)
+    written = (
+        full_text if len(full_text) <= longest else json.dumps(fields(longest), ensure_ascii=False)
+    )
+    return _TranscriptLine(message.role, full_text, escape_json_line(written))
 
 
 def _tool_lines(trajectories: Sequence[Trajectory]) -> tuple[str, ...]:
     """One line for each tool that an attempt was given."""
-    given: dict[str, None] = {}
+    schemas: dict[str, None] = {}
     for trajectory in trajectories:
         for turn in _turns(trajectory):
             if turn.tools:
-                given |= dict.fromkeys(_schemas(turn.tools))
-    return tuple(_within([escape_json_line(one) for one in given], MAX_TOOLS))
+                schemas |= dict.fromkeys(_schemas(turn.tools))
+    return tuple(_within([escape_json_line(schema) for schema in schemas], MAX_TOOLS))
 
 
 def _schemas(text: str) -> list[str]:
@@ -231,7 +240,10 @@ def _schemas(text: str) -> list[str]:
         )
         for tool in (tools if isinstance(tools, list) else [tools])
     )
-    return [one if len(one) <= MAX_TOOLS // 2 else json.dumps(clip(one, 1000)) for one in written]
+    return [
+        schema if len(schema) <= MAX_TOOLS // 2 else json.dumps(clip(schema, 1000))
+        for schema in written
+    ]
 
 
 def clip(text: str | None, longest: int | None) -> str | None:
@@ -273,11 +285,11 @@ def _within(lines: Sequence[str], longest: int) -> list[str]:
 
 def mark_of(*texts: str) -> str:
     """The mark of the fences around these texts, which stands in none of them."""
-    whole = "\n".join(texts)
-    mark = blake2b(whole.encode("utf-8", "replace"), digest_size=MARK_BYTES).hexdigest()
-    while mark in whole:
+    joined = "\n".join(texts)
+    mark = blake2b(joined.encode("utf-8", "replace"), digest_size=MARK_BYTES).hexdigest()
+    while mark in joined:
         mark = blake2b(
-            (mark + whole).encode("utf-8", "replace"), digest_size=MARK_BYTES
+            (mark + joined).encode("utf-8", "replace"), digest_size=MARK_BYTES
         ).hexdigest()
     return mark
 

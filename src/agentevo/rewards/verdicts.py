@@ -3,8 +3,8 @@
     thought    at the beginning of an answer counts for nothing, drafts in it among them
     cut        an answer that ended at its limit of tokens is unusable, whatever it says until then
     several    every verdict in an answer has to say the same: which of two is the judge's own and
-               which a quotation can't be told
-    broken     JSON that can't be read makes an answer unusable: what lies within it is a part of
+               which a quotation is not known
+    broken     JSON that can't be read makes an answer unusable: what is within it is a part of
                something else
 
 Whatever is unusable is asked again (judging.py); nothing is guessed here. A judge that states its
@@ -49,7 +49,7 @@ _NEGATED = re.compile(
     r"(?:\s{1,9}(?:at\s{1,9}all|be|been|being|considered|\w{1,30}ly)){0,2}[\s*_]{1,9}\Z",
     re.IGNORECASE,
 )
-"""Right before `correct`: the opposite is said."""
+"""Right before `correct`: the text says the opposite."""
 _VAGUE = re.compile(
     r"\b(?:if|unless|whether|would|could|might|may|were|had|seems?|appears?|claims?|says|"
     r"said|states?|stated|asks?|quote|almost|nearly|partly|half|somewhat|mostly|far|than|anything|"
@@ -101,7 +101,7 @@ def final_words(reply: Any) -> str:
 
 
 def objects_in(text: str) -> list[Any]:
-    """The JSON objects, and lists of objects, that stand in an answer, without those that lie in
+    """The JSON objects, and lists of objects, that stand in an answer, without those that are in
     others. Raises UnusableError where one is broken, or names a key twice."""
     values = []
     place = 0
@@ -119,12 +119,12 @@ def objects_in(text: str) -> list[Any]:
 def find_agreement(verdicts: Iterable[T], nothing: str) -> T:
     """The verdict, which may stand in an answer more than once. Raises UnusableError for none, with
     `nothing` as the reason, and for verdicts that differ."""
-    every = list(verdicts)
-    if not every:
+    candidates = list(verdicts)
+    if not candidates:
         raise UnusableError(nothing)
-    if any(verdict != every[0] for verdict in every):
+    if any(verdict != candidates[0] for verdict in candidates):
         raise UnusableError("there are verdicts in it that differ: give yours, and quote none")
-    return every[0]
+    return candidates[0]
 
 
 def number_of(value: object) -> float | None:

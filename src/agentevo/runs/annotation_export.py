@@ -2,10 +2,10 @@
 `data.pairs` of `agentevo train`, and what a judge is calibrated by.
 
 sft     attempts that are right, as `agentevo trajectories export --sft` writes them, and edited
-        last replies, of which that reply alone is taught unless the attempt is right
+        last replies, where that reply alone is taught unless the attempt is right
 pairs   better against worse from where two conversations part, edited against original reply
 labels  attempts that are right or wrong as {"prompt", "completion", "label"}, for kto and rft
-judge   each verdict beside the reward, its parts and the conversation
+judge   each verdict with the reward, its parts and the conversation
 
 A pair's file has no place for tools, so attempts with tools are left out of pairs and labels.
 Attempts at held-out tasks are verdicts for a judge, and rows to train on only if asked for.
@@ -62,19 +62,21 @@ async def export_annotations(
     """Writes the rows to `path` (.jsonl or .jsonl.gz): how many, and reason -> annotations that
     gave none. `held_out`: attempts of evaluations are trained on, too. Raises ConfigError, with
     nothing written, if there is no row."""
-    wanted = set(found.attempts) | {name for pair in found.pairs for name in pair}
+    attempt_ids = set(found.attempts) | {name for pair in found.pairs for name in pair}
     attempts: dict[str, Trajectory] = {}
-    for name in wanted:
+    for name in attempt_ids:
         try:
             attempts[name] = await store.trajectory(name)
         except AgentEvoError:
-            continue  # told as GONE, once for each annotation
+            continue  # reported as GONE, once for each annotation
 
     evaluated: set[str] = set()
     if form != "judge" and not held_out:
         tasks = {trajectory.task_id for trajectory in attempts.values()}
         for task in tasks:
-            evaluated |= {one.id for one in await store.summaries(task_id=task, split="eval")}
+            evaluated |= {
+                summary.id for summary in await store.summaries(task_id=task, split="eval")
+            }
 
     count = 0
     left_out = Counter[str]()
@@ -87,23 +89,23 @@ async def export_annotations(
             count += 1
 
         if not count:
-            said = "; ".join(f"{number} left out: {why}" for why, number in left_out.items())
+            reasons = "; ".join(f"{number} left out: {why}" for why, number in left_out.items())
             raise ConfigError(
                 f"no annotation gives a row of the format {form}: "
-                f"{said or 'nobody has annotated an attempt (agentevo annotate)'}"
+                f"{reasons or 'nobody has annotated an attempt (agentevo annotate)'}"
             )
 
     return count, left_out
 
 
 def _rows(
-    found: Annotations,
+    annotations: Annotations,
     attempts: dict[str, Trajectory],
     held_out: Set[str],
     form: Format,
     read: Read,
 ) -> Iterator[Row | LeftOutError]:
-    for attempt in found.attempts.values():
+    for attempt in annotations.attempts.values():
         try:
             trajectory = attempts.get(attempt.attempt)
             if trajectory is None:
@@ -124,14 +126,16 @@ def _rows(
         except LeftOutError as error:
             yield error
 
-    for two in found.pairs.values() if form == "pairs" else ():
+    for preference in annotations.pairs.values() if form == "pairs" else ():
         try:
-            if two.better not in attempts or two.worse not in attempts:
+            if preference.better not in attempts or preference.worse not in attempts:
                 raise LeftOutError(GONE)
-            if two.better in held_out or two.worse in held_out:
+            if preference.better in held_out or preference.worse in held_out:
                 raise LeftOutError(HELD_OUT)
-            sides = [conversation(attempts[name], read) for name in (two.better, two.worse)]
-            yield {**pair_of(*sides), "better": two.better, "worse": two.worse}
+            sides = [
+                conversation(attempts[name], read) for name in (preference.better, preference.worse)
+            ]
+            yield {**pair_of(*sides), "better": preference.better, "worse": preference.worse}
         except LeftOutError as error:
             yield error
 
@@ -142,8 +146,10 @@ def _with_reply(trajectory: Trajectory, reply: str) -> Trajectory:
     if last is None or not last.messages:
         raise LeftOutError(SILENT)
 
-    said = msgspec.structs.replace(last.messages[-1], content=reply, tool_calls=(), reasoning=None)
-    messages = [*last.messages[:-1], said]
+    message = msgspec.structs.replace(
+        last.messages[-1], content=reply, tool_calls=(), reasoning=None
+    )
+    messages = [*last.messages[:-1], message]
     turn = msgspec.structs.replace(last, messages=messages, finish_reason="stop")
     if isinstance(turn, RemoteTurn):
         turns = [*trajectory.remote_turns[:-1], turn]
@@ -152,17 +158,17 @@ def _with_reply(trajectory: Trajectory, reply: str) -> Trajectory:
     return msgspec.structs.replace(trajectory, turns=[*trajectory.turns[:-1], turn])
 
 
-def _sft_rows(one: Annotation, trajectory: Trajectory, read: Read) -> Iterator[Row]:
-    if one.reply is None and one.verdict != RIGHT:
+def _sft_rows(annotation: Annotation, trajectory: Trajectory, read: Read) -> Iterator[Row]:
+    if annotation.reply is None and annotation.verdict != RIGHT:
         return
-    if one.reply is not None:
-        trajectory = _with_reply(trajectory, one.reply)
+    if annotation.reply is not None:
+        trajectory = _with_reply(trajectory, annotation.reply)
 
     rows = list(conversations_of(trajectory, read))
     if not rows:
         raise LeftOutError(SILENT)
 
-    if one.verdict != RIGHT:  # its other answers are nobody's: they are context
+    if annotation.verdict != RIGHT:  # its other answers were not judged: they are context
         row = rows[-1]
         *before, last = row["messages"]
         context = [m | {"weight": 0} if m["role"] == "assistant" else m for m in before]
@@ -210,7 +216,7 @@ def pair_of(chosen: list[Row], rejected: list[Row]) -> Row:
     return {"prompt": chosen[:place], "chosen": chosen[place:], "rejected": rejected[place:]}
 
 
-def _label_row(one: Annotation, trajectory: Trajectory, read: Read) -> Row:
+def _label_row(annotation: Annotation, trajectory: Trajectory, read: Read) -> Row:
     messages = conversation(trajectory, read)
     first = _first_answer(messages)
     if first == 0:
@@ -219,21 +225,21 @@ def _label_row(one: Annotation, trajectory: Trajectory, read: Read) -> Row:
     return {
         "prompt": messages[:first],
         "completion": messages[first:],
-        "label": one.verdict == RIGHT,
-        "trajectory_id": one.attempt,
+        "label": annotation.verdict == RIGHT,
+        "trajectory_id": annotation.attempt,
     }
 
 
-def _judge_row(one: Annotation, trajectory: Trajectory, read: Read) -> Row:
+def _judge_row(annotation: Annotation, trajectory: Trajectory, read: Read) -> Row:
     return {
-        "trajectory_id": one.attempt,
+        "trajectory_id": annotation.attempt,
         "task_id": trajectory.task_id,
         "messages": conversation(trajectory, read, tools=True),
-        "label": one.verdict == RIGHT,
-        "note": one.note,
+        "label": annotation.verdict == RIGHT,
+        "note": annotation.note,
         "reward": trajectory.reward,
         "success": trajectory.success,
         "reward_parts": trajectory.reward_parts,
-        "who": one.who,
-        "at": one.at,
+        "who": annotation.who,
+        "at": annotation.at,
     }

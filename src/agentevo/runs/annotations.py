@@ -1,9 +1,9 @@
-"""What people have said of a run's attempts: right or wrong, a note, a better last reply, and which
+"""What people say of a run's attempts: right or wrong, a note, a better last reply, and which
 of two is better.
 
-It lies in RUN/annotations.jsonl, never in the store: what was trained on stays what it was. Each
+It is in RUN/annotations.jsonl, never in the store: what was trained on stays what it was. Each
 record is added and none is changed (records.py); the newest of an attempt, or of two attempts, is
-the one that counts, and one that says nothing takes back what was said.
+the one that counts, and one that says nothing takes back the earlier ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_REPLY = 200_000
 
 
 class Annotation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="attempt"):
-    """What somebody said of one attempt."""
+    """What a person says of one attempt."""
 
     attempt: str
     at: float = 0.0
@@ -50,7 +50,7 @@ class Annotation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class Preference(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="pair"):
-    """Which of two attempts somebody finds better."""
+    """Which of two attempts a person finds better."""
 
     better: str
     worse: str
@@ -79,7 +79,7 @@ class Annotations:
     """The newest of each attempt, where it says something; the newest last."""
     pairs: dict[frozenset[str], Preference]
     history: Sequence[Record]
-    """Everything that was ever said, the oldest first."""
+    """All annotations, the oldest first."""
 
 
 def annotate(folder: Path, record: Record) -> None:
@@ -111,10 +111,10 @@ def read_annotations(folder: Path) -> Annotations:
             if record.says_something:
                 attempts[record.attempt] = record
         else:
-            both = frozenset((record.better, record.worse))
-            pairs.pop(both, None)
+            pair_key = frozenset((record.better, record.worse))
+            pairs.pop(pair_key, None)
             if record.says_something:
-                pairs[both] = record
+                pairs[pair_key] = record
 
     return Annotations(attempts, pairs, history)
 
@@ -157,8 +157,8 @@ class Agreement:
 def agreement(judge: str, verdicts: Iterable[tuple[bool, bool]]) -> Agreement:
     """`verdicts`: (people say right, the judge passed it)."""
     counts = [0, 0, 0, 0]
-    for right, passed in verdicts:
-        counts[2 * (not right) + (not passed)] += 1
+    for right, has_passed in verdicts:
+        counts[2 * (not right) + (not has_passed)] += 1
     return Agreement(judge, (counts[0], counts[1], counts[2], counts[3]))
 
 
@@ -168,10 +168,16 @@ def calibration(found: Annotations, passed_from: float = 0.5) -> list[Agreement]
     attempts, whether the one that people find better has the higher reward (`reward, of two`; equal
     rewards count as disagreement)."""
     judged = [attempt for attempt in found.attempts.values() if attempt.verdict]
-    rows = [agreement("success", ((one.verdict == RIGHT, one.success) for one in judged))]
-    names = sorted({name for one in judged for name in one.parts})
+    rows = [
+        agreement("success", ((attempt.verdict == RIGHT, attempt.success) for attempt in judged))
+    ]
+    names = sorted({name for attempt in judged for name in attempt.parts})
     for name in names:
-        values = [(one.verdict == RIGHT, one.parts[name]) for one in judged if name in one.parts]
+        values = [
+            (attempt.verdict == RIGHT, attempt.parts[name])
+            for attempt in judged
+            if name in attempt.parts
+        ]
         numbers = [value for _, value in values]
         least = 0.0 if min(numbers) < 0 and max(numbers) <= 0 else passed_from
         rows.append(

@@ -70,8 +70,8 @@ class Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class RecordedRows(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows that a step's record holds beside those of its plan: id -> the first digits of the
-    content's digest."""
+    """Rows that a step's record holds in addition to those of its plan: id -> the first digits
+    of the content's digest."""
 
     tasks: dict[str, str] = {}
     """Those that were played for the first time since the trainer was started."""
@@ -97,7 +97,7 @@ def link(step: int, record: Mapping[str, Any], before: str) -> str:
 
 def broken_links(records: Iterable[StepRecord], end: End) -> list[int]:
     """Of the records after `end`, the steps whose record is not the one that was committed there.
-    Where the step before is missing, nothing can be said of it."""
+    Where the step before is missing, it can't be checked."""
     broken = []
     for record in records:
         chain = str(record.record.get(KEY))

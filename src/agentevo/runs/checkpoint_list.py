@@ -46,11 +46,11 @@ def kept_checkpoints(folder: Path, config: Mapping[str, Any]) -> KeptCheckpoints
     try:
         with os.scandir(folder / "checkpoints") as entries:
             for entry in entries:
-                found = _NAME.fullmatch(entry.name)
+                match = _NAME.fullmatch(entry.name)
                 manifest = os.path.join(entry.path, "checkpoint.json")
                 is_inside = os.path.realpath(manifest).startswith(inside)
-                if found and is_inside and os.path.isfile(manifest):
-                    steps.append(int(found[1]))
+                if match and is_inside and os.path.isfile(manifest):
+                    steps.append(int(match[1]))
                     adapter = os.path.join(entry.path, "adapter_config.json")
                     needs_model = needs_model or os.path.isfile(adapter)
     except OSError:

@@ -38,35 +38,35 @@ class MeasuredRun:
 def measured_runs(folders: Sequence[Path]) -> list[MeasuredRun]:
     """The runs in these folders, and all runs of those that are sweeps; each once. Raises
     ConfigError for a folder that has neither, and for a run without numbers."""
-    found: dict[Path, MeasuredRun] = {}
+    measured: dict[Path, MeasuredRun] = {}
     for folder in folders:
         inside = (
-            [one for one in sorted(folder.iterdir()) if is_run_folder(one)]
+            [run_folder for run_folder in sorted(folder.iterdir()) if is_run_folder(run_folder)]
             if is_sweep_folder(folder)
             else [check_run_folder(folder)]
         )
         if not inside:
             raise ConfigError(f"{folder}: no run of this sweep has begun yet")
 
-        for one in inside:
-            found.setdefault(one.resolve(), _measure_run(one))
+        for run_folder in inside:
+            measured.setdefault(run_folder.resolve(), _measure_run(run_folder))
 
-    return list(found.values())
+    return list(measured.values())
 
 
 def settings_of(
     runs: Sequence[MeasuredRun], *, each: bool = False
 ) -> list[tuple[str, list[MeasuredRun]]]:
     """(name, runs) of every setting, in the order of its first run; with `each` of every run. Where
-    several have one name, their folders tell them apart."""
+    several have one name, their folders distinguish them."""
     groups: dict[object, list[MeasuredRun]] = {}
     for run in runs:
         groups.setdefault(run.folder if each else (run.name, run.setting), []).append(run)
 
     names = [group[0].name for group in groups.values()]
     return [
-        (one[0].name if names.count(one[0].name) == 1 else str(one[0].folder), one)
-        for one in groups.values()
+        (group[0].name if names.count(group[0].name) == 1 else str(group[0].folder), group)
+        for group in groups.values()
     ]
 
 

@@ -1,4 +1,4 @@
-"""Asking a run that is under way to stop, save, pause or go on, through its folder, so from any
+"""Asking a run that is under way to stop, save, pause or continue, through its folder, so from any
 process and any machine that shares it.
 
     RUN/control.json       who trains now (a session), whether it is paused, its newest answers
@@ -9,7 +9,7 @@ never reaches a later trainer of the same folder, and one that is sent twice is 
 of the trainer looks every LOOK_S, so a folder that hangs never holds up training. Every answer is
 added to the run's changes.jsonl as well. What is asked is done between two steps.
 
-Not promised: an answer of a trainer that was killed, or whose folder nobody can write.
+Not promised: an answer of a trainer that was killed, or whose folder can't be written.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ID = re.compile(r"[0-9a-zA-Z-]{8,64}")
 
 
 class ControlRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What somebody asks of a run."""
+    """What a user asks of a run."""
 
     id: str
     do: Action
@@ -165,15 +165,15 @@ class RunControl:
     def note_pause(self, step: int) -> None:
         """The run stands still from now on, after that step."""
         with self._lock:
-            asked = self._pauses
+            pauses = self._pauses
             self._pauses = []
             is_new = not self._session.is_paused
             self._session = msgspec.structs.replace(self._session, is_paused=True)
 
-        for request in asked:
+        for request in pauses:
             self.answer(request, f"paused after step {step}")
 
-        if is_new and not asked:
+        if is_new and not pauses:
             self._write()
 
     def goes_on(self) -> None:
@@ -184,11 +184,11 @@ class RunControl:
 
     def answer(self, request: ControlRequest, result: str, *, is_done: bool = True) -> None:
         """Says what became of a request, and deletes it."""
-        one = ControlAnswer(
+        record = ControlAnswer(
             id=request.id, do=request.do, result=result, is_done=is_done, at=time.time()
         )
         with self._lock:
-            answers = [*self._session.answers, one][-KEPT_ANSWERS:]
+            answers = [*self._session.answers, record][-KEPT_ANSWERS:]
             self._session = msgspec.structs.replace(self._session, answers=answers)
 
         self._write()
@@ -196,14 +196,14 @@ class RunControl:
         with suppress(OSError):
             (self._folder / REQUESTS / f"{request.id}.json").unlink(missing_ok=True)
 
-        about = {"at": one.at, "who": "the trainer", "address": self._session.host}
+        about = {"at": record.at, "who": "the trainer", "address": self._session.host}
         try:
             add_record(
                 self._folder / CHANGES,
                 {**about, "id": request.id, "what": f"{request.do}: {result}"},
             )
         except ConfigError as error:
-            self._tell(str(error))
+            self._report(str(error))
 
     def _look_on(self) -> None:
         self._write()
@@ -211,14 +211,14 @@ class RunControl:
             self._look()
             self._over.wait(self._look_s)
 
-        self._look()  # what was asked meanwhile gets its answer
+        self._look()  # what was asked since the last look gets its answer
         with self._lock:
-            left = [*self._saves, *self._pauses]
+            unanswered = [*self._saves, *self._pauses]
             self._saves = []
             self._pauses = []
             self._session = msgspec.structs.replace(self._session, has_ended=True, is_paused=False)
 
-        for request in left:
+        for request in unanswered:
             self.answer(request, "the run has ended", is_done=False)
 
         self._write()
@@ -228,9 +228,9 @@ class RunControl:
             with os.scandir(self._folder / REQUESTS) as entries:
                 names = [entry.name for entry in entries if entry.name.endswith(".json")]
         except OSError:
-            return  # nobody has ever asked for anything
+            return  # no request was ever made
 
-        found: list[ControlRequest] = []
+        requests: list[ControlRequest] = []
         for name in names[:MAX_REQUESTS]:
             id = name.removesuffix(".json")
             if id in self._answered:  # it came a second time
@@ -243,9 +243,9 @@ class RunControl:
             request = _read(self._folder / REQUESTS / name, ControlRequest)
             self._seen.add(id)
             if request is not None and request.id == id:
-                found.append(request)
+                requests.append(request)
 
-        for request in sorted(found, key=lambda one: one.at):
+        for request in sorted(requests, key=lambda request: request.at):
             self._take(request)
 
     def _take(self, request: ControlRequest) -> None:
@@ -284,9 +284,9 @@ class RunControl:
             else:
                 return
 
-        self._tell(f"{problem}: the run goes on, and nobody can ask it for anything")
+        self._report(f"{problem}: the run goes on, and nobody can ask it for anything")
 
-    def _tell(self, problem: str) -> None:
+    def _report(self, problem: str) -> None:
         """Once for each problem: a disk that is full is so for long."""
         if problem != self._problem:
             self._problem = problem
@@ -294,7 +294,7 @@ class RunControl:
 
 
 def _read(path: Path, kind: type[T]) -> T | None:
-    """A file of ours; None for one that is gone, damaged, too large, a link, or no file."""
+    """A file of this module; None for one that is gone, damaged, too large, a link, or no file."""
     try:
         with open_regular(path) as file:
             return msgspec.json.decode(file.read(LARGEST), type=kind)

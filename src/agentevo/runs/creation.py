@@ -87,8 +87,8 @@ def new_folder(config: RunConfig) -> Iterator[Callable[[], None]]:
 
 
 def check_folder(config: RunConfig) -> None:
-    """Raises ConfigError for a folder where no new run may begin: not beside another run, but in
-    place of one that was given up, or killed before it was a run."""
+    """Raises ConfigError for a folder where no new run may begin: not in the folder of another run,
+    but in place of one that was given up, or killed before it was a run."""
     folder = config.run_dir
     check_new_folder(folder, "run.dir")
 
@@ -109,8 +109,8 @@ def check_place(
     config: RunConfig, command: str, *, resume: bool, may_create: bool = True
 ) -> dict[str, tuple[Any, Any]]:
     """What a run refuses of its folder and its store: no run there to resume, or one already.
-    Returns with which keys it goes on that were others: key -> (was, now). Without `may_create` no
-    database is made. Raises ConfigError."""
+    Returns the keys that it continues with, and that had other values: key -> (was, now). Without
+    `may_create` no database is made. Raises ConfigError."""
     if resume:
         check_free(config.run_dir)
         return check_resume(config, command)

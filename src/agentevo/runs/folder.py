@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 UNSCORED = ("rewards=[]",)
-"""Overrides for whoever asks a run for its model and scores nothing: the rewards may have been
+"""Overrides for code that asks a run for its model and scores nothing: the rewards may have been
 functions of the program that made the run, which no other process has."""
 
 SWEEP_FILE = "sweep.yaml"
@@ -43,7 +43,7 @@ WAIT_S = 15.0
 
 
 def is_run_folder(path: Path) -> bool:
-    return os.path.isfile(path / "config.yaml")  # false also where nobody may look
+    return os.path.isfile(path / "config.yaml")  # false also where reading is not allowed
 
 
 def is_sweep_folder(path: Path) -> bool:
@@ -51,7 +51,7 @@ def is_sweep_folder(path: Path) -> bool:
 
 
 def finished_summary(path: Path) -> dict[str, Any] | None:
-    """summary.json of a run that came to its last step and was evaluated there; None of one that
+    """summary.json of a run that reached its last step and was evaluated there; None of one that
     did not (yet)."""
     file = path / "summary.json"
     if not is_run_folder(path) or not file.is_file():
@@ -82,7 +82,7 @@ def finished_summary(path: Path) -> dict[str, Any] | None:
 
 
 def check_run_folder(path: Path) -> Path:
-    """The path itself if a run lies there; else `ConfigError` with the runs that are near."""
+    """The path itself if a run is there; else `ConfigError` with the runs that are near."""
     problem = name_problem(str(path))
     if problem:
         raise ConfigError(f"{str(path)[:60]!r} {problem}")
@@ -110,7 +110,7 @@ def check_run_folder(path: Path) -> Path:
 
 
 def run_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run's configuration with `run.dir` set to where the folder lies now. Raises
+    """The run's configuration with `run.dir` set to where the folder is now. Raises
     `ConfigError`."""
     from agentevo.config import build_config
     from agentevo.config.imports import check_code_of_run
@@ -155,7 +155,7 @@ def command_of(folder: Path) -> str | None:
 
 
 def resume_command(folder: Path, command: str | None) -> str:
-    """What is typed to go on with the run in that folder; empty where it is no command's run, such
+    """What is typed to resume the run in that folder; empty where it is no command's run, such
     as that of a program's own loop."""
     if command not in ("train", "sft"):
         return ""
@@ -172,7 +172,7 @@ def read_store(
 
 
 def run_store_url(path: Path) -> str:
-    """The URL of the store of the run in that folder, wherever it lies now. Raises ConfigError if
+    """The URL of the store of the run in that folder, at its present path. Raises ConfigError if
     config.yaml has something else in its place."""
     url = _section(path, "store").get("url")
     if url is not None and not isinstance(url, str):

@@ -77,21 +77,21 @@ def push_to_hub(
 
     files = files_to_push(folder, repo)
     hub = huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token)
-    made = ""
+    creation_note = ""
     with ExitStack() as stack:
         stack.enter_context(without_hub_bars())
         stack.enter_context(_limited_stalls())
         try:
             try:
-                there = {file.rfilename for file in hub.model_info(repo).siblings or ()}
+                existing_files = {file.rfilename for file in hub.model_info(repo).siblings or ()}
                 visibility = "which is there"
             except RepositoryNotFoundError:
                 hub.create_repo(repo, private=private)
-                there = set[str]()
+                existing_files = set[str]()
                 visibility = "private" if private else "public"
-                made = f"; the repository {repo} was made for it and is empty"
+                creation_note = f"; the repository {repo} was made for it and is empty"
 
-            stale = sorted(name for name in there - {*files} if _is_of_model(name))
+            stale = sorted(name for name in existing_files - {*files} if _is_of_model(name))
             size_mb = sum(map(_size, files.values())) / 1e6
             note(
                 f"uploading {len(files)} files of {folder}, {size_mb:,.1f} MB, to {repo}, "
@@ -108,7 +108,7 @@ def push_to_hub(
                 commit_message=f"Upload {folder.name} with AgentEvo",
             )
         except Exception as error:  # the hub's client passes on what each of its parts raises
-            raise ModelError(f"{_failure(repo, error, hub.endpoint)}{made}") from error
+            raise ModelError(f"{_failure(repo, error, hub.endpoint)}{creation_note}") from error
 
     return str(commit.commit_url)
 
@@ -168,7 +168,7 @@ def _size(file: Path | bytes) -> int:
 
 @contextmanager
 def _limited_stalls() -> Iterator[None]:
-    """Within, the hub's client waits at most STALL_S for a byte; otherwise it waits for ever."""
+    """Within, the hub's client waits at most STALL_S for a byte; otherwise it waits without end."""
     from huggingface_hub.utils import get_session
 
     session = get_session()
@@ -207,14 +207,14 @@ def _failure(repo: str, error: Exception, endpoint: str) -> str:
     reason = " ".join(str(causes[-1]).split())[:300] or type(causes[-1]).__name__
     kinds = {kind.__name__ for cause in causes for kind in type(cause).__mro__}
 
-    again = "check the network and try again; nothing was uploaded"
+    retry_advice = "check the network and try again; nothing was uploaded"
     if status or "ValueError" in kinds:  # some refusals are in the body of an answer
         remedy = _REMEDIES.get(status, "see what the hub says of it, and try again")
         return (
             f"the hub refused {repo} ({reason}): {remedy.format(repo=repo)}; nothing was uploaded"
         )
     if "TimeoutException" in kinds:
-        return f"the upload to the hub ({endpoint}) stood still for {STALL_S:g} s: {again}"
+        return f"the upload to the hub ({endpoint}) stood still for {STALL_S:g} s: {retry_advice}"
     if kinds & {"RemoteProtocolError", "ReadError", "WriteError"}:
-        return f"the hub ({endpoint}) broke the connection off ({reason}): {again}"
-    return f"the hub ({endpoint}) can't be reached ({reason}): {again}"
+        return f"the hub ({endpoint}) broke the connection off ({reason}): {retry_advice}"
+    return f"the hub ({endpoint}) can't be reached ({reason}): {retry_advice}"

@@ -48,10 +48,10 @@ def ensure_run_folder(
     """Makes the run's folder with its config.yaml, unless another process has; any number may call
     this at once. True when it is there.
 
-    Whoever makes it looks whether the store is this run's too: one outside of the folder must be
-    empty, unless the run is known from its object store. A database or an object store that is away
-    is waited for, `within_s` at most (see `open_run_store`), and `note` hears of it; False, with
-    nothing made, if `stop` came meanwhile.
+    The process that makes it checks whether the store is this run's too: one outside of the
+    folder must be empty, unless the run is known from its object store. A database or an object
+    store that is away is waited for, `within_s` at most (see `open_run_store`), and `note` gets a
+    line about it; False, with nothing made, if `stop` came during the wait.
 
     A folder without a trainer takes what the same run's object store says in place of what it had:
     `learn --resume` changes it there. Raises ConfigError if the folder holds the run of another
@@ -62,23 +62,23 @@ def ensure_run_folder(
     if not target.is_file():
         _check_place(config)
         shared = SharedConfig.of(config)
-        known = _is_known(config, shared, within_s, stop, note)
+        is_known = _is_known(config, shared, within_s, stop, note)
         url = config.store.url
-        held = run_coroutine(_held(url, within_s, stop, note)) if url and not known else ""
-        if held:  # perhaps by one of this run, which has come meanwhile
-            known = _is_known(config, shared, within_s, stop, note)
-        if held is None or known is None:
+        content = run_coroutine(_held(url, within_s, stop, note)) if url and not is_known else ""
+        if content:  # perhaps by a process of this run, which has started since then
+            is_known = _is_known(config, shared, within_s, stop, note)
+        if content is None or is_known is None:
             return False
 
-        if known or not held:
-            if shared is not None and not known:
+        if is_known or not content:
+            if shared is not None and not is_known:
                 shared.write(to_yaml(config))
             _create(config)
         elif (
             not target.is_file()
         ):  # of this run it would be: its config.yaml is there before anything is in the store
             raise ConfigError(
-                f"store.url: the store holds {held} of another run: give another file, "
+                f"store.url: the store holds {content} of another run: give another file, "
                 "?schema=NAME or database, or that run's own run.dir"
             )
     elif not _take_over(config, within_s, stop, note):
@@ -102,12 +102,12 @@ def _take_over(
     if shared is None or _is_trainers(config.run_dir) or "rollout.weights.url" in changed:
         return True
 
-    known = _is_known(config, shared, within_s, stop, note)
-    if known and changed:
+    is_known = _is_known(config, shared, within_s, stop, note)
+    if is_known and changed:
         check_resume(config, apart=True)  # else it is another run's folder
         write_atomic(config.run_dir / "config.yaml", to_yaml(config))
 
-    return known is not None
+    return is_known is not None
 
 
 async def confirm_run(
@@ -132,11 +132,11 @@ async def confirm_run(
         check_resume(config, apart=True)
 
     if shared is not None:
-        known = await shared.read(OPENING_S, note)
-        differing = changes(config, known)
-        if known:
-            others = {key: values for key, values in differing.items() if is_fixed(key)}
-            _refuse_others(others, shared.place)
+        shared_tree = await shared.read(OPENING_S, note)
+        differing = changes(config, shared_tree)
+        if shared_tree:
+            fixed_changes = {key: values for key, values in differing.items() if is_fixed(key)}
+            _refuse_others(fixed_changes, shared.place)
         await shared.check_writer(folder, OPENING_S, note)
 
     note_changes(changed, note)
@@ -166,12 +166,12 @@ def _refuse_others(changed: dict[str, tuple[Any, Any]], place: str, remedy: str 
             without_passwords(f"{key}={was!r} and not {now!r}")
             for key, (was, now) in list(changed.items())[:SHOWN_KEYS]
         ]
-        more = f", and {len(changed) - SHOWN_KEYS} more" if len(changed) > SHOWN_KEYS else ""
+        omitted = f", and {len(changed) - SHOWN_KEYS} more" if len(changed) > SHOWN_KEYS else ""
         may_change = not any(is_fixed(key) for key in changed)
         how = "`agentevo learn RECIPE --resume` changes them for all, and " if may_change else ""
         raise ConfigError(
-            f"{place} is a run with {', '.join(shown)}{more}: all processes of a run need the same "
-            f"recipe and overrides{remedy}; {how}another run.dir"
+            f"{place} is a run with {', '.join(shown)}{omitted}: all processes of a run need the "
+            f"same recipe and overrides{remedy}; {how}another run.dir"
             f"{'' if remedy else ' and rollout.weights.url'} begins another run"
         )
 
@@ -187,13 +187,13 @@ def _is_known(
     ConfigError where it has another."""
     if shared is None:
         return False
-    known = run_coroutine(_known(shared, within_s, stop, note))
-    if known:
-        _refuse_others(changes(config, known), shared.place)
-    return None if known is None else bool(known)
+    shared_tree = run_coroutine(_read_shared_tree(shared, within_s, stop, note))
+    if shared_tree:
+        _refuse_others(changes(config, shared_tree), shared.place)
+    return None if shared_tree is None else bool(shared_tree)
 
 
-async def _known(
+async def _read_shared_tree(
     shared: SharedConfig,
     within_s: float | None,
     stop: Callable[[], bool],
@@ -275,14 +275,14 @@ class SharedConfig:
     async def check_writer(
         self, folder: Path, within_s: float, tell: Callable[[str], None]
     ) -> None:
-        """Raises ConfigError where the weights are not those of the trainer of this folder; nobody
-        else may change what holds for its run. Waits as `read` does."""
-        own = folder / ID_FILE
-        there = (await self._content(WRITER_FILE, within_s, tell)).decode(errors="replace")
-        if is_others(there, own.read_text() if own.is_file() else ""):
+        """Raises ConfigError where the weights are not those of the trainer of this folder; no
+        other process may change what holds for its run. Waits as `read` does."""
+        own_id_file = folder / ID_FILE
+        writer_id = (await self._content(WRITER_FILE, within_s, tell)).decode(errors="replace")
+        if is_others(writer_id, own_id_file.read_text() if own_id_file.is_file() else ""):
             raise ConfigError(others_weights(self.place))
 
-    async def _content(self, file: str, within_s: float, tell: Callable[[str], None]) -> bytes:
+    async def _content(self, file: str, within_s: float, notify: Callable[[str], None]) -> bytes:
         async def attempt() -> bytes:
             try:
                 return await in_thread(self._objects.get, file)
@@ -292,7 +292,7 @@ class SharedConfig:
                 raise StoreUnavailableError(f"{self.place}: {error}") from error
 
         return await with_retries(
-            attempt, within_s=within_s, what="looking for the run in its object store", tell=tell
+            attempt, within_s=within_s, what="looking for the run in its object store", tell=notify
         )
 
     def write(self, text: str) -> None:

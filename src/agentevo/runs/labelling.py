@@ -1,7 +1,7 @@
 """Which attempts people are asked about next, and what they say, as records (annotations.py): the
 same for every door that asks.
 
-First come attempts that nobody has said anything of, the most surprising of them first: what the
+First come attempts without an annotation, the most surprising of them first: what the
 others of its group make unlikely.
 
     surprise = -log2 p,    p = (n_same + 1) / (n + 2)
@@ -36,51 +36,56 @@ Verdict = Literal["right", "wrong", ""]
 def surprises(summaries: Sequence[TrajectorySummary]) -> dict[str, tuple[float, float]]:
     """(bits, distance from the mean reward) of each completed attempt, by its id."""
     groups: dict[str, list[TrajectorySummary]] = defaultdict(list)
-    for one in summaries:
-        if one.status == "completed":
-            groups[one.group_id].append(one)
+    for summary in summaries:
+        if summary.status == "completed":
+            groups[summary.group_id].append(summary)
 
-    found = {}
+    surprise_by_id = {}
     for members in groups.values():
         mean = sum(member.reward for member in members) / len(members)
-        for one in members:
-            same = sum(other.success == one.success for other in members) - 1
+        for summary in members:
+            same = sum(peer.success == summary.success for peer in members) - 1
             bits = -math.log2((same + 1) / (len(members) + 1))
-            found[one.id] = (bits, abs(one.reward - mean))
+            surprise_by_id[summary.id] = (bits, abs(summary.reward - mean))
 
-    return found
+    return surprise_by_id
 
 
 def attempts_to_label(summaries: Sequence[TrajectorySummary], said: Annotations) -> list[str]:
-    """Ids of the completed attempts that nobody has said anything of, the first to ask about
-    first."""
+    """Ids of the completed attempts without an annotation, the first to ask about first."""
     surprise = surprises(summaries)
-    left = [
+    unlabelled = [
         summary
         for summary in summaries
         if summary.id in surprise and summary.id not in said.attempts
     ]
-    left.sort(key=lambda one: (*(-part for part in surprise[one.id]), -one.written_at, one.id))
-    return [one.id for one in left]
+    unlabelled.sort(
+        key=lambda summary: (
+            *(-part for part in surprise[summary.id]),
+            -summary.written_at,
+            summary.id,
+        )
+    )
+    return [summary.id for summary in unlabelled]
 
 
 def pairs_to_compare(
     summaries: Sequence[TrajectorySummary], said: Annotations
 ) -> list[tuple[str, str]]:
-    """Two attempts of each group that nobody has compared yet: the best and the worst of those with
+    """Two attempts of each group that were not compared yet: the best and the worst of those with
     other rewards, else the first two; the groups that surprise most first."""
     surprise = surprises(summaries)
     groups: dict[str, list[TrajectorySummary]] = defaultdict(list)
-    for one in summaries:
-        if one.id in surprise:
-            groups[one.group_id].append(one)
+    for summary in summaries:
+        if summary.id in surprise:
+            groups[summary.group_id].append(summary)
 
-    found = []
+    scored_pairs = []
     for members in groups.values():
         if len(members) < 2:
             continue
 
-        ranked = sorted(members, key=lambda one: (one.reward, one.attempt))
+        ranked = sorted(members, key=lambda member: (member.reward, member.attempt))
         first = ranked[-1]
         second = ranked[0]
         if frozenset((first.id, second.id)) not in said.pairs:
@@ -89,10 +94,10 @@ def pairs_to_compare(
             pair = (
                 (first.id, second.id) if first.attempt < second.attempt else (second.id, first.id)
             )
-            found.append((most, pair))
+            scored_pairs.append((most, pair))
 
-    found.sort(key=lambda one: (*(-part for part in one[0]), one[1]))
-    return [pair for _, pair in found]
+    scored_pairs.sort(key=lambda scored: (*(-part for part in scored[0]), scored[1]))
+    return [pair for _, pair in scored_pairs]
 
 
 def annotation_of(
@@ -104,7 +109,7 @@ def annotation_of(
     who: str = "",
     id: str = "",
 ) -> Annotation:
-    """What somebody says of an attempt, with what its scorers have said. Raises ConfigError for
+    """What a person says of an attempt, with what its scorers have said. Raises ConfigError for
     what can't be kept, or has no last reply to be edited."""
     if verdict not in ("right", "wrong", ""):
         raise ConfigError("a verdict is right, wrong, or none")
@@ -139,7 +144,7 @@ def preference_of(
     who: str = "",
     id: str = "",
 ) -> Preference:
-    """Which of two attempts somebody finds better, by its id; empty for neither. Raises ConfigError
+    """Which of two attempts a person finds better, by its id; empty for neither. Raises ConfigError
     for another id."""
     if better not in ("", left.id, right.id):
         raise ConfigError("the better one is one of these two, or neither")

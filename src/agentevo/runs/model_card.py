@@ -113,13 +113,13 @@ def _origin(
         if command_of(run) == "sft"
         else f"reinforcement learning ({config.algorithm.name})"
     )
-    began = f"`{base}`" if base is not None else f"`{_place_free(config.model.name)}`"
+    base_model = f"`{base}`" if base is not None else f"`{_place_free(config.model.name)}`"
     if config.environment is not None:
         how += f" in the environment `{config.environment.type}`"
     elif config.agent.type != "environment":
         how += f" of the agent `{config.agent.type}`"
 
-    return f"{what} trained from {began} with AgentEvo {__version__} by {how}."
+    return f"{what} trained from {base_model} with AgentEvo {__version__} by {how}."
 
 
 def _loading(repo: str, base: str | None, *, is_adapter: bool) -> str:

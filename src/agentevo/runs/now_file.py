@@ -1,11 +1,11 @@
-"""RUN/now.json: what the run does now, for whoever looks at its folder.
+"""RUN/now.json: what the run does now, for readers of its folder.
 
     {"phase": "sampling", "detail": "step 12", "since": 1795473961.2, "done": 37, "total": 64,
      "unit": "attempts", "step": 11, "planned": 60, "heartbeat_at": 1795473970.0, ...}
 
 The fields are those of observability/moment.py. A thread writes it, whole each time: once in
 LEAST_S at most, when something has changed, and every HEARTBEAT_S otherwise. At the end it says how
-the run ended. Nobody waits for that thread longer than END_S: a disk that is full, read-only or
+the run ended. The run waits for that thread no longer than END_S: a disk that is full, read-only or
 does not answer costs the file, and a note at the end. It is not brought to the disk with a sync.
 """
 
@@ -98,11 +98,11 @@ class NowFile:
                 written_at = now
             self._over.wait(self._least_s)
 
-        ended, reason = self._ended
-        self._write(msgspec.structs.replace(self._look(), ended=ended, reason=reason))
+        ending, reason = self._ended
+        self._write(msgspec.structs.replace(self._look(), ended=ending, reason=reason))
 
     def _write(self, moment: Moment) -> None:
-        told = msgspec.structs.replace(
+        stamped = msgspec.structs.replace(
             moment,
             heartbeat_at=time.time(),
             started_at=self._started_at,
@@ -110,7 +110,7 @@ class NowFile:
             host=socket.gethostname(),
         )
         try:
-            write_atomic(self._path, msgspec.json.encode(told) + b"\n")
+            write_atomic(self._path, msgspec.json.encode(stamped) + b"\n")
         except OSError as error:
             self._problem = error.strerror or str(error)
         else:

@@ -16,7 +16,7 @@ from agentevo.errors import ConfigError, describe_error
 @contextmanager
 def locked_output(folder: Path, lock_name: str, doing: str) -> Iterator[None]:
     """The folder, made if need be, for this process alone. `doing`: what another one does there, in
-    a message. Raises ConfigError where another process has it, or nobody can write there."""
+    a message. Raises ConfigError where another process has it, or the folder can't be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / lock_name, timeout=0)
@@ -40,7 +40,7 @@ def check_empty(folder: Path, *, but: Collection[str]) -> None:
     """Raises ConfigError for a folder that has something other than what is named `but`. One that
     is not there is empty."""
     try:
-        found = os.listdir(folder)
+        names = os.listdir(folder)
     except FileNotFoundError:
         return
     except (OSError, ValueError) as error:
@@ -48,5 +48,5 @@ def check_empty(folder: Path, *, but: Collection[str]) -> None:
             f"{folder} is no folder that can be read ({describe_error(error)}): give another --out"
         ) from error
 
-    if any(name not in but for name in found):
+    if any(name not in but for name in names):
         raise ConfigError(f"{folder} is not empty: give another --out")

@@ -1,7 +1,7 @@
 """Better and worse attempts at one task as pairs for `agentevo rm` and `data.pairs`: of each group
 the best against the worst, the second against the second worst, and so on.
 
-The pair is of what was said, from where the two conversations part, without the tokens: a reward
+The pair is of messages, from where the two conversations part, without the tokens: a reward
 model has a tokenizer of its own. (`data.pairs_from` compares a run's very tokens instead.)
 """
 
@@ -27,13 +27,13 @@ async def export_pairs(
     pairs. Raises ConfigError, with nothing written, if there is none."""
     report = RowReport("export")
     groups: dict[str, list[TrajectorySummary]] = {}
-    for one in await store.summaries(split="train"):
-        if one.status == "completed":
-            groups.setdefault(one.group_id, []).append(one)
+    for summary in await store.summaries(split="train"):
+        if summary.status == "completed":
+            groups.setdefault(summary.group_id, []).append(summary)
 
     with whole_file(path) as file:
         for name, members in groups.items():
-            members.sort(key=lambda one: (-one.reward, one.id))
+            members.sort(key=lambda member: (-member.reward, member.id))
             for place in range(min(per_group, len(members) // 2)):
                 better = members[place]
                 worse = members[-1 - place]
@@ -57,12 +57,14 @@ async def _row(
     store: Store, better: TrajectorySummary, worse: TrajectorySummary, margin: float, read: Read
 ) -> dict[str, object]:
     """Raises RowError."""
-    apart = better.reward - worse.reward
-    if not apart > margin:
-        raise RowError("alike", f"the rewards differ by {apart:g}, not more than {margin:g}")
+    difference = better.reward - worse.reward
+    if not difference > margin:
+        raise RowError("alike", f"the rewards differ by {difference:g}, not more than {margin:g}")
 
     try:
-        sides = [conversation(await store.trajectory(one.id), read) for one in (better, worse)]
+        sides = [
+            conversation(await store.trajectory(summary.id), read) for summary in (better, worse)
+        ]
         pair = pair_of(*sides)
     except LeftOutError as error:
         raise RowError("alike", str(error)) from error

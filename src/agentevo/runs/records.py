@@ -1,7 +1,7 @@
 """Files of a run's folder to which lines of JSON are added: what people have changed in a run.
 
 A line is added whole, by one write at the end of the file, and outlasts a power cut from then on;
-what a killed writer left of one stays a line that nobody reads. Nothing is ever changed or deleted.
+what a killed writer left of one stays a line that is not read. Nothing is ever changed or deleted.
 Several processes may add at once. A link is not followed, for reading neither.
 """
 
@@ -45,7 +45,7 @@ def add_record(path: Path, record: dict[str, Any]) -> None:
             if not stat.S_ISREG(what.st_mode):
                 raise OSError(errno.EINVAL, "it is no file")
             if what.st_size and os.pread(handle, 1, what.st_size - 1) != b"\n":
-                data = b"\n" + data  # somebody was killed within a line
+                data = b"\n" + data  # a writer was killed within a line
             if os.write(handle, data) != len(data):
                 raise OSError(errno.ENOSPC, "the disk is full")
 
@@ -74,14 +74,14 @@ def read_records(path: Path) -> list[dict[str, Any]]:
             f"{path} can't be read ({error.strerror or error}): move it away"
         ) from error
 
-    found = []
-    for line in lines[:-1]:  # after the last newline is what somebody is writing
+    records = []
+    for line in lines[:-1]:  # after the last newline is what a process is writing
         if not line or len(line) > MAX_LINE:
             continue
 
         try:
             record = json.loads(line)
-            if b"\\u" in line:  # half of a pair of surrogates is no text that anybody can write
+            if b"\\u" in line:  # half of a pair of surrogates is no text that can be written
                 record = json.loads(
                     json.dumps(record, ensure_ascii=False).encode("utf-8", "replace")
                 )
@@ -89,6 +89,6 @@ def read_records(path: Path) -> list[dict[str, Any]]:
             continue
 
         if isinstance(record, dict):
-            found.append(record)
+            records.append(record)
 
-    return found
+    return records

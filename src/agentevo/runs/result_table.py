@@ -1,7 +1,7 @@
 """The table of what runs reached: a row for runs that differ in nothing but their seed, or one for
 each run.
 
-Read from the folders of finished runs; a sweep's folder stands for all finished runs in it. The
+Read from the folders of finished runs; a sweep's folder means all finished runs in it. The
 text is Markdown; `write_table` puts it into a page, between two marker lines, and leaves the rest
 of the page alone.
 """
@@ -37,7 +37,7 @@ NOT_COMPARABLE = (
 )
 
 SHOWN_KEYS = 3
-"""Most keys that tell rows of one name apart; of runs that differ in more the folder does."""
+"""Most keys that distinguish rows of one name; of runs that differ in more the folder does."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def make_rows(results: Sequence[RunResult], *, each: bool = False) -> list[Resul
 
 def markdown(rows: Sequence[ResultRow]) -> str:
     """The table and its legend; without a column for the environment where all have the same. Rows
-    of one name are told apart by the keys in which they differ, or by their folders."""
+    of one name are distinguished by the keys in which they differ, or by their folders."""
     labels = dict(zip([row.first.folder for row in rows], _labels(rows), strict=True))
     environments = len({row.first.environment for row in rows}) > 1
     columns: list[tuple[str, Callable[[ResultRow], str]]] = [
@@ -170,7 +170,7 @@ def _labels(rows: Sequence[ResultRow]) -> list[str]:
     names = [row.first.name for row in rows]
     labels = []
     for row in rows:
-        same = [dict(other.first.setting) for other in rows if other.first.name == row.first.name]
+        same = [dict(peer.first.setting) for peer in rows if peer.first.name == row.first.name]
         keys = sorted(
             key
             for key in set().union(*same)

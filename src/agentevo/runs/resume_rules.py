@@ -15,7 +15,7 @@ from agentevo.runs.folder import command_of
 FIXED_SECTIONS = ("model", "environment", "agent", "agents", "rewards", "cold_start", "data")
 """Keys that a resumed run can't change: it would be another run."""
 FIXED_KEYS = ("run.seed", "memory.optimizer", "store.url")
-"""Likewise."""
+"""Single keys that a resumed run can't change."""
 QUEUED_KEYS = (
     "trainer.groups_per_step",
     "trainer.group_size",
@@ -24,10 +24,12 @@ QUEUED_KEYS = (
     "tasks.curriculum",
     "sampling.temperature",
 )
-"""Likewise where sampling runs beside training: tasks are queued for them, and groups that wait in
-the store have that size and were drawn at that temperature."""
+"""Keys that a resumed run can't change where sampling runs concurrently with training: tasks are
+queued for them, and groups that wait in the store have that size and were drawn at that
+temperature."""
 APART_KEYS = ("rollout.weights.url",)
-"""Likewise of a run whose engines and samplers are started apart, or have met there."""
+"""Keys that a resumed run can't change if its engines and samplers are processes of their own, or
+have used that URL."""
 KINDS = {
     "loop": "the run of a program's own loop (`agentevo.open_model`)",
     "train": "a run of `agentevo train`",
@@ -51,7 +53,8 @@ def check_resume(
     config: RunConfig, command: str = "train", *, apart: bool = False
 ) -> dict[str, tuple[Any, Any]]:
     """Refuses a folder that can't be resumed, or only as another run; what changed otherwise: key
-    -> (was, now). `apart`: its engines and samplers are started apart, as those of `learn`."""
+    -> (was, now). `started_separately`: its engines and samplers are processes of
+    their own, as those of `learn`."""
     folder = config.run_dir
     if not (folder / "config.yaml").is_file():
         raise ConfigError(
@@ -60,26 +63,26 @@ def check_resume(
             "run.dir"
         )
 
-    began = command_of(folder) or command
-    if began != command:
+    first_command = command_of(folder) or command
+    if first_command != command:
         raise ConfigError(
-            f"{short(folder)} is a run of `agentevo {began}`: resume it with `agentevo "
-            f"{began} RECIPE "
+            f"{short(folder)} is a run of `agentevo {first_command}`: resume it with `agentevo "
+            f"{first_command} RECIPE "
             "--resume`, or give another run.dir"
-            if "loop" not in (began, command)
-            else f"{short(folder)} is {KINDS.get(began, KINDS['train'])}: resume it so, or give "
-            "another folder"
+            if "loop" not in (first_command, command)
+            else f"{short(folder)} is {KINDS.get(first_command, KINDS['train'])}: resume it so, or "
+            "give another folder"
         )
 
     changed = changes(config)
-    others = config.rollout.staleness > 0 or config.rollout.samplers > 0
-    beside = apart or (command != "loop" and others)
+    has_samplers = config.rollout.staleness > 0 or config.rollout.samplers > 0
+    is_concurrent = apart or (command != "loop" and has_samplers)
     refused = [
         key
         for key in ("rollout.staleness", "rollout.samplers")
         if command != "loop" and 0 in changed.get(key, ())
     ]
-    if beside and "wait" in changed.get("rollout.policy", ()):
+    if is_concurrent and "wait" in changed.get("rollout.policy", ()):
         refused.append("rollout.policy")
 
     if refused:
@@ -91,8 +94,8 @@ def check_resume(
         )
 
     fixed = FIXED_SECTIONS if command == "train" else (*FIXED_SECTIONS, command)
-    met = apart or any(changed.get(key, (None,))[0] is not None for key in APART_KEYS)
-    fixed_keys = (*FIXED_KEYS, *QUEUED_KEYS * beside, *APART_KEYS * met)
+    has_apart_keys = apart or any(changed.get(key, (None,))[0] is not None for key in APART_KEYS)
+    fixed_keys = (*FIXED_KEYS, *QUEUED_KEYS * is_concurrent, *APART_KEYS * has_apart_keys)
     for key, values in changed.items():
         before, after = (without_passwords(repr(value)) for value in values)
         if key in fixed_keys or key.partition(".")[0] in fixed:
@@ -107,7 +110,7 @@ def check_resume(
 
 
 def note_changes(changed: Mapping[str, tuple[Any, Any]], note: Callable[[str], None]) -> None:
-    """Says with which keys the run goes on that were others."""
+    """Says which keys the run continues with that had other values."""
     for key, (was, now) in changed.items():
         note(without_passwords(f"from here on with {key}={now!r}, which was {was!r}"))
 

@@ -15,7 +15,7 @@ from agentevo.runs.now_file import NOW
 
 def run_words(folder: Path) -> str:
     """`finished, 40 of 40 steps, held-out success 12.5% before, 78.1% after (64 tasks), best at
-    step 30`. Raises nothing: what can't be read is said."""
+    step 30`. Raises nothing: the words say what can't be read."""
     if not is_run_folder(folder):
         return "not begun"
 

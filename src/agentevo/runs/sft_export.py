@@ -1,9 +1,9 @@
-"""What was said in a run's attempts as conversations for `agentevo sft`: a teacher's behind an API,
+"""The messages of a run's attempts as conversations for `agentevo sft`: a teacher's behind an API,
 or those of the policy itself, which may be the teacher of a smaller one.
 
 A row is one path from the beginning of a conversation to its last answer, in the form `messages`.
-Answers that were recorded are taught; those that somebody else put into the history, and those that
-the token limit cut off, are context (`weight: 0`). Every row is one that `agentevo sft` reads:
+Answers that were recorded are taught; those that another author put into the history, and those
+that the token limit cut off, are context (`weight: 0`). Every row is one that `agentevo sft` reads:
 what it would refuse is left out here already, with the same reasons.
 """
 
@@ -47,8 +47,8 @@ def answer_reader(chat: ChatFormat | None) -> Read:
         schemas = json.loads(tools) if tools else None
         parsed = chat.parser.parse(text, opening=opening, tools=schemas, calls=bool(tools))
         content = parsed.content + "".join(call.text for call in parsed.malformed)
-        said = Message("assistant", content, parsed.tool_calls, reasoning=parsed.reasoning)
-        return as_row(said) | ({"weight": 0} if parsed.malformed else {})
+        message = Message("assistant", content, parsed.tool_calls, reasoning=parsed.reasoning)
+        return as_row(message) | ({"weight": 0} if parsed.malformed else {})
 
     return read
 
@@ -98,11 +98,11 @@ def conversations_of(
         tools = path[-1].tools
         messages: list[dict[str, Any]] = []
         for turn in reversed(path):
-            given = map(as_row, turn.messages[:-1])
-            messages += [_untaught(m) if m["role"] == "assistant" else m for m in given]
+            context_rows = map(as_row, turn.messages[:-1])
+            messages += [_untaught(m) if m["role"] == "assistant" else m for m in context_rows]
             last = turn.messages[-1]
-            said = read(turn, tools) if isinstance(turn, Turn) else as_row(last)
-            messages.append(_untaught(said) if turn.finish_reason == "length" else said)
+            reply_row = read(turn, tools) if isinstance(turn, Turn) else as_row(last)
+            messages.append(_untaught(reply_row) if turn.finish_reason == "length" else reply_row)
 
         yield {
             "messages": messages,
@@ -170,7 +170,11 @@ def export_played(
     report = RowReport("export")
     good = _good(trajectories, report, min_reward)
     if per_task is not None:
-        taught = {one.id: _taught(one, read, model) for one in trajectories if one.id in good}
+        taught = {
+            trajectory.id: _taught(trajectory, read, model)
+            for trajectory in trajectories
+            if trajectory.id in good
+        }
         good = _best(good, taught, per_task, report)
 
     with whole_file(path) as file:
@@ -195,9 +199,9 @@ class _ExportRows:
 
     def add(self, trajectory: Trajectory, *, tokens_deleted: bool = False) -> None:
         """All of an attempt, or why there are none."""
-        found = False
+        has_row = False
         for row in conversations_of(trajectory, self._read, self._model):
-            found = True
+            has_row = True
             self._report.rows += 1
             try:
                 line = _line(row, trajectory, self._known)
@@ -207,7 +211,7 @@ class _ExportRows:
 
             self._file.write(line.encode() + b"\n")
 
-        if not found:
+        if not has_row:
             self._report.rows += 1
             who = f"the model {self._model}" if self._model else "a model"
             what = "its tokens were deleted" if tokens_deleted else f"{who} said nothing"
@@ -247,11 +251,11 @@ def _good(
 
 def _taught(trajectory: Trajectory, read: Read, model: str | None) -> set[bytes]:
     """Digests of the rows of an attempt that can be taught."""
-    found = set()
+    digests = set()
     for row in conversations_of(trajectory, read, model):
         with suppress(RowError):
-            found.add(hashlib.sha256(_content(row, trajectory.id).encode()).digest())
-    return found
+            digests.add(hashlib.sha256(_content(row, trajectory.id).encode()).digest())
+    return digests
 
 
 def _best(
@@ -261,7 +265,7 @@ def _best(
     better one of any task has; those without are no reason to take no other."""
     chosen: dict[str, str] = {}
     taken: Counter[str] = Counter()
-    known: set[bytes] = set()
+    seen_digests: set[bytes] = set()
     for name, task in good.items():
         if taken[task] == per_task:
             report.rows += 1
@@ -270,18 +274,18 @@ def _best(
             continue
 
         chosen[name] = task
-        new = taught.get(name, set()) - known
+        new = taught.get(name, set()) - seen_digests
         taken[task] += bool(new)
-        known |= new
+        seen_digests |= new
 
     return chosen
 
 
-def _length(one: TrajectorySummary | Trajectory) -> int:
-    """Of what was said: in tokens, or of a remote model, whose tokens nobody knows, in turns."""
-    if isinstance(one, Trajectory):
-        return one.num_completion_tokens() or len(one.remote_turns)
-    return one.num_completion_tokens
+def _length(attempt: TrajectorySummary | Trajectory) -> int:
+    """Of the replies: in tokens, or of a remote model, whose tokens are not known, in turns."""
+    if isinstance(attempt, Trajectory):
+        return attempt.num_completion_tokens() or len(attempt.remote_turns)
+    return attempt.num_completion_tokens
 
 
 def _content(row: Mapping[str, Any], name: str) -> str:
@@ -294,13 +298,13 @@ def _content(row: Mapping[str, Any], name: str) -> str:
     return json.dumps(row, ensure_ascii=False)
 
 
-def _line(row: Mapping[str, Any], trajectory: Trajectory, known: set[str]) -> str:
+def _line(row: Mapping[str, Any], trajectory: Trajectory, seen_contents: set[str]) -> str:
     """A row of the file. Raises RowError for one that can't be taught, or is there already."""
     content = _content(row, trajectory.id)
-    if content in known:
+    if content in seen_contents:
         raise RowError("duplicate", "an attempt before it says the same")
 
-    known.add(content)
+    seen_contents.add(content)
     about = {
         "task_id": trajectory.task_id,
         "trajectory_id": trajectory.id,
@@ -310,7 +314,9 @@ def _line(row: Mapping[str, Any], trajectory: Trajectory, known: set[str]) -> st
 
 
 async def _nothing(store: Store, split: Split) -> str:
-    counts: Counter[str] = Counter(one.split for one in await store.summaries())
-    others = ", ".join(f"{count} of the split {name}" for name, count in sorted(counts.items()))
-    remedy = f"it has {others}: choose one with --split" if others else "it holds no attempt yet"
+    counts: Counter[str] = Counter(summary.split for summary in await store.summaries())
+    contents = ", ".join(f"{count} of the split {name}" for name, count in sorted(counts.items()))
+    remedy = (
+        f"it has {contents}: choose one with --split" if contents else "it holds no attempt yet"
+    )
     return f"the store has no attempt of the split {split}: {remedy}"

@@ -1,4 +1,4 @@
-"""A store that lies outside of the run's folder (`store.url`) holds one run, as the folder does."""
+"""A store outside of the run's folder (`store.url`) holds one run, as the folder does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLEAR_TIMEOUT_S = 600.0
 
 
 def check_store(config: RunConfig, *, may_create: bool = True) -> None:
-    """Raises ConfigError for a store that another run has filled: nobody said that it may go.
+    """Raises ConfigError for a store that another run has filled, and that may not be cleared.
     Without `may_create` the database stays as it is, and may be none yet."""
     with nullcontext() if may_create else suppress(NoStoreError):
         _prepare(config, clear=False, read_only=not may_create)
@@ -46,15 +46,15 @@ def _prepare(config: RunConfig, *, clear: bool, read_only: bool = False) -> None
         async with await open_run_store(
             url, timeout_s=CLEAR_TIMEOUT_S, read_only=read_only
         ) as store:
-            held = await content_of(store)
-            if held and not overwritten:
+            content = await content_of(store)
+            if content and not overwritten:
                 raise ConfigError(
-                    f"store.url: the store holds {held} of another run: give another file, "
+                    f"store.url: the store holds {content} of another run: give another file, "
                     "?schema=NAME or database, resume that run with "
                     "--resume, or delete it by run.overwrite=true with its own run.dir"
                 )
 
-            if held and clear:
+            if content and clear:
                 await store.clear()
 
     with ThreadPoolExecutor(max_workers=1) as thread:  # also where a loop is running, in a notebook

@@ -33,9 +33,9 @@ async def open_run_store(
     ends = time.monotonic() + within_s
 
     async def attempt() -> Store:
-        left = max(ends - time.monotonic(), FIRST_PAUSE_S)
+        remaining_s = max(ends - time.monotonic(), FIRST_PAUSE_S)
         try:
-            async with asyncio.timeout(left):
+            async with asyncio.timeout(remaining_s):
                 return await (
                     open_store(url, create=create, read_only=read_only)
                     if timeout_s is None

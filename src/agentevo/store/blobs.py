@@ -11,20 +11,22 @@
     noise    = the two lowest planes of the log-probs, which nothing compresses; `logprobs` has the
                others
     remote   = zlib(what remote models said, as JSON), where there is any; empty before files
-    files    = zlib(msgpack(the files that were kept, by path)), likewise; empty before texts
-    texts    = zlib(msgpack(the digests of named texts, by name)), likewise; empty before routed
+    files    = zlib(msgpack(the files that were kept, by path)), if there are any; empty before
+               texts
+    texts    = zlib(msgpack(the digests of named texts, by name)), if there are any; empty before
+               routed
     routed   = zlib(msgpack([shapes, bytes])), where routers were recorded: for each turn [layers,
                top_k, experts, tokens] or nothing, and the numbers of experts of all turns, layer by
                layer, the low bytes of two before the high ones, by Huffman codes alone
 
-One blob for a trajectory, not one per turn and column: a row instead of many, and runs that go on
-from turn to turn. zlib at level 1 on planes, and neither a higher level nor zstd: on 4,096 tokens
-of prose and code in SmolLM2's vocabulary, half of them with log-probs, it leaves 0.41 of the bytes
-(without planes 0.44; level 6: 0.40; zstd level 3: 0.41 without planes, 0.42 with), at 144 MB/s
-(level 6: 97, zstd: 425), which is 4,400 such trajectories a second on one core, a fifth more with
-the noise kept out of it. A dependency would buy speed where there is enough. Numbers of experts
-hardly repeat: with a popularity of its own for each of 128 experts in 48 layers, 8 chosen, Huffman
-codes leave 0.78 of the bytes, where zlib's matches leave 0.83, at a third of the speed.
+One blob for a trajectory, not one per turn and column: a row instead of many, and runs of values
+that continue from turn to turn. zlib at level 1 on planes, and neither a higher level nor zstd: on
+4,096 tokens of prose and code in SmolLM2's vocabulary, half of them with log-probs, it leaves 0.41
+of the bytes (without planes 0.44; level 6: 0.40; zstd level 3: 0.41 without planes, 0.42 with), at
+144 MB/s (level 6: 97, zstd: 425), which is 4,400 such trajectories a second on one core, a fifth
+more with the noise kept out of it. A dependency would buy speed where there is enough. Numbers of
+experts hardly repeat: with a popularity of its own for each of 128 experts in 48 layers, 8 chosen,
+Huffman codes leave 0.78 of the bytes, where zlib's matches leave 0.83, at a third of the speed.
 """
 
 from __future__ import annotations
@@ -109,19 +111,19 @@ def pack_turns(
     noise = columns["logprobs"][:half]
     columns["logprobs"] = columns["logprobs"][half:]
     packed = zlib.compress(_MSGPACK.encode([heads, *columns.values()]), _LEVEL)
-    more = [
-        zlib.compress(part, _LEVEL) if given else b""
-        for given, part in (
+    extra_parts = [
+        zlib.compress(part, _LEVEL) if content else b""
+        for content, part in (
             (remote, remote.encode()),
             (files, _MSGPACK.encode(dict(files))),
             (texts, _MSGPACK.encode(dict(texts))),
         )
     ]
-    more.append(_pack_routed([turn.get("routed_experts") for turn in turns]))
-    while more and not more[-1]:
-        more.pop()
+    extra_parts.append(_pack_routed([turn.get("routed_experts") for turn in turns]))
+    while extra_parts and not extra_parts[-1]:
+        extra_parts.pop()
 
-    return _VERSION + _MSGPACK.encode([packed, noise, *more])
+    return _VERSION + _MSGPACK.encode([packed, noise, *extra_parts])
 
 
 def _options(turn: Mapping[str, Any]) -> list[Any]:
@@ -135,11 +137,15 @@ def _options(turn: Mapping[str, Any]) -> list[Any]:
 def unpack_turns(blob: bytes) -> list[Turn]:
     """Raises StoreError for bytes that pack_turns has not made."""
     try:
-        packed, noise, *more = _parts(blob)
+        packed, noise, *extra_parts = _parts(blob)
         heads, prompt_ids, completion_ids, logprobs, versions = _DECODER.decode(
             _unpack(packed, LARGEST)
         )
-        routed = _unpack_routed(more[3], len(heads)) if len(more) > 3 else [None] * len(heads)
+        routed = (
+            _unpack_routed(extra_parts[3], len(heads))
+            if len(extra_parts) > 3
+            else [None] * len(heads)
+        )
     except _BROKEN as error:
         raise _unreadable(error) from error
 
@@ -190,28 +196,40 @@ def unpack_turns(blob: bytes) -> list[Turn]:
 
 
 def unpack_remote_turns(blob: bytes) -> list[RemoteTurn]:
-    """Likewise."""
+    """The turns of remote models. Raises StoreError for bytes that pack_turns has not made."""
     try:
-        _, _, *said = _parts(blob)
-        return _REMOTE.decode(_unpack(said[0], LARGEST)) if said and said[0] else []
+        _, _, *extra_parts = _parts(blob)
+        return (
+            _REMOTE.decode(_unpack(extra_parts[0], LARGEST))
+            if extra_parts and extra_parts[0]
+            else []
+        )
     except _BROKEN as error:
         raise _unreadable(error) from error
 
 
 def unpack_files(blob: bytes) -> dict[str, bytes]:
-    """Likewise."""
+    """The files that were kept. Raises StoreError for bytes that pack_turns has not made."""
     try:
-        _, _, *more = _parts(blob)
-        return _FILES.decode(_unpack(more[1], LARGEST)) if len(more) > 1 and more[1] else {}
+        _, _, *extra_parts = _parts(blob)
+        return (
+            _FILES.decode(_unpack(extra_parts[1], LARGEST))
+            if len(extra_parts) > 1 and extra_parts[1]
+            else {}
+        )
     except _BROKEN as error:
         raise _unreadable(error) from error
 
 
 def unpack_texts(blob: bytes) -> dict[str, str]:
-    """Likewise."""
+    """The digests of named texts. Raises StoreError for bytes that pack_turns has not made."""
     try:
-        _, _, *more = _parts(blob)
-        return _TEXTS.decode(_unpack(more[2], LARGEST)) if len(more) > 2 and more[2] else {}
+        _, _, *extra_parts = _parts(blob)
+        return (
+            _TEXTS.decode(_unpack(extra_parts[2], LARGEST))
+            if len(extra_parts) > 2 and extra_parts[2]
+            else {}
+        )
     except _BROKEN as error:
         raise _unreadable(error) from error
 
@@ -243,11 +261,11 @@ def _by_layer(routed: RoutedExperts) -> bytes:
 def _unpack_routed(part: bytes, num_turns: int) -> list[RoutedExperts | None]:
     """Raises what is in _BROKEN."""
     shapes, data = _DECODER.decode(_unpack(part, LARGEST_ROUTED))
-    found: list[RoutedExperts | None] = []
+    routed: list[RoutedExperts | None] = []
     start = 0
     for shape in shapes:
         if shape is None:
-            found.append(None)
+            routed.append(None)
             continue
 
         layers, top_k, num_experts, tokens = shape
@@ -255,13 +273,13 @@ def _unpack_routed(part: bytes, num_turns: int) -> list[RoutedExperts | None]:
         stop = start + tokens * layers * top_k * width
         planes = np.frombuffer(data[start:stop], dtype=np.uint8)
         rows = planes.reshape(layers, width, tokens, top_k).transpose(2, 0, 3, 1)
-        found.append(RoutedExperts(layers, top_k, num_experts, rows.tobytes()))
+        routed.append(RoutedExperts(layers, top_k, num_experts, rows.tobytes()))
         start = stop
 
-    if len(found) != num_turns or start != len(data):
-        raise ValueError(f"routed experts of {len(found)} turns, and there are {num_turns}")
+    if len(routed) != num_turns or start != len(data):
+        raise ValueError(f"routed experts of {len(routed)} turns, and there are {num_turns}")
 
-    return found
+    return routed
 
 
 def _parts(blob: bytes) -> list[bytes]:
@@ -272,7 +290,7 @@ def _parts(blob: bytes) -> list[bytes]:
 
 
 def _unpack(part: bytes, largest: int) -> bytes:
-    """Of a part that was damaged on purpose a megabyte may stand for a gigabyte."""
+    """Of a part that was damaged on purpose a megabyte may unpack to a gigabyte."""
     unpacking = zlib.decompressobj()
     data = unpacking.decompress(part, largest)
     if unpacking.eof:

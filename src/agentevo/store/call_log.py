@@ -12,8 +12,8 @@ connection of its own writes what is new every FLUSH_S. A store that is slow or 
 nothing else: at most MAX_HELD are kept in memory and MAX_STARTS begin in a FLUSH_S; what exceeds
 that is counted (`dropped`) and not recorded.
 
-Which call is inside of which follows from where it is made: a call that begins inside of another's
-block, in the same asyncio task or one that was started there, has it as its parent.
+Which call is inside of which follows from where it is made: a call that begins inside the block of
+another call, in the same asyncio task or one that was started there, has that call as its parent.
 
 What is not promised: that every call of a process that was killed is there, or has its end.
 """
@@ -78,8 +78,8 @@ class CallLog:
         tell: Callable[[str], None] = lambda line: None,
         tracing: Tracing | None = None,
     ) -> None:
-        """`tell` is told at the end how many calls were not recorded. `tracing` hears of each that
-        has ended."""
+        """`notify` gets a line at the end that says how many calls were not recorded. `tracing`
+        gets each call that has ended."""
         self.recorder = secrets.token_hex(6)
         self.tracing = tracing
         self.dropped = 0
@@ -153,12 +153,12 @@ class CallLog:
         asyncio.run(self._write_until_closed())
 
     async def _write_until_closed(self) -> None:
-        ended = asyncio.Event()
+        closing = asyncio.Event()
         loop = asyncio.get_running_loop()
         with self._lock:
-            self._wake = lambda: loop.call_soon_threadsafe(ended.set)
+            self._wake = lambda: loop.call_soon_threadsafe(closing.set)
             if self._closed:
-                ended.set()
+                closing.set()
 
         store: Store | None = None
         pause = FLUSH_S
@@ -166,7 +166,7 @@ class CallLog:
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(ended.wait(), pause)
+                    await asyncio.wait_for(closing.wait(), pause)
 
                 try:
                     if store is None and self._new:
@@ -179,11 +179,11 @@ class CallLog:
                             renewed_at = time.monotonic()
 
                     pause = FLUSH_S
-                except Exception as error:  # noqa: BLE001 (whatever it is, the attempts go on)
+                except Exception as error:  # noqa: BLE001 (whatever it is, the attempts continue)
                     self._problem = f"{type(error).__name__}: {error}"
                     pause = min(2 * pause, LONGEST_PAUSE_S)
 
-                if ended.is_set():
+                if closing.is_set():
                     return
         finally:
             if store is not None:
@@ -262,7 +262,7 @@ class AttemptCalls:
         self.trajectory_id = trajectory_id
         self.dropped = 0
         self.listen: Callable[[RunningCall], None] | None = None
-        """Is told of every call when it begins, and again when it has ended."""
+        """Gets every call when it begins, and again when it has ended."""
         self._log = log
         tracing = None if log is None else log.tracing
         self.trace = None if tracing is None else tracing.trace_of(trajectory_id)
@@ -309,8 +309,8 @@ class AttemptCalls:
         if call is self._root:
             if self.dropped:
                 call.note(calls_dropped=self.dropped)
-            for left in list(self._open.values()):
-                left.end("cancelled", "its attempt ended")
+            for open_call in list(self._open.values()):
+                open_call.end("cancelled", "its attempt ended")
 
         if self._log is not None and call.number:
             self._log.note_change(call)
@@ -405,8 +405,8 @@ class RunningCall:
 
     def record(self, recorder: str) -> Call:
         """The call as it is now. Called by the log's thread and the tracer's, at any moment."""
-        if (known := self._record) is not None:
-            return known
+        if (final_record := self._record) is not None:
+            return final_record
 
         ended_at = self._ended_at
         attributes = self._attributes

@@ -29,13 +29,13 @@ async def upsert(connection: AsyncConnection, rows: Sequence[dict[str, Any]]) ->
 
 async def insert_new(connection: AsyncConnection, rows: Sequence[dict[str, Any]]) -> int:
     """Inserts calls; known ones stay as they are. Returns how many are new."""
-    known: set[tuple[str, str]] = set()
+    stored_keys: set[tuple[str, str]] = set()
     for chunk in chunks({row["trajectory_id"] for row in rows}):
         query = select(calls.c.trajectory_id, calls.c.id).where(calls.c.trajectory_id.in_(chunk))
-        known.update((row.trajectory_id, row.id) for row in await connection.execute(query))
+        stored_keys.update((row.trajectory_id, row.id) for row in await connection.execute(query))
 
     new = {(row["trajectory_id"], row["id"]): row for row in rows}
-    for key in known:
+    for key in stored_keys:
         new.pop(key, None)
 
     if new:
@@ -46,8 +46,8 @@ async def insert_new(connection: AsyncConnection, rows: Sequence[dict[str, Any]]
 
 async def renew(connection: AsyncConnection, recorder: str, now: Now) -> None:
     """Marks the calls of this recorder that have not ended as running."""
-    own = calls.c.seen_at.is_not(None) & calls.c.id.like(f"{recorder}-%")
-    await connection.execute(update(calls).where(own).values(seen_at=now.steady))
+    is_own = calls.c.seen_at.is_not(None) & calls.c.id.like(f"{recorder}-%")
+    await connection.execute(update(calls).where(is_own).values(seen_at=now.steady))
 
 
 def _in_state(state: CallState, now: Now) -> ColumnElement[bool]:

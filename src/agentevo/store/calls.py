@@ -2,7 +2,8 @@
 
 A call is written while it is running and again when it has ended, by the recorder of the process
 that makes it (call_log.py). While it runs, its recorder says so every few seconds. So a call
-without an end is `running` if somebody has just said so, and `lost` if not: its process was killed.
+without an end is `running` if its recorder has just said so, and `lost` if not: its process was
+killed.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def encode_call(call: Call, seen_at: float | None) -> dict[str, Any]:
 
 @readable("call")
 def decode_call(row: Mapping[Any, Any], now: float) -> StoredCall:
-    """`now` is on the store's steady clock. A time of it that lies ahead is of another clock: the
+    """`now` is on the store's steady clock. A time of it in the future is of another clock: the
     machine was started again, or the call comes from another store."""
     fields = {name: row[name] for name in COLUMNS}
     call = Call(**(fields | {"attributes": _ATTRIBUTES.decode(row["attributes"])}))

@@ -2,8 +2,8 @@
 Formats: tables.py, blobs.py.
 
 The digest of a row covers everything that was given to the store but the timings, so that "the same
-content again" can be told from a clash of ids without reading the turns. Anything that could not be
-read back as it was is refused here, before a transaction starts.
+content again" can be distinguished from a clash of ids without reading the turns. Anything that
+could not be read back as it was is refused here, before a transaction starts.
 
 A row is a mapping from column to value, the same for every backend: a SQL row's `_mapping`, or a
 MongoDB document.
@@ -239,10 +239,10 @@ def encode_stored(stored: StoredTrajectory) -> EncodedTrajectory:
             )
         return msgspec.structs.replace(encoded, row=row)
 
-    known = {} if stored.emptied is None else msgspec.structs.asdict(stored.emptied)
+    emptied_fields = {} if stored.emptied is None else msgspec.structs.asdict(stored.emptied)
     digest = stored.digest or encoded.digest
     return msgspec.structs.replace(
-        encoded, digest=digest, row=row | known | {"digest": digest}, data=None
+        encoded, digest=digest, row=row | emptied_fields | {"digest": digest}, data=None
     )
 
 
@@ -250,10 +250,10 @@ def is_as_written(stored: StoredTrajectory) -> bool:
     """Whether a trajectory that has its turns says what was written: no column of its row and none
     of its turns was changed since. Its place in the ledger is not part of that, nor are times."""
     try:
-        facts, *said = _content(stored.trajectory)
+        facts, *contents = _content(stored.trajectory)
     except _UNSTORABLE:
         return False
-    return _row_digest(facts, said, stored.split, stored.step) == stored.digest
+    return _row_digest(facts, contents, stored.split, stored.step) == stored.digest
 
 
 def content_digest(trajectory: Trajectory) -> bytes:
@@ -266,11 +266,11 @@ def content_digest(trajectory: Trajectory) -> bytes:
 
 
 def _encode_trajectory(trajectory: Trajectory, split: Split, step: int) -> EncodedTrajectory:
-    facts, turns, *more = _content(trajectory)
+    facts, turns, *contents = _content(trajectory)
     numbers = {"started_at": trajectory.started_at, "duration_s": trajectory.duration_s}
     timings = {f"{TIMINGS}{name}": value for name, value in trajectory.timings.items()}
     _check_finite(numbers | timings)
-    digest = _row_digest(facts, [turns, *more], split, step)
+    digest = _row_digest(facts, [turns, *contents], split, step)
     row = facts | {
         "metrics": _encode_metrics(_all_metrics(trajectory) | timings),
         "split": split,
@@ -284,7 +284,7 @@ def _encode_trajectory(trajectory: Trajectory, split: Split, step: int) -> Encod
         "digest": digest,
     }
     return EncodedTrajectory(
-        id=trajectory.id, digest=digest, row=row, data=pack_turns(turns, *more)
+        id=trajectory.id, digest=digest, row=row, data=pack_turns(turns, *contents)
     )
 
 
@@ -346,13 +346,13 @@ def _encode_metrics(measured: Mapping[str, float]) -> str:
     return JSON.encode({name: float(value) for name, value in measured.items()}).decode()
 
 
-def _row_digest(facts: Mapping[str, object], said: list[Any], split: Split, step: int) -> bytes:
-    """`said`: what `_content` gives behind the columns."""
-    return _digest(_MSGPACK.encode(({**facts, "split": split, "step": int(step)}, *said)))
+def _row_digest(facts: Mapping[str, object], contents: list[Any], split: Split, step: int) -> bytes:
+    """`contents`: what `_content` gives behind the columns."""
+    return _digest(_MSGPACK.encode(({**facts, "split": split, "step": int(step)}, *contents)))
 
 
 def _digest(content: bytes) -> bytes:
-    """What tells the content of a row from another one."""
+    """What distinguishes the content of a row from that of another one."""
     return blake2b(content, digest_size=16).digest()
 
 

@@ -1,4 +1,4 @@
-"""Rows that were damaged since they were written: said in one place, by what they are read with."""
+"""Rows that were damaged since they were written: one place for the errors of reading them."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def readable(kind: str) -> Callable[[D], D]:
 
     def wrap(decode: D) -> D:
         @functools.wraps(decode)
-        def decode_row(row: Mapping[Any, Any], *others: Any, **named: Any) -> Any:
+        def decode_row(row: Mapping[Any, Any], *arguments: Any, **named: Any) -> Any:
             try:
                 _check_types(kind, row)
-                return decode(row, *others, **named)
+                return decode(row, *arguments, **named)
             except StoreError as error:
                 raise UnusableStoreError(f"{kind} {_name_of(row)}: {error}") from error
             except Exception as error:

@@ -1,7 +1,7 @@
 """Export and import of a whole store as JSON lines, nothing left out.
 
 `export_jsonl` writes trajectories, for other tools: a line holds the fields of `Trajectory` (with
-its turns: ids, log-probs, versions, messages) and beside them `split`, `step`, `state`,
+its turns: ids, log-probs, versions, messages) and in addition `split`, `step`, `state`,
 `trained_step`, `drop_reason`, `written_at`, `tokens_deleted`, `emptied` and `digest`, which says
 what the content was when it was written: an import refuses a line whose content differs from it.
 
@@ -37,8 +37,8 @@ _JSON = msgspec.json.Encoder(enc_hook=lambda column: column.tolist())  # columns
 
 
 class _CallLine(msgspec.Struct):
-    """A call has a kind of its own, so it is not flat. Whether it runs is not said: nobody can say
-    so later."""
+    """A call has a kind of its own, so it is not flat. Whether it runs is not exported: it is not
+    known later."""
 
     call: Call
 
@@ -119,7 +119,7 @@ async def import_store(store: Store, path: Path | str) -> int:
     is.
 
     Raises StoreError for a file that can't be read, with the line that is wrong, and for ids that
-    stand for other content here; the lines before have then been imported.
+    have other content here; the lines before have then been imported.
     """
     new = 0
     page: list[Any] = []
@@ -214,7 +214,7 @@ def whole_file(target: Path) -> Iterator[IO[bytes]]:
             temporary.replace(target)
         except BaseException:
             temporary.unlink(missing_ok=True)
-            with suppress(OSError):  # somebody else has put something there
+            with suppress(OSError):  # another process has put something there
                 for folder in missing:
                     folder.rmdir()
             raise

@@ -87,7 +87,7 @@ async def lease_tasks(
         "lease_expires_at": now.steady + lease_s,
         "not_before": 0.0,
     }
-    counted = [
+    task_changes = [
         {
             "num_expiries": row["num_expiries"],
             "history": row["history"],
@@ -99,7 +99,7 @@ async def lease_tasks(
     ]
     await _update(
         connection,
-        [(row, changes | change) for (row, _), change in zip(taken, counted, strict=True)],
+        [(row, changes | change) for (row, _), change in zip(taken, task_changes, strict=True)],
     )
 
     return leases
@@ -114,8 +114,8 @@ async def _take_expired(
     limit: int,
     retries: RetryPolicy,
 ) -> list[tuple[Mapping[Any, Any], dict[str, Any]]]:
-    """(row, what changes beside the lease) of up to `limit` tasks whose lease ran out. Those past
-    the bound are set aside on the way."""
+    """(row, what changes in addition to the lease) of up to `limit` tasks whose lease ran
+    out. Those past the bound are set aside on the way."""
     taken: list[tuple[Mapping[Any, Any], dict[str, Any]]] = []
     after = (-math.inf, 0)
     while len(taken) < limit:
@@ -210,8 +210,8 @@ async def retry(
         return "poison" if row is not None and row.state == "poison" else "queued"
 
     query = select(tasks.c.num_failures, tasks.c.history).where(tasks.c.id == lease.task.id)
-    known = (await connection.execute(query)).one()
-    num_failures = known.num_failures + 1
+    counts = (await connection.execute(query)).one()
+    num_failures = counts.num_failures + 1
     state = rules.after_failure(num_failures, retries)
     event = TaskEvent(
         kind="retried", worker=lease.worker, fencing_id=lease.fencing_id, at=now.wall, error=error
@@ -220,7 +220,7 @@ async def retry(
         "state": state,
         "num_failures": num_failures,
         "error": error,
-        "history": _append_event(known.history, event),
+        "history": _append_event(counts.history, event),
         "not_before": now.steady + retries.delay_s(num_failures) if state == "queued" else 0.0,
     }
     await connection.execute(

@@ -27,9 +27,9 @@ async def reserve(connection: AsyncConnection, ids: Iterable[str], step: int) ->
         committed=await connection.scalar(select(steps.c.step).where(steps.c.step == step))
         is not None,
     )
-    wanted = list(ids)
-    seqs, places = await _places(connection, wanted)
-    moving = rules.moving_to_reserved(wanted, places, step)
+    names = list(ids)
+    seqs, places = await _places(connection, names)
+    moving = rules.moving_to_reserved(names, places, step)
     await _set(connection, [seqs[name] for name in moving], state="reserved", trained_step=step)
     return len(moving)
 
@@ -47,24 +47,29 @@ async def commit_step(
     for reason, names in dropped.items():
         await drop(connection, names, reason)
 
-    here = set(
+    step_ids = set(
         (
             await connection.execute(
                 select(trajectories.c.id).where(trajectories.c.trained_step == step)
             )
         ).scalars()
     )
-    known = await connection.scalar(select(steps.c.record).where(steps.c.step == step))
-    if not rules.must_commit(step, record, known=known, ids=ids, here=here):
+    stored_record = await connection.scalar(select(steps.c.record).where(steps.c.step == step))
+    if not rules.must_commit(step, record, known=stored_record, ids=ids, here=step_ids):
         return 0
 
-    values = {"step": step, "record": record, "num_trajectories": len(here), "committed_at": now}
+    values = {
+        "step": step,
+        "record": record,
+        "num_trajectories": len(step_ids),
+        "committed_at": now,
+    }
     await connection.execute(insert(steps).values(values))
     await connection.execute(
         update(trajectories).where(trajectories.c.trained_step == step).values(state="committed")
     )
 
-    return len(here)
+    return len(step_ids)
 
 
 async def release(connection: AsyncConnection, step: int | None) -> int:
@@ -74,9 +79,9 @@ async def release(connection: AsyncConnection, step: int | None) -> int:
 
 
 async def drop(connection: AsyncConnection, ids: Iterable[str], reason: str) -> int:
-    wanted = list(ids)
-    seqs, places = await _places(connection, wanted)
-    moving = rules.moving_to_dropped(wanted, places, reason)
+    names = list(ids)
+    seqs, places = await _places(connection, names)
+    moving = rules.moving_to_dropped(names, places, reason)
     await _set(
         connection,
         [seqs[name] for name in moving],
@@ -88,8 +93,8 @@ async def drop(connection: AsyncConnection, ids: Iterable[str], reason: str) -> 
 
 
 async def rewind(connection: AsyncConnection, step: int, *, keep: bool) -> int:
-    known = await connection.scalar(select(steps.c.step).where(steps.c.step == step))
-    rules.check_rewind(step, known=known is not None)
+    stored_step = await connection.scalar(select(steps.c.step).where(steps.c.step == step))
+    rules.check_rewind(step, known=stored_step is not None)
     return await _forget_steps(connection, step) if keep else await _delete_after(connection, step)
 
 
@@ -100,10 +105,10 @@ async def _forget_steps(connection: AsyncConnection, step: int) -> int:
     dropped = update(trajectories).where(
         trajectories.c.step > step, trajectories.c.state == "dropped", has_tokens
     )
-    again = (await connection.execute(taken)).rowcount
-    again += (await connection.execute(dropped.values(_READY | {"drop_reason": None}))).rowcount
+    num_reset = (await connection.execute(taken)).rowcount
+    num_reset += (await connection.execute(dropped.values(_READY | {"drop_reason": None}))).rowcount
     await connection.execute(delete(steps).where(steps.c.step > step))
-    return again
+    return num_reset
 
 
 async def _delete_after(connection: AsyncConnection, step: int) -> int:
@@ -147,11 +152,11 @@ async def delete_dropped_tokens(connection: AsyncConnection) -> int:
     attempt that one step has dropped is read again with a group that another has reserved or finds
     ready."""
     last = await connection.scalar(select(func.max(steps.c.step))) or 0
-    other = trajectories.alias()
+    sibling = trajectories.alias()
     in_use = exists().where(
-        other.c.task_id == trajectories.c.task_id,
-        other.c.split == trajectories.c.split,
-        other.c.state.in_(("ready", "reserved")),
+        sibling.c.task_id == trajectories.c.task_id,
+        sibling.c.split == trajectories.c.split,
+        sibling.c.state.in_(("ready", "reserved")),
     )
     spent = select(trajectories.c.seq).where(
         trajectories.c.state == "dropped", trajectories.c.step <= last, ~in_use

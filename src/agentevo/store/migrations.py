@@ -131,12 +131,12 @@ MIGRATIONS: dict[str, dict[int, Migration]] = {
 def migrations(database: str, version: int, where: str) -> list[Migration]:
     """The steps from that version of the schema to this one's. Raises UnusableStoreError for a
     version that never was."""
-    known = MIGRATIONS[database]
-    missing = [old for old in range(version, SCHEMA_VERSION) if old not in known]
+    available = MIGRATIONS[database]
+    missing = [old for old in range(version, SCHEMA_VERSION) if old not in available]
     if missing:
         raise UnusableStoreError(
             f"{where} says that its schema is {version}, which no AgentEvo has made (the oldest is "
-            f"{min(known)}): it is damaged; restore it from a copy; it was left as it is"
+            f"{min(available)}): it is damaged; restore it from a copy; it was left as it is"
         )
 
-    return [known[old] for old in range(version, SCHEMA_VERSION)]
+    return [available[old] for old in range(version, SCHEMA_VERSION)]

@@ -39,11 +39,11 @@ class MongoCalls(Transactions, Streaming):
     """The methods of `Store` for calls."""
 
     async def write_calls(self, calls: Iterable[Call]) -> None:
-        wanted = list(calls)
-        if not wanted:
+        new_calls = list(calls)
+        if not new_calls:
             return
         now = await self._now()
-        rows = [encode_call(call, now.steady) for call in wanted]
+        rows = [encode_call(call, now.steady) for call in new_calls]
         await self._upsert("write_calls", rows, changing=True)
 
     async def _put_calls(self, calls: Iterable[Call]) -> int:
@@ -77,10 +77,10 @@ class MongoCalls(Transactions, Streaming):
     async def renew_calls(self, recorder: str) -> None:
         check_recorder(recorder)
         now = await self._now()
-        own = {"seen_at": {"$ne": None}, "_id": {"$regex": f"^{recorder}-"}}
+        own_calls = {"seen_at": {"$ne": None}, "_id": {"$regex": f"^{recorder}-"}}
 
         async def work() -> None:
-            await self._database["calls"].update_many(own, {"$set": {"seen_at": now.steady}})
+            await self._database["calls"].update_many(own_calls, {"$set": {"seen_at": now.steady}})
 
         await self._again("renew_calls", work)
 
@@ -167,22 +167,22 @@ class MongoCalls(Transactions, Streaming):
 
     async def _find_doomed(self, names: Iterable[str], *, dropped: bool) -> dict[str, str]:
         """Trajectory id -> `absent`, or `dropped` if its turns are deleted too."""
-        wanted = list(names)
-        chosen = {"_id": {"$in": wanted}}
+        candidates = list(names)
+        chosen = {"_id": {"$in": candidates}}
 
         async def work() -> dict[str, str]:
             states = {
                 d["_id"]: d["state"]
                 for d in await self._database["trajectories"].find(chosen, ["state"]).to_list()
             }
-            whole = {
+            ids_with_tokens = {
                 d["_id"] for d in await self._database["tokens"].find(chosen, ["_id"]).to_list()
             }
-            absent = {name: "absent" for name in wanted if name not in states}
+            absent = {name: "absent" for name in candidates if name not in states}
             emptied = {
                 name: "dropped"
                 for name, state in states.items()
-                if dropped and state == "dropped" and name not in whole
+                if dropped and state == "dropped" and name not in ids_with_tokens
             }
             return absent | emptied
 

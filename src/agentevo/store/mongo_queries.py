@@ -78,9 +78,8 @@ class Queries:
     async def _new(
         self, kind: str, items: Sequence[EncodedTask] | Sequence[EncodedTrajectory]
     ) -> list[Any]:
-        """The items that must be inserted, each id once. Refuses an id that stands for two
-        contents."""
-        known = {
+        """The items that must be inserted, each id once. Refuses an id with two contents."""
+        stored_digests = {
             name: bytes(document["digest"])
             for name, document in (
                 await self.by_id(self.database[kind], (i.id for i in items), "digest")
@@ -88,10 +87,10 @@ class Queries:
         }
         new: list[Any] = []
         for item in items:
-            if item.id in known:
-                rules.check_same_content(kind, item.id, item.digest, known[item.id])
+            if item.id in stored_digests:
+                rules.check_same_content(kind, item.id, item.digest, stored_digests[item.id])
             else:
-                known[item.id] = item.digest
+                stored_digests[item.id] = item.digest
                 new.append(item)
 
         return new
@@ -133,12 +132,16 @@ class Queries:
 
     async def insert_steps(self, rows: Sequence[Document]) -> int:
         documents = await self.by_id(self.steps, (row["step"] for row in rows), "record")
-        known = {step: document["record"] for step, document in documents.items()}
+        stored_records = {step: document["record"] for step, document in documents.items()}
         new = [
             row
             for row in rows
             if rules.must_commit(
-                row["step"], row["record"], known=known.get(row["step"]), ids=None, here=set()
+                row["step"],
+                row["record"],
+                known=stored_records.get(row["step"]),
+                ids=None,
+                here=set(),
             )
         ]
         if new:

@@ -8,9 +8,9 @@ the transaction of `session`.
     meta                  {_id: "schema", version}, {_id: "tasks", "trajectories" or "calls", seq},
                           {_id: "trainer", turn}
 
-A transaction sees a snapshot, and one that writes a document which another has written meanwhile is
-begun again. What only reads what the other writes would slip through; so reserve, commit, release,
-drop, rewind and gc all write `meta.trainer`, and go one after the other.
+A transaction sees a snapshot, and one that writes a document which another has written since then
+is retried. What only reads what the other writes would slip through; so reserve, commit,
+release, drop, rewind and gc all write `meta.trainer`, and go one after the other.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ _READY: Document = {"state": "ready", "trained_step": None}
 class MongoRows(Queries):
     """Everything that a transaction does to the collections of a database."""
 
-    async def _held(self, lease: Lease, wanted: str | tuple[str, ...]) -> Document | None:
-        """The lease's task if it must still move to `wanted`."""
+    async def _leased_task(self, lease: Lease, target: str | tuple[str, ...]) -> Document | None:
+        """The lease's task if it must still move to `target`."""
         document: Document | None = await self.tasks.find_one(
             {"_id": lease.task.id}, session=self.session
         )
         place = (
             None if document is None else rules.TaskPlace(document["state"], document["fencing_id"])
         )
-        return document if rules.holds(place, lease, wanted) else None
+        return document if rules.holds(place, lease, target) else None
 
     async def _set_task(self, name: str, changes: Document) -> None:
         await self.tasks.update_one({"_id": name}, {"$set": changes}, session=self.session)
 
     async def renew(self, lease: Lease, *, now: Now, lease_s: float) -> float:
-        await self._held(lease, ())
+        await self._leased_task(lease, ())
         await self._set_task(
             lease.task.id,
             {"lease_started_at": now.steady, "lease_expires_at": now.steady + lease_s},
@@ -60,7 +60,7 @@ class MongoRows(Queries):
 
     async def finish(self, lease: Lease, *, error: str | None, now: Now) -> None:
         state = "completed" if error is None else "failed"
-        document = await self._held(lease, state)
+        document = await self._leased_task(lease, state)
         if document is not None:
             changes = LET_GO | {"state": state}
             if error is not None:
@@ -71,7 +71,7 @@ class MongoRows(Queries):
             await self._set_task(lease.task.id, changes)
 
     async def retry(self, lease: Lease, error: str, *, now: Now, retries: RetryPolicy) -> TaskState:
-        document = await self._held(lease, ("queued", "poison"))
+        document = await self._leased_task(lease, ("queued", "poison"))
         if document is None:
             return (await self.read_task(lease.task.id))[1].state
 
@@ -87,7 +87,7 @@ class MongoRows(Queries):
         return state
 
     async def give_back(self, lease: Lease) -> None:
-        if await self._held(lease, "queued") is not None:
+        if await self._leased_task(lease, "queued") is not None:
             await self._set_task(lease.task.id, LET_GO | {"state": "queued"})
 
     async def _places(self, ids: Iterable[str]) -> dict[str, rules.TrajectoryPlace]:
@@ -126,25 +126,27 @@ class MongoRows(Queries):
         for reason, names in dropped.items():
             await self.drop(list(names), reason)
 
-        here = {
+        step_ids = {
             document["_id"]
             for document in await self.find(self.trajectories, {"trained_step": step}, "_id")
         }
-        known = await self.steps.find_one({"_id": step}, session=self.session)
-        if not rules.must_commit(step, record, known=known and known["record"], ids=ids, here=here):
+        stored_step = await self.steps.find_one({"_id": step}, session=self.session)
+        if not rules.must_commit(
+            step, record, known=stored_step and stored_step["record"], ids=ids, here=step_ids
+        ):
             return 0
 
         values = {
             "_id": step,
             "step": step,
             "record": record,
-            "num_trajectories": len(here),
+            "num_trajectories": len(step_ids),
             "committed_at": now,
         }
         await self.steps.insert_one(values, session=self.session)
-        await self._set(here, state="committed")
+        await self._set(step_ids, state="committed")
 
-        return len(here)
+        return len(step_ids)
 
     async def release(self, step: int | None) -> int:
         where = {"state": "reserved"} | ({} if step is None else {"trained_step": step})
@@ -168,16 +170,18 @@ class MongoRows(Queries):
     async def _forget_steps(self, step: int) -> int:
         """`Store.rewind` with `keep`: trajectories stay and can be trained on again."""
         taken = {"trained_step": {"$gt": step}}
-        again = (
+        num_reset = (
             await self.trajectories.update_many(taken, {"$set": _READY}, session=self.session)
         ).modified_count
         dropped = await self.find(
             self.trajectories, {"step": {"$gt": step}, "state": "dropped"}, "_id"
         )
-        whole = await self.by_id(self.tokens, (document["_id"] for document in dropped), "_id")
-        await self._set(whole, **_READY, drop_reason=None)
+        ids_with_tokens = await self.by_id(
+            self.tokens, (document["_id"] for document in dropped), "_id"
+        )
+        await self._set(ids_with_tokens, **_READY, drop_reason=None)
         await self.steps.delete_many({"_id": {"$gt": step}}, session=self.session)
-        return int(again) + len(whole)
+        return int(num_reset) + len(ids_with_tokens)
 
     async def _delete_after(self, step: int) -> int:
         """`Store.rewind` without `keep`: what was sampled for later steps is deleted."""
@@ -194,20 +198,20 @@ class MongoRows(Queries):
         )
         await self.steps.delete_many({"_id": {"$gt": step}}, session=self.session)
         fresh = LET_GO | {"state": "queued", "num_failures": 0, "num_expiries": 0, "error": None}
-        again = {"$set": fresh, "$inc": {"fencing_id": 1}}
-        await self.tasks.update_many({"state": "leased"}, again, session=self.session)
+        requeue = {"$set": fresh, "$inc": {"fencing_id": 1}}
+        await self.tasks.update_many({"state": "leased"}, requeue, session=self.session)
 
-        lost = set()
+        lost_tasks = set()
         for name in {document["task_id"] for document in later if document["split"] == "train"}:
             if (
                 await self.trajectories.find_one({"task_id": name}, ["_id"], session=self.session)
                 is None
             ):
-                lost.add(name)
+                lost_tasks.add(name)
 
-        for chunk in chunks(lost):
+        for chunk in chunks(lost_tasks):
             where = {"_id": {"$in": chunk}, "state": {"$in": ["completed", "failed"]}}
-            await self.tasks.update_many(where, again, session=self.session)
+            await self.tasks.update_many(where, requeue, session=self.session)
 
         return len(later)
 
@@ -224,9 +228,9 @@ class MongoRows(Queries):
 
     async def requeue_old(self, before: float) -> int:
         where = {"state": "leased", "lease_expires_at": {"$lte": before}}
-        again = {"$set": LET_GO | {"state": "queued"}, "$inc": {"fencing_id": 1}}
+        requeue = {"$set": LET_GO | {"state": "queued"}, "$inc": {"fencing_id": 1}}
         return int(
-            (await self.tasks.update_many(where, again, session=self.session)).modified_count
+            (await self.tasks.update_many(where, requeue, session=self.session)).modified_count
         )
 
     async def delete_orphans(self, after: str | None) -> tuple[int, str | None]:
@@ -235,13 +239,13 @@ class MongoRows(Queries):
         where = {} if after is None else {"_id": {"$gt": after}}
         cursor = self.tokens.find(where, ["_id"], session=self.session).sort("_id", 1).limit(CHUNK)
         page = [document["_id"] for document in await cursor.to_list()]
-        known = await self.by_id(self.trajectories, page, "_id")
-        deleted = await self._delete_tokens([name for name in page if name not in known])
+        owners = await self.by_id(self.trajectories, page, "_id")
+        deleted = await self._delete_tokens([name for name in page if name not in owners])
         return deleted, page[-1] if len(page) == CHUNK else None
 
     async def delete_dropped_tokens(self, after: int | None) -> tuple[int, int | None]:
         """Deletes the tokens of the next CHUNK of dropped trajectories in the order of seq, as
-        ledger.py does; returns likewise."""
+        ledger.py does; returns the same."""
         newest = (
             await self.steps.find({}, ["_id"], session=self.session)
             .sort("_id", -1)

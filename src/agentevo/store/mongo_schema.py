@@ -59,19 +59,19 @@ async def check_or_make(
             "PostgreSQL"
         )
 
-    known = await database["meta"].find_one({"_id": "schema"})
-    if known is not None:
-        if known["version"] > SCHEMA_VERSION:
+    schema = await database["meta"].find_one({"_id": "schema"})
+    if schema is not None:
+        if schema["version"] > SCHEMA_VERSION:
             raise UnusableStoreError(
-                f"store {where}: its schema {known['version']} is a newer AgentEvo's, "
+                f"store {where}: its schema {schema['version']} is a newer AgentEvo's, "
                 f"this knows up to {SCHEMA_VERSION}: upgrade "
                 "with pip install -U agentevo; it was left as it is"
             )
 
-        if read_only and known["version"] < SCHEMA_VERSION:
-            raise older_schema(where, known["version"])
+        if read_only and schema["version"] < SCHEMA_VERSION:
+            raise older_schema(where, schema["version"])
 
-        if known["version"] < SCHEMA_VERSION:
+        if schema["version"] < SCHEMA_VERSION:
             await _make_calls(database)
             await database["meta"].update_one(
                 {"_id": "schema", "version": 1}, {"$set": {"version": SCHEMA_VERSION}}
@@ -106,8 +106,8 @@ async def check_or_make(
 async def _refuse_foreign(database: Any, where: str) -> None:
     """Raises StoreError where a collection of one of our names is filled. (A store that another
     process is making right now has none of them filled.)"""
-    ours = {"tasks", "trajectories", "tokens", "steps", "calls"}
-    for name in sorted(ours & set(await database.list_collection_names())):
+    own_collections = {"tasks", "trajectories", "tokens", "steps", "calls"}
+    for name in sorted(own_collections & set(await database.list_collection_names())):
         if await database[name].find_one({}) is not None:
             raise UnusableStoreError(
                 f"store {where}: the database holds a collection {name!r} of something else: give "

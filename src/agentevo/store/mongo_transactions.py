@@ -1,5 +1,5 @@
-"""Transactions in MongoDB: how a call of the store is begun again while what goes wrong is passing,
-until its deadline, and where the database's failures become ours."""
+"""Transactions in MongoDB: how a call of the store is retried while its error is transient,
+until its deadline, and where the database's failures become AgentEvo's errors."""
 
 from __future__ import annotations
 
@@ -72,17 +72,17 @@ class Transactions:
 
     @asynccontextmanager
     async def _deadline(self, what: str) -> AsyncIterator[list[PyMongoError]]:
-        """The one place where the database's failures become ours. Gives a list for those that were
-        tried again."""
+        """The one place where the database's failures become AgentEvo's errors. Yields a list for
+        the failures that were retried."""
         from pymongo.errors import ConnectionFailure, PyMongoError
 
-        passed: list[PyMongoError] = []
+        retried_errors: list[PyMongoError] = []
         try:
             async with asyncio.timeout(self._timeout_s):
-                yield passed
+                yield retried_errors
         except TimeoutError as error:
-            if passed and isinstance(passed[-1], ConnectionFailure):
-                raise self._unavailable(what, passed[-1]) from passed[-1]
+            if retried_errors and isinstance(retried_errors[-1], ConnectionFailure):
+                raise self._unavailable(what, retried_errors[-1]) from retried_errors[-1]
             raise DeadlineExceededError(
                 f"store {self.where}: {what}: no answer within {self._timeout_s:g} s; the server "
                 "may be gone or busy: calling again is "
@@ -100,15 +100,15 @@ class Transactions:
         )
 
     async def _again(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
-        """`work` again and again while what goes wrong is passing, until the deadline and for
-        AWAY_S at most."""
+        """Retries `work` while its error is transient, until the deadline and for AWAY_S at
+        most."""
         if self._read_only and what not in READS:
             raise only_read(self.where, what)
 
         from pymongo.errors import AutoReconnect, BulkWriteError, DuplicateKeyError, PyMongoError
 
         first: float | None = None
-        async with self._deadline(what) as passed:
+        async with self._deadline(what) as retried_errors:
             while True:
                 try:
                     return await work()
@@ -117,15 +117,15 @@ class Transactions:
                         write_error.get("code") == _DUPLICATE_KEY
                         for write_error in (error.details or {}).get("writeErrors", [])
                     )
-                    lost = isinstance(error, AutoReconnect) and self._is_open
+                    is_lost = isinstance(error, AutoReconnect) and self._is_open
                     now = time.monotonic()
                     first = now if first is None else first
                     labelled = any(error.has_error_label(label) for label in _LABELS)
-                    passes = labelled or clash or lost or isinstance(error, DuplicateKeyError)
+                    passes = labelled or clash or is_lost or isinstance(error, DuplicateKeyError)
                     if not passes or now - first > AWAY_S:
                         raise
 
-                    passed[:] = [error]
+                    retried_errors[:] = [error]
 
                 await asyncio.sleep(_PAUSE_S * (1.0 + random.random()))
 
@@ -151,7 +151,7 @@ class Transactions:
         self, piece: Callable[[MongoRows, Any], Awaitable[tuple[int, Any]]], *, turn: bool
     ) -> int:
         """Deletes in several transactions what one, which has a lifetime, is too short for. `piece`
-        returns how many rows it deleted and after which one the next goes on, None at the end.
+        returns how many rows it deleted and after which one the next begins, None at the end.
         Returns the sum."""
         done = 0
         after = None
@@ -176,8 +176,8 @@ class Transactions:
         return Now(seconds, seconds)
 
     async def _numbers(self, kind: str, count: int) -> int:
-        """The first of `count` numbers for new rows, which nobody else gets. Outside transactions:
-        a gap does no harm, a queue would."""
+        """The first of `count` numbers for new rows, which no other caller gets. Outside
+        transactions: a gap does no harm, a queue would."""
         if not count:
             return 0
 

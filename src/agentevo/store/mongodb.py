@@ -5,7 +5,7 @@ The server must be a member of a replica set (one is enough) or a sharded cluste
 those have transactions; anything else is refused. Each call is one transaction with snapshot reads
 and majority writes, but for leasing, which takes one document at a time, each atomically, so that
 workers don't get into each other's way. Conflicts and lost connections are passing: the call is
-begun again until its deadline. Leases are timed by the server's clock.
+retried until its deadline. Leases are timed by the server's clock.
 """
 
 from __future__ import annotations
@@ -155,14 +155,14 @@ class MongoDBStore(MongoCalls):
         tasks = self._database["tasks"]
         times = {"lease_started_at": now.steady, "lease_expires_at": now.steady + lease_s}
         taken: Document = {"state": "leased", "worker": worker, "not_before": 0.0, **times}
-        again = {"$inc": {"fencing_id": 1, "num_leases": 1}}
+        increments = {"$inc": {"fencing_id": 1, "num_leases": 1}}
         ran_out = {"state": "leased", "lease_expires_at": {"$lte": now.steady}}
         while (
             document := await tasks.find_one(ran_out, sort=[("lease_expires_at", 1)])
         ) is not None:
             event = rules.expired_event(document["worker"], document["fencing_id"], now.wall)
             count = document["num_expiries"] + 1
-            counted = {
+            expiry_values = {
                 "num_expiries": count,
                 "history": encode_history([*decode_history(document["history"]), event]),
             }
@@ -170,9 +170,11 @@ class MongoDBStore(MongoCalls):
             if rules.after_expiry(count, self._retries) == "poison":
                 error = f"its leases ran out {count} times: {event.error}"
                 await tasks.update_one(
-                    same, {"$set": LET_GO | counted | {"state": "poison", "error": error}}
+                    same, {"$set": LET_GO | expiry_values | {"state": "poison", "error": error}}
                 )
-            elif (await tasks.update_one(same, {"$set": taken | counted, **again})).modified_count:
+            elif (
+                await tasks.update_one(same, {"$set": taken | expiry_values, **increments})
+            ).modified_count:
                 return decode_lease(row_of(document), worker, now=now.steady, lease_s=lease_s)
 
         for where, order in (
@@ -182,7 +184,9 @@ class MongoDBStore(MongoCalls):
             ),
             ({"state": "queued", "not_before": 0.0}, [("seq", 1)]),
         ):
-            document = await tasks.find_one_and_update(where, {"$set": taken, **again}, sort=order)
+            document = await tasks.find_one_and_update(
+                where, {"$set": taken, **increments}, sort=order
+            )
             if document is not None:
                 return decode_lease(row_of(document), worker, now=now.steady, lease_s=lease_s)
 
@@ -255,8 +259,8 @@ class MongoDBStore(MongoCalls):
         return await self._run("write_trajectories", work)
 
     async def reserve(self, ids: Iterable[str], step: int) -> int:
-        wanted = list(ids)
-        return await self._run("reserve", lambda rows: rows.reserve(wanted, step), turn=True)
+        names = list(ids)
+        return await self._run("reserve", lambda rows: rows.reserve(names, step), turn=True)
 
     async def commit_step(
         self,
@@ -267,11 +271,11 @@ class MongoDBStore(MongoCalls):
         dropped: Mapping[str, Sequence[str]] = NONE_DROPPED,
     ) -> int:
         text = encode_record(step, record)
-        wanted = None if ids is None else list(ids)
+        names = None if ids is None else list(ids)
         now = await self._now()
         return await self._run(
             "commit_step",
-            lambda rows: rows.commit_step(step, text, ids=wanted, dropped=dropped, now=now.wall),
+            lambda rows: rows.commit_step(step, text, ids=names, dropped=dropped, now=now.wall),
             turn=True,
         )
 
@@ -279,8 +283,8 @@ class MongoDBStore(MongoCalls):
         return await self._run("release", lambda rows: rows.release(step), turn=True)
 
     async def drop(self, ids: Iterable[str], reason: str) -> int:
-        wanted = list(ids)
-        return await self._run("drop", lambda rows: rows.drop(wanted, reason), turn=True)
+        names = list(ids)
+        return await self._run("drop", lambda rows: rows.drop(names, reason), turn=True)
 
     async def rewind(self, step: int, *, keep: bool = False) -> int:
         return await self._run("rewind", lambda rows: rows.rewind(step, keep=keep), turn=True)

@@ -11,7 +11,7 @@ and lock what they move:
     alone      the whole store exclusively: rewind, gc, import, migrations
 
 Reads see one snapshot (REPEATABLE READ, read only). Deadlocks, clashes of two inserts and lost
-connections are passing: the call is begun again until its deadline, for AWAY_S at most, so a server
+connections are passing: the call is retried until its deadline, for AWAY_S at most, so a server
 that restarts costs its clients a wait and nothing else. Commits are durable as the server is
 configured (`synchronous_commit`). Leases are timed by the server's clock.
 """
@@ -163,7 +163,7 @@ class PostgreSQLStore(SQLStore):
             raise only_read(self.where, what)
 
         first: float | None = None
-        async with self._deadline(what) as passed:
+        async with self._deadline(what) as retried_errors:
             while True:
                 try:
                     async with self._transaction(write=write, lock=lock) as connection:
@@ -173,7 +173,7 @@ class PostgreSQLStore(SQLStore):
                     first = now if first is None else first
                     if not self._is_passing(error) or now - first > self._away_s:
                         raise
-                    passed[:] = [error]
+                    retried_errors[:] = [error]
 
                 await asyncio.sleep(_PAUSE_S)
 
@@ -220,9 +220,9 @@ class PostgreSQLStore(SQLStore):
         """Whether the same call may go through in a moment."""
         if not isinstance(error, DBAPIError):  # no connection could be made
             return self._is_open
-        lost = error.connection_invalidated or isinstance(error, InterfaceError)
-        lost = lost or _is_client_broken(error)
-        return _sqlstate(error).startswith(_PASSING) or (lost and self._is_open)
+        is_lost = error.connection_invalidated or isinstance(error, InterfaceError)
+        is_lost = is_lost or _is_client_broken(error)
+        return _sqlstate(error).startswith(_PASSING) or (is_lost and self._is_open)
 
     async def size_bytes(self) -> int:
         names = ", ".join(f"pg_total_relation_size('{name}')::bigint" for name in _TABLES)

@@ -56,12 +56,12 @@ _INSERT_TASKS = insert(tasks)
 _INSERT_TRAJECTORIES = insert(trajectories)
 _INSERT_TOKENS = insert(tokens)
 _ALL = 2**31 - 1
-"""Number of rows that stands for no limit."""
+"""Number of rows that means no limit."""
 _TOKENS = select(tokens).where(tokens.c.trajectory_seq.in_(bindparam("seqs", expanding=True)))
 
 
 _NARROW = frozenset({"group_id", "task_id", "step", "trained_step"})
-"""Columns of which few rows of a large store share a value."""
+"""Columns in which few rows of a large store share a value."""
 
 
 def _without_index(column: ColumnElement[str]) -> ColumnElement[str]:
@@ -124,8 +124,8 @@ async def rows_by_id(
 async def _not_there_yet(
     connection: AsyncConnection, table: Table, items: Sequence[Encoded]
 ) -> list[Encoded]:
-    """The items that must be inserted, each id once. Refuses an id that stands for two contents."""
-    known = {
+    """The items that must be inserted, each id once. Refuses an id with two contents."""
+    stored_digests = {
         name: row.digest
         for name, row in (
             await rows_by_id(connection, table, ["digest"], (item.id for item in items))
@@ -133,10 +133,10 @@ async def _not_there_yet(
     }
     new = []
     for item in items:
-        if item.id in known:
-            rules.check_same_content(table.name, item.id, item.digest, known[item.id])
+        if item.id in stored_digests:
+            rules.check_same_content(table.name, item.id, item.digest, stored_digests[item.id])
         else:
-            known[item.id] = item.digest
+            stored_digests[item.id] = item.digest
             new.append(item)
 
     return new
@@ -183,18 +183,18 @@ async def insert_trajectories(
 
 
 async def insert_steps(connection: AsyncConnection, rows: Sequence[dict[str, Any]]) -> int:
-    known: dict[int, str] = {}
+    stored_records: dict[int, str] = {}
     for chunk in chunks(row["step"] for row in rows):
         stored = await connection.execute(
             select(steps.c.step, steps.c.record).where(steps.c.step.in_(chunk))
         )
-        known.update((row.step, row.record) for row in stored)
+        stored_records.update((row.step, row.record) for row in stored)
 
     new = [
         row
         for row in rows
         if rules.must_commit(
-            row["step"], row["record"], known=known.get(row["step"]), ids=None, here=set()
+            row["step"], row["record"], known=stored_records.get(row["step"]), ids=None, here=set()
         )
     ]
     if new:

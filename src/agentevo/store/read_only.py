@@ -1,4 +1,4 @@
-"""What is said where a store may only be read."""
+"""Errors of a store that may only be read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from agentevo.errors import StoreError, UnusableStoreError
 
 
 def older_schema(where: str, version: object) -> UnusableStoreError:
-    """What is said of a store that may only be read and is of an older version."""
+    """The error for a store that may only be read and is of an older version."""
     return UnusableStoreError(
         f"{where} has the schema {version} of an older AgentEvo, and it may only be read here: "
         "`agentevo store migrate URL|RUN_DIR` brings it to this version"
@@ -14,5 +14,5 @@ def older_schema(where: str, version: object) -> UnusableStoreError:
 
 
 def only_read(where: str, what: str) -> StoreError:
-    """What is said to a call that writes to a store that may only be read."""
+    """The error for a call that writes to a store that may only be read."""
     return StoreError(f"{what}: {where} was opened for reading only")

@@ -1,5 +1,5 @@
 """Records of the store: tasks, trajectories and steps with their places in the ledger, leases, and
-what chooses among them. How they come from one state to the next is said in store.py."""
+what chooses among them. store.py says how they change from one state to the next."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class TrajectoryPlace(NamedTuple):
 
 
 def holds(row: TaskPlace | None, lease: Lease, wanted: str | tuple[str, ...]) -> bool:
-    """Whether the lease's task must still move to `wanted`; False if it is there already. Refuses a
+    """Whether the lease's task must still move to `target`; False if it is there already. Refuses a
     lease that is lost."""
     name = lease.task.id
     states = (wanted,) if isinstance(wanted, str) else wanted
@@ -119,18 +119,18 @@ def moving_to_reserved(
 def must_commit(
     step: int, record: str, *, known: str | None, ids: Iterable[str] | None, here: set[str]
 ) -> bool:
-    """Whether the step must still be written. `known` is its record if it is there, `here` what is
-    reserved for it or committed to it."""
+    """Whether the step must still be written. `stored_record` is its record if it is there,
+    `step_ids` what is reserved for it or committed to it."""
     if ids is not None:
-        wanted = set(ids)
+        expected_ids = set(ids)
         for problem, names in (
-            ("is not reserved for it", wanted - here),
-            ("is reserved for it but not part of it", here - wanted),
+            ("is not reserved for it", expected_ids - here),
+            ("is reserved for it but not part of it", here - expected_ids),
         ):
             if names:
-                more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+                omitted = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
                 raise StoreError(
-                    f"step {step} can't be committed: trajectory {min(names)!r}{more} {problem}"
+                    f"step {step} can't be committed: trajectory {min(names)!r}{omitted} {problem}"
                 )
 
     if known is not None and known != record:

@@ -56,7 +56,7 @@ from agentevo.store.streams import Streaming
 from agentevo.types import Call, Task, Trajectory
 
 Lock = Literal["worker", "trainer", "alone"]
-"""How a call writes: as one of any number of workers, as the one trainer beside them, or alone.
+"""How a call writes: as one of any number of workers, as the one trainer among them, or alone.
 (SQLite has one writer anyway.)"""
 
 T = TypeVar("T")
@@ -101,20 +101,20 @@ class SQLStore(Streaming):
 
     @asynccontextmanager
     async def _deadline(self, what: str) -> AsyncIterator[list[BaseException]]:
-        """The one place where the database's failures become ours. Gives a list for those that were
-        tried again."""
-        passed: list[BaseException] = []
-        began = time.monotonic()
+        """The one place where the database's failures become AgentEvo's errors. Yields a list for
+        the failures that were retried."""
+        retried_errors: list[BaseException] = []
+        started_at = time.monotonic()
         try:
             async with asyncio.timeout(self._timeout_s):
-                yield passed
+                yield retried_errors
         except TimeoutError as error:
-            if passed and self._is_unreachable(passed[-1]):
-                raise self._unavailable(what, passed[-1]) from passed[-1]
-            raise self._too_late(what, began) from error
+            if retried_errors and self._is_unreachable(retried_errors[-1]):
+                raise self._unavailable(what, retried_errors[-1]) from retried_errors[-1]
+            raise self._too_late(what, started_at) from error
         except (DBAPIError, OSError, UnicodeDecodeError) as error:
             if self._is_late(error):
-                raise self._too_late(what, began) from error
+                raise self._too_late(what, started_at) from error
             if self._is_unreachable(error):
                 raise self._unavailable(what, error) from error
 
@@ -134,8 +134,8 @@ class SQLStore(Streaming):
             "again is harmless"
         )
 
-    def _too_late(self, what: str, began: float) -> DeadlineExceededError:
-        waited_s = time.monotonic() - began
+    def _too_late(self, what: str, started_at: float) -> DeadlineExceededError:
+        waited_s = time.monotonic() - started_at
         limit_s = self._away_s if waited_s < 2 * self._away_s else self._timeout_s
         return DeadlineExceededError(
             f"store {self.where}: {what}: no answer within {limit_s:g} s; another "
@@ -230,10 +230,10 @@ class SQLStore(Streaming):
         return await self._run("write_trajectories", work, write=True)
 
     async def reserve(self, ids: Iterable[str], step: int) -> int:
-        wanted = list(ids)
+        names = list(ids)
         return await self._run(
             "reserve",
-            lambda connection: ledger.reserve(connection, wanted, step),
+            lambda connection: ledger.reserve(connection, names, step),
             write=True,
             lock="trainer",
         )
@@ -247,12 +247,12 @@ class SQLStore(Streaming):
         dropped: Mapping[str, Sequence[str]] = NONE_DROPPED,
     ) -> int:
         text = encode_record(step, record)
-        wanted = None if ids is None else list(ids)
+        names = None if ids is None else list(ids)
 
         async def work(connection: AsyncConnection) -> int:
             now = (await self._now(connection)).wall
             return await ledger.commit_step(
-                connection, step, text, ids=wanted, dropped=dropped, now=now
+                connection, step, text, ids=names, dropped=dropped, now=now
             )
 
         return await self._run("commit_step", work, write=True, lock="trainer")
@@ -266,10 +266,10 @@ class SQLStore(Streaming):
         )
 
     async def drop(self, ids: Iterable[str], reason: str) -> int:
-        wanted = list(ids)
+        names = list(ids)
         return await self._run(
             "drop",
-            lambda connection: ledger.drop(connection, wanted, reason),
+            lambda connection: ledger.drop(connection, names, reason),
             write=True,
             lock="trainer",
         )
@@ -350,14 +350,14 @@ class SQLStore(Streaming):
         return await self._run("counts", queries.count)
 
     async def write_calls(self, calls: Iterable[Call]) -> None:
-        wanted = list(calls)
+        new_calls = list(calls)
 
         async def work(connection: AsyncConnection) -> None:
             now = await self._now(connection)
-            rows = [encode_call(call, now.steady) for call in wanted]
+            rows = [encode_call(call, now.steady) for call in new_calls]
             await call_rows.upsert(connection, rows)
 
-        if wanted:
+        if new_calls:
             await self._run("write_calls", work, write=True)
 
     async def renew_calls(self, recorder: str) -> None:

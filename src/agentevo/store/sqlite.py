@@ -6,8 +6,8 @@ writer. Writers queue: inside a process at a lock, between processes at SQLite's
 at BEGIN, so that no transaction fails half-way for having read before it wrote.
 
 A call is one visit to a thread, in which its whole transaction happens: an asynchronous driver
-would go there and back some twenty times. The file is ours if it carries our `application_id`;
-`user_version` is the schema's version.
+would go there and back some twenty times. The file is a store if it has AgentEvo's
+`application_id`; `user_version` is the schema's version.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class _Limit:
 
 
 class _SqliteConnection:
-    """A blocking connection with an asynchronous one's methods, none of which ever waits: `_drive`
+    """A blocking connection with an asynchronous one's methods, which never wait: `_drive`
     runs what awaits only them."""
 
     def __init__(self, connection: Connection) -> None:
@@ -147,7 +147,7 @@ class SQLiteStore(SQLStore):
         self._read_only = read_only
         self._engine = engine
         self._is_still = False
-        """Whether the file is read as one that nobody writes to."""
+        """Whether the file is read as one that no process writes to."""
         self._copy: TemporaryDirectory[str] | None = None
         """Where the file is read from, if not from its own folder."""
         self._clock = clock or MachineClock()
@@ -171,8 +171,8 @@ class SQLiteStore(SQLStore):
         Raises StoreError for a path that holds anything but an AgentEvo store, or one of a newer
         schema; such a file is left as it was. One of an older schema is migrated, unless
         `read_only`. Then the file is opened with mode=ro; where SQLite can't make what readers of a
-        write-ahead log share, on a medium that can't be written, as one that nobody writes to, or,
-        with a log that a killed writer has left, as a copy in a temporary folder.
+        write-ahead log share, on a medium that can't be written, as one that no process writes to,
+        or, with a log that a killed writer has left, as a copy in a temporary folder.
         """
         path = _path_of(url)
         _check_file(path, create=create)
@@ -231,7 +231,7 @@ class SQLiteStore(SQLStore):
         before.dispose()
 
     def _log_bytes(self) -> int:
-        """The size of the write-ahead log: above 0 while somebody writes."""
+        """The size of the write-ahead log: above 0 while a process writes."""
         try:
             return self.path.with_name(f"{self.path.name}-wal").stat().st_size
         except OSError:
@@ -258,7 +258,7 @@ class SQLiteStore(SQLStore):
         if write and self._read_only:
             raise only_read(str(self.path), what)
         if self._is_still and self._log_bytes():
-            self._read_as(still=False)  # somebody writes after all
+            self._read_as(still=False)  # a process writes after all
 
         limit = _Limit(time.monotonic() + _PATIENCE * self._timeout_s)
         engine = self._engine.execution_options(write=write, limit=limit)
@@ -272,7 +272,7 @@ class SQLiteStore(SQLStore):
                     )
                 )
                 if time.monotonic() > limit.stop_at:
-                    raise TimeoutError  # the caller was told that there is no answer
+                    raise TimeoutError  # the caller has learned that there is no answer
 
                 return result
 
@@ -307,7 +307,8 @@ class SQLiteStore(SQLStore):
 
         name = str(getattr(raised, "sqlite_errorname", None))
         return name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_FORMAT")) or (
-            name == "SQLITE_ERROR"  # of our own statements: the schema is not ours any more
+            # Of this module's statements: the schema is not a store's any more.
+            name == "SQLITE_ERROR"
         )
 
     async def _use_write_ahead_log(self) -> None:
@@ -317,14 +318,14 @@ class SQLiteStore(SQLStore):
         async with self._deadline("switch to a write-ahead log"):
             while True:
                 try:
-                    await self._alone("PRAGMA journal_mode=WAL")
+                    await self._execute_alone("PRAGMA journal_mode=WAL")
                     return
                 except OperationalError as error:
                     if "locked" not in str(error.orig) or time.monotonic() > ends:
                         raise
                 await asyncio.sleep(_PAUSE_S)
 
-    async def _alone(self, statement: str) -> None:
+    async def _execute_alone(self, statement: str) -> None:
         """Runs a statement outside of any transaction."""
 
         def call() -> None:
@@ -342,8 +343,8 @@ class SQLiteStore(SQLStore):
 
     async def _vacuum(self) -> None:
         async with self._writer:
-            await self._alone("VACUUM")
-            await self._alone("PRAGMA wal_checkpoint(TRUNCATE)")
+            await self._execute_alone("VACUUM")
+            await self._execute_alone("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
 def _path_of(url: str) -> Path:
@@ -358,9 +359,9 @@ def _path_of(url: str) -> Path:
 def _check_file(path: Path, *, create: bool) -> None:
     """Refuses a path that can't be a database's; makes the folder of a new one.
 
-    The file itself is opened by SQLite alone: whoever else closes it in this process gives up the
-    process's POSIX locks on it, and another process that then closes the store deletes the
-    write-ahead log under those who write (sqlite.org/howtocorrupt.html, 2.2)."""
+    The file itself is opened by SQLite alone. Other code that closes it in this process gives up
+    the process's POSIX locks on it, and another process that then closes the store deletes the
+    write-ahead log under those that write (sqlite.org/howtocorrupt.html, 2.2)."""
     try:
         if path.exists() and not path.is_dir() and not path.is_file():
             raise UnusableStoreError(f"{path} is a device, pipe or socket: give another path")
@@ -397,7 +398,7 @@ def _is_no_database(error: BaseException) -> bool:
 
 
 Mode = Literal["rwc", "ro", "still"]
-"""How a file is opened: to write, to read, to read one that nobody writes to."""
+"""How a file is opened: to write, to read, to read one that no process writes to."""
 
 
 def _connect(path: Path, mode: Mode) -> sqlite3.Connection:
@@ -443,7 +444,7 @@ def _engine(path: Path, timeout_s: float, mode: Mode = "rwc") -> Engine:
 
 
 async def _schema_of(connection: AsyncConnection, path: Path) -> tuple[int, int]:
-    """(application, version). Raises UnusableStoreError for a newer one of ours."""
+    """(application, version). Raises UnusableStoreError for a newer AgentEvo's."""
     application = (await connection.exec_driver_sql("PRAGMA application_id")).scalar_one()
     version = (await connection.exec_driver_sql("PRAGMA user_version")).scalar_one()
     if application == APPLICATION_ID and version > SCHEMA_VERSION:
@@ -495,9 +496,9 @@ async def _check_or_make_schema(connection: AsyncConnection, path: Path, *, crea
 
 
 async def _tell_the_planner(connection: AsyncConnection) -> None:
-    """Tells SQLite how many rows share a value in a large store. Without this SQLite holds every
-    index for equally good, and looks for a group among all that are ready. See "manual control of
-    query plans" in SQLite's documentation of `sqlite_stat1`."""
+    """Gives SQLite an estimate of how many rows share a value in a large store. Without this SQLite
+    holds every index for equally good, and looks for a group among all that are ready. See "manual
+    control of query plans" in SQLite's documentation of `sqlite_stat1`."""
     await connection.exec_driver_sql("ANALYZE")  # makes the table
     await connection.exec_driver_sql("DELETE FROM sqlite_stat1")
     rows = [

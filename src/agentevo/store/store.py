@@ -26,7 +26,7 @@ rest). (4) What is read back equals what was written, except that log-probs are 
 `rewind` alone takes facts away: it undoes steps whose weights a resume from an older checkpoint has
 lost. `clear` takes away all of them.
 
-Leases are timed by a clock that all holders share and that nobody sets (clock.py). No lease has
+Leases are timed by a clock that all holders share and that no one sets (clock.py). No lease has
 more time left than its own length, and no task waits for longer than RetryPolicy's longest delay,
 whatever a clock has jumped to.
 
@@ -60,8 +60,8 @@ from agentevo.store.records import (
 from agentevo.types import Call, Task, Trajectory
 
 AWAY_S = 60.0
-"""How long a call waits, at most, for a database that can't be reached or for somebody else's lock,
-however long its work may take: a deadline is long where the work is."""
+"""How long a call waits, at most, for a database that can't be reached or for another process's
+lock, however long its work may take: a deadline is long where the work is."""
 NONE_DROPPED: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
@@ -81,8 +81,8 @@ class Store(Protocol):
         """Queues tasks; returns how many are new. Where a known id has other content, none is.
 
         Without `queue` they are completed from the start, for a caller that makes the attempts
-        itself: no worker ever leases them. Known ones that are queued come to that too; where else
-        a known one is, it stays.
+        itself: no worker ever leases them. Known ones that are queued are completed too; known
+        ones in any other state stay there.
         """
 
     async def task(self, task_id: str) -> Task: ...
@@ -120,8 +120,8 @@ class Store(Protocol):
         Refused as above."""
 
     async def queue_again(self) -> int:
-        """poison, failed -> queued, for somebody who has mended what set these tasks aside; returns
-        how many. Retries and expiries are counted anew, the history stays."""
+        """poison, failed -> queued, after a repair of what set these tasks aside; returns
+        how many. Retries and expiries are counted from 0 again, the history stays."""
 
     async def write_trajectories(
         self,
@@ -266,8 +266,8 @@ class Store(Protocol):
 
     async def clear(self) -> int:
         """Takes away all calls, tasks, trajectories and steps, for a run that replaces another;
-        returns how many of the last three. Nobody else may be at work: a worker with an old lease
-        could not be told from one of the new run."""
+        returns how many of the last three. No other process may be at work: a worker with an old
+        lease could not be distinguished from one of the new run."""
 
 
 class StoreOpener(Protocol):
@@ -326,6 +326,6 @@ async def open_store(
     for name in dict.fromkeys(SCHEMES.values()) if scheme not in SCHEMES else (SCHEMES[scheme],):
         import_module(f"agentevo.store.{name}")
 
-    more: dict[str, Any] = {"retries": retries, "clock": clock, "read_only": read_only}
+    options: dict[str, Any] = {"retries": retries, "clock": clock, "read_only": read_only}
     may_create = create and not read_only
-    return await stores.get(scheme)(address, timeout_s=timeout_s, create=may_create, **more)
+    return await stores.get(scheme)(address, timeout_s=timeout_s, create=may_create, **options)

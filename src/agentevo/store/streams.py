@@ -204,10 +204,10 @@ async def _pages(
 ) -> AsyncIterator[T]:
     """At most `limit` rows in the order of seq, a page at a time. What is written after the first
     page was read, while the caller is busy with it, is not among them."""
-    left = limit
+    remaining = limit
     seqs: range | None = None
-    while left != 0 and (seqs is None or seqs):
-        length = size if left is None else min(size, left)
+    while remaining != 0 and (seqs is None or seqs):
+        length = size if remaining is None else min(size, remaining)
         rows = await page(seqs, length)
         if seqs is None and len(rows) == length and not newest_first:
             seqs = range(1, await newest_seq() + 1)
@@ -224,4 +224,4 @@ async def _pages(
         else:
             seqs = range(last + 1, seqs.stop if seqs is not None else last + 1)
 
-        left = None if left is None else left - len(rows)
+        remaining = None if remaining is None else remaining - len(rows)

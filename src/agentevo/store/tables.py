@@ -5,7 +5,7 @@ says how to come from the one before.
 `record`, `task` and `history` are JSON text; `metrics` holds the reward's parts too, as
 `reward_parts/NAME`. Times of leases are on the store's steady clock (clock.py), all others Unix
 times. `not_before` is 0 for a task that waits for nothing, and never NULL, so that an index can
-tell those apart and keep their order.
+distinguish those and keep their order.
 
 A call names its trajectory and refers to no row: it is written before the trajectory is.
 `calls.seen_at` is when, on the steady clock, its recorder last said that it is running; NULL once

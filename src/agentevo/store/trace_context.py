@@ -1,9 +1,9 @@
 """Where a call stands in a trace, and the header `traceparent` of W3C's Trace Context
-(https://www.w3.org/TR/trace-context/) that tells other programs, in any language.
+(https://www.w3.org/TR/trace-context/) that identifies it to other programs, in any language.
 
     trace id = 16 bytes of BLAKE2b(run, attempt)        span id = 8 bytes of BLAKE2b(call id)
 
-So every process of a run that takes part in an attempt means the same trace without asking anybody.
+So every process of a run that takes part in an attempt means the same trace without asking another.
 Whether an attempt is traced at all follows from its trace id, as OpenTelemetry's sampler
 TraceIdRatioBased decides it.
 """
@@ -28,7 +28,7 @@ LONGEST = 512
 
 
 class AttemptTrace(NamedTuple):
-    """The trace of one attempt. One that is not sampled has no spans, and programs are told so."""
+    """The trace of one attempt. One that is not sampled has no spans, and programs learn so."""
 
     trace_id: int
     is_sampled: bool
@@ -67,10 +67,10 @@ def _id(text: str, size: int) -> int:
 def read_traceparent(text: str) -> TracePlace | None:
     """The place that a header names. None for what is no header of this form: a program's bad
     header is as good as none, as the standard has it."""
-    found = _TRACEPARENT.fullmatch(text.strip()) if len(text) <= LONGEST else None
-    if found is None or found[1] == "ff" or (found[1] == "00" and found[5]):
+    match = _TRACEPARENT.fullmatch(text.strip()) if len(text) <= LONGEST else None
+    if match is None or match[1] == "ff" or (match[1] == "00" and match[5]):
         return None
-    trace_id, span_id, flags = (int(found[number], 16) for number in (2, 3, 4))
+    trace_id, span_id, flags = (int(match[number], 16) for number in (2, 3, 4))
     return TracePlace(trace_id, span_id, bool(flags & 1)) if trace_id and span_id else None
 
 
@@ -79,7 +79,7 @@ class Tracing(Protocol):
 
     @property
     def contents(self) -> bool:
-        """Whether spans say what was said."""
+        """Whether spans contain the messages."""
         ...
 
     @property
@@ -96,7 +96,7 @@ class Tracing(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedMessage:
-    """What was said in the call of a model, for its span. The store has it in the trajectory."""
+    """The messages of the call of a model, for its span. The store has them in the trajectory."""
 
     asked: Sequence[Message] = ()
     answers: Sequence[Message] = ()
