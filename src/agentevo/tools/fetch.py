@@ -96,8 +96,8 @@ def _text_of(page: WebPage, *, links: bool, max_chars: int) -> str:
     if kind.endswith("json"):
         return _indent_json(text, max_chars)
     if kind in ("text/html", "application/xhtml+xml") or (not kind and "<html" in text.lower()):
-        title, said = page_text(text, url=page.url, links=links, max_chars=max_chars)
-        text = f"{title}\n\n{said}" if title else said
+        title, body = page_text(text, url=page.url, links=links, max_chars=max_chars)
+        text = f"{title}\n\n{body}" if title else body
     return text.strip() or "The page has no text."
 
 

@@ -196,8 +196,8 @@ class McpConnection:
                 raise await self._lost(error) from error
             # Of an answer that it can't read, the SDK says why in a dozen lines.
             is_unread = error.code == PARSE_ERROR
-            said = error.message.partition("\n")[0] if is_unread else error.message
-            return ToolResult(text=f"Error: {said}", is_error=True)
+            message = error.message.partition("\n")[0] if is_unread else error.message
+            return ToolResult(text=f"Error: {message}", is_error=True)
         except (ValidationError, RuntimeError) as error:
             # The server has answered, and the SDK does not take what it gave.
             text = f"Error: {name} gave a result that breaks the protocol: {problem_of(error)}"
@@ -315,8 +315,8 @@ class McpConnection:
 
         specs = list(by_name.values())
         if self._server.resources:
-            offered = [one for one in RESOURCE_TOOLS if one.name not in by_name]
-            self._offered = {one.name for one in offered}
+            offered = [spec for spec in RESOURCE_TOOLS if spec.name not in by_name]
+            self._offered = {spec.name for spec in offered}
             specs += offered
 
         return specs
@@ -386,11 +386,11 @@ class McpConnection:
         return "it wants a key: give api_key: ${env:NAME}, the environment variable that holds it"
 
     def _words(self, problem: str) -> str:
-        said = without_controls(self._stderr.text)
-        more = f"; it said: {said}" if said else ""
+        stderr_text = without_controls(self._stderr.text)
+        suffix = f"; it said: {stderr_text}" if stderr_text else ""
         return without_secrets(
             self._server.secrets,
-            f"{self._server.title}: {problem}{more}",
+            f"{self._server.title}: {problem}{suffix}",
         )
 
 
@@ -473,7 +473,7 @@ def _first(error: BaseException) -> str:
 
 def _text_of(result: Any) -> str:
     """A result's content as text. What is no text is named."""
-    parts = [part_text(one) for one in result.content]
+    parts = [part_text(content) for content in result.content]
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(parts)

@@ -112,12 +112,12 @@ def _salvage(text: str) -> Any:
 
     try:
         tree = json.loads(text)
-        whole = _HALF_OF_A_PAIR.sub("\ufffd", json.dumps(tree, ensure_ascii=False))
+        repaired = _HALF_OF_A_PAIR.sub("\ufffd", json.dumps(tree, ensure_ascii=False))
     except (ValueError, RecursionError):
         return None
 
     try:
-        message = jsonrpc_message_adapter.validate_json(whole, by_name=False)
+        message = jsonrpc_message_adapter.validate_json(repaired, by_name=False)
     except ValueError:
         request_id = tree.get("id") if isinstance(tree, dict) and "method" not in tree else None
         if not isinstance(request_id, (int, str)) or isinstance(request_id, bool):
@@ -132,9 +132,9 @@ def _usable(message: Any) -> Any:
     result = getattr(message, "result", None)
     if isinstance(result, dict) and isinstance(result.get("tools"), list):
         result["tools"] = [
-            _tool(one)
-            for one in result["tools"]
-            if isinstance(one, dict) and isinstance(one.get("name"), str) and one["name"]
+            _tool(tool)
+            for tool in result["tools"]
+            if isinstance(tool, dict) and isinstance(tool.get("name"), str) and tool["name"]
         ]
     return message
 

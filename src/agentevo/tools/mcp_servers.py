@@ -152,7 +152,7 @@ class _McpSession:
             self._failure = str(error)
             raise
         except asyncio.CancelledError:
-            self._broken_off = [one for one in self._broken_off if not one.has_ended]
+            self._broken_off = [broken for broken in self._broken_off if not broken.has_ended]
             self._broken_off.append(connection)
             raise
 
@@ -164,8 +164,8 @@ class _McpSession:
         if connection is None or not connection.is_open:
             raise ToolUnavailableError(f"{self._server.title} is not connected")
 
-        told = trace_headers()  # of the call that this is, on the loop that it is made on
-        result = await _loop.run(lambda: connection.call(name, arguments, told))
+        meta = trace_headers()  # of the call that this is, on the loop that it is made on
+        result = await _loop.run(lambda: connection.call(name, arguments, meta))
         if self._tell_restart:
             self._tell_restart = False
             return msgspec.structs.replace(result, text=RESTARTED + result.text)

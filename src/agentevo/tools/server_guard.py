@@ -61,19 +61,19 @@ def _guard(program: int, client: int) -> int:
     closing_since: float | None = None
     is_told = False
     while True:
-        heard = _wait(LOOK_S)
-        ended = _reap()
-        if program in ended:
-            code = ended[program]
+        signal_number = _wait(LOOK_S)
+        exit_codes = _reap()
+        if program in exit_codes:
+            code = exit_codes[program]
             has_ended = True
 
         if not _has_children():
             return code
 
-        is_closed = heard not in (None, signal.SIGCHLD) or os.getppid() != client
+        is_closed = signal_number not in (None, signal.SIGCHLD) or os.getppid() != client
         if closing_since is None and is_closed:
             closing_since = time.monotonic()
-            has_ended = program in ended  # what goes on without it has its time, too
+            has_ended = program in exit_codes  # what goes on without it has its time, too
 
         if closing_since is None:
             continue
@@ -100,17 +100,17 @@ def _wait(limit_s: float) -> int | None:
 
 def _reap() -> dict[int, int]:
     """Children that have ended -> their exit codes."""
-    ended: dict[int, int] = {}
+    exit_codes: dict[int, int] = {}
     while True:
         try:
             child, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return ended
+            return exit_codes
         if child == 0:
-            return ended
+            return exit_codes
 
         code = os.waitstatus_to_exitcode(status)
-        ended[child] = code if code >= 0 else 128 - code
+        exit_codes[child] = code if code >= 0 else 128 - code
 
 
 def _has_children() -> bool:

@@ -14,5 +14,5 @@ def shorten_text(text: str, longest: int) -> str:
     head = int(longest * HEAD)
     tail = longest - head
     left_out = len(text) - longest
-    told = f"\n[{left_out:,} characters are left out here]\n"
-    return f"{text[:head]}{told}{text[-tail:]}".encode("utf-8", "replace").decode()
+    notice = f"\n[{left_out:,} characters are left out here]\n"
+    return f"{text[:head]}{notice}{text[-tail:]}".encode("utf-8", "replace").decode()

@@ -44,12 +44,12 @@ class StateCheck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 def state_checks(metadata: Mapping[str, Any]) -> list[StateCheck]:
     """Those of a task. Raises ValueError for what is none."""
-    given = metadata.get(STATE_CHECKS)
-    if given is None:
+    raw_checks = metadata.get(STATE_CHECKS)
+    if raw_checks is None:
         return []
 
     try:
-        checks = msgspec.convert(given, list[StateCheck])
+        checks = msgspec.convert(raw_checks, list[StateCheck])
     except msgspec.ValidationError as error:
         raise ValueError(f"{STATE_CHECKS}: {error}") from error
 

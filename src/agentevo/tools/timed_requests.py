@@ -33,10 +33,10 @@ class TimedRequests:
 
     def left_s(self) -> float:
         """Raises TimeoutError where no time is left."""
-        left = self._until - time.monotonic()
-        if left <= 0:
+        remaining_s = self._until - time.monotonic()
+        if remaining_s <= 0:
             raise TimeoutError("no time is left")
-        return left
+        return remaining_s
 
     def stream(
         self, client: httpx.Client, method: str, url: httpx.URL | str, **options: Any

@@ -30,7 +30,7 @@ def ordered_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of an object, its keys in an order that no way through MCP changes: a policy
     reads the same tokens of a tool wherever it runs."""
     first = {key: schema[key] for key in _SCHEMA_KEYS if key in schema}
-    return first | {key: one for key, one in schema.items() if key not in first}
+    return first | {key: value for key, value in schema.items() if key not in first}
 
 
 def object_schema(schema: Any) -> dict[str, Any]:
@@ -43,8 +43,10 @@ def object_schema(schema: Any) -> dict[str, Any]:
         or not isinstance(required, list)
         or schema.get("type", "object") != "object"
         or not isinstance(schema.get("$schema", ""), str)
-        or not all(isinstance(one, (dict, bool)) for one in properties.values())
-        or not all(isinstance(one, str) for one in required)
+        or not all(
+            isinstance(property_schema, (dict, bool)) for property_schema in properties.values()
+        )
+        or not all(isinstance(name, str) for name in required)
     ):
         return {"type": "object", "properties": {}}
 

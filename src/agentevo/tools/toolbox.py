@@ -160,8 +160,8 @@ class _Bound:
 
     @property
     def is_cached(self) -> bool:
-        given = self.offer.section.cache
-        return self.spec.cacheable if given is None else given
+        cache_option = self.offer.section.cache
+        return self.spec.cacheable if cache_option is None else cache_option
 
 
 class AttemptTools:
@@ -204,7 +204,9 @@ class AttemptTools:
                 )
             raise ConfigError(f"agent.tools: no tool is left of {names}: change `exclude`")
 
-        self.instructions = "\n\n".join(one.instructions for _, one in sessions if one.instructions)
+        self.instructions = "\n\n".join(
+            session.instructions for _, session in sessions if session.instructions
+        )
         """What the policy reads of the tools before the task."""
         self.schemas = [tool.spec.schema(name) for name, tool in self._tools.items()]
         """In OpenAI's form, under the names that the policy knows."""
@@ -223,16 +225,16 @@ class AttemptTools:
         resources: list[str] = []
         for _, session in self._sessions:
             if isinstance(session, Offering):
-                more = await session.offers()
-                prompts += more[0]
-                resources += more[1]
+                offered = await session.offers()
+                prompts += offered[0]
+                resources += offered[1]
 
         return prompts, resources
 
     async def outcomes(self) -> dict[str, Any]:
         """What the attempt is worth by each toolset that says so, and by the task's
         `state_checks`. Raises what they raise, and EnvironmentFailure where nobody answers."""
-        found: dict[str, Any] = {}
+        outcomes: dict[str, Any] = {}
         for offer, session in self._sessions:
             limit_s = offer.section.timeout_s
             limit = asyncio.timeout(limit_s)
@@ -241,7 +243,7 @@ class AttemptTools:
                     if offer.toolset.has_outcome:
                         await session.prepare()
                         self._check_kept(offer, session)
-                    found[offer.toolset.name] = await session.outcome()
+                    outcomes[offer.toolset.name] = await session.outcome()
             except TimeoutError as error:
                 if not limit.expired():  # it is the tool's own
                     raise
@@ -251,9 +253,9 @@ class AttemptTools:
                 ) from error
 
         if self._checks:
-            found[STATE_CHECKS] = await state_reached(self._checks, self._check_call)
+            outcomes[STATE_CHECKS] = await state_reached(self._checks, self._check_call)
 
-        return {name: one for name, one in found.items() if one is not None}
+        return {name: outcome for name, outcome in outcomes.items() if outcome is not None}
 
     async def _check_call(self, call: ToolCall) -> tuple[ToolResult, bool]:
         """The result of a call that is not the policy's, and whether a tool gave it. Raises
@@ -313,8 +315,8 @@ class AttemptTools:
             self.metrics["num_unknown_tools"] += 1
             guess = nearest(call.name, list(self._tools))
             hint = f"did you mean {guess}? " if guess else ""
-            known = ", ".join(self._tools) or "none"
-            return _error(f"there is no tool {call.name!r}: {hint}tools: {known}")
+            tool_names = ", ".join(self._tools) or "none"
+            return _error(f"there is no tool {call.name!r}: {hint}tools: {tool_names}")
 
         recorded.note(toolset=bound.offer.toolset.name)
         try:
@@ -399,13 +401,13 @@ def _check_included(sessions: Sequence[tuple[_Offer, ToolSession]]) -> None:
             if offer.section is section
             for spec in session.specs
         ]
-        names = [one.name for one in specs]
-        for wanted in section.include:
-            if not any(_is_called(one, [wanted]) for one in specs):
-                guess = nearest(wanted, names)
+        names = [spec.name for spec in specs]
+        for pattern in section.include:
+            if not any(_is_called(spec, [pattern]) for spec in specs):
+                guess = nearest(pattern, names)
                 hint = f"did you mean {guess}? " if guess else ""
                 raise ConfigError(
-                    f"agent.tools: include: no tool is called {wanted!r}: {hint}"
+                    f"agent.tools: include: no tool is called {pattern!r}: {hint}"
                     f"there are {', '.join(names) or 'none'}"
                 )
 
@@ -431,21 +433,21 @@ def _error(text: str) -> ToolResult:
 def _by_name(tools: Sequence[_Bound]) -> dict[str, _Bound]:
     """By the names that the policy knows, in order."""
     owners: dict[str, set[str]] = {}
-    for one in tools:
-        owners.setdefault(_plain_name(one.spec.name), set()).add(one.offer.toolset.name)
+    for tool in tools:
+        owners.setdefault(_plain_name(tool.spec.name), set()).add(tool.offer.toolset.name)
 
-    wanted = []
-    for one in tools:
-        name = _plain_name(one.spec.name)
+    preferred = []
+    for tool in tools:
+        name = _plain_name(tool.spec.name)
         if len(owners[name]) > 1:
-            name = f"{_plain_name(one.offer.toolset.name)}__{name}"
-        wanted.append(_short_name(name))
+            name = f"{_plain_name(tool.offer.toolset.name)}__{name}"
+        preferred.append(_short_name(name))
 
     # Whoever is called so keeps the name, and others get another one, whichever comes first.
     names: dict[int, str] = {}
     taken = set[str]()
-    for number in sorted(range(len(tools)), key=lambda i: wanted[i] != tools[i].spec.name):
-        names[number] = _free_name(wanted[number], taken)
+    for number in sorted(range(len(tools)), key=lambda i: preferred[i] != tools[i].spec.name):
+        names[number] = _free_name(preferred[number], taken)
         taken.add(names[number])
 
     return {names[number]: tool for number, tool in enumerate(tools)}
@@ -466,10 +468,10 @@ def _short_name(name: str) -> str:
 
 def _free_name(name: str, taken: Collection[str]) -> str:
     """The name, or with the first number that makes it another one than all that are taken."""
-    found = name
+    candidate = name
     for number in itertools.count(2):
-        if found not in taken:
+        if candidate not in taken:
             break
         end = f"_{number}"
-        found = f"{name[: MAX_NAME - len(end)]}{end}"
-    return found
+        candidate = f"{name[: MAX_NAME - len(end)]}{end}"
+    return candidate

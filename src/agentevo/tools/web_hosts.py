@@ -54,8 +54,8 @@ class WebHosts:
         self, allow: Sequence[str], deny: Sequence[str] = (), *, allow_private: bool = False
     ) -> None:
         """Raises ConfigError for what names no host."""
-        self._allow = [_entry("allow", one) for one in allow]
-        self._deny = [_entry("deny", one) for one in deny]
+        self._allow = [_entry("allow", entry) for entry in allow]
+        self._deny = [_entry("deny", entry) for entry in deny]
         self._allow_private = allow_private
 
     def allows(self, url: str) -> bool:
@@ -99,11 +99,12 @@ class WebHosts:
         port = url.port or USUAL_PORTS[url.scheme]
         usual = port == USUAL_PORTS[url.scheme]
         is_denied = any(
-            wanted in (None, port) and _matches(pattern, host) for pattern, wanted in self._deny
+            pattern_port in (None, port) and _matches(pattern, host)
+            for pattern, pattern_port in self._deny
         )
         if is_denied or not any(
-            (usual if wanted is None else wanted == port) and _matches(pattern, host)
-            for pattern, wanted in self._allow
+            (usual if pattern_port is None else pattern_port == port) and _matches(pattern, host)
+            for pattern, pattern_port in self._allow
         ):
             at = host if usual else f"{host}:{port}"
             raise ToolError(f"{at} is no host that may be read")
@@ -131,13 +132,13 @@ class WebHosts:
 def is_public(address: _Address) -> bool:
     """Whether an address is of the internet, also where it holds another one."""
     if isinstance(address, ipaddress.IPv6Address):
-        held = address.ipv4_mapped or address.sixtofour
+        embedded = address.ipv4_mapped or address.sixtofour
         if address.teredo is not None:
             return False
         if address in _NAT64:
-            held = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-        if held is not None:
-            return is_public(held)
+            embedded = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        if embedded is not None:
+            return is_public(embedded)
         if address not in _GLOBAL_UNICAST or address in _DOCUMENTATION:
             return False
     return address.is_global and not address.is_multicast

@@ -59,6 +59,6 @@ def _match(query: str) -> str:
     separated = separate(query)
     words = _WORD.findall(separated)
     most = MAX_TERMS if separated == query else MAX_TERMS * LETTERS_OF_A_WORD
-    pairs = [f"{one} {other}" for one, other in itertools.pairwise(words)]
+    pairs = [f"{first} {second}" for first, second in itertools.pairwise(words)]
     terms = [list(dict.fromkeys(some))[:most] for some in (words, pairs)]
     return " OR ".join(f'"{term}"' for some in terms for term in some)
