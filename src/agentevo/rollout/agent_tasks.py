@@ -47,8 +47,8 @@ def _check_tasks(rows: Any, where: str, taken: set[str]) -> list[Task]:
     tasks = []
     for number, row in enumerate(rows):
         try:
-            given = dict(row) if isinstance(row, Mapping) else row
-            task = given if isinstance(given, Task) else task_of(given, TaskFields())
+            item = dict(row) if isinstance(row, Mapping) else row
+            task = item if isinstance(item, Task) else task_of(item, TaskFields())
         except RowError as error:
             raise ConfigError(f"{where}: task {number}: {error}") from error
 

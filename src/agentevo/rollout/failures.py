@@ -48,8 +48,8 @@ def count_kinds(errors: Iterable[str | None]) -> dict[str, int]:
     """How many failures there are of each kind, the most frequent first."""
     counts = Counter(map(failure_kind, errors))
     kinds = dict(counts.most_common(MAX_KINDS))
-    others = sum(counts.values()) - sum(kinds.values())
-    return kinds | ({"other": kinds.get("other", 0) + others} if others else {})
+    num_rest = sum(counts.values()) - sum(kinds.values())
+    return kinds | ({"other": kinds.get("other", 0) + num_rest} if num_rest else {})
 
 
 def failure_words(errors: list[str | None], num_attempts: int) -> str:
@@ -61,8 +61,8 @@ def failure_words(errors: list[str | None], num_attempts: int) -> str:
     kinds = [
         f"{count} {_short(first.get(kind, kind))}" for kind, count in count_kinds(errors).items()
     ]
-    more = f", and {len(kinds) - 3} other kinds" if len(kinds) > 3 else ""
-    return f"{len(errors)} of {num_attempts} failed: {', '.join(kinds[:3])}{more}"
+    suffix = f", and {len(kinds) - 3} other kinds" if len(kinds) > 3 else ""
+    return f"{len(errors)} of {num_attempts} failed: {', '.join(kinds[:3])}{suffix}"
 
 
 def _short(error: str) -> str:

@@ -95,7 +95,7 @@ def read_tasks(
     if section.weights and empty:
         raise ConfigError("\n".join([f"tasks.weights: no row of {empty[0]} is a task", *lines]))
 
-    sizes, held_sizes = (tuple(map(len, one)) for one in (by_source, held_by_source))
+    sizes, held_sizes = (tuple(map(len, pools)) for pools in (by_source, held_by_source))
     return GivenTasks(train, held_out, reports, sizes, held_sizes)
 
 
@@ -179,12 +179,12 @@ def task_of(
     )
 
 
-def _scorer(given: Any) -> str | None:
+def _scorer(value: Any) -> str | None:
     """The name of a scorer, or several in one text."""
-    if given is None:
+    if value is None:
         return None
 
-    names = given.split(",") if isinstance(given, str) else given
+    names = value.split(",") if isinstance(value, str) else value
     is_list = isinstance(names, list) and bool(names)
     if is_list and all(isinstance(name, str) and name.strip() for name in names):
         names = [name.strip() for name in names]
@@ -192,7 +192,7 @@ def _scorer(given: Any) -> str | None:
             return ",".join(names)
 
     raise RowError(
-        "unknown_form", f"the scorer is {given!r}: it must be a name, or a list of different ones"
+        "unknown_form", f"the scorer is {value!r}: it must be a name, or a list of different ones"
     )
 
 

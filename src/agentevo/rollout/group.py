@@ -102,7 +102,10 @@ class GroupAttempt:
         trajectory: one for every agent of the rollout."""
         with ExitStack() as stack:
             name = type(self._agent).__name__
-            calls = [stack.enter_context(one.attempt(name)) for one in self.calls.values()]
+            calls = [
+                stack.enter_context(attempt_calls.attempt(name))
+                for attempt_calls in self.calls.values()
+            ]
             trajectories = await self._run(task_id, group_id, number)
             for call, trajectory in zip(calls, trajectories, strict=True):
                 call.outcome(trajectory.status, trajectory.error)
@@ -142,9 +145,12 @@ class GroupAttempt:
         finally:
             await self._let_go(self._playing)
 
-        ended, status, error, raised = self._outcome_of(self._playing, late)
+        result, status, error, raised = self._outcome_of(self._playing, late)
         conversations = self.policy.conversations
-        broken = next((one.broken for one in conversations.values() if one.broken), None)
+        broken = next(
+            (conversation.broken for conversation in conversations.values() if conversation.broken),
+            None,
+        )
         if broken is not None and status != "cancelled":
             raise InfrastructureFailure(
                 f"{self.name}: {type(broken).__name__}: {broken}"
@@ -156,13 +162,13 @@ class GroupAttempt:
 
         trajectories = []
         for agent, conversation in conversations.items():
-            outcome = ended.agents.get(agent, ended)
+            outcome = result.agents.get(agent, result)
             if outcome.reward is None:
                 self.unrewarded.add(conversation.name)
 
             self._endings[conversation.name] = outcome.ending[:LONGEST_ENDING]
             is_main = conversation is self.policy.conversation
-            beside = remote if is_main else None
+            own_remote = remote if is_main else None
             trajectories.append(
                 Trajectory(
                     id=conversation.name,
@@ -170,7 +176,7 @@ class GroupAttempt:
                     group_id=group_of_agent(group_id, agent),
                     attempt=number,
                     turns=conversation.turns_to_record(outcome.turn_rewards),
-                    remote_turns=[] if beside is None else beside.turns_to_record(),
+                    remote_turns=[] if own_remote is None else own_remote.turns_to_record(),
                     files=self.policy.files_of(agent),
                     texts=dict(self.policy.texts.digests),
                     reward=outcome.reward or 0.0,
@@ -180,7 +186,7 @@ class GroupAttempt:
                     error=error,
                     truncated=outcome.truncated,
                     metrics=conversation.metrics()
-                    | ({} if beside is None else beside.metrics())
+                    | ({} if own_remote is None else own_remote.metrics())
                     | outcome.metrics,
                     started_at=started,
                     duration_s=time.perf_counter() - clock,
@@ -209,8 +215,8 @@ class GroupAttempt:
         """Until the agent has ended, or has taken `limit_s` without what the engine slept
         meanwhile and without its own wait for its turn."""
         ends = time.monotonic() + self._limit_s - self._idle_s()
-        while not playing.done() and (left := ends + self._idle_s() - time.monotonic()) > 0:
-            await asyncio.wait([playing], timeout=max(left, LOOK_S))
+        while not playing.done() and (remaining_s := ends + self._idle_s() - time.monotonic()) > 0:
+            await asyncio.wait([playing], timeout=max(remaining_s, LOOK_S))
 
     def _idle_s(self) -> float:
         return self.policy.conversation.slept_s + self.policy.waited_s
@@ -348,7 +354,7 @@ class RolloutGroup:
         for of_agent in zip(*attempts, strict=True):
             for judged in (of_agent[:count], of_agent[count:]):
                 if judged:
-                    without = [one.id in unrewarded for one in judged]
+                    without = [trajectory.id in unrewarded for trajectory in judged]
                     scored += await self._score(judged, without, calls)
 
         return scored

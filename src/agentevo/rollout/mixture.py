@@ -45,8 +45,8 @@ class Mixture:
         first = 0
         for source, (size, share) in enumerate(zip(self._sizes, self.shares, strict=True)):
             turn, part = divmod(round_, size // share)
-            own = permutation(size, derive_seed(self._seed, "source", source, turn))
-            tasks += [first + index for index in own[part * share : (part + 1) * share]]
+            source_order = permutation(size, derive_seed(self._seed, "source", source, turn))
+            tasks += [first + index for index in source_order[part * share : (part + 1) * share]]
             first += size
 
         shuffled = permutation(len(tasks), derive_seed(self._seed, "order", round_))
@@ -91,6 +91,6 @@ def permutation(size: int, seed: int) -> list[int]:
     draws = np.random.RandomState(seed % 2**32).randint(2**32, size=size, dtype=np.uint32)
     order = list(range(size))
     for place, draw in enumerate(draws[: max(size - 1, 0)].tolist()):
-        other = place + draw % (size - place)
-        order[place], order[other] = order[other], order[place]
+        target = place + draw % (size - place)
+        order[place], order[target] = order[target], order[place]
     return order

@@ -105,13 +105,13 @@ class NextTasks:
             raise Refusal("the run has made its last step: no task is left", status=404)
 
         self._step = max(self._step, done)
-        wanted = (config.rollout.staleness + 1) * config.trainer.groups_per_step
+        max_groups = (config.rollout.staleness + 1) * config.trainer.groups_per_step
         waiting = await with_retries(
             lambda: store.outstanding("train"), within_s=STORE_RETRY_S, what="outstanding"
         )
-        if waiting + self._sessions.num_named >= wanted:
+        if waiting + self._sessions.num_named >= max_groups:
             raise Refusal(
-                f"{wanted} groups are under way or wait for the trainer, which is as many as "
+                f"{max_groups} groups are under way or wait for the trainer, which is as many as "
                 "rollout.staleness allows: end sessions, or ask again",
                 status=503,
                 kind="server_error",

@@ -136,10 +136,10 @@ class OutsideSession:
         """For its agent: how far it is."""
         turns = self.policy.conversation.turns
         done = self.trajectory
-        ended = self.over.is_set() or self.ended.is_set()
+        has_ended = self.over.is_set() or self.ended.is_set()
         return SessionState(
             id=self.id,
-            state=("ended" if done is None else done.status) if ended else "open",
+            state=("ended" if done is None else done.status) if has_ended else "open",
             task_id=self.task.id,
             group=self.group_id,
             trajectory_id=self.policy.name,
@@ -210,9 +210,9 @@ class OutsideAgent:
         self._queue(group).put_nowait(session)
 
         touched = self._touched.setdefault(group, time.monotonic())
-        while (left := touched + self._within_s - time.monotonic()) > 0:
+        while (remaining_s := touched + self._within_s - time.monotonic()) > 0:
             try:
-                async with asyncio.timeout(left):
+                async with asyncio.timeout(remaining_s):
                     await session.claimed.wait()
                 return
             except TimeoutError:
@@ -350,7 +350,7 @@ class OutsideSessions:
         await session.over.wait()
         _, opened = self._sessions[session.id]
         is_last = opened.num_claimed == opened.size and all(
-            one.over.is_set() for one in opened.sessions
+            sibling.over.is_set() for sibling in opened.sessions
         )
         if is_last and opened.playing is not None:
             await asyncio.shield(opened.playing)
@@ -358,10 +358,12 @@ class OutsideSessions:
     async def close(self) -> None:
         """Breaks off what is open, and writes what there is."""
         opened = list(self._groups.values())
-        for one in opened:
-            one.group.cut("the gateway was stopped")
+        for opened_group in opened:
+            opened_group.group.cut("the gateway was stopped")
 
-        playing = [one.playing for one in opened if one.playing is not None]
+        playing = [
+            opened_group.playing for opened_group in opened if opened_group.playing is not None
+        ]
         if playing:
             await asyncio.wait(playing, timeout=STOPPING_S)
 
@@ -390,7 +392,7 @@ class OutsideSessions:
                 param="size",
             )
 
-        busy = sum(len(one.group.members) for one in self._groups.values())
+        busy = sum(len(opened_group.group.members) for opened_group in self._groups.values())
         if busy + size > MAX_OPEN:
             raise Refusal(
                 f"{busy} attempts are under way or wait for an agent, of {MAX_OPEN}: end some",
@@ -450,8 +452,8 @@ class OutsideSessions:
 
         if self._names is None:
             written = await self._retry(lambda: self._store.summaries(split="train"))
-            found = (_LABEL.search(summary.group_id) for summary in written)
-            self._names = {label[1] for label in found if label is not None}
+            matches = (_LABEL.search(summary.group_id) for summary in written)
+            self._names = {label[1] for label in matches if label is not None}
 
         if name in self._names:
             raise Refusal(f"the group {name} was written already: give it another name", status=409)

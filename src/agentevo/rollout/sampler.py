@@ -177,18 +177,18 @@ class Sampler:
         """
         await _with_retries(lambda: self._store.add_tasks(tasks, queue=False), "add_tasks")
         labels = (label, BASELINE) if baseline else (label,)
-        names = [one for task in tasks for one in self._group_names(task, labels, step)]
-        known = await _with_retries(lambda: self._known(names, split, step), "known groups")
+        names = [name for task in tasks for name in self._group_names(task, labels, step)]
+        stored_groups = await _with_retries(lambda: self._known(names, split, step), "known groups")
         extra = self._config.rollout.extra_attempts if split == "train" else 0
         size = attempts + extra + baseline
-        counted = dict[str, int]()
+        num_ended = dict[str, int]()
 
         def count_ended(task: Task, number: int) -> None:
-            passed.advance(number - counted.get(task.id, 0))
-            counted[task.id] = number
+            progress.advance(number - num_ended.get(task.id, 0))
+            num_ended[task.id] = number
 
         async def group(task: Task) -> list[Trajectory]:
-            stored = [known.get(one, []) for one in self._group_names(task, labels, step)]
+            stored = [stored_groups.get(name, []) for name in self._group_names(task, labels, step)]
             if len(stored[0]) >= attempts and all(stored):
                 count_ended(task, size)
                 return list(itertools.chain(*stored))
@@ -205,7 +205,7 @@ class Sampler:
             )
             return await self.write(trajectories, split=split, step=step) if write else trajectories
 
-        with bar(f"playing ({label})", len(tasks) * size, "attempts") as passed:
+        with bar(f"playing ({label})", len(tasks) * size, "attempts") as progress:
             groups = await gather_all([group(task) for task in tasks])
 
         return list(itertools.chain(*groups))
@@ -261,19 +261,19 @@ class Sampler:
         name = group_of_agent(name, role_of(task)) if self._has_roles else name
 
         def attempt(group_id: str, number: int, temperature: float) -> GroupAttempt:
-            own = f"{group_id}#{number}"
+            attempt_id = f"{group_id}#{number}"
             return GroupAttempt(
                 self._agent,
                 copy_of_task(shown or task),
-                self.policy(own, temperature, engines, texts=texts),
-                name=own,
+                self.policy(attempt_id, temperature, engines, texts=texts),
+                name=attempt_id,
                 limit_s=limit,
                 show=self.failures.show,
             )
 
         members = [attempt(name, number, temperature) for number in range(attempts + extra)]
-        beside = group_name(task.id, BASELINE, step)
-        greedy = (beside, attempt(beside, 0, 0.0)) if baseline else None
+        baseline_id = group_name(task.id, BASELINE, step)
+        greedy = (baseline_id, attempt(baseline_id, 0, 0.0)) if baseline else None
         return RolloutGroup(
             task.id,
             name,
@@ -342,38 +342,38 @@ class Sampler:
         run_seed = self._config.run.seed
         models = self.remote_models
 
-        def conversation(agent: str, own: str) -> Conversation:
+        def conversation(agent: str, trajectory_id: str) -> Conversation:
             player = self._players.get(agent, self._player)
             return Conversation(
                 engines.get(agent, player.engine),
                 player.chat,
                 sampling_params(self._config.sampling, player.chat, temperature),
-                name=own,
-                seed=derive_seed(run_seed, own),
+                name=trajectory_id,
+                seed=derive_seed(run_seed, trajectory_id),
                 context_length=player.context_length,
                 timeout_s=self._config.engine.timeout_s,
-                calls=AttemptCalls(self._calls, own),
+                calls=AttemptCalls(self._calls, trajectory_id),
             )
 
         agents = {
             agent: conversation(agent, f"{group_of_agent(group_id, agent)}#{number}")
             for agent in (() if self._has_roles else self._players)
         }
-        alone = (agent_of_group(group_id) or SOLVER) if self._has_roles else ""
-        main = agents[self._trained[0]] if agents else conversation(alone, name)
+        role = (agent_of_group(group_id) or SOLVER) if self._has_roles else ""
+        main = agents[self._trained[0]] if agents else conversation(role, name)
         remote = None
         if models:
             seed = derive_seed(run_seed, main.name)
             remote = RemoteConversations(models, name=main.name, seed=seed, calls=main.calls)
 
-        others = remote_agents(self._config)
-        own = self.texts(texts)
-        return Policy(main, door or self._gateway, remote, agents, others, own)
+        remote_names = remote_agents(self._config)
+        attempt_texts = self.texts(texts)
+        return Policy(main, door or self._gateway, remote, agents, remote_names, attempt_texts)
 
     def texts(self, given: Mapping[str, str] | None = None) -> Texts:
         """The named texts of an attempt: these, or else the recipe's."""
-        own = self._config.agent.texts if given is None else given
-        return Texts(own, self._keep_text, self.declared.setdefault)
+        texts = self._config.agent.texts if given is None else given
+        return Texts(texts, self._keep_text, self.declared.setdefault)
 
     async def play(self, task: Task, **arguments: Any) -> list[Trajectory]:
         """Runs the group that `group(task, **arguments)` gives, again when the engine fails it, a
@@ -394,15 +394,15 @@ class Sampler:
         """Of these groups those that are in the store with their tokens: id -> members in order. A
         group is written whole."""
         summaries = await self._store.summaries(split=split, step=step)
-        known: dict[str, list[Trajectory]] = {}
+        stored_groups: dict[str, list[Trajectory]] = {}
         for name in {summary.group_id for summary in summaries} & set(groups):
             rows = [row async for row in self._store.trajectories(group_id=name, split=split)]
             if not any(row.tokens_deleted for row in rows):
-                known[name] = sorted(
+                stored_groups[name] = sorted(
                     (row.trajectory for row in rows), key=lambda trajectory: trajectory.attempt
                 )
 
-        return known
+        return stored_groups
 
 
 def _given_up(tries: int, error: InfrastructureFailure) -> EngineError:

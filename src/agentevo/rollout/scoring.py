@@ -184,10 +184,14 @@ class NamedReward:
         """A block that is a call of each of these attempts. Yields what notes their scores, in
         order."""
         with ExitStack() as stack:
-            of = {one.id: calls[one.id] for one in trajectories if one.id in calls}
+            calls_by_id = {
+                trajectory.id: calls[trajectory.id]
+                for trajectory in trajectories
+                if trajectory.id in calls
+            }
             recorded = {
-                name: stack.enter_context(one.call("scorer", self.config.title))
-                for name, one in of.items()
+                name: stack.enter_context(attempt_calls.call("scorer", self.config.title))
+                for name, attempt_calls in calls_by_id.items()
             }
 
             def note(scores: Sequence[Score | Unscored]) -> None:
@@ -205,7 +209,7 @@ class NamedReward:
     async def _single(
         self, trajectory: Trajectory, task: Task, calls: Calls, policy: ScoredPolicy | None
     ) -> Score | ScorerFailure:
-        own = copy_of_trajectory(trajectory)
+        trajectory_copy = copy_of_trajectory(trajectory)
         task = copy_of_task(task)
 
         async def work() -> Score:
@@ -218,11 +222,13 @@ class NamedReward:
             if hasattr(self._item, "score"):
                 function = self._item.score
                 returned = await call_scorer(
-                    self._item, own, task, self._models, policy, self._sandboxes
+                    self._item, trajectory_copy, task, self._models, policy, self._sandboxes
                 )
             else:
                 function = self._item
-                returned = await self._call(call_function(function, own, task, self._models))
+                returned = await self._call(
+                    call_function(function, trajectory_copy, task, self._models)
+                )
 
             try:
                 return score_of(returned)
@@ -235,12 +241,12 @@ class NamedReward:
     async def _together(
         self, trajectories: Sequence[Trajectory], task: Task, calls: Calls
     ) -> list[Score | ScorerFailure]:
-        own = [copy_of_trajectory(t) for t in trajectories]
+        copies = [copy_of_trajectory(t) for t in trajectories]
         task = copy_of_task(task)
 
         async def work() -> list[Score | Unscored]:
             with self._record_call(trajectories, calls) as note:
-                scores = read(await call_group_scorer(self._item, own, task, self._models))
+                scores = read(await call_group_scorer(self._item, copies, task, self._models))
                 note(scores)
                 return scores
 
@@ -265,7 +271,9 @@ class NamedReward:
         if isinstance(scores, ScorerFailure):
             return [scores] * len(trajectories)
 
-        return [self._failure(one.why) if isinstance(one, Unscored) else one for one in scores]
+        return [
+            self._failure(score.why) if isinstance(score, Unscored) else score for score in scores
+        ]
 
     async def _call(self, call: Callable[[], Any]) -> Any:
         """A plain function on a thread of its own, so that one that hangs holds nobody up."""
@@ -388,8 +396,10 @@ class Scoring:
 
     def configs(self, tasks: Sequence[Task]) -> list[RewardConfig]:
         """The recipe's rewards, and those that these tasks give themselves."""
-        own = [reward for task in tasks if task.scorer for reward in self._all_for(task)]
-        return list({id(one): one.config for one in (*self._configured, *own)}.values())
+        task_rewards = [reward for task in tasks if task.scorer for reward in self._all_for(task)]
+        return list(
+            {id(reward): reward.config for reward in (*self._configured, *task_rewards)}.values()
+        )
 
     def _all_for(self, task: Task) -> list[NamedReward]:
         """Those of all stages."""
@@ -439,8 +449,9 @@ class Scoring:
                 for t, missing in zip(trajectories, unrewarded, strict=True)
             ]
 
-        own = len(scorers_of(task)) == 1  # judged by it alone, whatever it weighs in the list
-        weights = [1.0 if own else reward.config.weight for reward in rewards]
+        # A task with one scorer is judged by it alone, whatever it weighs in the list.
+        is_only_scorer = len(scorers_of(task)) == 1
+        weights = [1.0 if is_only_scorer else reward.config.weight for reward in rewards]
         columns = [
             await reward.scores(judged, task, calls, policy)
             for reward in (rewards if judged else ())
@@ -497,17 +508,17 @@ def _with_scores(
     """The weighted sum. Raises ValueError for one that is no reward."""
     parts: dict[str, float] = {}
     success = False
-    met = _met(rewards, scores)
+    is_met = _met(rewards, scores)
     for index, (reward, weight, score) in enumerate(zip(rewards, weights, scores, strict=True)):
         assert isinstance(score, Score)
-        if not all(met.get(name, True) for name in reward.config.requires):
+        if not all(is_met.get(name, True) for name in reward.config.requires):
             score = Score(0.0, dict.fromkeys(score.parts, 0.0), success=False)
         if index == 0:
             success = score.is_success
 
         name = reward.config.title
-        own = {f"{name}/{part}": value for part, value in score.parts.items()}
-        for part, value in (own or {name: score.value}).items():
+        named_parts = {f"{name}/{part}": value for part, value in score.parts.items()}
+        for part, value in (named_parts or {name: score.value}).items():
             parts[part] = parts.get(part, 0.0) + weight * value
 
     total = plain_number(sum(parts.values()), "the weighted sum of its rewards")
@@ -518,14 +529,16 @@ def _met(
     rewards: Sequence[NamedReward], scores: Sequence[Score | ScorerFailure]
 ) -> dict[str, bool]:
     """Which rewards are met, by name: a success all of whose own requirements are met too."""
-    met = {
+    is_met = {
         reward.config.title: isinstance(score, Score) and score.is_success
         for reward, score in zip(rewards, scores, strict=True)
     }
     needed = {reward.config.title: reward.config.requires for reward in rewards}
     while blocked := [
-        name for name in met if met[name] and not all(met.get(one, True) for one in needed[name])
+        name
+        for name in is_met
+        if is_met[name] and not all(is_met.get(required, True) for required in needed[name])
     ]:
-        met |= dict.fromkeys(blocked, False)
+        is_met |= dict.fromkeys(blocked, False)
 
-    return met
+    return is_met

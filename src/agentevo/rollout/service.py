@@ -225,12 +225,12 @@ class SamplerService:
             ),
             "lease_tasks",
         )
-        ours = {work.lease.task.id: work for work in self._works if not work.lost}
+        own_works = {work.lease.task.id: work for work in self._works if not work.lost}
         for lease in leases:
             if (
-                lease.task.id in ours
+                lease.task.id in own_works
             ):  # it ran out while the database was away, and nobody else has taken it
-                ours[lease.task.id].lease = lease
+                own_works[lease.task.id].lease = lease
                 continue
 
             work = _SampledWork(lease, int(lease.task.metadata.get(QUEUED_FOR_STEP, version + 1)))
@@ -255,7 +255,9 @@ class SamplerService:
         ):
             conversations = attempt.policy.conversations
             versions = [conversations[agent].oldest_version for agent in self._trained]
-            oldest = min((one for one in versions if one is not None), default=version)
+            oldest = min(
+                (candidate for candidate in versions if candidate is not None), default=version
+            )
             if oldest < version - bound:
                 attempt.cut(
                     f"cancelled: token of version {oldest}, trainer at {version}, "
@@ -370,10 +372,10 @@ class SamplerService:
 
         version = max(0, step - 1 - self._rollout.staleness)
         return {
-            agent: engine.serving(own)
+            agent: engine.serving(served_version)
             for agent, engine in self._sampler.engines.items()
             if isinstance(engine, VersionedEngine)
-            and (own := version_of(self._config, agent, version)) is not None
+            and (served_version := version_of(self._config, agent, version)) is not None
         }
 
     async def _until_admitted(self, work: _SampledWork) -> None:
@@ -384,7 +386,9 @@ class SamplerService:
             await asyncio.sleep(self._rollout.poll_s)
 
     def _check_age(self, step: int, trajectories: list[Trajectory]) -> None:
-        for trajectory in (one for one in trajectories if one.agent in self._trained):
+        for trajectory in (
+            candidate for candidate in trajectories if candidate.agent in self._trained
+        ):
             oldest = min(
                 (version for turn in trajectory.turns for version in turn.versions), default=step
             )
@@ -456,14 +460,14 @@ class SamplerService:
         self,
         work: _SampledWork,
         call: Callable[[], Awaitable[None]],
-        counted: str,
+        counter: str,
         *,
         within_s: float | None = None,
     ) -> None:
         """Ends the lease by `call`, unless it is lost already; a database that stays away lets it
         run out."""
         try:
-            await with_retries(call, within_s=within_s or self._patience_s, what=counted)
+            await with_retries(call, within_s=within_s or self._patience_s, what=counter)
         except StoreUnavailableError:
             if within_s is None:
                 raise
@@ -471,7 +475,7 @@ class SamplerService:
             work.lost = True
             self._counts["leases_lost"] += 1
         else:
-            self._counts[counted] += 1
+            self._counts[counter] += 1
 
     async def _stop(self) -> None:
         """Gives everything back; what is complete is written first."""

@@ -81,10 +81,12 @@ class TaskSource:
 
         pools = []
         for number, stage in enumerate(self.stages.stages):
-            own = of_stage(stage, train, self._files)
-            check_stage(stage, len(own), train, groups)
+            stage_tasks = of_stage(stage, train, self._files)
+            check_stage(stage, len(stage_tasks), train, groups)
             own_seed = derive_seed(seed, "stage", number) if number else seed
-            pools.append(TaskPool(own, own_seed, groups, self._mixture(own, own_seed)))
+            pools.append(
+                TaskPool(stage_tasks, own_seed, groups, self._mixture(stage_tasks, own_seed))
+            )
 
         return pools
 
@@ -100,12 +102,12 @@ class TaskSource:
     def shortfall(self) -> str:
         """Says where a step has fewer groups than trainer.groups_per_step, as there are too few
         tasks; empty where it has as many. Stages and mixtures of sources refuse that."""
-        asked = self._config.trainer.groups_per_step
+        needed = self._config.trainer.groups_per_step
         count = len(self._train)
-        if not self._train or count >= asked:
+        if not self._train or count >= needed:
             return ""
         return (
-            f"trainer.groups_per_step={asked}, and there are {count} tasks to train on, so each "
+            f"trainer.groups_per_step={needed}, and there are {count} tasks to train on, so each "
             f"step has {count} groups: give more tasks, or set trainer.groups_per_step={count}"
         )
 
@@ -137,7 +139,7 @@ class TaskSource:
             at_least=self._config.trainer.groups_per_step,
         )
 
-    def _split(self, given: Sequence[Task] | None) -> tuple[list[Task] | None, list[Task]]:
+    def _split(self, given_tasks: Sequence[Task] | None) -> tuple[list[Task] | None, list[Task]]:
         """Tasks to train on (None: an environment's, which never end) and held-out ones."""
         count = self._config.evaluation.tasks
         if self.proposals is not None:
@@ -145,7 +147,7 @@ class TaskSource:
         if self.read is not None and self.read.held_out:
             return self.read.train, self.read.held_out[:count]
 
-        tasks = self.read.train if self.read is not None else given
+        tasks = self.read.train if self.read is not None else given_tasks
         if tasks is None:
             return None, []
 
@@ -234,8 +236,8 @@ class TaskSource:
     def metrics_of(self, step: int) -> dict[str, float]:
         """What is to be said of how the step's tasks were chosen."""
         stage = self.stage_of(step)
-        found = {} if stage is None else {"training/stage": float(stage)}
-        return found if self.curriculum is None else found | self.curriculum.metrics(step)
+        metrics = {} if stage is None else {"training/stage": float(stage)}
+        return metrics if self.curriculum is None else metrics | self.curriculum.metrics(step)
 
     def refill(self, step: int) -> Iterator[Task]:
         """More tasks for a step that could not fill its batch, always the same ones: endless new
@@ -261,11 +263,11 @@ class TaskSource:
 
     def held_out_by_stage(self) -> dict[str, set[str]]:
         """The held-out tasks of each stage that has some, by their ids."""
-        found = {
+        ids_by_stage = {
             stage.name: {task.id for task in of_stage(stage, self._held_out, self._files)}
             for stage in self.stages.stages
         }
-        return {name: ids for name, ids in found.items() if ids}
+        return {name: ids for name, ids in ids_by_stage.items() if ids}
 
     def task_of_number(self, number: int, *, is_train: bool) -> Task:
         """The `number`-th task, from 0, of those to train on or of those that are held out. Raises
@@ -305,13 +307,13 @@ def files_of(section: TasksSection, read: GivenTasks) -> dict[str, str]:
         (section.train, read.train, read.sizes),
         (section.eval, read.held_out, read.held_out_sizes),
     )
-    found: dict[str, str] = {}
+    source_of: dict[str, str] = {}
     for sources, tasks, sizes in splits:
         rest = iter(tasks)
         for source, size in zip(sources, sizes, strict=False):  # an agent's tasks have no source
-            found |= {task.id: source for task in islice(rest, size)}
+            source_of |= {task.id: source for task in islice(rest, size)}
 
-    return found
+    return source_of
 
 
 def _check_ids(tasks: Mapping[str, Task]) -> None:

@@ -93,8 +93,8 @@ class TaskStages:
                 window = [
                     self._success[t] for t in range(step - stage.success_window + 1, step + 1)
                 ]
-                known = [one for one in window if one is not None]
-                if len(known) == len(window) and fmean(known) >= stage.until_success:
+                rates = [rate for rate in window if rate is not None]
+                if len(rates) == len(window) and fmean(rates) >= stage.until_success:
                     return step + self._lag
 
                 self._looked = step
@@ -108,7 +108,7 @@ def of_stage(stage: TaskStage, tasks: Sequence[Task], sources: Mapping[str, str]
         task
         for task in tasks
         if (not stage.sources or sources.get(task.id) in stage.sources)
-        and all(_meets(value_of(task, key), wanted) for key, wanted in stage.where.items())
+        and all(_meets(value_of(task, key), condition) for key, condition in stage.where.items())
     ]
 
 
@@ -139,24 +139,24 @@ def value_of(task: Task, key: str) -> Any:
     if key == "scorer":
         return task.scorer
 
-    found: Any = task.metadata
+    value: Any = task.metadata
     for part in key.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
-def _meets(value: Any, wanted: Any) -> bool:
-    if isinstance(wanted, Mapping):
+def _meets(value: Any, condition: Any) -> bool:
+    if isinstance(condition, Mapping):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return False
-        least = wanted.get("min")
-        most = wanted.get("max")
+        least = condition.get("min")
+        most = condition.get("max")
         return (least is None or value >= least) and (most is None or value <= most)
 
-    if isinstance(wanted, (list, tuple)):
-        return any(_meets(value, one) for one in wanted)
+    if isinstance(condition, (list, tuple)):
+        return any(_meets(value, choice) for choice in condition)
 
-    return isinstance(value, bool) == isinstance(wanted, bool) and bool(value == wanted)
+    return isinstance(value, bool) == isinstance(condition, bool) and bool(value == condition)
 
 
 def _values_in_words(key: str, tasks: Sequence[Task]) -> str:
@@ -165,5 +165,5 @@ def _values_in_words(key: str, tasks: Sequence[Task]) -> str:
         keys = sorted({key for task in tasks for key in task.metadata})
         return f"no task has the key {key!r}, they have {', '.join(keys[:SHOWN]) or 'none'}"
     most = [value[:60] for value, _ in values.most_common(SHOWN)]
-    more = f" and {len(values) - SHOWN} others" if len(values) > SHOWN else ""
-    return f"{key!r} is {', '.join(sorted(most))}{more}"
+    suffix = f" and {len(values) - SHOWN} others" if len(values) > SHOWN else ""
+    return f"{key!r} is {', '.join(sorted(most))}{suffix}"
