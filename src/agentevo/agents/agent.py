@@ -118,8 +118,8 @@ class FunctionAgent:
                 return _of_turns(dict(zip(taken, returned, strict=True)))
 
             if returned is None:
-                given = outcome_of_rewards(policy.posted, policy.received)
-                return outcome_of(given, policy.rewarded)
+                posted = outcome_of_rewards(policy.posted, policy.received)
+                return outcome_of(posted, policy.rewarded)
 
             outcome = outcome_of(returned, policy.rewarded)
             return outcome if policy.has_replied else _by_index(outcome, policy.received)
@@ -136,9 +136,9 @@ class FunctionAgent:
 
         try:
             async with asyncio.timeout(CLOSING_S):
-                ended = close() if is_async(close) else await run_in_thread(close, "agent")
-                if inspect.isawaitable(ended):
-                    await ended
+                closing = close() if is_async(close) else await run_in_thread(close, "agent")
+                if inspect.isawaitable(closing):
+                    await closing
         except Interrupt:
             raise
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 (it is a user's)
@@ -147,7 +147,7 @@ class FunctionAgent:
     async def _await_return(self, task: Task, *policy: Policy) -> Any:
         if self._is_async:
             return await self._notices.run(self._function(task, *policy))
-        arguments = [BlockingPolicy(one) for one in policy]
+        arguments = [BlockingPolicy(item) for item in policy]
         returned = await run_in_thread(partial(self._function, task, *arguments), "agent")
         return await returned if inspect.isawaitable(returned) else returned
 
@@ -215,8 +215,8 @@ def _of_agents(returned: Any, agents: Sequence[str]) -> Outcome:
             f'{{"{agents[0]}": [0.0, 1.0]}}'
         )
 
-    own = {name: outcome_of(one) for name, one in by_agent.items()}
-    return msgspec.structs.replace(everybody, agents=own)
+    by_name = {name: outcome_of(reward) for name, reward in by_agent.items()}
+    return msgspec.structs.replace(everybody, agents=by_name)
 
 
 def _check_no_slip(parts: Mapping[Any, Any], agents: Sequence[str]) -> None:
@@ -248,7 +248,10 @@ def _by_index(outcome: Outcome, received: Mapping[str, Sequence[int]]) -> Outcom
     return msgspec.structs.replace(
         outcome,
         turn_rewards=number_rewards(outcome.turn_rewards, ""),
-        agents={name: _by_index(one, {"": received[name]}) for name, one in outcome.agents.items()},
+        agents={
+            name: _by_index(agent_outcome, {"": received[name]})
+            for name, agent_outcome in outcome.agents.items()
+        },
     )
 
 
@@ -285,8 +288,8 @@ def _plain(outcome: Outcome) -> Outcome:
     )
 
 
-def _metrics(given: Any) -> dict[str, float]:
-    metrics = plain_numbers(given, "the agent's metrics", LARGEST_METRIC)
+def _metrics(values: Any) -> dict[str, float]:
+    metrics = plain_numbers(values, "the agent's metrics", LARGEST_METRIC)
     taken = next((name for name in metrics if name.startswith((REWARD_PARTS, TIMINGS))), None)
     if taken is not None:
         kind, place = (
@@ -336,7 +339,7 @@ def make_agent(
 def _takes(registered: Any, options: Sequence[Any]) -> bool:
     """Whether a class is made with options. To one without an `__init__` whose base is a protocol
     Python gives one that seems to take anything."""
-    owner = next(one for one in registered.__mro__ if "__init__" in vars(one))
+    owner = next(base for base in registered.__mro__ if "__init__" in vars(base))
     if getattr(owner, "_is_protocol", False):
         return False
 

@@ -127,22 +127,22 @@ class PageReader:
 
         until = time.monotonic() + section.timeout_s
         pages = content.split(section.page_separator, section.max_pages - 1)
-        read = await gather_all([self._read(one, purpose, until) for one in pages])
-        if all(isinstance(one, str) for one in read):
+        read = await gather_all([self._read(page, purpose, until) for page in pages])
+        if all(isinstance(summary, str) for summary in read):
             self._counts["num_summaries"] += 1
-            told = f"[a summary of {len(text):,} characters, made for: {purpose}]\n"
-            return Condensed(text=told + section.page_separator.join(map(str, read)))
+            heading = f"[a summary of {len(text):,} characters, made for: {purpose}]\n"
+            return Condensed(text=heading + section.page_separator.join(map(str, read)))
 
         self._counts["num_failed_summaries"] += 1
-        problems = [line for one in read if not isinstance(one, str) for line in one]
+        problems = [line for summary in read if not isinstance(summary, str) for line in summary]
         self._browse.tell(problems)
 
-        if not any(isinstance(one, str) for one in read):
+        if not any(isinstance(summary, str) for summary in read):
             return Condensed(text=FAILED + text, problem="; ".join(problems))
 
         parts = [
-            one if isinstance(one, str) else FAILED + page
-            for one, page in zip(read, pages, strict=True)
+            summary if isinstance(summary, str) else FAILED + page
+            for summary, page in zip(read, pages, strict=True)
         ]
         return Condensed(text=section.page_separator.join(parts), problem="; ".join(problems))
 
@@ -154,19 +154,21 @@ class PageReader:
             arguments = {}
 
         for key in PURPOSE_KEYS:
-            given = arguments.get(key) if isinstance(arguments, dict) else None
-            if isinstance(given, str) and given.strip():
-                return storable(given.strip()[:LONGEST_PURPOSE])
+            purpose = arguments.get(key) if isinstance(arguments, dict) else None
+            if isinstance(purpose, str) and purpose.strip():
+                return storable(purpose.strip()[:LONGEST_PURPOSE])
 
-        known = self._browse.section.default_purpose
-        return next((known[name] for name in (call.name, *spec.names) if name in known), PURPOSE)
+        defaults = self._browse.section.default_purpose
+        return next(
+            (defaults[name] for name in (call.name, *spec.names) if name in defaults), PURPOSE
+        )
 
     async def _read(self, page: str, purpose: str, until: float) -> str | list[str]:
         """A page's summary, or what was wrong with each model."""
         section = self._browse.section
         # One after the other, so that a page that has {purpose} in it stays as it is.
         before, _, after = section.prompt.partition("{content}")
-        asked = "".join(
+        prompt = "".join(
             (before.replace("{purpose}", purpose), page, after.replace("{purpose}", purpose))
         )
         problems = []
@@ -174,7 +176,9 @@ class PageReader:
             share_s = (until - time.monotonic()) / (len(section.models) - index)
             try:
                 async with asyncio.timeout(share_s):
-                    reply = await self._policy.model(name, AGENT).generate([Message("user", asked)])
+                    reply = await self._policy.model(name, AGENT).generate(
+                        [Message("user", prompt)]
+                    )
             except TimeoutError:
                 problems.append(f"{name}: no answer within {share_s:.1f} s")
                 continue

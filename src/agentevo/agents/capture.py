@@ -286,8 +286,8 @@ class _Capture(importlib.abc.MetaPathFinder):
                     if os.environ.get(name) == self._set[name]  # else the agent has set it anew
                 }
             )
-            for (owner, name), (original, ours) in list(self._patches.items()):
-                if vars(owner).get(name) is ours:  # else somebody has patched it after us
+            for (owner, name), (original, wrapped) in list(self._patches.items()):
+                if vars(owner).get(name) is wrapped:  # else somebody has patched it after us
                     setattr(owner, name, original)
                     del self._patches[owner, name]
 
@@ -304,8 +304,8 @@ class _Capture(importlib.abc.MetaPathFinder):
         if fullname not in _MODULES:
             return None
 
-        others = (finder for finder in sys.meta_path if finder is not self)
-        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        finders = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(fullname, path, target) for finder in finders)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None and not isinstance(spec.loader, type):
             loader = spec.loader
@@ -325,16 +325,17 @@ class _Capture(importlib.abc.MetaPathFinder):
 
     def _patch_module(self, module: ModuleType | None) -> None:
         for owner, name, wrap in _MODULES[module.__name__] if module is not None else ():
-            if isinstance(found := getattr(module, owner, None), type):  # else it is being imported
-                self._patch(found, name, wrap)
+            patched_class = getattr(module, owner, None)
+            if isinstance(patched_class, type):  # else it is being imported
+                self._patch(patched_class, name, wrap)
 
     def _patch(self, owner: type, name: str, wrap: _Wrap) -> None:
         """Once: also where somebody has patched it after us."""
         now = getattr(owner, name)
         if (owner, name) not in self._patches or now is self._patches[owner, name][0]:
-            ours = wrap(now)
-            self._patches[owner, name] = (now, ours)
-            setattr(owner, name, ours)
+            wrapped = wrap(now)
+            self._patches[owner, name] = (now, wrapped)
+            setattr(owner, name, wrapped)
 
 
 _capture = _Capture()

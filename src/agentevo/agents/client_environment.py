@@ -27,8 +27,8 @@ def client_variables(
         "ANTHROPIC_AUTH_TOKEN": None,
     }
     if any(environment.get(name) or environment.get(name.lower()) for name in _PROXIES):
-        others = environment.get("no_proxy") or environment.get("NO_PROXY")
-        hosts = ",".join(filter(None, [others, urlsplit(gateway_url).hostname]))
+        proxy_exceptions = environment.get("no_proxy") or environment.get("NO_PROXY")
+        hosts = ",".join(filter(None, [proxy_exceptions, urlsplit(gateway_url).hostname]))
         variables |= {"NO_PROXY": hosts, "no_proxy": hosts}
 
     return variables

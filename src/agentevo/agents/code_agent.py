@@ -115,8 +115,8 @@ class CodeAgent:
     async def run(self, task: Task, policy: Policy) -> Outcome:
         """See Agent.run."""
         if asks_once(task):
-            asked = conversation_of(task, system=None, instruction=self._section.instruction)
-            return await ask_once(asked, policy)
+            messages = conversation_of(task, system=None, instruction=self._section.instruction)
+            return await ask_once(messages, policy)
 
         progress = _CodeProgress()
         files = AttemptFiles(task, policy, self._section.keep_files_kib * 1024)
@@ -128,15 +128,15 @@ class CodeAgent:
                 sandbox = await stack.enter_async_context(self._sandboxes.open(functions))
                 await files.put(sandbox)
 
-            asked = with_system(self._opening(task, policy, tools, files), tools.instructions)
+            messages = with_system(self._opening(task, policy, tools, files), tools.instructions)
             interpreter = _AgentInterpreter(sandbox, files, self._section.max_output_chars)
-            history = History(asked, self._section.context)
+            history = History(messages, self._section.context)
             end = await self._play(history, policy, interpreter, progress)
-            said = await said_by(tools)
+            outcomes = await said_by(tools)
 
         return outcome_with_tools(
             tools,
-            said,
+            outcomes,
             has_judges=self._toolbox.has_outcome,
             own_parts={
                 "tool_results": progress.total_earned,
@@ -283,9 +283,13 @@ def _functions_of(schemas: Sequence[Mapping[str, Any]]) -> list[_AgentFunction]:
     functions: dict[str, _AgentFunction] = {}
     for schema in schemas:
         function = schema["function"]
-        wanted = _python_name(function["name"])
-        numbered = (f"{wanted}_{number}" for number in itertools.count(2))
-        name = next(one for one in itertools.chain([wanted], numbered) if one not in functions)
+        preferred = _python_name(function["name"])
+        numbered = (f"{preferred}_{number}" for number in itertools.count(2))
+        name = next(
+            candidate
+            for candidate in itertools.chain([preferred], numbered)
+            if candidate not in functions
+        )
         functions[name] = _AgentFunction(
             tool=function["name"],
             name=name,

@@ -52,8 +52,8 @@ class History:
         if self._summary:
             last = shown[-1]
             shown[-1] = replace(last, content=f"{last.text}\n\n{_SUMMARY}{self._summary}")
-        for one in self._rounds:
-            shown += [one.reply, *one.answers]
+        for past_round in self._rounds:
+            shown += [past_round.reply, *past_round.answers]
         return shown
 
     def add(self, reply: Message, answers: list[Message]) -> None:
@@ -90,8 +90,10 @@ class History:
         recent = self._rounds[len(old) :]
         if section.strategy == "discard_results":
             cut = [
-                HistoryRound(one.reply, [_without_content(answer) for answer in one.answers])
-                for one in old
+                HistoryRound(
+                    old_round.reply, [_without_content(answer) for answer in old_round.answers]
+                )
+                for old_round in old
             ]
             if cut == old:
                 return False
@@ -108,8 +110,10 @@ class History:
         """Where all of it is too long to be asked about, the summary is of the replies alone; where
         these are too long as well, what was summarised before stays."""
         replies = [
-            HistoryRound(one.reply, [_without_content(answer) for answer in one.answers])
-            for one in old
+            HistoryRound(
+                old_round.reply, [_without_content(answer) for answer in old_round.answers]
+            )
+            for old_round in old
         ]
         for rounds in (old, replies):
             try:
@@ -122,16 +126,16 @@ class History:
         now = self._rounds
         self._rounds = rounds
         try:
-            asked = [*self.messages, Message("user", self.section.summary_prompt)]
+            messages = [*self.messages, Message("user", self.section.summary_prompt)]
         finally:
             self._rounds = now
 
         name = self.section.summary_model
         if name is not None:
-            return (await policy.model(name).generate(asked)).text.strip()
+            return (await policy.model(name).generate(messages)).text.strip()
 
         # With the same tools the request extends what the policy has seen.
-        return (await policy.generate(asked, tools=tools)).answer.strip()
+        return (await policy.generate(messages, tools=tools)).answer.strip()
 
 
 def _num_tokens(policy: Policy, turn: int) -> int:

@@ -209,8 +209,10 @@ class Policy:
         """The policy, or the remote model, of one of several agents. Raises BadRequestError for an
         unknown name."""
         if name not in self._agents:
-            known = ", ".join(self._agents) or "none: name them in the recipe's section agents"
-            raise BadRequestError(f"there is no agent {name!r} (known: {known})")
+            agent_names = (
+                ", ".join(self._agents) or "none: name them in the recipe's section agents"
+            )
+            raise BadRequestError(f"there is no agent {name!r} (known: {agent_names})")
         return self._agents[name]
 
     def _single(self) -> Conversation:
@@ -234,14 +236,14 @@ class Policy:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """A block in which the attempt waits for its turn: that is no part of its time."""
-        began = time.monotonic()
+        started = time.monotonic()
         before = self._waited_s
-        self._waits_since = began
+        self._waits_since = started
         try:
             yield
         finally:
             self._waits_since = None
-            self._waited_s = before + time.monotonic() - began
+            self._waited_s = before + time.monotonic() - started
 
     @property
     def waited_s(self) -> float:
@@ -326,10 +328,10 @@ class Policy:
         DeadlineExceededError when the engine is late.
         """
         conversation = self._single()
-        asked = _check_prompt(prompt)
+        checked_prompt = _check_prompt(prompt)
         self._has_replied = True
         turns = await conversation.complete(
-            asked,
+            checked_prompt,
             tools=None if tools is None else tools_of(tools),
             overrides=overrides_of(sampling, stop),
             form=form,
@@ -371,8 +373,8 @@ class Policy:
 
     def files_of(self, agent: str) -> dict[str, bytes]:
         """What the agent of that name has kept, or the only one."""
-        own = self._agents.get(agent, self)
-        return own.files if isinstance(own, Policy) else {}
+        agent_policy = self._agents.get(agent, self)
+        return agent_policy.files if isinstance(agent_policy, Policy) else {}
 
     def call(self, kind: str, name: str, **attributes: Attribute) -> RunningCall:
         """Records what the agent does besides asking the policy, so that it can be watched: `async
@@ -460,12 +462,12 @@ def overrides_of(
 ) -> SamplingOverrides | None:
     """What a call changes of the sampling; None if nothing. Raises BadRequestError for what no
     engine can use."""
-    given = sampling.given() if isinstance(sampling, SamplingOverrides) else dict(sampling or {})
+    values = sampling.given() if isinstance(sampling, SamplingOverrides) else dict(sampling or {})
     if stop is not None:
-        given["stop_strings"] = [stop] if isinstance(stop, str) else stop
+        values["stop_strings"] = [stop] if isinstance(stop, str) else stop
 
     try:
-        overrides = msgspec.convert(given, SamplingOverrides) if given else None
+        overrides = msgspec.convert(values, SamplingOverrides) if values else None
         for name, value in (overrides.given() if overrides is not None else {}).items():
             _check_override(name, value)
         return overrides

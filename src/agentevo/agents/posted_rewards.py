@@ -79,10 +79,10 @@ class RewardSums:
         for reward in rewards:
             check_posted(reward)
             if reward.rewards:
-                own = parts[reward.agent] = _check_rewards(
+                agent_parts = parts[reward.agent] = _check_rewards(
                     parts.get(reward.agent, {}) | reward.rewards
                 )
-                plain_number(math.fsum(own.values()), "the sum of the rewards by name")
+                plain_number(math.fsum(agent_parts.values()), "the sum of the rewards by name")
             elif reward.turn is not None:
                 sums = turns[reward.agent] = dict(turns.get(reward.agent, {}))
                 sums[reward.turn] = sums.get(reward.turn, 0.0) + (reward.reward or 0.0)
@@ -112,28 +112,28 @@ def outcome_of_rewards(
 
     def outcome(agent: str | None) -> Outcome:
         turns = None if received is None else received.get(agent or "", ())
-        return _outcome([one for one in given if one.agent == agent], turns)
+        return _outcome([reward for reward in given if reward.agent == agent], turns)
 
-    names = dict.fromkeys(one.agent for one in given if one.agent is not None)
+    names = dict.fromkeys(reward.agent for reward in given if reward.agent is not None)
     everybody = outcome(None)
     agents = {name: outcome(name) for name in names}
     return msgspec.structs.replace(everybody, agents=agents)
 
 
-def _outcome(given: Sequence[PostedReward], received: Sequence[int] | None) -> Outcome:
+def _outcome(rewards: Sequence[PostedReward], received: Sequence[int] | None) -> Outcome:
     parts: dict[str, float] = {}
     turns: dict[int, float] = {}
     total: float | None = None
-    for one in given:
-        parts |= _check_rewards(one.rewards)
-        if one.reward is None:
+    for posted in rewards:
+        parts |= _check_rewards(posted.rewards)
+        if posted.reward is None:
             continue
 
-        reward = plain_number(one.reward, "the reward")
-        if one.turn is None:
+        reward = plain_number(posted.reward, "the reward")
+        if posted.turn is None:
             total = reward
         else:
-            turn = _turn(one.turn, received)
+            turn = _turn(posted.turn, received)
             turns[turn] = turns.get(turn, 0.0) + reward
 
     if total is None:

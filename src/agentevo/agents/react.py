@@ -67,7 +67,7 @@ class ReActFormat:
     def answers(self, said: ParsedReply, results: Sequence[ToolResult]) -> list[Message]:
         """See ToolFormat.answers."""
         texts = [result.text for result in results] + [
-            f"Error: {one.problem}" for one in said.malformed
+            f"Error: {call.problem}" for call in said.malformed
         ]
         return [Message("user", f"Observation: {text}") for text in texts]
 
@@ -82,11 +82,11 @@ def read_action(text: str) -> tuple[list[ToolCall], list[MalformedCall]]:
         return [], []
 
     name = action["name"].strip()
-    given = _INPUT.match(text, action.end())
-    if given is None:
+    input_match = _INPUT.match(text, action.end())
+    if input_match is None:
         problem = "an action needs a line `Action Input:` with a JSON object behind it"
         return [], [MalformedCall(text[action.start() :], problem, name)]
 
-    arguments = given["text"].split("\nFinal Answer:")[0].strip()
+    arguments = input_match["text"].split("\nFinal Answer:")[0].strip()
     fenced = _FENCE.match(arguments)
     return [ToolCall(name, fenced[1] if fenced else arguments or "{}")], []

@@ -37,9 +37,9 @@ class SoloEnvironment:
     def _begin(self) -> None:
         self._thread = EnvironmentThread(Pace())
         self._made: list[TextEnvironment] = []
-        made = self._made
+        environments = self._made
         try:
-            self._thread.call_now(lambda: made.append(self._make()), self._within_s)
+            self._thread.call_now(lambda: environments.append(self._make()), self._within_s)
         except ConfigError:
             self._thread.end_now(partial(_close_all, self._made))
             raise

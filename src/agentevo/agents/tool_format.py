@@ -77,7 +77,7 @@ class NativeFormat:
             ToolCall(call.name, call.arguments, _id_of(reply.turn, number))
             for number, call in enumerate(parsed.tool_calls)
         )
-        content = parsed.content + "".join(one.text for one in parsed.malformed)
+        content = parsed.content + "".join(call.text for call in parsed.malformed)
         message = Message("assistant", content, calls, reasoning=parsed.reasoning)
         conversation.recognise(reply.turn, message)
 
@@ -90,7 +90,7 @@ class NativeFormat:
             for call, result in zip(said.calls, results, strict=True)
         ]
         problems = [
-            f"Error: failed to decode the tool call: {one.problem}" for one in said.malformed
+            f"Error: failed to decode the tool call: {call.problem}" for call in said.malformed
         ]
         # No call that was read is what these answer.
         return answered + [Message("user", problem) for problem in problems]

@@ -68,8 +68,8 @@ class AnswerInProgress:
         echo: str = "",
         whole_calls: bool = False,
     ) -> None:
-        given = request.overrides
-        self._stops = (given and given.stop_strings) or ()
+        overrides = request.overrides
+        self._stops = (overrides and overrides.stop_strings) or ()
         self._text = chat.text_stream(self._stops)
         self._parse = (
             None

@@ -117,7 +117,7 @@ def counted_of(body: Mapping[str, Any]) -> ModelRequest:
     return _request(body)
 
 
-def _request(body: Mapping[str, Any], **more: Any) -> ModelRequest:
+def _request(body: Mapping[str, Any], **fields: Any) -> ModelRequest:
     if body.get("thread") is not None:
         raise Refusal("threads are not supported: send the whole history", code=NO_THREADS)
 
@@ -135,15 +135,15 @@ def _request(body: Mapping[str, Any], **more: Any) -> ModelRequest:
         tools=tools or None,
         form=choice.form(schema),
         model=str(body.get("model") or "policy"),
-        **more,
+        **fields,
     )
 
 
 def _check_configuration(body: Mapping[str, Any]) -> None:
     """Raises Refusal for what would have to change how the policy answers."""
-    for key, known in (("output_config", _CONFIGURED), ("context_management", ("edits",))):
+    for key, allowed in (("output_config", _CONFIGURED), ("context_management", ("edits",))):
         unknown = [
-            name for name, value in _fields(body, key).items() if name not in known and value
+            name for name, value in _fields(body, key).items() if name not in allowed and value
         ]
         if unknown:
             raise Refusal(f"{key}.{unknown[0]} is not supported: leave it out")
@@ -227,21 +227,21 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 
 def prompt_of(body: Mapping[str, Any]) -> list[Message]:
     """The history in our messages; see the module."""
-    given = body.get("messages")
-    if not isinstance(given, list) or not given:
+    raw_messages = body.get("messages")
+    if not isinstance(raw_messages, list) or not raw_messages:
         raise BadRequestError("messages is a list with at least one message")
 
     system = _text(body["system"], "system", billed=True) if body.get("system") else ""
     messages = [Message("system", system)] if system else []
     names: dict[str, str] = {}
-    for number, message in enumerate(given):
+    for number, message in enumerate(raw_messages):
         where = f"messages.{number}"
         role = message.get("role") if isinstance(message, Mapping) else None
         content = message.get("content") if isinstance(message, Mapping) else None
         if role == "assistant":
-            said = _assistant(content, where)
-            names |= {call.id: call.name for call in said.tool_calls}
-            messages.append(said)
+            answer = _assistant(content, where)
+            names |= {call.id: call.name for call in answer.tool_calls}
+            messages.append(answer)
         elif role == "user":
             messages += _user(content, where, names)
         elif role == "system":
@@ -299,11 +299,11 @@ def _assistant(content: Any, where: str) -> Message:
 
 
 def _call(block: Mapping[str, Any], where: str) -> ToolCall:
-    given = block.get("input")
+    arguments = block.get("input")
     name = _field(block, "name", where)
-    if not name or not isinstance(given, Mapping):
+    if not name or not isinstance(arguments, Mapping):
         raise BadRequestError(f"{where} needs a name and, as its input, an object")
-    return ToolCall(name, json.dumps(given, ensure_ascii=False), _field(block, "id", where))
+    return ToolCall(name, json.dumps(arguments, ensure_ascii=False), _field(block, "id", where))
 
 
 def _text(content: Any, where: str, *, billed: bool = False) -> str:
@@ -476,11 +476,11 @@ def _usage(prompt: PromptSize, completion: int) -> dict[str, Any]:
 
 def _error(refusal: Refusal) -> dict[str, Any]:
     """A status without a name is the server's fault from 500 on, and the client's below."""
-    other = "api_error" if refusal.status >= 500 else "invalid_request_error"
+    fallback = "api_error" if refusal.status >= 500 else "invalid_request_error"
     # Clients that shorten their history when it is full know that by these words.
     full = "prompt is too long: " if refusal.code == "context_length_exceeded" else ""
     named: dict[str, Any] = {
-        "type": _ERRORS.get(refusal.status, other),
+        "type": _ERRORS.get(refusal.status, fallback),
         "message": f"{full}{refusal}",
     }
     if refusal.code == NO_THREADS:

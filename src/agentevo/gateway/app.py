@@ -112,25 +112,25 @@ class Routes:
         for prefix in ("/v1", "/s/{key}/v1", "/s/{key}"):
             self._add_apis(prefix, on_page=prefix == "/v1")
 
-        told = openapi.describe("/reward", "A reward of the attempt")
-        self.app.post("/s/{key}/reward", **told)(self._reward)
+        arguments = openapi.describe("/reward", "A reward of the attempt")
+        self.app.post("/s/{key}/reward", **arguments)(self._reward)
         self.app.get("/health")(self._health)
         self.app.get("/metrics", response_class=PlainTextResponse)(self._prometheus)
         self.app.get("/openapi.json", include_in_schema=False)(self._page)
 
     def _add_apis(self, prefix: str, *, on_page: bool) -> None:
         for path, endpoint in self._hot.items():
-            told = openapi.describe(path, f"A completion: {path}", events=True)
-            self.app.post(prefix + path, include_in_schema=on_page, **told)(endpoint)
+            arguments = openapi.describe(path, f"A completion: {path}", events=True)
+            self.app.post(prefix + path, include_in_schema=on_page, **arguments)(endpoint)
 
         count = anthropic_messages.COUNT_PATH
-        told = openapi.describe(count, "Tokens of a prompt")
-        self.app.post(prefix + count, include_in_schema=on_page, **told)(self._count_tokens)
+        arguments = openapi.describe(count, "Tokens of a prompt")
+        self.app.post(prefix + count, include_in_schema=on_page, **arguments)(self._count_tokens)
 
-        kept = f"{prefix}{responses.API.path}/{{response_id}}"
+        response_path = f"{prefix}{responses.API.path}/{{response_id}}"
         for method, path, summary, about in KEPT:
             self.app.add_api_route(
-                kept + path,
+                response_path + path,
                 self._kept(about),
                 methods=[method],
                 include_in_schema=on_page,
@@ -186,14 +186,14 @@ class Routes:
 
     async def _answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         metrics = self._metrics
-        begun = time.perf_counter()
+        started = time.perf_counter()
         metrics.num_under_way += 1
         try:
             response = await self._hot[path](Request(scope, receive))
             waited = time.perf_counter()
             await response(scope, receive, send)
-            ended = time.perf_counter()
-            metrics.count_answer(path, response.status_code, waited - begun, ended - begun)
+            finished = time.perf_counter()
+            metrics.count_answer(path, response.status_code, waited - started, finished - started)
         finally:
             metrics.num_under_way -= 1
 
@@ -212,18 +212,18 @@ class Routes:
         body: dict[str, Any],
         client: AdmittedConnection,
     ) -> Response:
-        asked = api.request_of(body, session.memory)
-        if asked.stream:
-            return await self._stream_answer(api, session, asked, delivery, client)
+        request = api.request_of(body, session.memory)
+        if request.stream:
+            return await self._stream_answer(api, session, request, delivery, client)
 
         try:
-            work = session.submit(session.complete(asked, delivery))
-            who, within_s = session.wait_of(asked.model, self._timeout_s)
+            work = session.submit(session.complete(request, delivery))
+            who, within_s = session.wait_of(request.model, self._timeout_s)
             with self._await_within(work, client, who, within_s) as awaited:
                 replies = await awaited.result()
 
             self._metrics.count_tokens(replies)
-            content = msgspec.json.encode(api.answer(asked, replies))
+            content = msgspec.json.encode(api.answer(request, replies))
         except BaseException:
             session.lose(delivery)
             raise
@@ -234,23 +234,23 @@ class Routes:
         self,
         api: Api[Any],
         session: GatewaySession,
-        asked: Any,
+        request: Any,
         delivery: Delivery,
         client: AdmittedConnection,
     ) -> Response:
         """The answer as it comes. What fails before the first token is an answer of its own."""
-        heard = DeliveredTokens()
-        hear = session.told_over_there(heard.add)
-        work = session.submit(session.complete(asked, delivery, hear))
-        who, within_s = session.wait_of(asked.model, self._timeout_s)
+        delivered = DeliveredTokens()
+        on_pieces = session.told_over_there(delivered.add)
+        work = session.submit(session.complete(request, delivery, on_pieces))
+        who, within_s = session.wait_of(request.model, self._timeout_s)
         awaited = self._await_within(work, client, who, within_s).__enter__()
-        awaited.when_done(heard.wake)
+        awaited.when_done(delivered.wake)
         try:
-            await heard.wait()
-            if not heard.has_news:
+            await delivered.wait()
+            if not delivered.has_news:
                 await awaited.result()
             return EventStream(
-                api, asked, heard, awaited, delivery, session, self._metrics.count_tokens
+                api, request, delivered, awaited, delivery, session, self._metrics.count_tokens
             )
         except BaseException:
             awaited.__exit__(None, None, None)
@@ -266,8 +266,8 @@ class Routes:
         async def count(
             session: GatewaySession, body: dict[str, Any], client: AdmittedConnection
         ) -> Response:
-            counted = anthropic_messages.counted_of(body)
-            work = session.submit(session.count_tokens(counted))
+            prompt = anthropic_messages.counted_of(body)
+            work = session.submit(session.count_tokens(prompt))
             with self._await_within(work, client, "the policy", self._timeout_s) as awaited:
                 return _json({"input_tokens": await awaited.result()})
 
@@ -338,9 +338,10 @@ class Routes:
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 404
-        known = ", ".join(f"POST /v1{api.path}" for api in APIS)
+        endpoints = ", ".join(f"POST /v1{api.path}" for api in APIS)
         refusal = Refusal(
-            f"there is no {request.method} {request.url.path}: use {known}; /openapi.json has all",
+            f"there is no {request.method} {request.url.path}: use {endpoints}; "
+            "/openapi.json has all",
             status=status,
         )
         answer = _refusal_response(refusal, _api_of(request))
@@ -402,8 +403,8 @@ class Routes:
 
 def _place_in(scope: Scope) -> TracePlace | None:
     """The place in a trace that a request names."""
-    told = next((value for name, value in scope["headers"] if name == _TRACEPARENT), None)
-    return None if told is None else read_traceparent(told.decode("latin-1"))
+    traceparent = next((value for name, value in scope["headers"] if name == _TRACEPARENT), None)
+    return None if traceparent is None else read_traceparent(traceparent.decode("latin-1"))
 
 
 def _api_of(request: Request) -> Api[Any]:

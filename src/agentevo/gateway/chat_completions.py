@@ -91,9 +91,9 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
         raise Refusal(f"{unknown[0]!r} is no field of a chat completion that this gateway knows")
 
     no_other_service(body)
-    wanted = body.get("response_format")
+    response_format = body.get("response_format")
     choice = choice_of(body)
-    schema = schema_of(wanted, "response_format")
+    schema = schema_of(response_format, "response_format")
     tools = tools_of(tools_in(body))
 
     options = body.get("stream_options") or {}
@@ -108,7 +108,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
     return ModelRequest(
         prompt=prompt_of(body.get("messages")),
         tools=tools or None,
-        form=choice.form(schema, strict=is_strict(wanted)),
+        form=choice.form(schema, strict=is_strict(response_format)),
         overrides=sampling_of(
             body,
             max_tokens=("max_completion_tokens", "max_tokens"),

@@ -78,10 +78,10 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
     if not isinstance(options, Mapping):
         raise BadRequestError("stream_options is an object")
 
-    prompt, *more = prompts_of(body.get("prompt"))
+    prompt, *more_prompts = prompts_of(body.get("prompt"))
     return ModelRequest(
         prompt=prompt,
-        more_prompts=tuple(more),
+        more_prompts=tuple(more_prompts),
         is_plain=True,
         echo=echo,
         overrides=sampling_of(body, max_tokens=("max_tokens",), stop="stop"),
@@ -185,8 +185,8 @@ def _logprobs(request: ModelRequest, reply: ModelReply) -> dict[str, Any]:
     top: list[dict[str, float]] = []
     for drawn in reply.tokens:
         top.append({})
-        for one in (*drawn.alternatives, drawn):  # of two with one name the likelier
-            top[-1].setdefault(_name(one), one.logprob)
+        for candidate in (*drawn.alternatives, drawn):  # of two with one name the likelier
+            top[-1].setdefault(_name(candidate), candidate.logprob)
 
     return {
         "tokens": list(map(_name, reply.tokens)),

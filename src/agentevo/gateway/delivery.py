@@ -140,7 +140,7 @@ class WholeAnswer(Response):
         is_delivered = False
         try:
             await send(_start(self))
-            await send(_part(bytes(self.body), more=True))
+            await send(_part(bytes(self.body), has_more=True))
             is_delivered = await _end_of(scope, send)
         finally:
             if not is_delivered:
@@ -185,12 +185,12 @@ class EventStream(Response):
             events = self._encode_events(self._stream.begin(self._delivery.prompt))
             await tell(_start(self))
             while not self._awaited.is_done:
-                await tell(_part(events + self._news(), more=True))
+                await tell(_part(events + self._news(), has_more=True))
                 events = b""
                 await self._heard.wait()
 
             events += self._news()
-            await tell(_part(events + self._encode_events(await self._end()), more=True))
+            await tell(_part(events + self._encode_events(await self._end()), has_more=True))
             is_delivered = await _end_of(scope, send)
         except (TimeoutError, ClientDisconnect):
             scope["state"]["connection"].cut()
@@ -226,7 +226,7 @@ async def _end_of(scope: Scope, send: Send) -> bool:
     is_delivered = await connection.took_all(READER_S)
     if not is_delivered:
         connection.cut()
-    await send(_part(b"", more=False))
+    await send(_part(b"", has_more=False))
     return is_delivered
 
 
@@ -234,5 +234,5 @@ def _start(response: Response) -> Message:
     return {"type": "http.response.start", "status": 200, "headers": response.raw_headers}
 
 
-def _part(body: bytes, *, more: bool) -> Message:
-    return {"type": "http.response.body", "body": body, "more_body": more}
+def _part(body: bytes, *, has_more: bool) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": has_more}

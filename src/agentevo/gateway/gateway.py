@@ -127,10 +127,10 @@ class Gateway:
         self._sessions.pop(session.key, None)
         if session.ignored and not self._noted:
             self._noted = True
-            asked = ", ".join(f"{name}={value:g}" for name, value in session.ignored.items())
+            ignored = ", ".join(f"{name}={value:g}" for name, value in session.ignored.items())
             self._note(
-                f"gateway: the agent's client asks for {asked}: the recipe's sampling is used, as "
-                "only that can be trained (gateway.distribution=client gives the client its way)"
+                f"gateway: the agent's client asks for {ignored}: the recipe's sampling is used, "
+                "as only that can be trained (gateway.distribution=client gives the client its way)"
             )
 
     def close(self) -> None:

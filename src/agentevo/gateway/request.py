@@ -83,8 +83,8 @@ class Delivery:
     @property
     def headers(self) -> dict[str, str]:
         """Of the answer, besides those of every answer."""
-        told = None if self.asker is None else self.asker.answer
-        return {} if told is None else {HEADER: told}
+        answer_header = None if self.asker is None else self.asker.answer
+        return {} if answer_header is None else {HEADER: answer_header}
 
 
 class TokenLogprob(NamedTuple):

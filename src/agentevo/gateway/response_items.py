@@ -115,8 +115,8 @@ def _check_item(value: Any, where: str, memory: Memory) -> dict[str, Any]:
 
     kind = value.get("type") or ("message" if "role" in value else None)
     if kind == "item_reference":
-        kept = memory.find(str(value.get("id")))
-        if not isinstance(kept, dict):
+        stored_item = memory.find(str(value.get("id")))
+        if not isinstance(stored_item, dict):
             raise Refusal(
                 f"{where} refers to {shown(value.get('id'))}, which is none of this session, or is "
                 "kept no more: send the item itself",
@@ -124,7 +124,7 @@ def _check_item(value: Any, where: str, memory: Memory) -> dict[str, Any]:
                 param="input",
             )
 
-        return kept
+        return stored_item
 
     if kind not in _KINDS:
         raise BadRequestError(

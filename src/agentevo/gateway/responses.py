@@ -129,8 +129,8 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
         if not isinstance(echoed[key], Mapping):
             raise BadRequestError(f"{key} is {shown(echoed[key])}: give an object")
 
-    wanted = echoed["text"].get("format")
-    schema = schema_of(wanted, "text.format")
+    text_format = echoed["text"].get("format")
+    schema = schema_of(text_format, "text.format")
     include = _check_include(body.get("include"))
 
     instructions = body.get("instructions")
@@ -152,7 +152,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
         memory=memory if body.get("store") is None or boolean(body, "store") else None,
         namespaces=namespaces,
         tools=tools or None,
-        form=choice.form(schema, strict=is_strict(wanted)),
+        form=choice.form(schema, strict=is_strict(text_format)),
         overrides=sampling_of(body, max_tokens=("max_output_tokens",), stop="stop"),
         model=str(body.get("model") or "policy"),
         stream=boolean(body, "stream"),
@@ -192,8 +192,8 @@ def _history(body: Mapping[str, Any], memory: Memory) -> tuple[Message, ...]:
     if name is None:
         return tuple(messages)
 
-    kept = memory.find(name) if isinstance(name, str) else None
-    if not isinstance(kept, KeptResponse):
+    previous = memory.find(name) if isinstance(name, str) else None
+    if not isinstance(previous, KeptResponse):
         raise Refusal(
             f"previous response {shown(name)} is not found: it is none of this session, was not to "
             "be stored, or is kept no more; send the whole history as input",
@@ -202,7 +202,7 @@ def _history(body: Mapping[str, Any], memory: Memory) -> tuple[Message, ...]:
             param="previous_response_id",
         )
 
-    return (*kept.history, *messages)
+    return (*previous.history, *messages)
 
 
 def _tools(tools: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]:
@@ -340,14 +340,14 @@ class _ResponsesOutput:
 
         if kind == "function_call":
             self.items[-1] |= {"arguments": text, "status": status}
-            whole = {"name": self.items[-1]["name"], "arguments": text}
-            ended = [self._of_item("response.function_call_arguments.done", **whole)]
-            return [*(ended if status == "completed" else ()), self._done()]
+            call = {"name": self.items[-1]["name"], "arguments": text}
+            done_events = [self._of_item("response.function_call_arguments.done", **call)]
+            return [*(done_events if status == "completed" else ()), self._done()]
 
         self.items[-1] |= {"content": [_part(kind, text)], "status": status}
-        said = {"text": text, **({"logprobs": []} if kind == "message" else {})}
+        content = {"text": text, **({"logprobs": []} if kind == "message" else {})}
         return [
-            self._of_part(f"response.{_part_type(kind)}.done", **said),
+            self._of_part(f"response.{_part_type(kind)}.done", **content),
             self._of_part("response.content_part.done", part=_part(kind, text)),
             self._done(),
         ]
@@ -368,12 +368,12 @@ class _ResponsesOutput:
             "item": dict(self.items[-1]),
         }
 
-    def _of_item(self, kind: str, **more: Any) -> Event:
+    def _of_item(self, kind: str, **fields: Any) -> Event:
         index = len(self.items) - 1
-        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": index, **more}
+        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": index, **fields}
 
-    def _of_part(self, kind: str, **more: Any) -> Event:
-        return self._of_item(kind, content_index=0, **more)
+    def _of_part(self, kind: str, **fields: Any) -> Event:
+        return self._of_item(kind, content_index=0, **fields)
 
 
 def _part_type(kind: str) -> str:
@@ -398,11 +398,11 @@ class ResponsesStream:
         self._num_events = 0
 
     def begin(self, prompt: PromptSize) -> list[Event]:
-        begun = self._response("in_progress")
+        response = self._response("in_progress")
         return self._number_events(
             [
-                {"type": "response.created", "response": begun},
-                {"type": "response.in_progress", "response": begun},
+                {"type": "response.created", "response": response},
+                {"type": "response.in_progress", "response": response},
             ]
         )
 
@@ -413,9 +413,9 @@ class ResponsesStream:
     def end(self, replies: Sequence[ModelReply]) -> list[Event]:
         (reply,) = replies
         events = self._output.finish(whole=reply.finish_reason != "length")
-        whole = self.whole(reply)
+        response = self.whole(reply)
         return self._number_events(
-            [*events, {"type": f"response.{whole['status']}", "response": whole}]
+            [*events, {"type": f"response.{response['status']}", "response": response}]
         )
 
     def failure_events(self, refusal: Refusal) -> list[Event]:
@@ -451,12 +451,14 @@ class ResponsesStream:
             }
 
         if request.memory is not None:
-            said = Message("assistant", reply.content, reply.tool_calls, reasoning=reply.reasoning)
-            keep(request.memory, (*request.history, said), response, request.asked)
+            completion = Message(
+                "assistant", reply.content, reply.tool_calls, reasoning=reply.reasoning
+            )
+            keep(request.memory, (*request.history, completion), response, request.asked)
 
         return response
 
-    def _response(self, status: str, **more: Any) -> dict[str, Any]:
+    def _response(self, status: str, **fields: Any) -> dict[str, Any]:
         return {
             "id": self._id,
             "object": "response",
@@ -471,7 +473,7 @@ class ResponsesStream:
             "temperature": None,
             "top_p": None,
             "usage": None,
-            **more,
+            **fields,
         }
 
     def _number_events(self, events: list[Event]) -> list[Event]:

@@ -195,7 +195,7 @@ class GatewaySession:
         prompt: Prompt,
         conversation: Conversation,
         delivery: Delivery,
-        hear: Hear | None,
+        on_pieces: Hear | None,
     ) -> list[ModelReply]:
         """The answers to one of the request's prompts."""
         chat = conversation.chat
@@ -205,7 +205,7 @@ class GatewaySession:
             AnswerInProgress(request, chat, opening, echo=echo, whole_calls=self._whole_calls)
             for _ in range(request.n)
         ]
-        listening = None if hear is None else Listening(answers, hear)
+        listening = None if on_pieces is None else Listening(answers, on_pieces)
         completions: list[Completion] = []
 
         def note_prompt_size(num_tokens: int, num_cached: int) -> None:
@@ -254,12 +254,12 @@ class GatewaySession:
             return ""
         return model if model in self.remote.models else self.remote_agents.get("", "")
 
-    def _agent_of(self, asked: str | None) -> str:
+    def _agent_of(self, model_name: str | None) -> str:
         """Whose words a remote model's answer is: an agent's of that name; nobody's where the model
         itself was named; else those of the policy, which it plays."""
-        if asked and asked in self.remote_agents:
-            return asked
-        return "" if self.remote is not None and asked in self.remote.models else POLICY
+        if model_name and model_name in self.remote_agents:
+            return model_name
+        return "" if self.remote is not None and model_name in self.remote.models else POLICY
 
     def wait_of(self, asked: str | None, own_s: float) -> tuple[str, float]:
         """Who answers a request for a model, and how long to wait for it: `own_s` for a policy."""
@@ -292,9 +292,9 @@ class GatewaySession:
             return next(iter(self.conversations.values()))
 
         if agent is None or agent not in self.conversations:
-            known = ", ".join([*self.conversations, *self.remote_agents])
+            agent_names = ", ".join([*self.conversations, *self.remote_agents])
             raise Refusal(
-                f"there is no agent {agent!r}: this rollout has {known}, and "
+                f"there is no agent {agent!r}: this rollout has {agent_names}, and "
                 "the model's name says which is meant",
                 status=404,
                 code="model_not_found",
@@ -353,8 +353,8 @@ class GatewaySession:
         if reward.agent is not None and (
             not reward.agent or reward.agent not in self.conversations
         ):
-            known = ", ".join(filter(None, self.conversations)) or "this rollout names none"
-            raise BadRequestError(f"there is no agent {reward.agent!r} ({known})")
+            agent_names = ", ".join(filter(None, self.conversations)) or "this rollout names none"
+            raise BadRequestError(f"there is no agent {reward.agent!r} ({agent_names})")
 
         if reward.turn is not None:
             if reward.agent is None and "" not in self.conversations:
@@ -367,16 +367,18 @@ class GatewaySession:
         """What a request may change: the distribution only if the client decides it."""
         if overrides is None or self._follows_client:
             return overrides
-        asked = {name: value for name, value in overrides.given().items() if name in DISTRIBUTION}
-        self.ignored |= asked
-        return msgspec.structs.replace(overrides, **dict.fromkeys(asked)) if asked else overrides
+        ignored = {name: value for name, value in overrides.given().items() if name in DISTRIBUTION}
+        self.ignored |= ignored
+        return (
+            msgspec.structs.replace(overrides, **dict.fromkeys(ignored)) if ignored else overrides
+        )
 
 
-def _renumber(hear: Hear | None, first: int) -> Hear | None:
+def _renumber(on_pieces: Hear | None, first: int) -> Hear | None:
     """What hears of completions whose numbers begin at 0 instead of `first`."""
-    if hear is None or not first:
-        return hear
-    return lambda number, pieces: hear(first + number, pieces)
+    if on_pieces is None or not first:
+        return on_pieces
+    return lambda number, pieces: on_pieces(first + number, pieces)
 
 
 def _text_of(prompt: Prompt, chat: ChatFormat) -> str:

@@ -51,9 +51,9 @@ class SharedSession(GatewaySession):
         self, request: ModelRequest, delivery: Delivery, hear: Hear | None = None
     ) -> list[ModelReply]:
         with self._one_more():
-            one = self._find_extended(request)
-            if one is None:
-                one = GatewaySession(
+            session = self._find_extended(request)
+            if session is None:
+                session = GatewaySession(
                     {"": self._new_conversation()},
                     self.base,
                     follows_client=True,
@@ -62,14 +62,14 @@ class SharedSession(GatewaySession):
 
             is_whole = False
             try:
-                replies = await one.complete(request, delivery, hear)
+                replies = await session.complete(request, delivery, hear)
                 is_whole = len(replies) == 1 and request.has_messages
             finally:
                 if not is_whole:
-                    await one.close()
+                    await session.close()
 
             if is_whole:
-                await self._keep(one, request, replies[0])
+                await self._keep(session, request, replies[0])
 
             return replies
 
@@ -84,15 +84,17 @@ class SharedSession(GatewaySession):
         if not request.has_messages:
             return None
         digests = list(_digests(request.tools, cast("list[Message]", request.prompt)))
-        known = (self._kept.pop(digest, None) for digest in reversed(digests))
-        return next((one for one in known if one is not None), None)
+        candidates = (self._kept.pop(digest, None) for digest in reversed(digests))
+        return next((candidate for candidate in candidates if candidate is not None), None)
 
-    async def _keep(self, one: GatewaySession, request: ModelRequest, reply: ModelReply) -> None:
+    async def _keep(
+        self, session: GatewaySession, request: ModelRequest, reply: ModelReply
+    ) -> None:
         answer = Message("assistant", reply.content)
         history = [*cast("list[Message]", request.prompt), answer]
         digest = list(_digests(request.tools, history))[-1]
         replaced = [self._kept.pop(digest, None)]
-        self._kept[digest] = one
+        self._kept[digest] = session
         if len(self._kept) > MAX_KEPT:
             replaced.append(self._kept.pop(next(iter(self._kept))))
 
@@ -110,7 +112,7 @@ def _digests(
     digest = hashlib.sha256(msgspec.json.encode(tools))
     for message in messages:
         is_answer = message.role == "assistant"
-        told = (message.role, message.text.strip()) if is_answer else message
-        digest.update(msgspec.json.encode(told))
+        digested = (message.role, message.text.strip()) if is_answer else message
+        digest.update(msgspec.json.encode(digested))
         if is_answer:
             yield digest.digest()
