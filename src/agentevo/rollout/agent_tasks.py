@@ -21,8 +21,8 @@ from agentevo.types import Task
 
 
 def tasks_of_agent(section: AgentSection) -> GivenTasks:
-    """What the agent of that section brings. Raises ConfigError for what is no pair of lists of
-    tasks, also with what its method raised."""
+    """The tasks that the agent of that section brings. Raises ConfigError where its method raises,
+    or returns no pair of lists of tasks."""
     player = make_player(section)
     where = f"agent.type: {section.type}: {type(player).__name__}.tasks()"
     try:

@@ -3,11 +3,11 @@ the agent can do (config/curriculum.py has the weights).
 
     key of a task = log(u) / weight, u uniform in (0, 1): the largest keys are taken
 
-(Efraimidis and Spirakis, 2006). u is from the run's seed and the step; what a task has come to is
-what the committed steps' records say (`solved` of their batch source), and of these only the steps
-that are known before the step's tasks must be: with `lag` steps of staleness those up to
-step - 1 - lag. Nothing else is remembered. So a resumed run, a replay, and samplers in other
-processes choose the same tasks.
+(Efraimidis and Spirakis, 2006). u is drawn from the run's seed and the step. A task's results are
+read from the committed steps' records (`solved` of their batch source), and only from the steps
+that are known before the step's tasks are chosen: with `lag` steps of staleness those up to step -
+1 - lag. There is no other state. So a resumed run, a replay, and samplers in other processes choose
+the same tasks.
 
 A task that is a harder variant of another (`variant_of` in its metadata, the other's id) is not
 played before that one is retired.
@@ -36,7 +36,7 @@ VARIANT_OF = "variant_of"
 
 
 class TriedTask(NamedTuple):
-    """What a step has come to at a task."""
+    """The result of a step at a task."""
 
     step: int
     solved: int
@@ -86,12 +86,12 @@ class TaskCurriculum:
             what="reading what the steps solved",
         )
         for record in records:
-            if record.step == self._known + 1:  # a sampler beside the trainer asks as well
+            if record.step == self._known + 1:  # a sampler in the trainer's process asks as well
                 self.note_step(record.step, record.record["source"].get(SOLVED) or {})
 
     def note_step(self, step: int, solved: Mapping[str, Sequence[int]]) -> None:
-        """What a committed step has come to, in order of the steps. Raises ValueError for another
-        one."""
+        """Records the results of a committed step, in order of the steps. Raises ValueError for a
+        step out of order."""
         if step != self._known + 1:
             raise ValueError(f"step {step} is told after step {self._known}")
         self._known = step

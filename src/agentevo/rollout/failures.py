@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable
 from agentevo.errors import storable
 
 ShowFailure = Callable[[str, str, str], None]
-"""(trajectory, error, traceback): told of a failure as it happens; the traceback may be empty."""
+"""(trajectory, error, traceback): called for a failure as it happens; the traceback may be
+empty."""
 
 LONGEST = 400
-"""Characters of a failure that are told."""
+"""Characters of a failure that are shown."""
 MAX_KINDS = 20
-"""Kinds that are told apart; the others are `other`."""
+"""Kinds that are counted separately; the others are `other`."""
 TOO_LONG = "the episode took longer than"
 NO_REWARD = (
     "the agent returned no reward, and no scorer decides: return a number, or set the recipe's "

@@ -1,8 +1,8 @@
 """Tasks out of rows (`tasks` in a recipe), read alike by every process of a run.
 
-A row that is no task is left out and reported with its place and reason, or refuses the file. A
-held-out task that is also trained on is such a row. What a run was begun with is remembered in
-RUN/tasks.json: other rows under the same paths would be another run.
+A row that is no task is left out and reported with its place and reason, or the whole file is
+refused. A held-out task that is also trained on is such a row. RUN/tasks.json records the tasks
+that a run began with: other rows under the same paths would be another run.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class GivenTasks:
     sizes: tuple[int, ...] = ()
     """How many of the tasks to train on are of each source, in order."""
     held_out_sizes: tuple[int, ...] = ()
-    """Likewise of the held-out ones."""
+    """The same for the held-out tasks."""
 
     @property
     def digest(self) -> str:
@@ -197,8 +197,8 @@ def _scorer(value: Any) -> str | None:
 
 
 def _check_metadata(metadata: dict[str, Any]) -> None:
-    """Raises RowError for a place of the answer that is none, an agent that is no name, and checks
-    of the state that are none."""
+    """Raises RowError for a malformed place of the answer, a malformed name of the agent, and
+    malformed checks of the state."""
     place = metadata.get(ANSWER_SCHEMA)
     agent = metadata.get(AGENT_NAME)
     try:

@@ -29,7 +29,7 @@ from agentevo.types import Outcome, Status, Task, Trajectory, group_of_agent
 LONGEST_ENDING = 4_000
 """Characters of what the world showed at last that are kept."""
 LETTING_GO_S = 5.0
-"""How long an agent that was broken off may take to end. One that goes on is left alone, with a
+"""How long an agent that was broken off may take to end. One that continues is abandoned, with a
 policy that answers no more."""
 LOOK_S = 0.05
 """How often, at most, to look whether an attempt's time is over: it stands still while the engine
@@ -67,7 +67,7 @@ class GroupAttempt:
         limit_s: float,
         show: ShowFailure = lambda name, error, trace: None,
     ) -> None:
-        """`show` is told of a failure as it happens, with its traceback."""
+        """`show` is called for a failure as it happens, with its traceback."""
         self.name = name
         self.policy = policy
         self._show = show
@@ -212,8 +212,8 @@ class GroupAttempt:
                 os._exit(os.EX_SOFTWARE)
 
     async def _until_over(self, playing: asyncio.Task[Outcome]) -> None:
-        """Until the agent has ended, or has taken `limit_s` without what the engine slept
-        meanwhile and without its own wait for its turn."""
+        """Waits until the agent has ended, or has taken `limit_s`. The time in which the engine
+        slept, and the agent's own wait for its turn, do not count."""
         ends = time.monotonic() + self._limit_s - self._idle_s()
         while not playing.done() and (remaining_s := ends + self._idle_s() - time.monotonic()) > 0:
             await asyncio.wait([playing], timeout=max(remaining_s, LOOK_S))
@@ -261,8 +261,8 @@ class GroupAttempt:
         return nothing, "failed", describe_error(error), error
 
     def _check_outcome(self, returned: Any) -> Outcome:
-        """What can be stored, averaged and trained on. Raises TypeError or ValueError for anything
-        else."""
+        """The outcome in a form that can be stored, averaged and trained on. Raises TypeError or
+        ValueError for any other."""
         outcome = outcome_of(returned, self.policy.rewarded)
         for agent, conversation in self.policy.conversations.items():
             turns = conversation.turns
@@ -279,7 +279,7 @@ class GroupAttempt:
 
 
 class RolloutGroup:
-    """The attempts at one task that are compared with each other, and the greedy one beside them,
+    """The attempts at one task that are compared with each other, and the greedy baseline attempt,
     which belongs to a group of its own."""
 
     def __init__(
@@ -293,8 +293,8 @@ class RolloutGroup:
         score: Score,
         ended: Callable[[int], None] = lambda number: None,
     ) -> None:
-        """`wanted` completed members are enough. beside: (group id, attempt). `ended` hears how
-        many attempts have ended, whenever one does."""
+        """`num_wanted` completed members are enough. `baseline`: (group id, attempt). `on_ended` is
+        called with the number of ended attempts, whenever one ends."""
         self.task_id = task_id
         self.group_id = group_id
         self.members = list(members)
@@ -308,8 +308,9 @@ class RolloutGroup:
         return [*self.members, *([self.beside[1]] if self.beside is not None else [])]
 
     async def run(self) -> list[Trajectory]:
-        """All members in their order, then the one beside them; of several agents, those of each in
-        turn. Raises InfrastructureFailure; cancelled or failing, it leaves nothing running."""
+        """The trajectories of all members in their order, then of the baseline; with several
+        agents, those of each agent in turn. Raises InfrastructureFailure. Cancelled or failing, it
+        leaves nothing running."""
         runs = [
             asyncio.create_task(
                 attempt.run(task_id=self.task_id, group_id=self.group_id, number=number)
@@ -346,7 +347,7 @@ class RolloutGroup:
             await asyncio.gather(*runs, return_exceptions=True)
 
     async def _score_attempts(self, attempts: list[list[Trajectory]]) -> list[Trajectory]:
-        """The one beside the group is judged alone, and every agent beside itself."""
+        """Scores the group and its baseline separately, and each agent separately."""
         unrewarded = set[str]().union(*(attempt.unrewarded for attempt in self.attempts))
         calls = {name: call for attempt in self.attempts for name, call in attempt.calls.items()}
         count = len(self.members)

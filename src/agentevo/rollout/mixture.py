@@ -2,8 +2,8 @@
 
 A mixture's round has of each source as many tasks as its weight says, in whole numbers, and as the
 source that is the scarcest for its weight has: no round has a task twice. Within a source the
-rounds take one part of its shuffled tasks after the other, and shuffle them anew when they are
-through; what does not fill a part waits.
+rounds take one part of its shuffled tasks after the other, and shuffle the tasks again after the
+last part; a rest that does not fill a part waits.
 """
 
 from __future__ import annotations

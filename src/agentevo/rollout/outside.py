@@ -1,11 +1,12 @@
-"""Attempts whose agents are outside: a request opens one, others tell its rewards and its end.
+"""Attempts whose agents are outside: a request opens one, later requests post its rewards and end
+it.
 
     open(task, group) ── claims ──► an attempt of the group, which waits for an agent
     end(session)      ── ends   ──► its agent has ended with the rewards that were posted
     all of the group ended          ──► the group is scored, and written as a sampler's is
 
-To the sampler it is an agent like any other (`OutsideAgent`), so what holds for attempts holds for
-these: `agent.timeout_s` ends one that nobody ends, what fails is data, a group is written whole,
+To the sampler it is an agent like any other (`OutsideAgent`), so the rules of attempts apply:
+`agent.timeout_s` ends an attempt that no request ends, failures are data, a group is written whole,
 and an engine's failure costs the whole group. A session without a group is a group of its own that
 is kept and never trained on (split `eval`). Sessions belong to the event loop of the sampler.
 
@@ -246,7 +247,7 @@ class _OpenedGroup:
 
 
 class OutsideSessions:
-    """See the module. `note` hears what somebody should know."""
+    """See the module. `note` is called with messages for the user."""
 
     def __init__(
         self,
@@ -501,12 +502,14 @@ class OutsideSessions:
 
             if opened.split == "train" and self._names is not None:
                 self._names.add(opened.name)
-        except Exception as error:  # noqa: BLE001 (whatever it is, its sessions are told)
+        except Exception as error:  # noqa: BLE001 (its sessions get the error, of whatever kind)
             self._counts["groups_failed"] += 1
             self._note(f"the group {opened.id} is lost: {describe_error(error)}")
             trajectories = [_lost(session, error) for session in opened.sessions]
             if lease is not None:
-                with suppress(StoreError):  # where it is lost, somebody else plays it by now
+                with suppress(
+                    StoreError
+                ):  # where the lease is lost, another process plays it by now
                     await self._store.retry_task(lease, describe_error(error))
         finally:
             if beats is not None:
@@ -517,13 +520,13 @@ class OutsideSessions:
         self._remember(opened, trajectories)
 
     async def _keep(self, lease: Lease, opened: _OpenedGroup) -> None:
-        """Renews the lease; breaks the group off once it is somebody else's."""
+        """Renews the lease; breaks the group off once another process has it."""
         while True:
             await asyncio.sleep(self._config.rollout.lease_s / 3)
             try:
                 await self._store.renew(lease)
             except (StoreUnavailableError, DeadlineExceededError):
-                continue  # a database that is away gives the task to nobody
+                continue  # a database that is away gives the task to no other process
             except StoreError:
                 opened.group.cut("the lease on its task is lost")
                 return

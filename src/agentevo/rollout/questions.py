@@ -54,7 +54,7 @@ class Question(msgspec.Struct, frozen=True):
     difficulty: float | None = None
     """A number for the metric `selfplay/difficulty`, such as how many steps a solution takes."""
     metadata: dict[str, Any] = {}
-    """What else the solver's agent and rewards are to know of it."""
+    """Further data of it for the solver's agent and rewards."""
 
 
 class QuestionFamily(Protocol):

@@ -53,7 +53,7 @@ T = TypeVar("T")
 REMOTE_MODELS = "remote_models"
 """The folder of price logs in the run's folder."""
 BASELINE = "baseline"
-"""Label of the greedy attempt beside a group."""
+"""Label of the greedy attempt that accompanies a group."""
 
 
 def group_name(task_id: str, label: str, step: int) -> str:
@@ -113,10 +113,11 @@ class Sampler:
         gateway: Gateway | None = None,
         given: Callable[[], Sequence[Task]] = tuple,
     ) -> None:
-        """Calls of attempts are recorded in `calls`, if given. `note` hears at once of the first
-        failure of each kind, with its traceback. `players`: those of several agents, by name, in
-        place of `engine`, `chat` and `context_length`. `given`: the run's tasks that are no
-        environment's, for rewards that want to know them before the policy learns."""
+        """Calls of attempts are recorded in `calls`, if it is there. `note` is called at once with
+        the first failure of each kind and its traceback. `players`: those of several agents, by
+        name, in place of `engine`, `chat` and `context_length`. `get_tasks`: returns the run's
+        tasks that do not come from an environment, for rewards that need them before the policy
+        learns."""
         self._config = config
         self._player = Player(engine, chat, context_length)
         self._players = players
@@ -169,8 +170,8 @@ class Sampler:
         `label` tells apart several passes over the same tasks ("train", "greedy", "sampled"); it is
         part of ids and seeds. With `baseline` each group is followed by a greedy attempt at its
         task, at the same time but in a group of its own (label BASELINE). For training,
-        `rollout.extra_attempts` are begun besides. A group that the store has already is read and
-        not sampled again. `write=False` leaves the writing to a later `write`.
+        `rollout.extra_attempts` more are begun. A group that the store has already is read and not
+        sampled again. `write=False` leaves the writing to a later `write`.
 
         When the engine fails, is late or can't be reached, the group is begun again, as often as
         the store's RetryPolicy would; then EngineError, and of the group nothing is written.
@@ -253,8 +254,8 @@ class Sampler:
         """The attempts at a task, not yet begun: `attempts` that are wanted and `extra` ones, of
         which the last to complete are broken off.
 
-        `shown` is the task as the agent gets it. `engines`: see `policy`. `ended`: see Group.
-        `texts`: named texts in the place of the recipe's.
+        `shown` is the task as the agent gets it. `engines`: see `policy`. `on_ended`: see
+        RolloutGroup. `texts`: named texts in the place of the recipe's.
         """
         name = group_name(task.id, label, step)
         limit = self._config.agent.timeout_s
@@ -297,8 +298,8 @@ class Sampler:
         task: Task,
         engines: Mapping[str, Engine],
     ) -> list[Trajectory]:
-        """See Scoring.score. Nobody judges an agent that is not trained: it has the reward that it
-        was given, or 0. What a proposer earns is known later (self_play.py)."""
+        """See Scoring.score. An agent that is not trained is not judged: it keeps the reward that
+        it was given, or 0. The reward of a proposer is known later (self_play.py)."""
         agent = trajectories[0].agent
         is_proposer = self._has_roles and agent == PROPOSER
         if is_proposer or (self._players and agent not in self._trained):

@@ -123,7 +123,8 @@ class NamedReward:
 
     @property
     def keeps_own_reward(self) -> bool:
-        """Whether what the agent returned stays beside its scores, as the metric OWN_REWARD."""
+        """Whether the reward that the agent returned is kept with its scores, as the metric
+        OWN_REWARD."""
         return bool(getattr(self._item, "keeps_own_reward", False))
 
     @property
@@ -276,7 +277,8 @@ class NamedReward:
         ]
 
     async def _call(self, call: Callable[[], Any]) -> Any:
-        """A plain function on a thread of its own, so that one that hangs holds nobody up."""
+        """A plain function runs on a thread of its own, so that one that hangs blocks nothing
+        else."""
         thread = EnvironmentThread(self._pace, REWARD)
         try:
             returned = await thread.call(call)
@@ -340,7 +342,7 @@ class Scoring:
         show: ShowFailure = lambda name, error, trace: None,
         models: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """`show` is told of attempts that could not be judged. `models`: the remote models that
+        """`show` is called for attempts that could not be judged. `models`: the remote models that
         rewards may ask."""
         self._show = show
         self._models = models
@@ -505,7 +507,7 @@ def _with_scores(
     weights: Sequence[float],
     scores: Sequence[Score | ScorerFailure],
 ) -> Trajectory:
-    """The weighted sum. Raises ValueError for one that is no reward."""
+    """The weighted sum. Raises ValueError for a sum that is no valid reward."""
     parts: dict[str, float] = {}
     success = False
     is_met = _met(rewards, scores)

@@ -9,8 +9,8 @@ completed ones of its prompt that ask the same question, itself included. Learna
 and not by BLEU), or 1 - p and 0 where p is 0 or 1, as in Absolute Zero (arXiv 2505.03335).
 
 A question that is held out is neither solved nor paid for, and its proposal is not trained on: no
-gradient depends on what is held out. Equal questions of one step are one task, whoever proposed
-them. All of it follows from the trajectories, so a resumed step pays the same.
+gradient depends on what is held out. Equal questions of one step are one task, whichever proposals
+they come from. All of it follows from the trajectories, so a resumed step pays the same.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from agentevo.types import Task, Trajectory
 HELD_OUT = "held-out"
 """Drop reason of a proposal that asks what is held out."""
 UNTRIED = "untried"
-"""Drop reason of a proposal whose question has no completed attempt, so that nothing is known of
-it."""
+"""Drop reason of a proposal whose question has no completed attempt, so that its difficulty is
+unknown."""
 PROPOSED_BY = "proposed_by"
 """Key of a question's metadata: the ids of the trajectories that have proposed it."""
 
@@ -52,7 +52,7 @@ def role_of(task: Task) -> str:
 
 
 def learnability(p: float, kind: str) -> float:
-    """What a question of which the share p of the attempts succeed is worth. See the module."""
+    """The value of a question at which the share p of the attempts succeeds. See the module."""
     if kind == "r_zero":
         return 1.0 - 2.0 * abs(p - 0.5)
     return 1.0 - p if 0.0 < p < 1.0 else 0.0
@@ -257,7 +257,7 @@ def _metrics(
     solved: Mapping[str, Sequence[bool]],
     repeats: Mapping[tuple[str, str], int],
 ) -> dict[str, float]:
-    """Shares of the step's proposals, and of its questions what the solver came to."""
+    """Shares of the step's proposals, and the solver's results at its questions."""
     completed = [
         proposal for proposal in proposals.all if proposal.trajectory.status == "completed"
     ]

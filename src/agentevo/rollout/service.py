@@ -13,10 +13,10 @@ with old weights) is not written but tried again. The other policies keep the nu
 their way (Store.outstanding) below staleness + 1 steps' worth, and a step's worth more for every
 further round that dynamic sampling may take; `cancel` breaks off attempts that became too old.
 
-A group is written whole, in the transaction that completes its task, by whoever holds the newest
+A group is written whole, in the transaction that completes its task, by the service with the newest
 lease: a service that has lost its lease writes nothing. An engine's failure gives the task back for
-another try; while no engine can be reached at all, groups wait and nothing counts against their
-tasks. A database that is away is waited for.
+another try. While no engine can be reached at all, groups wait, and nothing counts against their
+tasks. The service waits for a database that is away.
 """
 
 from __future__ import annotations
@@ -90,12 +90,12 @@ class _SampledWork:
     group: RolloutGroup | None = None
     writing: bool = False
     lost: bool = False
-    """The lease is somebody else's."""
+    """Another service has the lease."""
 
 
 class SamplerService:
-    """See the module. `worker` names the service in the store; names need not differ. `note` hears
-    of each task that is set aside as poison, once, with its last error."""
+    """See the module. `worker` names the service in the store; names need not differ. `note` is
+    called once for each task that is set aside as poison, with its last error."""
 
     def __init__(
         self,
@@ -133,7 +133,8 @@ class SamplerService:
         self._group_ended = asyncio.Event()
         self._counts = Counter[str]()
         self._noted = set[str]()
-        """Poisoned tasks that have been told of: one that is queued again may be poisoned again."""
+        """Poisoned tasks that have been reported: one that is queued again may be poisoned
+        again."""
         self.stopping = False
         """Running groups are being broken off, or written."""
 
@@ -177,8 +178,8 @@ class SamplerService:
         self._group_ended.clear()
 
     async def _queue_tasks(self, version: int) -> None:
-        """Queues what may be sampled now. Ids say which task of which step it is, so what another
-        service has queued stays as it is."""
+        """Queues the tasks that may be sampled now. An id says which task of which step it is, so a
+        task that another service has queued stays as it is."""
         if self._waits:
             while self._next_step <= min(
                 version + 1 + self._rollout.staleness, self._config.trainer.steps
@@ -229,7 +230,7 @@ class SamplerService:
         for lease in leases:
             if (
                 lease.task.id in own_works
-            ):  # it ran out while the database was away, and nobody else has taken it
+            ):  # it ran out while the database was away, and no other service has taken it
                 own_works[lease.task.id].lease = lease
                 continue
 
@@ -296,7 +297,7 @@ class SamplerService:
 
     async def _beat(self, work: _SampledWork) -> None:
         """Renews the lease; ends the work when it is lost. A database that is away can't give the
-        task to anybody else."""
+        task to another service."""
         while not work.lost:
             await asyncio.sleep(self._rollout.lease_s / 3)
             lease = work.lease
@@ -496,7 +497,7 @@ class SamplerService:
 
 
 def _useless(trajectory: Trajectory) -> Trajectory:
-    """A greedy attempt beside a group in which nothing completed has nothing to be compared
+    """A greedy attempt whose group has no completed attempt: there is nothing to compare it
     with."""
     if trajectory.status != "completed":
         return trajectory

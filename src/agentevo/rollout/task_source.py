@@ -33,9 +33,9 @@ class TaskSource:
     gave, those of the recipe's files (`tasks`), or those that the agent brings.
 
     Given tasks are split once. Where none are given as held out, these are the last
-    `evaluation.tasks` of them, at most a fifth; training goes round the others in an order that the
-    run's seed shuffles anew each round (mixture.py). Where there are stages, each goes round its
-    own (task_stages.py).
+    `evaluation.tasks` of them, at most a fifth; training cycles through the others, in an order
+    that the run's seed shuffles again for each round (mixture.py). Where there are stages, each
+    cycles through its own tasks (task_stages.py).
     """
 
     def __init__(self, config: RunConfig, given: Sequence[Task] | None) -> None:
@@ -161,7 +161,7 @@ class TaskSource:
         return list(tasks[:-count]), list(tasks[-count:])
 
     def given(self) -> list[Task]:
-        """Every task that is no environment's."""
+        """Every task that does not come from an environment."""
         return [*self._train, *self._held_out]
 
     def _environment(self, purpose: Purpose, first: int, count: int) -> list[Task]:
@@ -317,7 +317,7 @@ def files_of(section: TasksSection, read: GivenTasks) -> dict[str, str]:
 
 
 def _check_ids(tasks: Mapping[str, Task]) -> None:
-    """Raises ConfigError for what queued tasks could not be told from."""
+    """Raises ConfigError for tasks that could be confused with queued ones."""
     reserved = [task.id for task in tasks.values() if QUEUED_FOR_STEP in task.metadata]
     if reserved:
         raise ConfigError(

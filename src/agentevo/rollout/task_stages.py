@@ -1,9 +1,9 @@
 """Training by stages (`tasks.stages`): which stage a step is in, and which tasks are of a stage.
 
-Where a stage ends by its steps' success, that is what the committed steps' records say
-(`train/success`): nothing else is remembered, so a resumed run, and every process beside it, finds
-the same stages. A step must be known before it is trained on, by samplers that are `lag` steps
-ahead: so a stage whose success at step t suffices ends with step t + lag.
+Where a stage ends by its steps' success, the success is read from the committed steps' records
+(`train/success`). There is no other state, so a resumed run and the other processes of the run find
+the same stages. Samplers are `lag` steps ahead and must know the stage of a step before it is
+trained on. So a stage whose success at step t suffices ends with step t + lag.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class TaskStages:
             what="reading the success of the steps",
         )
         for record in records:
-            if record.step not in self._success:  # a sampler beside the trainer asks as well
+            if record.step not in self._success:  # a sampler in the trainer's process asks as well
                 self.note_step(record.step, record.record["metrics"].get(SUCCESS))
 
     def note_step(self, step: int, success: float | None) -> None:
-        """What a committed step has come to, in order of the steps."""
+        """Records the results of a committed step, in order of the steps."""
         if step != len(self._success) + 1:
             raise ValueError(f"step {step} is told after step {len(self._success)}")
         self._success[step] = success

@@ -1,7 +1,7 @@
 """Results of calls that change nothing, kept for a process: equal calls of all attempts are one.
 
-Calls that come while the first one is under way wait for it. A call that fails is not kept: whoever
-waited makes it again.
+Calls that come while the first one is under way wait for it. A call that fails is not kept: the
+next waiter makes it again.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from agentevo.tools.page_text import page_text
 from agentevo.tools.web_hosts import WebHosts, WebPage
 
 KEPT_PAGES = 8
-"""Pages that an attempt holds, so that reading on asks nobody."""
+"""Pages that an attempt keeps, so that reading on needs no request."""
 KEPT_BYTES = 16_000_000
 """What they take in memory, at most, where there is more than one."""
 PYTHON_CHARSETS = frozenset(
@@ -87,7 +87,7 @@ class Fetch:
 
 
 def _text_of(page: WebPage, *, links: bool, max_chars: int) -> str:
-    """Raises ToolError for what is no text."""
+    """Raises ToolError for content other than text."""
     kind = page.media_type
     if kind and not kind.startswith("text/") and kind not in _TEXTS and not kind.endswith("+json"):
         raise ToolError(f"{page.url} is {kind}, and texts alone are read")

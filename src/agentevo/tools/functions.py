@@ -1,12 +1,12 @@
 """Python functions and classes as tools.
 
-A function is one tool without a state. Of a class every attempt has an object of its own, made with
-the task if its constructor has a parameter `task`, and its public methods are the tools; `close` is
-called at the end, and `outcome` before it says what the attempt is worth (what an agent function
-may return: a number, named parts, an Outcome, or None). A `close` that fails is shown.
+A function is one tool without a state. A class gives every attempt an object of its own, made with
+the task if its constructor has a parameter `task`; its public methods are the tools. At the end
+`outcome` returns what the attempt is worth (whatever an agent function may return: a number, named
+parts, an Outcome, or None), and then `close` is called. A `close` that fails is shown.
 
-A tool that is not async runs on a thread, so that one that hangs costs its call alone; the methods
-of one object come from one thread, one after the other. What a tool returns is the result: a text
+A tool that is not async runs on a thread, so a tool that hangs costs only its call. The methods of
+one object run on one thread, one after the other. The return value of a tool is the result: a text
 as it is, a ToolResult, anything else as JSON.
 """
 
@@ -116,7 +116,7 @@ class FunctionTools:
                 if instances and is_async(getattr(instances[0], "close", None)):
                     await self._close_async(instances.pop())
             finally:
-                # Also of one that was made when nobody waited for it any more.
+                # Also closes an object that was made after the wait for it had ended.
                 thread.end(partial(self._close, instances))
                 self._ending = {busy for busy in self._ending if not busy.has_ended(0)} | {thread}
 

@@ -189,7 +189,7 @@ class ManagerAPI:
                 await asyncio.gather(*(client.aclose() for client in idle))
 
     def _client(self) -> httpx.AsyncClient:
-        """One that nobody else uses now."""
+        """A client that is not in use now."""
         if self._idle:
             return self._idle.pop()
 
@@ -210,7 +210,7 @@ class ManagerAPI:
         if status in (400, 422) and content is not None:
             raise ToolArgumentsError(self._words(_said(status, body)))
         if status >= 300:
-            # What it was too busy for, nobody has done.
+            # A request that was refused as too many has had no effect.
             raise ToolUnavailableError(self._words(_said(status, body)), was_sent=status != 429)
 
         try:
@@ -271,7 +271,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def _schemas(entries: Any) -> dict[str, Mapping[str, Any]]:
-    """Name -> its schema, empty where only the name is told."""
+    """Name -> its schema, empty where only the name is known."""
     schemas: dict[str, Mapping[str, Any]] = {}
     for entry in entries if isinstance(entries, list) else []:
         function = entry.get("function", entry) if isinstance(entry, dict) else {"name": entry}

@@ -1,8 +1,8 @@
 """One session with one MCP server, by the official SDK.
 
 A connection is a task of its own, which enters and leaves the SDK's contexts; calls may come from
-any other task of the same event loop. What a server says is not trusted: its tools and results are
-bounded, and of what it writes to stderr the last STDERR_LINES are for messages and nothing else.
+any other task of the same event loop. A server's answers are not trusted: its tools and results are
+bounded, and the last STDERR_LINES of its stderr are used only in messages.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from agentevo.tools.tool import ToolResult, ToolSpec, object_schema
 
 MAX_TOOLS = 1000
 UNNAMED = "server"
-"""What a server is called that nobody has named."""
+"""The name of a server without a name."""
 STDERR_BYTES = 4096
 STDERR_LINES = 5
 STDERR_S = 0.5
@@ -86,7 +86,7 @@ class McpServer:
 
     @property
     def title(self) -> str:
-        """What messages call it: its own name, unless nobody has given one, and where it is."""
+        """What messages call it: its name, if it has one, and where it is."""
         named = "" if self.name == UNNAMED else f" {self.name!r}"
         return f"the MCP server{named} ({self.shown})"
 
@@ -211,7 +211,8 @@ class McpConnection:
         )
 
     async def still_answers(self) -> bool:
-        """Whether calls may go on: where one was given up, the server is asked something easy."""
+        """Whether more calls can be made: after a call was given up, the server is asked for its
+        tools."""
         if self._is_suspect and self.is_open:
             if await self._responds():
                 self._is_suspect = False
@@ -255,7 +256,7 @@ class McpConnection:
             self._client = None
             if not ready.done():
                 ready.set_exception(ToolUnavailableError(self._words("it was ended")))
-            ready.exception()  # it is known here; nobody else may be waiting
+            ready.exception()  # it is known here; there may be no other waiter
 
     async def _transport(self, stack: AsyncExitStack) -> Any:
         server = self._server

@@ -70,7 +70,7 @@ def read_servers(section: MCPFileSection) -> list[McpServer]:
     if not selected:
         raise ConfigError(f"{where}: every server is disabled: name some under `servers`")
 
-    # Of the others nothing is asked: their variables need not be set.
+    # The other servers are not read: their variables need not be set.
     return [_server(f"{where}: {name}", name, entries[name], section) for name in selected]
 
 
@@ -126,6 +126,6 @@ def _server(where: str, name: str, raw_entry: Any, section: MCPFileSection) -> M
 
 
 def _values(server: McpServer) -> list[str]:
-    """What may hold secrets beside variables; httpx quotes a URL in its messages."""
+    """What may hold secrets in addition to variables; httpx quotes a URL in its messages."""
     headers = [word for text in server.headers.values() for word in text.split()]
     return [*server.env.values(), *headers, *([server.url] if server.url else [])]

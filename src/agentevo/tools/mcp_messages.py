@@ -69,7 +69,7 @@ class _MendedStream:
 
     @property
     def last_context(self) -> Any:
-        """The context of whoever sent the last message."""
+        """The context of the sender of the last message."""
         return getattr(self._stream, "last_context", None)
 
     async def receive(self) -> Any:
@@ -93,7 +93,7 @@ class _MendedStream:
 
 
 def _mend_item(item: Any) -> Any:
-    """A message, or what stands for one that the SDK could not read."""
+    """A message, or a replacement for one that the SDK could not read."""
     import pydantic
 
     if isinstance(item, pydantic.ValidationError):
@@ -105,8 +105,8 @@ def _mend_item(item: Any) -> Any:
 
 
 def _salvage(text: str) -> Any:
-    """A text that is no message: without halves of surrogate pairs, or as an error of the request
-    that it would answer; None where it answers none."""
+    """Repairs a text that the SDK does not accept: the message without halves of surrogate pairs,
+    or an error for the request that it would answer; None where it answers none."""
     from mcp.shared.message import SessionMessage
     from mcp_types import jsonrpc_message_adapter
 

@@ -1,6 +1,6 @@
-"""What an MCP server has beside tools: prompts, which are texts for a model, and resources, which
-can be listed and read. `client` is the SDK's. What a server says is not trusted: lists are bounded,
-and what is no text is named."""
+"""What an MCP server has in addition to tools: prompts, which are texts for a model, and resources,
+which can be listed and read. `client` is the SDK's. A server's answers are not trusted: lists are
+bounded, and content other than text is only named."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ async def _list_all(client: Any, what: str) -> Sequence[Any]:
 
 
 def part_text(content: Any) -> str:
-    """One part of a result or prompt. What is no text is named."""
+    """One part of a result or prompt. Content other than text is only named."""
     if content.type == "text":
         return str(content.text)
     if content.type in ("image", "audio"):

@@ -1,9 +1,9 @@
 """MCP servers as toolsets: a session for each attempt, or one that all attempts share.
 
-All connections of a process live on an event loop of their own, so that a server that floods its
-client holds up no engine. Which tools a server has is asked when the first attempt begins; later
-ones start, or connect to, their server with the first call that they make. A server that has gone
-is started again for the next call, and the policy is told what that means.
+All connections of a process run on an event loop of their own, so that a server that floods its
+client does not block an engine. The tools of a server are listed when the first attempt begins;
+later attempts start their server, or connect to it, with their first call. A server that is gone is
+started again for the next call, and the result tells the policy what that means.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class _McpSession:
             connection = self._connection
             if connection is None or not await _loop.run(connection.still_answers):
                 if self._failure is not None and self._num_tries > tries:
-                    raise ToolUnavailableError(self._failure)  # of whoever this one waited for
+                    raise ToolUnavailableError(self._failure)  # of the task it waited for
                 connection = await self._open()
 
             if not self._was_open:  # by this one, or by one that was given up just then

@@ -44,10 +44,10 @@ async def stdio_transport(
     errors: Any,
     walls: Walls | None = None,
 ) -> AsyncIterator[tuple[Any, Any]]:
-    """See mcp.client._transport.Transport. `env`: variables beside PATH, HOME and the like;
-    `errors`: the file that it writes its stderr to, as its guard does for a program that can't be
-    started. All that the server starts ends with the block, and with this process. `walls` are
-    those of a server in a sandbox."""
+    """See mcp.client._transport.Transport. `env`: variables in addition to PATH, HOME and the like.
+    `errors`: the file for the server's stderr; the guard writes there too, about a program that
+    can't be started. All that the server starts ends with the block, and with this process. `walls`
+    are those of a server in a sandbox."""
     import anyio
     from mcp.client.stdio import get_default_environment
 
@@ -144,7 +144,7 @@ async def _write(stdin: asyncio.StreamWriter, outgoing: Any, incoming: Any) -> N
                 stdin.write(f"{line}\n".encode())
                 await stdin.drain()
     except OSError:
-        await incoming.aclose()  # whoever waits for an answer learns that there is none
+        await incoming.aclose()  # the waiter for an answer learns that there is none
     finally:
         stdin.close()
 

@@ -1,13 +1,13 @@
 """Stands between this process and a server that it starts, and ends all that the server started.
 
 Run as `python -I -S server_guard.py CLIENT PROGRAM...`, with the id of the client's process. The
-server has the guard's stdin, stdout and stderr. Whatever loses its parent becomes the guard's child
-(PR_SET_CHILD_SUBREAPER), also what has left the session, so nothing outlives the guard. Without
-Linux only the server's process group ends with it.
+server has the guard's stdin, stdout and stderr. A process that loses its parent becomes the guard's
+child (PR_SET_CHILD_SUBREAPER), even one that has left the session, so nothing outlives the guard.
+Without Linux only the server's process group ends with it.
 
 SIGTERM says that stdin has ended, and so does the death of the client, whatever killed that. The
-server then has GRACE_S to end, and as long again when it is told to; what is left is killed. Before
-that the program may end, and leave the server running: some do nothing but start it.
+server then has GRACE_S to end, and as long again after SIGTERM; what still runs is killed. The
+program may end before that and leave the server running: some programs only start it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> int:
     client = int(sys.argv[1])
     program = _start(sys.argv[2:])
     nothing = os.open(os.devnull, os.O_RDWR)
-    for number in range(3):  # whoever reads them waits for their ends
+    for number in range(3):  # a reader of them waits for their ends
         os.dup2(nothing, number)
 
     return _guard(program, client)
@@ -73,7 +73,7 @@ def _guard(program: int, client: int) -> int:
         is_closed = signal_number not in (None, signal.SIGCHLD) or os.getppid() != client
         if closing_since is None and is_closed:
             closing_since = time.monotonic()
-            has_ended = program in exit_codes  # what goes on without it has its time, too
+            has_ended = program in exit_codes  # processes that outlive it have their time, too
 
         if closing_since is None:
             continue

@@ -1,4 +1,5 @@
-"""A result that is too long: its head and its tail, with what is left out told between them."""
+"""Shortens a result that is too long to its head and its tail, with a note of the omission between
+them."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from agentevo.errors import ConfigError, ToolArgumentsError
 from agentevo.tools.tool import ToolSpec, ordered_schema
 
 MAX_PROBLEMS = 5
-"""Wrong arguments that the policy is told of."""
+"""Wrong arguments, which are reported to the policy."""
 
 
 class Signature:

@@ -24,8 +24,8 @@ from agentevo.tools.verl_tools import VerlTools
 
 
 def make_toolsets(section: ToolSection) -> Sequence[Toolset]:
-    """The toolsets of an entry: one, or the servers of a file. Nothing is started. Raises
-    ConfigError for what can't be made."""
+    """The toolsets of an entry: one, or one for each server of a file. Starts nothing. Raises
+    ConfigError for a toolset that can't be made."""
     match section:
         case FunctionToolSection():
             return [FunctionTools(section)]
@@ -94,7 +94,7 @@ def _server_of(section: MCPServerSection) -> McpServer:
 
 
 def _key(api_key: str | None, where: str) -> str | None:
-    """The key that `${env:NAME}` stands for."""
+    """The key in the environment variable of `${env:NAME}`."""
     if api_key is None:
         return None
 
@@ -113,7 +113,7 @@ def _key(api_key: str | None, where: str) -> str | None:
 
 
 def _program(server: McpServer) -> str:
-    """Where its program is looked for: one with a folder in its name lies in `cwd`."""
+    """Where its program is looked for: a name with a folder is relative to `cwd`."""
     command = str(server.command)
     has_folder = os.path.dirname(command) and server.cwd is not None
     return os.path.join(server.cwd, command) if has_folder and server.cwd else command

@@ -19,7 +19,7 @@ import httpx
 from agentevo.errors import ToolError
 
 ENCODING = "gzip"
-"""What a request accepts, beside none: zlib unpacks it step by step."""
+"""The encodings that a request accepts, in addition to none: zlib unpacks them step by step."""
 _GZIP_ALONE = 16 + zlib.MAX_WBITS
 
 
@@ -46,7 +46,7 @@ class TimedRequests:
         return client.stream(method, url, timeout=self.left_s(), **options)
 
     def shut_down(self) -> None:
-        """Whoever reads from a connection of these requests reads its end."""
+        """A reader of a connection of these requests reads its end."""
         with self._lock:
             for connection in self._sockets:
                 with suppress(OSError):  # it is closed
@@ -54,7 +54,7 @@ class TimedRequests:
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
     def _keep_socket(self, event: str, details: dict[str, Any]) -> None:
-        """Hears of each step of a request."""
+        """Is called at each step of a request."""
         if event.endswith((".connect_tcp.complete", ".start_tls.complete")):
             with self._lock:
                 self._sockets.append(details["return_value"].get_extra_info("socket"))

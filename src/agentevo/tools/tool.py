@@ -35,7 +35,7 @@ def ordered_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 def object_schema(schema: Any) -> dict[str, Any]:
     """A tool's schema as chat templates and parsers read it: that of an object, whose properties
-    are schemas. What is none says nothing of the arguments."""
+    are schemas. Any other schema is replaced by that of an object without properties."""
     properties = schema.get("properties", {}) if isinstance(schema, dict) else None
     required = schema.get("required", []) if isinstance(schema, dict) else None
     if (
@@ -54,7 +54,7 @@ def object_schema(schema: Any) -> dict[str, Any]:
 
 
 class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One tool, as the policy is told of it."""
+    """One tool, as the policy sees it."""
 
     name: str
     """As its toolset calls it."""
@@ -101,7 +101,7 @@ class Condense(Protocol):
     """Makes long results shorter."""
 
     async def __call__(self, spec: ToolSpec, call: ToolCall, text: str) -> Condensed | None:
-        """What stands for the result `text` of a call; None where that stays as it is."""
+        """The replacement for the result `text` of a call; None where it stays as it is."""
         ...
 
 
@@ -125,7 +125,7 @@ class ToolSession(Protocol):
         ...
 
     async def prepare(self) -> None:
-        """Makes sure that a call can be made, which is no part of the call's time. Raises
+        """Makes sure that a call can be made. This is no part of the call's time. Raises
         ToolUnavailableError."""
         ...
 
@@ -164,7 +164,7 @@ class Toolset(Protocol):
 
     def session(self, task: Task, seed: int) -> AbstractAsyncContextManager[ToolSession]:
         """The tools for one attempt at `task`; `seed` is the attempt's own, the same when it is
-        replayed. Raises ToolUnavailableError where nobody can be reached."""
+        replayed. Raises ToolUnavailableError where the tools can't be reached."""
         ...
 
     async def close(self) -> None:

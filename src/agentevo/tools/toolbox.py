@@ -5,13 +5,13 @@
         reply = await policy.generate(messages, tools=tools.schemas)
         results = await tools.call(parsed.tool_calls)
 
-What goes wrong with a call becomes its result, which says so: an unknown tool, arguments that are
-no JSON or not what the tool takes, no answer in time, a server that is gone, an exception of the
-tool's code. It costs the call and nothing else; each is counted (METRICS). The policy knows a tool
-by its own name, with "_" for what APIs and chat templates don't take in one; where two toolsets
-have one of the same name, each of these is TOOLSET__NAME. Where names of one toolset become the
-same, or hold no letter that is taken, all but one have a number (`a_b_2`, `tool_2`); one that is
-too long ends in a part of its digest.
+A failure of a call becomes its result: an unknown tool, arguments that are no JSON or not what the
+tool takes, no answer in time, a server that is gone, an exception of the tool's code. It costs only
+the call, and each kind is counted (METRICS). The policy knows a tool by its own name, with "_" for
+characters that APIs and chat templates don't accept. Where two toolsets have a tool of the same
+name, each of these is TOOLSET__NAME. Where names of one toolset become equal, or hold no accepted
+letter, all but one have a number (`a_b_2`, `tool_2`). A name that is too long ends in a part of its
+digest.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ MAX_NAME = 64
 """Characters of a tool's name that models and APIs take."""
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
 OWN_PARTS = ("tool_results", "call_penalty", "code_penalty", STATE_CHECKS)
-"""What agents call the parts of a reward that are their own, beside those of their tools."""
+"""The names of the reward parts that come from the agent itself and not from its tools."""
 LONGEST_ERROR = 10_000
 """Characters that the policy reads of a call of no tool."""
 
@@ -76,8 +76,8 @@ class Toolbox:
     """See the module."""
 
     def __init__(self, sections: Sequence[ToolSection], tell: Callable[[str], None] = to_stderr):
-        """`tell` hears of the first exception of each kind of each tool's code. Raises ConfigError
-        for tools that can't be made."""
+        """`notify` is called with the first exception of each kind of each tool's code. Raises
+        ConfigError for tools that can't be made."""
         self._offers = [
             _Offer(section, toolset) for section in sections for toolset in make_toolsets(section)
         ]
@@ -174,8 +174,8 @@ class AttemptTools:
         show: Callable[[str, Exception], None],
         checks: Sequence[StateCheck] = (),
     ) -> None:
-        """`checks`: what the task says of the state that is to be left. Raises ConfigError where
-        there are no tools."""
+        """`checks`: the task's checks of the state at the end. Raises ConfigError where there are
+        no tools."""
         self._sessions = sessions
         self._num_losses = {id(session): session.num_losses for _, session in sessions}
         """Before the attempt."""
@@ -232,8 +232,9 @@ class AttemptTools:
         return prompts, resources
 
     async def outcomes(self) -> dict[str, Any]:
-        """What the attempt is worth by each toolset that says so, and by the task's
-        `state_checks`. Raises what they raise, and EnvironmentFailure where nobody answers."""
+        """The outcome of the attempt by each toolset that gives one, and by the task's
+        `state_checks`. Raises what they raise, and EnvironmentFailure where a toolset does not
+        answer."""
         outcomes: dict[str, Any] = {}
         for offer, session in self._sessions:
             limit_s = offer.section.timeout_s
@@ -393,7 +394,7 @@ class _NoAnswerError(Exception):
 
 
 def _check_included(sessions: Sequence[tuple[_Offer, ToolSession]]) -> None:
-    """Raises ConfigError for a name or pattern of `include` that is no tool's."""
+    """Raises ConfigError for a name or pattern of `include` that matches no tool."""
     for section in {id(offer.section): offer.section for offer, _ in sessions}.values():
         specs = [
             spec
@@ -443,7 +444,7 @@ def _by_name(tools: Sequence[_Bound]) -> dict[str, _Bound]:
             name = f"{_plain_name(tool.offer.toolset.name)}__{name}"
         preferred.append(_short_name(name))
 
-    # Whoever is called so keeps the name, and others get another one, whichever comes first.
+    # A tool whose own name this is keeps it; the others get a numbered name, in any order.
     names: dict[int, str] = {}
     taken = set[str]()
     for number in sorted(range(len(tools)), key=lambda i: preferred[i] != tools[i].spec.name):

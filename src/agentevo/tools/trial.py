@@ -77,7 +77,7 @@ async def try_calls(
 
 
 def made_call(schema: Mapping[str, Any]) -> ToolCall:
-    """A call of a tool, of which OpenAI's form of its schema is given."""
+    """A call of a tool, made from its schema in OpenAI's form."""
     function = schema["function"]
     parameters = function["parameters"]
     arguments = made_value(parameters, parameters)
@@ -85,9 +85,9 @@ def made_call(schema: Mapping[str, Any]) -> ToolCall:
 
 
 def made_value(schema: Any, whole: Mapping[str, Any], depth: int = 0) -> Any:
-    """A value that a JSON schema allows, the same each time: what it names itself (a default, an
-    example, a choice), else the simplest. Of an object the required properties. `whole` is where
-    its references lead."""
+    """A value that a JSON schema allows, the same each time: one that the schema names (a default,
+    an example, a choice), else the simplest. An object has its required properties. `root` is the
+    schema that references point into."""
     schema = _resolve_reference(schema, whole)
     for key in ("const", "default"):
         if key in schema:

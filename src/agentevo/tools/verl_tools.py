@@ -162,7 +162,7 @@ def _made(where: str, row: Any) -> tuple[ToolSpec, Any]:
         tool = load_in_time(make, f"{where}: the constructor of {path}")
     except (LoadingTimeoutError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # also SystemExit, and whatever else a user's code raises
+    except BaseException as error:  # also SystemExit, and anything else that a user's code raises
         raise ConfigError(
             f"{where}: {path} can't be made (list its file under the recipe's `import`, or install "
             f"its package): {describe_failure(error)}"

@@ -67,8 +67,8 @@ class WebHosts:
         return True
 
     def read(self, url: str, *, max_bytes: int, within_s: float) -> WebPage:
-        """The content behind a URL, cut off nowhere. Raises ToolError for what is refused, too
-        large, late, an error of the server, or not reached: whoever calls has chosen the host."""
+        """The whole content behind a URL. Raises ToolError where it is refused, too large, late,
+        not reachable, or an error of the server: the caller has chosen the host."""
         try:
             with (
                 httpx.Client(verify=trusted_context(), trust_env=False) as client,
