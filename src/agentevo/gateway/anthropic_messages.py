@@ -48,7 +48,7 @@ from agentevo.models.tool_calls import (
 from agentevo.types import Message, ToolCall
 
 SIGNATURE = "agentevo"
-"""Of every thought: many clients keep only those that are signed. Nobody checks it."""
+"""The signature of every thought: many clients keep only signed ones. It is not checked."""
 BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 """Claude Code's beginning of the system message: it differs from request to request, so each would
 be a history of its own, and it is not for the model."""
@@ -89,12 +89,12 @@ _ERRORS = {
 }
 """Names of failures by the gateway's status; see `_error`."""
 NO_THREADS = "thread_unsupported_request"
-"""With this code a client goes on without one."""
+"""With this code a client continues without a thread."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
-    """See Api. Nothing is kept: a request has its whole history."""
+    """See Api. Keeps nothing: a request has its whole history."""
     if whole_number(body, "max_tokens", 0) < 1:
         raise BadRequestError(
             f"max_tokens is {shown(body.get('max_tokens'))}: give a whole number from 1; this API "
@@ -292,7 +292,7 @@ def _assistant(content: Any, where: str) -> Message:
             thoughts.append(_field(block, "thinking", place))
         elif kind == "tool_use":
             calls.append(_call(block, place))
-        elif kind != "redacted_thinking":  # nobody can read it; the recorded turn has its thought
+        elif kind != "redacted_thinking":  # it can't be read; the recorded turn has its thought
             raise _no_place(kind, place)
 
     return Message("assistant", "".join(texts), tuple(calls), reasoning="".join(thoughts) or None)
@@ -307,7 +307,7 @@ def _call(block: Mapping[str, Any], where: str) -> ToolCall:
 
 
 def _text(content: Any, where: str, *, billed: bool = False) -> str:
-    """A text, or the texts of blocks that have nothing else. `billed`: without BILLING."""
+    """A text, or the texts of blocks of texts only. `billed`: without BILLING."""
     texts: list[str] = []
     for kind, block, place in _blocks(content, where):
         if kind != "text":
@@ -376,7 +376,7 @@ class MessagesStream:
         self._request = request
         self._num_blocks = 0
         self._open: str | None = None
-        """Type of the last block, while it goes on."""
+        """Type of the last block, while it is open."""
 
     def begin(self, prompt: PromptSize) -> list[Event]:
         message = _message(self._request, [])
@@ -417,7 +417,7 @@ class MessagesStream:
         return [_error(refusal)]
 
     def _goes_on(self, block: dict[str, Any]) -> list[Event]:
-        """Begins the block, unless the one that goes on is of its type."""
+        """Begins a block, unless the open one is of its type."""
         if self._open == block["type"]:
             return []
         events = self._close()
@@ -426,7 +426,7 @@ class MessagesStream:
         return [*events, start]
 
     def _close(self) -> list[Event]:
-        """Ends the block that goes on."""
+        """Ends the open block."""
         if self._open is None:
             return []
 

@@ -1,5 +1,5 @@
-"""What one API of the gateway is: how its requests are read, and how its answers, its events and
-its failures are written. The routes (app.py) know nothing else of it."""
+"""The description of one API of the gateway: how its requests are read, and how its answers, its
+events and its failures are written. The routes (app.py) know nothing else of it."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ APIS: tuple[Api[Any], ...] = (
     responses.API,
     anthropic_messages.API,
 )
-"""The first is the one whose form everything else has."""
+"""The form of the first applies to requests outside of all APIs."""
 
 KEPT: tuple[tuple[str, str, str, Callable[[Memory, str, Mapping[str, str]], Any]], ...] = (
     ("GET", "", "An answer that is kept", lambda memory, name, _: found(memory, name).body),
@@ -149,8 +149,8 @@ class Routes:
         )
 
     async def guard(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application behind the admission of connections (inference/admission.py): whoever has
-        no key is a stranger, and does not stay."""
+        """The application behind the admission of connections (inference/admission.py): a client
+        without a key is a stranger, and its connection is closed."""
         if scope["type"] != "http":
             return
 
@@ -174,8 +174,8 @@ class Routes:
                 connection.leave()
 
     def _hot_path(self, scope: Scope) -> str | None:
-        """Of an API's requests, which are many: the application's layers cost more than all else
-        that the door does for them."""
+        """The path of a request to an API, which `_answer` answers directly; None for others. Such
+        requests are many, and the application's layers cost more than all other work for them."""
         if scope["method"] != "POST":
             return None
         path: str = scope["path"]
@@ -376,7 +376,7 @@ class Routes:
             return _refusal_response(refusal_of(error), api)
 
     def _session(self, request: Request) -> GatewaySession:
-        """Whose request it is. Raises Refusal for nobody's, and for one too many."""
+        """The session of a request. Raises Refusal for a wrong key, and for too many requests."""
         session: GatewaySession | None = request.scope["state"]["session"]
         if session is None:
             self._rate.take_wrong_key(address_of(request))
@@ -408,7 +408,7 @@ def _place_in(scope: Scope) -> TracePlace | None:
 
 
 def _api_of(request: Request) -> Api[Any]:
-    """The one that the client speaks, where the path does not say it."""
+    """The API that the client speaks, where the path does not say it."""
     speaks_anthropic = "anthropic-version" in request.headers
     return anthropic_messages.API if speaks_anthropic else _api_at(request.url.path)
 

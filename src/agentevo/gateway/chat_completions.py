@@ -1,5 +1,5 @@
 """OpenAI's chat completions: https://platform.openai.com/docs/api-reference/chat, with vLLM's
-`return_token_ids` for whoever wants the tokens."""
+`return_token_ids` for clients that want the tokens."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ _KNOWN = {
 
 
 def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
-    """See Api. Nothing is kept: a request has its whole history."""
+    """See Api. Keeps nothing: a request has its whole history."""
     unknown = sorted(key for key, value in body.items() if key not in _KNOWN and value is not None)
     if unknown:
         raise Refusal(f"{unknown[0]!r} is no field of a chat completion that this gateway knows")

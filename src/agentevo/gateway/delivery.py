@@ -1,7 +1,7 @@
-"""How an answer of the sampler's reaches a client that may hang up, be slow, or wait in vain.
+"""Delivers an answer of the sampler to a client that may hang up, be slow, or wait in vain.
 
 Invariant: where a client does not get the whole of its answer, the answer is discarded
-(`GatewaySession.lose`), so that nothing is trained on that nobody acted on.
+(`GatewaySession.lose`), so that no answer is trained on that no client acted on.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class EventStream(Response):
         session: GatewaySession,
         count: Callable[[list[ModelReply]], None],
     ) -> None:
-        """`awaited` has been entered, and ends here. `count` is told of the whole answer."""
+        """`awaited` has been entered, and ends here. `count` is called with the whole answer."""
         super().__init__(headers=delivery.headers)
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
@@ -215,12 +215,12 @@ class EventStream(Response):
             return self._stream.end(replies)
         except ClientDisconnect:
             raise
-        except Exception as error:  # noqa: BLE001 (whatever it is, the client is told)
+        except Exception as error:  # noqa: BLE001 (the client gets the error, of whatever kind)
             return self._stream.failure_events(refusal_of(error))
 
 
 async def _end_of(scope: Scope, send: Send) -> bool:
-    """Ends an answer of which all has been sent. False where its client does not have it: the
+    """Ends an answer that has been sent completely. False where its client does not have it: the
     connection is cut then."""
     connection: AdmittedConnection = scope["state"]["connection"]
     is_delivered = await connection.took_all(READER_S)

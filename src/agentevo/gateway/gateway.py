@@ -51,7 +51,7 @@ class InFront(Protocol):
 
 class Gateway:
     """See the module. `model`: the name under which clients find the policy; `timeout_s`: the
-    engine's deadline of a request, in seconds; `note` hears what somebody should know."""
+    engine's deadline of a request, in seconds; `note` is called with messages for the user."""
 
     def __init__(
         self,

@@ -30,8 +30,8 @@ class KeptResponse:
 
 
 def keep(memory: Memory, history: tuple[Message, ...], body: dict[str, Any], asked: Any) -> None:
-    """Keeps an answer, and its items for whoever refers to one. `asked`: its input, a text or
-    items."""
+    """Keeps an answer, and its items for requests that refer to one. `raw_input`: its input, a text
+    or items."""
     name = body["id"]
     items = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
     response = KeptResponse(

@@ -151,7 +151,7 @@ def route_arguments(summary: str) -> dict[str, Any]:
 
 
 def of_model() -> dict[str, Any]:
-    """Likewise, for a model by its name."""
+    """The same for a model by its name."""
     arguments = route_arguments("A model")
     arguments["responses"] |= {404: {"description": "There is no such model."}}
     name = {"name": "name", "in": "path", "required": True, "schema": TEXT}
@@ -160,7 +160,7 @@ def of_model() -> dict[str, Any]:
 
 
 def of_kept(summary: str) -> dict[str, Any]:
-    """Likewise, for an answer that is kept."""
+    """The same for an answer that is kept."""
     arguments = route_arguments(summary)
     arguments["responses"] |= {status: {"description": _FAILURES[status]} for status in (400, 404)}
     name = {"name": "response_id", "in": "path", "required": True, "schema": TEXT}
@@ -191,7 +191,7 @@ def describe(path: str, summary: str, *, events: bool = False) -> dict[str, Any]
 
 
 def page(app: FastAPI, more: Mapping[str, Any]) -> dict[str, Any]:
-    """The page of the application's routes, with the `paths` and `components` of others."""
+    """The page of the application's routes, with the `paths` and `components` of `extra`."""
     document = dict(app.openapi())
     document["paths"] = document["paths"] | more.get("paths", {})
     document["components"] = {

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from fastapi import Request
 
 MAX_ADDRESSES = 1024
-"""Addresses with wrong keys that are remembered; the one quiet for longest is forgotten."""
+"""The number of addresses with wrong keys that are remembered; the one that has been quiet longest
+is dropped."""
 
 
 class Allowance:

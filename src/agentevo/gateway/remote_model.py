@@ -25,8 +25,8 @@ async def completed_remotely(
     model: str,
     agent: str,
 ) -> list[ModelReply]:
-    """The answers of a remote model. `hear` is told their texts and thoughts as they come, and
-    calls of tools when they are whole. `agent`: whose words they are."""
+    """The answers of a remote model. `on_pieces` gets their texts and thoughts as they come, and
+    calls of tools when they are whole. `agent`: the agent that they are attributed to."""
     if (
         isinstance(request.prompt, str)
         or isinstance(request.prompt[0], int)

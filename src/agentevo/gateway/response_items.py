@@ -83,7 +83,7 @@ def name_within(namespace: str, name: str) -> str:
 
 def messages_of_items(given: Any, memory: Memory) -> list[Message]:
     """The messages of an `input`, which is a text or a list of items. `memory` has the items that
-    can be named by their id. Raises BadRequestError or Refusal for what is none."""
+    can be named by their id. Raises BadRequestError or Refusal for a malformed input."""
     if isinstance(given, str):
         return [Message("user", given)]
     if not isinstance(given, Sequence):

@@ -4,8 +4,8 @@ What an answer says is written once, as items that grow with the pieces (`_Respo
 stream sends the events of that growth, and an answer that is not streamed is its last state. A text
 and a call that the policy wrote in turns are items in turns.
 
-`previous_response_id` goes on from an answer of the same session, which the session's memory has
-with the messages before it, but without `instructions`, as the API has it.
+`previous_response_id` continues an answer of the same session. The session's memory has it with the
+messages before it, but without `instructions`, as the API defines it.
 """
 
 from __future__ import annotations
@@ -407,7 +407,7 @@ class ResponsesStream:
         )
 
     def pieces(self, number: int, pieces: Sequence[Delta]) -> list[Event]:
-        """What the one completion says next."""
+        """The next pieces of the only completion."""
         return self._number_events([event for piece in pieces for event in self._output.add(piece)])
 
     def end(self, replies: Sequence[ModelReply]) -> list[Event]:

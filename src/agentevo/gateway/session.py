@@ -139,7 +139,8 @@ class GatewaySession:
             raise over() from error
 
     def told_over_there(self, hear: Hear) -> Hear:
-        """What `complete` can tell of its pieces, for one who hears them on the gateway's loop."""
+        """A callback for `complete` that passes its pieces on to `on_pieces` on the gateway's
+        loop."""
         return partial(self._bridge_across().tell, hear)
 
     def _bridge_across(self) -> Bridge:
@@ -149,8 +150,8 @@ class GatewaySession:
     async def complete(
         self, request: ModelRequest, delivery: Delivery, hear: Hear | None = None
     ) -> list[ModelReply]:
-        """The answers to a request, on the sampler's loop. `hear` is told of their pieces as they
-        come, and has heard all of them when this returns."""
+        """The answers to a request, on the sampler's loop. `on_pieces` gets their pieces as they
+        come, and has all of them when this returns."""
         check_count(request.n)
         delivery.asker = asked_by(delivery.place)
         if (model := self.remote_name(request.model)) and self.remote is not None:
@@ -183,7 +184,7 @@ class GatewaySession:
                 ]
                 groups = await gather_all(works)
             except BaseException:
-                for turn in delivery.turns:  # nobody receives them
+                for turn in delivery.turns:  # no client receives them
                     conversation.discard(turn)
                 raise
 
@@ -255,8 +256,8 @@ class GatewaySession:
         return model if model in self.remote.models else self.remote_agents.get("", "")
 
     def _agent_of(self, model_name: str | None) -> str:
-        """Whose words a remote model's answer is: an agent's of that name; nobody's where the model
-        itself was named; else those of the policy, which it plays."""
+        """The agent whose words a remote model's answer is: the one of that name; none where the
+        model itself was named; else the policy, which it plays."""
         if model_name and model_name in self.remote_agents:
             return model_name
         return "" if self.remote is not None and model_name in self.remote.models else POLICY
@@ -269,7 +270,7 @@ class GatewaySession:
         return f"the remote model {model}", self.remote.within_s(model)
 
     async def count_tokens(self, request: ModelRequest) -> int:
-        """Tokens of the request's prompt, on the sampler's loop. Nothing is recorded."""
+        """The number of tokens of the request's prompt, on the sampler's loop. Records nothing."""
         if self.remote_name(request.model):
             raise Refusal(
                 f"{request.model} is a remote model, whose tokens nobody here can count: ask its "
@@ -287,7 +288,8 @@ class GatewaySession:
             await conversation.close()
 
     def conversation_of(self, agent: str | None) -> Conversation:
-        """The one that a client means: there is but one, or the agent is named. Raises Refusal."""
+        """The conversation that a client means: the only one, or that of the named agent. Raises
+        Refusal."""
         if len(self.conversations) == 1:
             return next(iter(self.conversations.values()))
 
@@ -320,7 +322,8 @@ class GatewaySession:
             self._under_way -= 1
 
     def lose(self, delivery: Delivery) -> None:
-        """The client has gone without its answer, whose turns nobody has received."""
+        """The client is gone without its answer: discards the turns, which no client has
+        received."""
 
         def discard() -> None:
             for turn in delivery.turns:
@@ -349,7 +352,7 @@ class GatewaySession:
         self.posted += rewards
 
     def _check(self, reward: PostedReward) -> None:
-        """Whether there is whom and what it is for."""
+        """Checks that the agent and the turn of the reward exist. Raises BadRequestError."""
         if reward.agent is not None and (
             not reward.agent or reward.agent not in self.conversations
         ):
@@ -375,7 +378,7 @@ class GatewaySession:
 
 
 def _renumber(on_pieces: Hear | None, first: int) -> Hear | None:
-    """What hears of completions whose numbers begin at 0 instead of `first`."""
+    """A callback for completions whose numbers begin at 0 instead of `first`."""
     if on_pieces is None or not first:
         return on_pieces
     return lambda number, pieces: on_pieces(first + number, pieces)

@@ -1,9 +1,9 @@
 """The session of a model that is served and not trained: one key that does not expire, for any
 number of conversations.
 
-A request goes on in the conversation whose history it extends, if that is among the last ones, so
-that the model sees the tokens that it has drawn and the engine has their keys and values; else it
-begins a conversation of its own, whose history is encoded as a whole. A conversation takes one
+A request continues the conversation whose history it extends, if that is among the last ones, so
+that the model sees the tokens that it has drawn and the engine has their keys and values. Otherwise
+it begins a conversation of its own, whose history is encoded as a whole. A conversation takes one
 request at a time and grows along one line, so it is bounded by the model's context, and at most
 MAX_KEPT are kept.
 """
@@ -74,13 +74,14 @@ class SharedSession(GatewaySession):
             return replies
 
     def lose(self, delivery: Delivery) -> None:
-        """Nothing is trained on here, so nothing is taken back."""
+        """No turn is trained on here, so none is taken back."""
 
     def post(self, *rewards: PostedReward) -> None:
         raise Refusal("this model is served and not trained: it takes no rewards", status=404)
 
     def _find_extended(self, request: ModelRequest) -> GatewaySession | None:
-        """The conversation that the request goes on with, which nobody else has meanwhile."""
+        """The session whose conversation the request continues. It is taken out, so no other
+        request has it at the same time."""
         if not request.has_messages:
             return None
         digests = list(_digests(request.tools, cast("list[Message]", request.prompt)))
@@ -106,9 +107,9 @@ class SharedSession(GatewaySession):
 def _digests(
     tools: Sequence[dict[str, Any]] | None, messages: Sequence[Message]
 ) -> Iterator[bytes]:
-    """One of each history that ends with an answer, the shortest first. Clients write thoughts and
-    calls in forms of their own, so only an answer's text counts; what is the same here and differs
-    otherwise is told apart by the conversation."""
+    """A digest of each history that ends with an answer, the shortest first. Clients write thoughts
+    and calls in forms of their own, so only an answer's text counts. The conversation distinguishes
+    histories that are equal here and differ otherwise."""
     digest = hashlib.sha256(msgspec.json.encode(tools))
     for message in messages:
         is_answer = message.role == "assistant"

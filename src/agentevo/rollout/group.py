@@ -298,14 +298,14 @@ class RolloutGroup:
         self.task_id = task_id
         self.group_id = group_id
         self.members = list(members)
-        self.beside = beside
+        self.baseline = beside
         self._wanted = wanted
         self._score = score
         self._ended = ended
 
     @property
     def attempts(self) -> list[GroupAttempt]:
-        return [*self.members, *([self.beside[1]] if self.beside is not None else [])]
+        return [*self.members, *([self.baseline[1]] if self.baseline is not None else [])]
 
     async def run(self) -> list[Trajectory]:
         """The trajectories of all members in their order, then of the baseline; with several
@@ -318,10 +318,10 @@ class RolloutGroup:
             for number, attempt in enumerate(self.members)
         ]
         members = set(runs)
-        if self.beside is not None:
+        if self.baseline is not None:
             runs.append(
                 asyncio.create_task(
-                    self.beside[1].run(task_id=self.task_id, group_id=self.beside[0], number=0)
+                    self.baseline[1].run(task_id=self.task_id, group_id=self.baseline[0], number=0)
                 )
             )
 

@@ -507,9 +507,7 @@ class OutsideSessions:
             self._note(f"the group {opened.id} is lost: {describe_error(error)}")
             trajectories = [_lost(session, error) for session in opened.sessions]
             if lease is not None:
-                with suppress(
-                    StoreError
-                ):  # where the lease is lost, another process plays it by now
+                with suppress(StoreError):  # where the lease is lost, another process plays it
                     await self._store.retry_task(lease, describe_error(error))
         finally:
             if beats is not None:

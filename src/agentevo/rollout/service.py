@@ -497,8 +497,8 @@ class SamplerService:
 
 
 def _useless(trajectory: Trajectory) -> Trajectory:
-    """A greedy attempt whose group has no completed attempt: there is nothing to compare it
-    with."""
+    """Cancels a completed greedy attempt whose group has no completed attempt: there is nothing to
+    compare it with."""
     if trajectory.status != "completed":
         return trajectory
     return msgspec.structs.replace(
