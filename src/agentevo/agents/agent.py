@@ -4,9 +4,9 @@ What an agent's `run` may return: an `Outcome`; a number, which is the reward; a
 parts, whose sum is the reward; a list with a reward for each turn, or a mapping from turns to
 rewards, whose sum is the reward; or None where what was posted counts, else a scorer decides (the
 recipe's `rewards`, or the task's own). A reward of 1 or more counts as success. An agent that asks
-by a client of its own alone counts the turns that it received; any other names them by
-`Reply.turn`. In a rollout of several agents all this is everybody's, and a mapping from their names
-to any of these is each one's own.
+only by a client of its own counts the turns that it received; any other names them by `Reply.turn`.
+In a rollout of several agents such a value is the outcome of all of them, and a mapping from their
+names to such values gives each its own.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ ALIKE = 0.8
 
 
 class Agent(Protocol):
-    """Anything that plays. It may raise: the attempt is then recorded as failed and the run goes
-    on."""
+    """Anything that plays. It may raise: the attempt is then recorded as failed and the run
+    continues."""
 
     async def run(self, task: Task, policy: Policy) -> Outcome: ...
 
@@ -66,7 +66,7 @@ class FunctionAgent:
     """An agent that is one function, or the method of an object. One that is not async runs on a
     thread of its own.
 
-    With one parameter its client calls the policy by the gateway: the calls are told by the
+    With one parameter its client calls the policy by the gateway: the calls are recognised by the
     environment's base URL and the attempt's context (capture.py).
 
     Raises ConfigError for a function that takes something else."""
@@ -153,8 +153,8 @@ class FunctionAgent:
 
 
 def outcome_of(returned: Any, agents: Sequence[str] = ()) -> Outcome:
-    """What an agent returned, as a record of plain values; see the module. `agents`: the names of
-    several. Raises TypeError or ValueError for anything else."""
+    """An agent's return value as a record of plain values; see the module. `agents`: the names of
+    several. Raises TypeError or ValueError for any other value."""
     if agents:
         return _of_agents(returned, agents)
 
@@ -190,7 +190,8 @@ def outcome_of(returned: Any, agents: Sequence[str] = ()) -> Outcome:
 
 
 def _of_agents(returned: Any, agents: Sequence[str]) -> Outcome:
-    """The outcome for each of several agents. What names none of them is everybody's."""
+    """The outcome for each of several agents. A value that names none of them is the outcome of
+    all."""
     if isinstance(returned, Outcome):
         by_agent: Mapping[Any, Any] = returned.agents
         returned = msgspec.structs.replace(returned, agents={})

@@ -25,7 +25,8 @@ _MOST_NAMED = 50
 
 
 def given_files(task: Task) -> dict[str, bytes]:
-    """What the task puts into the work folder, by path. Raises ConfigError for another form."""
+    """The files that the task puts into the work folder, by path. Raises ConfigError for another
+    form."""
     files = task.metadata.get(FILES)
     if files is None:
         return {}
@@ -75,7 +76,7 @@ class AttemptFiles:
 
     @property
     def announcement(self) -> str:
-        """What the policy is told of the files that it finds; empty where there are none."""
+        """The announcement of the files to the policy; empty where there are none."""
         if not self._given:
             return ""
         named = [f"- {path} ({len(content):,} bytes)" for path, content in self._given.items()]

@@ -1,9 +1,9 @@
 """Long results of tools, summarised by a helper model before the policy reads them.
 
-The helper is a remote model, asked in the order of `agent.browse.models` until one answers; what it
-is asked and says is recorded beside the attempt's turns and never trained, and the call's record
-has both the result and its summary. Where no model answers, the policy reads the result itself, and
-that it could not be summarised: a failure never looks like a summary.
+The helper is a remote model: those of `agent.browse.models` are asked in order until one answers.
+Its requests and answers are recorded with the attempt's turns and never trained, and the call's
+record has both the result and its summary. Where no model answers, the policy reads the result
+itself, and that it could not be summarised: a failure never looks like a summary.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from agentevo.tools.tool import Condensed, ToolSpec
 from agentevo.types import Message, ToolCall
 
 PURPOSE = "Summarise the main content."
-"""What a result is read for where nobody says."""
+"""The purpose of reading a result where neither the call nor the recipe says it."""
 PURPOSE_KEYS = ("purpose", "goal")
 """Arguments of a call that may say what it is for."""
 AGENT = "browse"
@@ -85,7 +85,7 @@ class Browse:
         return head + LEFT_OUT if is_cut else text, is_long
 
     def tell(self, problems: list[str]) -> None:
-        """Says once in a process that nobody could summarise."""
+        """Reports once in a process that no model could summarise."""
         if not self._has_told:
             self._has_told = True
             to_stderr(
@@ -109,7 +109,8 @@ class PageReader:
         return {name: float(self._counts[name]) for name in names}
 
     async def condense(self, spec: ToolSpec, call: ToolCall, text: str) -> Condensed | None:
-        """What the policy reads in place of a tool's result; None where that stays as it is."""
+        """The text that the policy reads in place of a tool's result; None where the result stays
+        as it is."""
         section = self._browse.section
         names = {call.name, *spec.names}
         if not any(
@@ -147,7 +148,7 @@ class PageReader:
         return Condensed(text=section.page_separator.join(parts), problem="; ".join(problems))
 
     def _purpose(self, spec: ToolSpec, call: ToolCall) -> str:
-        """What the call is for, in its own words or the recipe's."""
+        """The purpose of the call, in its own words or the recipe's."""
         try:
             arguments = json.loads(call.arguments or "{}")
         except (ValueError, RecursionError):

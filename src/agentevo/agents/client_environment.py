@@ -15,8 +15,8 @@ _PROXIES = ("HTTP_PROXY", "ALL_PROXY")
 def client_variables(
     gateway_url: str, api_key: str, environment: Mapping[str, str] = os.environ
 ) -> dict[str, str | None]:
-    """Variables to set, and to take away where there is None, besides those of `environment`. Where
-    that has a proxy, the gateway is reached without it."""
+    """Variables to set, and to remove where the value is None, in addition to those of
+    `environment`. Where that has a proxy, the gateway is reached without it."""
     base_url = f"{gateway_url}/v1"
     variables: dict[str, str | None] = {
         "OPENAI_BASE_URL": base_url,

@@ -1,11 +1,10 @@
-"""The code agent: the policy writes Python, reads what it prints, and goes on until a reply has no
-code.
+"""The code agent: the policy writes Python, reads what it prints, and continues until a reply has
+no code.
 
 Code as action (Wang et al. 2024, arXiv 2402.01030): the blocks between ```python and ``` of a reply
 run in one interpreter in a sandbox, whose variables live for the whole attempt. The agent's tools
-are functions in it; what they give is a value where it is JSON, else a text, and what goes wrong
-with one is raised. The task's files are there, and what the code makes is kept
-(attempt_files.py).
+are functions in it; a result is a value where it is JSON, else a text, and a failure is raised. The
+task's files are in the sandbox, and the files that the code makes are kept (attempt_files.py).
 
     reward = what the tools say of the state that they are left in, where any does
              + what results of tools earned - agent.code_penalty for each turn whose code failed
@@ -57,7 +56,7 @@ _FUNCTIONS = "The code may call these functions:"
 
 
 def read_code(text: str) -> str | None:
-    """The blocks of code of a reply, one after the other; None where it has none. A block that is
+    """The blocks of code of a reply, joined in their order; None where it has none. A block that is
     not closed is no code: `is_unfinished`."""
     blocks = _BLOCK.findall(text)
     return "\n".join(blocks) if blocks else None
@@ -76,8 +75,8 @@ def rules_of(section: CodeAgentSection) -> str:
 def system_message(
     section: CodeAgentSection, schemas: Sequence[Mapping[str, Any]], rules: str | None = None
 ) -> str:
-    """What the policy is told before the task: how to write code, and which functions there are.
-    `schemas` are those of the agent's tools. `rules`: in the place of `rules_of`."""
+    """The instructions before the task: how to write code, and which functions there are. `schemas`
+    are those of the agent's tools. `rules` replaces `rules_of`."""
     rules = rules_of(section) if rules is None else rules
     functions = [_describe(function) for function in _functions_of(schemas)]
     return "\n".join([rules, _FUNCTIONS, *functions]) if functions else rules
@@ -243,7 +242,7 @@ class _AgentInterpreter:
 
 
 def _written(execution: Execution) -> str:
-    """What a block of code came to, for the policy."""
+    """The output of a block of code, for the policy."""
     parts = [execution.stdout.rstrip("\n"), execution.stderr.rstrip("\n"), execution.value or ""]
     error = execution.error
     if error is not None:

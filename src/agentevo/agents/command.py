@@ -148,9 +148,9 @@ def variables(
     trace: str | None = None,
     texts: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[dict[str, str | None]]:
-    """The environment of an attempt's process, besides this process's own; None takes away.
-    `trace`: its place in a trace, as OpenTelemetry passes it on in an environment. `texts`: named
-    texts, as a JSON object."""
+    """The environment of an attempt's process, in addition to this process's own; None removes a
+    variable. `trace`: its place in a trace, as OpenTelemetry passes it on in an environment.
+    `texts`: named texts, as a JSON object."""
     environment: dict[str, str | None] = client_variables(session.base, session.key) | {
         "OPENAI_BASE_URL": session.base_url,
         "OPENAI_API_BASE": session.base_url,

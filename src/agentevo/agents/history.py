@@ -1,8 +1,8 @@
-"""What an agent of many turns shows the policy: the task, and a round for each reply with what came
-of it, cut by `agent.context` when it grows long.
+"""The history that an agent of many turns shows the policy: the task, and a round for each reply
+with its results, cut by `agent.context` when it grows long.
 
-Whoever cuts edits the history, so the next prompt branches where the edit is: the turns before it
-are trained as they were seen, and so are those after it.
+A cut edits the history, so the next prompt branches at the edit: the turns before it are trained as
+the policy saw them, and so are those after it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SUMMARY = "What was done and found so far: "
 
 
 class HistoryRound(NamedTuple):
-    """A reply as it stands in the history, and what the policy was told then."""
+    """A reply as it stands in the history, and the messages that answered it."""
 
     reply: Message
     answers: list[Message]
@@ -69,8 +69,8 @@ class History:
     async def ask_within_context(
         self, ask: Callable[[list[Message]], Awaitable[T]], policy: Policy
     ) -> T:
-        """What `ask` gives for the history, which is cut where it is too long for the context.
-        Raises RequestTooLongError where nothing is left to cut."""
+        """Returns the result of `ask` for the history, which is cut where it is too long for the
+        context. Raises RequestTooLongError where nothing is left to cut."""
         while True:
             try:
                 return await ask(self.messages)
@@ -79,8 +79,9 @@ class History:
                     raise
 
     async def cut(self, policy: Policy, tools: Tools = None) -> bool:
-        """Makes the history shorter; false where nothing is left to cut. `tools` are those that the
-        policy is told of. Raises what asking for a summary raises, but RequestTooLongError."""
+        """Makes the history shorter; false where nothing is left to cut. `tools` are the schemas
+        that the policy sees. Raises what asking for a summary raises, except
+        RequestTooLongError."""
         section = self.section
         keep = self.section.keep_turns
         old = self._rounds[: len(self._rounds) - keep]

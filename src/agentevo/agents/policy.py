@@ -117,10 +117,10 @@ class Policy:
         remote_agents: Mapping[str, str] = MappingProxyType({}),
         texts: Texts | None = None,
     ) -> None:
-        """`texts`: what is given in the place of the agent's own. `remote`: what the attempt says
-        to remote models, if the recipe has any. `agents`: the
-        conversation of each of several agents by name; `conversation` is then the one of them that
-        stands for the attempt. `remote_agents`: further ones, whose words are a remote model's."""
+        """`texts`: texts in the place of the agent's own. `remote`: the attempt's conversations
+        with remote models, if the recipe has any. `agents`: the conversation of each of several
+        agents by name; `conversation` is then the one of them that represents the attempt.
+        `remote_agents`: further agents, whose words are a remote model's."""
         self.conversation = conversation
         self.remote = remote
         self.texts = Texts() if texts is None else texts
@@ -235,7 +235,7 @@ class Policy:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A block in which the attempt waits for its turn: that is no part of its time."""
+        """A block in which the attempt waits for its turn: the wait is no part of its time."""
         started = time.monotonic()
         before = self._waited_s
         self._waits_since = started
@@ -377,8 +377,8 @@ class Policy:
         return agent_policy.files if isinstance(agent_policy, Policy) else {}
 
     def call(self, kind: str, name: str, **attributes: Attribute) -> RunningCall:
-        """Records what the agent does besides asking the policy, so that it can be watched: `async
-        with policy.call("tool", "search"): ...`."""
+        """Records what the agent does in addition to asking the policy, so that it can be traced:
+        `async with policy.call("tool", "search"): ...`."""
         return self.conversation.calls.call(kind, name, **attributes)
 
 

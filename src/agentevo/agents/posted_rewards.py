@@ -54,7 +54,7 @@ _FORMS = 'write {"reward": 1.0}, {"rewards": {"name": 1.0}} or {"turn": 0, "rewa
 
 
 def check_posted(reward: PostedReward) -> None:
-    """Raises TypeError or ValueError for what is no reward."""
+    """Raises TypeError or ValueError for a malformed reward."""
     has_one_form = (reward.reward is None) != (not reward.rewards)
     if not has_one_form or (reward.turn is not None and reward.reward is None):
         raise ValueError(_FORMS)
@@ -64,7 +64,7 @@ def check_posted(reward: PostedReward) -> None:
 
 
 class RewardSums:
-    """What the rewards that were posted so far come to, of each agent: its parts by name, and its
+    """The sums of the rewards that were posted so far, for each agent: its parts by name, and its
     turns, whose rewards add up."""
 
     def __init__(self) -> None:
@@ -104,11 +104,12 @@ class RewardSums:
 def outcome_of_rewards(
     given: Sequence[PostedReward], received: Mapping[str, Sequence[int]] | None = None
 ) -> Outcome:
-    """What was given, in its order: rewards of one turn add up, of a name and of the attempt the
-    last one counts. Where nothing says what the attempt is worth, its parts or else its turns do;
-    where nothing was given, a scorer does. Agents that are named have outcomes of their own.
-    `received`: by agent the indices of the turns that its client has received, in whose order it
-    counts them; without it a turn is named by its index. Raises TypeError or ValueError."""
+    """The outcome of posted rewards, in their order: rewards of one turn add up; of a name and of
+    the attempt the last one counts. Without a reward of the attempt, its value is the sum of its
+    parts, or else of its turns; without any reward, a scorer decides. Agents that are named have
+    outcomes of their own. `received`: for each agent the indices of the turns that its client has
+    received, in the order in which it counts them; without it a turn is named by its index. Raises
+    TypeError or ValueError."""
 
     def outcome(agent: str | None) -> Outcome:
         turns = None if received is None else received.get(agent or "", ())

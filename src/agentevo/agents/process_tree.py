@@ -29,7 +29,7 @@ KEPT = 64 * 2**10
 """Bytes of each stream."""
 GRACE_S = 1.0
 KILLING_S = 2.0
-"""How long the killed are looked for: a process may start others meanwhile."""
+"""How long killed processes are looked for: a process may start others in that time."""
 LOOK_S = 0.02
 DRAIN_S = 0.3
 _CHUNK = 2**16

@@ -73,8 +73,8 @@ class ReActFormat:
 
 
 def read_action(text: str) -> tuple[list[ToolCall], list[MalformedCall]]:
-    """The action of a reply, or what began as one; neither for a final answer. What stands behind a
-    `Final Answer:` is no action."""
+    """The action of a reply, or the text that began as one; neither for a final answer. Text behind
+    a `Final Answer:` is no action."""
     text = text.split(STOP, 1)[0]
     action = _ACTION.search(text)
     final = text.find("Final Answer:")

@@ -1,10 +1,10 @@
-"""A remote model in the policy's place: an agent plays with it as with the policy, and nothing is
-trained.
+"""A remote model in the policy's place: an agent plays with it as with the policy, without
+training.
 
-Its words have no token ids here. A turn of such an attempt is text alone, `prompt_ids` and
-`completion_ids` are empty; how many tokens it had is what the server says of the remote turn that
-it is a view of (`policy_tokens` among the trajectory's metrics). Tool calls are those of the
-server's answer: no parser reads them out of a text.
+Its words have no token ids here. A turn of such an attempt is text only: `prompt_ids` and
+`completion_ids` are empty, and the server reports the number of tokens of the remote turn that it
+is a view of (`policy_tokens` among the trajectory's metrics). Tool calls are those of the server's
+answer: no parser reads them out of a text.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ def _views(remote_turns: Sequence[RemoteTurn], rewards: Mapping[int, float]) -> 
 
 
 class RemoteModelPolicy(Policy):
-    """See the module. `policy.base_url` is the gateway, where every model's name that is no other
-    one's of the recipe is this model."""
+    """See the module. `policy.base_url` is the gateway, where every name of a model means this
+    model, except the names of the recipe's other models."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """An agent function that is not async: it runs on a thread of its own, so that one that hangs costs
-its attempt and nobody else.
+only its attempt.
 
-The thread (daemon_threads.py) has the context of the attempt. One whose attempt has ended is left
-alone, with a policy that answers no more.
+The thread (daemon_threads.py) has the context of the attempt. A thread whose attempt has ended is
+abandoned, with a policy that answers no more.
 """
 
 from __future__ import annotations

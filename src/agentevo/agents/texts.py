@@ -1,5 +1,5 @@
-"""Named texts of one attempt: what stands where an agent has a prompt, a tool's description or
-examples of its own.
+"""Named texts of one attempt: they replace an agent's own prompt, description of a tool, or
+examples.
 
     policy.text("system", "You are a clerk.")     the text of that name, or the agent's own
     policy.examples()                             messages of examples; none where nobody gave any
@@ -46,21 +46,21 @@ class Declared:
 
 @dataclass
 class Texts:
-    """See the module. All agents of one attempt share one. `keep` is told of each text that is
-    used, before it is."""
+    """See the module. All agents of one attempt share one. `keep` is called with each text before
+    it is used."""
 
     given: Mapping[str, str] = field(default_factory=dict)
     keep: Callable[[str], None] = lambda text: None
     hear: Callable[[str, Declared], object] = lambda name, declared: None
-    """Is told of each text that is asked for."""
+    """Is called with each text that is asked for."""
     declared: dict[str, Declared] = field(default_factory=dict)
     """Every text that was asked for, by name."""
     digests: dict[str, str] = field(default_factory=dict)
     """Those that were not empty: name -> digest."""
 
     def text(self, name: str, default: str | None = None, kind: Kind = "text") -> str:
-        """The text of that name; `default` where none is given, whatever it holds: it is the
-        agent's own. Raises BadRequestError for a wrong name, and where one has two defaults."""
+        """The text of that name; where none is given, `default`, the agent's own, whatever it
+        contains. Raises BadRequestError for a wrong name, and where one has two defaults."""
         default_text = "" if default is None else default
         problem = text_problem(name, "" if isinstance(default_text, str) else default_text)
         if problem is not None:
@@ -87,13 +87,14 @@ class Texts:
         return content
 
     def replacing(self, name: str, own: str | None) -> str | None:
-        """`text`, but None where nobody gives one and the agent has none: an empty text is one."""
+        """The same as `text`, but None where no text is given and the agent has none: an empty text
+        is one."""
         content = self.text(name, own)
         return content if content or own is not None or name in self.given else None
 
     def examples(self, name: str = "examples") -> list[Message]:
         """The messages of the examples of that name, one conversation after the other. Raises
-        BadRequestError for a text that is no list of them."""
+        BadRequestError for a text that is no list of messages."""
         text = self.text(name, None, "examples")
         return [message for conversation in examples_of(name, text) for message in conversation]
 
@@ -130,7 +131,7 @@ class Texts:
         return schema if changed == function else {**schema, "function": changed}
 
     def _description(self, name: str, default: Any) -> str:
-        """The text that stands in the place of a tool's own; nothing where none is given."""
+        """The text that replaces a tool's own; empty where none is given."""
         default_text = default if isinstance(default, str) else ""
         if name in self.given:
             return self.text(name, default_text, "tool")
@@ -154,16 +155,16 @@ class Texts:
 
 
 def text(name: str, default: str = "") -> str:
-    """The text of that name of the attempt that is played here and now: what the recipe or
-    `agentevo optimize` gives, or else `default`, which it is outside of attempts, too. Raises
-    BadRequestError for what can be no text."""
+    """The text of that name in the current attempt: the one that the recipe or `agentevo optimize`
+    gives, or else `default`. Outside of attempts it is `default`, too. Raises BadRequestError for
+    what can be no text."""
     now = _current.get()
     return (Texts() if now is None else now).text(name, default)
 
 
 def examples(name: str = "examples") -> list[dict[str, Any]]:
-    """The messages of the examples of that name, in OpenAI's form, to stand before the task's own;
-    none where nobody gave any. Raises BadRequestError."""
+    """The messages of the examples of that name, in OpenAI's form, to place before the task's own;
+    none where none are given. Raises BadRequestError."""
     now = _current.get()
     return [] if now is None else [as_openai(example) for example in now.examples(name)]
 

@@ -35,7 +35,7 @@ from agentevo.types import Message, Outcome, Task, ToolCall
 ENDS = ("answer", "turns", "tokens", "context", "repeats")
 """How an attempt may end: with the final answer, or by a limit."""
 WRONG = ("num_unknown_tools", "num_wrong_arguments")
-"""Metrics of calls that cost `agent.call_penalty`, beside the malformed ones."""
+"""Metrics of calls that cost `agent.call_penalty`, in addition to the malformed ones."""
 _FORMATS: dict[str, type[ToolFormat]] = {
     "native": NativeFormat,
     "react": ReActFormat,
@@ -142,7 +142,7 @@ class ToolAgent:
             if self._repeats(parsed, progress):
                 return "repeats"
 
-            # Also of the last reply, whose results nobody reads: calls change the state, and earn.
+            # Also for the last reply, whose results are not read: calls change the state, and earn.
             answers = await self._answers(form, parsed, tools, progress)
             if section.max_tokens is not None and num_tokens >= section.max_tokens:
                 return "tokens"

@@ -1,4 +1,5 @@
-"""How the policy is told of tools, how its calls are read, and how results go back to it."""
+"""How tools are presented to the policy, how its calls are read, and how results are returned to
+it."""
 
 from __future__ import annotations
 

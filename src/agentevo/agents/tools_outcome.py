@@ -1,5 +1,5 @@
-"""How an attempt ended that called tools: what they say of the state that they are left in, beside
-what the agent counts itself."""
+"""The outcome of an attempt that called tools: the tools' own outcomes, which judge their final
+state, and what the agent counts itself."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ def outcome_with_tools(
     end: str,
     ends: Sequence[str],
 ) -> Outcome:
-    """The reward is the sum of what was `said` and of the agent's `own_parts`; None, a scorer's
-    affair, where there are toolsets that judge (`has_judges`) and nobody said or earned anything.
-    `end` is one of `ends`, the first of which is the final answer."""
+    """The reward is the sum of the parts of `outcomes` and of the agent's `own_parts`. It is None,
+    so that a scorer decides, where there are toolsets that judge (`has_judges`) and there is
+    neither an outcome nor anything earned. `end` is one of `ends`; the first of `ends` is the final
+    answer."""
     parts = parts_of(said) | dict(own_parts)
     all_metrics = {key: metric for judge in said.values() for key, metric in judge.metrics.items()}
     all_metrics |= {name: float(tools.metrics[name]) for name in METRICS}
