@@ -221,7 +221,7 @@ def _of_agents(returned: Any, agents: Sequence[str]) -> Outcome:
 
 
 def _check_no_slip(parts: Mapping[Any, Any], agents: Sequence[str]) -> None:
-    """Raises ValueError for a part of everybody's reward that is an agent's name but for a slip."""
+    """Raises ValueError for a part of the common reward whose name is almost an agent's."""
     for name in parts:
         meant = difflib.get_close_matches(str(name), agents, n=1, cutoff=ALIKE)
         if meant:

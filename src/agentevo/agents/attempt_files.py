@@ -59,7 +59,7 @@ def _content(path: str, content: Any) -> bytes:
 
 
 class AttemptFiles:
-    """Those of one attempt. `limit` is how many bytes are kept; 0 keeps none."""
+    """The files of one attempt. `limit` is the number of bytes that are kept; 0 keeps none."""
 
     def __init__(self, task: Task, policy: Policy, limit: int) -> None:
         """Raises ConfigError for files of a task that have another form."""
@@ -99,8 +99,8 @@ class AttemptFiles:
         self._are_there = False
 
     async def keep(self, sandbox: Sandbox, changed: tuple[str, ...]) -> None:
-        """Keeps those that have changed as they are now, in the order of their paths as far as the
-        limit goes. A sandbox that can't give them costs the files alone."""
+        """Keeps the changed files as they are now, in the order of their paths, up to the limit. A
+        sandbox that can't return them loses only the files."""
         if not changed:
             return
 

@@ -31,7 +31,8 @@ PURPOSE = "Summarise the main content."
 PURPOSE_KEYS = ("purpose", "goal")
 """Arguments of a call that may say what it is for."""
 AGENT = "browse"
-"""Whose words the helper's are, in the attempt's record and the price log."""
+"""The agent that the helper's words are attributed to, in the attempt's record and the price
+log."""
 LEFT_OUT = "\n[the rest is left out]"
 FAILED = "[no summary could be made; this is what the tool gave]\n"
 LONGEST_PURPOSE = 2000
@@ -41,7 +42,7 @@ CHARS_PER_REMOTE_TOKEN = 4
 """A token of a remote model in the policy's place, whose tokenizer is not here, counts as so many
 characters."""
 _WHOLE = re.compile(r"\b(full|complete|raw|entire)\b[\w ]{0,20}\b(content|text|page)", re.I)
-"""A purpose that wants the result itself."""
+"""Matches a purpose that asks for the result itself."""
 
 
 class Browse:
@@ -54,7 +55,7 @@ class Browse:
         self._has_told = False
 
     def reader(self, policy: Policy) -> PageReader:
-        """For one attempt."""
+        """The reader of pages for one attempt."""
         return PageReader(self, policy)
 
     async def clip_text(self, text: str, policy: Policy) -> tuple[str, bool]:
@@ -70,7 +71,7 @@ class Browse:
         return await in_thread(self._clip_text, text, policy.conversation.chat.tokenizer)
 
     def _clip_text(self, text: str, tokenizer: Any) -> tuple[str, bool]:
-        """On a thread, with a tokenizer of its own: the policy's is in use elsewhere."""
+        """Runs on a thread, with a tokenizer of its own: another thread uses the policy's."""
         section = self.section
         head = text[: section.max_prompt_length * CHARS_PER_TOKEN]
         with self._lock:
@@ -104,7 +105,7 @@ class PageReader:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the attempt."""
+        """The metrics of the attempt."""
         names = ("num_summaries", "num_failed_summaries")
         return {name: float(self._counts[name]) for name in names}
 

@@ -43,7 +43,7 @@ HEADER = "X-AgentEvo-Session"
 
 
 class _CapturedAttempt(NamedTuple):
-    """Whose calls are made in a context."""
+    """The attempt whose calls are made in a context."""
 
     gateway_url: str
     key: str

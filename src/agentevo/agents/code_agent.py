@@ -167,7 +167,7 @@ class CodeAgent:
     async def _play(
         self, history: History, policy: Policy, python: _AgentInterpreter, progress: _CodeProgress
     ) -> str:
-        """Until the attempt ends; how, as one of ENDS."""
+        """Plays until the attempt ends. Returns how it ended, as one of ENDS."""
         section = self._section
         num_tokens = 0
         for turns_left in reversed(range(section.max_turns)):

@@ -4,9 +4,9 @@ It finds the policy, its task and where rewards go in its environment (`variable
 the attempt is worth by posting to AGENTEVO_REWARD_URL, or with the last line of its stdout
 (posted_rewards.py); an exit code other than 0 fails the attempt, with the end of its stderr. The
 last 64 KB of stdout and stderr are kept with the attempt's calls, as attributes of the call
-`process`: they are written whatever became of the attempt, and go where the trajectory goes.
+`process`: they are written whatever the outcome of the attempt, and are stored with the trajectory.
 
-Whatever the process started ends with the attempt (process_tree.py).
+All that the process started ends with the attempt (process_tree.py).
 """
 
 from __future__ import annotations

@@ -29,12 +29,12 @@ T = TypeVar("T")
 
 SLOW_S = 0.05
 """A call that takes longer is slow: with many attempts at once, waiting for it on the spot costs
-more than any order of events is worth."""
+more than a fixed order of events is worth."""
 GRACE_S = 0.25
 """Longest wait on the spot: a quick environment on a busy machine."""
 SLOW_CALLS = 3.0
-"""Slow calls after which a kind of environment is taken for slow; one is forgotten with every 1 /
-FORGOTTEN quick ones."""
+"""The number of slow calls after which a kind of environment counts as slow; every 1 / FORGOTTEN
+quick calls cancel one of them."""
 FORGOTTEN = 0.05
 CLOSE_S = 2.0
 """Longest wait for an environment to close: what was played is over, and counts."""
@@ -57,7 +57,7 @@ class Pace:
         return GRACE_S if self._slow_calls < SLOW_CALLS else 0.0
 
     def took(self, seconds: float) -> None:
-        """Of one call."""
+        """Notes the duration of one call."""
         change = 1.0 if seconds > SLOW_S else -FORGOTTEN
         self._slow_calls = min(max(self._slow_calls + change, 0.0), SLOW_CALLS + 1.0)
 

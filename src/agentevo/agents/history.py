@@ -108,8 +108,8 @@ class History:
         return True
 
     async def _summarise(self, old: list[HistoryRound], policy: Policy, tools: Tools) -> str:
-        """Where all of it is too long to be asked about, the summary is of the replies alone; where
-        these are too long as well, what was summarised before stays."""
+        """The summary of the old rounds. Where they are too long for one request, only the replies
+        are summarised; where these are too long as well, the earlier summary stays."""
         replies = [
             HistoryRound(
                 old_round.reply, [_without_content(answer) for answer in old_round.answers]

@@ -191,7 +191,7 @@ class Policy:
 
     @property
     def rewarded(self) -> tuple[str, ...]:
-        """Those of them that rewards are of: a remote model's have none."""
+        """The agents that have rewards: agents that a remote model plays have none."""
         return tuple(name for name in self._agents if name not in self._remote_agents)
 
     @property
@@ -224,8 +224,9 @@ class Policy:
 
     @property
     def base_url(self) -> str:
-        """Where a client of OpenAI's API finds this policy: `OpenAI(base_url=policy.base_url,
-        api_key=policy.api_key)`. What it asks is recorded as `generate` is."""
+        """The base URL of this policy for a client of OpenAI's API:
+        `OpenAI(base_url=policy.base_url, api_key=policy.api_key)`. Its requests are recorded as
+        those of `generate` are."""
         return self.session.base_url
 
     @property
@@ -252,8 +253,8 @@ class Policy:
         return self._waited_s + (0.0 if since is None else time.monotonic() - since)
 
     async def settle(self) -> None:
-        """What clients have done at the door is known here: at once, where it is in this
-        process."""
+        """Waits until the requests of clients to the gateway are known here: returns at once where
+        the gateway is in this process."""
 
     async def close(self) -> None:
         """Ends the session and the conversation, which take no further call."""
@@ -357,8 +358,8 @@ class Policy:
         return self.texts.text(name, default)
 
     def examples(self, name: str = "examples") -> list[Message]:
-        """Messages of examples that the recipe or `agentevo optimize` gives, to stand before the
-        task's own; none by default. Raises BadRequestError for what are none."""
+        """Messages of examples that the recipe or `agentevo optimize` gives, to place before the
+        task's own; none by default. Raises BadRequestError for malformed examples."""
         return self.texts.examples(name)
 
     def keep_files(self, files: Mapping[str, bytes]) -> None:
@@ -426,9 +427,10 @@ class RemoteHandle:
         sampling: SamplingOverrides | Mapping[str, Any] | None = None,
         stop: str | Sequence[str] | None = None,
     ) -> Reply | list[Reply]:
-        """As Policy.generate, with messages alone. Tool calls are in `reply.message.tool_calls`,
-        and `reply.turn` is an index among the attempt's remote turns. Raises RemoteModelError where
-        no answer comes, BudgetExceededError where none may be asked for any more."""
+        """The same as Policy.generate, with messages only. Tool calls are in
+        `reply.message.tool_calls`, and `reply.turn` is an index among the attempt's remote turns.
+        Raises RemoteModelError where no answer comes, BudgetExceededError where the budget allows
+        no further request."""
         turns = await self._remote.complete(
             self.name,
             messages_of(prompt),

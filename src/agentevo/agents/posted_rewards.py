@@ -20,7 +20,7 @@ class PostedReward(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rewards: dict[str, float] = {}
     turn: int | None = None
     agent: str | None = None
-    """Whose it is, of several agents. None: everybody's."""
+    """The agent that it is for, of several agents. None: all of them."""
 
 
 _NUMBER = re.compile(
@@ -30,8 +30,8 @@ _NUMBER = re.compile(
 
 
 def printed_reward(stdout: str, *, has_posted: bool = False) -> PostedReward | None:
-    """The reward in the last line, None if that is none. A number alone is one unless the program
-    has posted its rewards. Raises ValueError for a wrong one."""
+    """The reward in the last line; None if that is no reward. A bare number is a reward unless the
+    program has posted its rewards. Raises ValueError for a malformed reward."""
     last = stdout.rstrip().rpartition("\n")[2].strip()
     if _NUMBER.fullmatch(last):
         return None if has_posted else PostedReward(reward=float(last))
@@ -72,8 +72,8 @@ class RewardSums:
         self._turns: dict[str | None, dict[int, float]] = {}
 
     def add(self, rewards: Sequence[PostedReward]) -> None:
-        """All of them or none. Raises TypeError or ValueError for rewards that the attempt's
-        outcome could not hold with those before them."""
+        """Adds all of the rewards or none. Raises TypeError or ValueError for rewards that the
+        attempt's outcome could not hold together with the earlier ones."""
         parts = dict(self._parts)
         turns = dict(self._turns)
         for reward in rewards:

@@ -73,7 +73,8 @@ class ProcessTree:
         return bytes(self._written[stream][-KEPT:]).decode("utf-8", "replace")
 
     def run(self) -> EndedProcess:
-        """Until the process ends or is stopped. Raises OSError where it can't be started."""
+        """Runs the process until it ends or is stopped. Raises OSError where it can't be
+        started."""
         _alive.add(self)
         try:
             with subprocess.Popen(
@@ -138,7 +139,7 @@ class ProcessTree:
         return has_read
 
     def kill(self, *, grace_s: float) -> None:
-        """Ends what lives of the tree."""
+        """Ends the living processes of the tree."""
         living = self._living({})
         for process in living.values():
             with contextlib.suppress(psutil.Error):
@@ -193,6 +194,6 @@ class ProcessTree:
 
 @atexit.register
 def _kill_all() -> None:
-    """What is left where the interpreter ends at once, as it does after a second Ctrl-C."""
+    """Kills what is left where the interpreter ends at once, as it does after a second Ctrl-C."""
     for tree in list(_alive):
         tree.kill(grace_s=0.0)

@@ -25,7 +25,7 @@ from agentevo.tools.tool import ToolResult
 from agentevo.types import Message, ToolCall
 
 STOP = "\nObservation:"
-"""Where a reply ends: what follows is not the policy's to say."""
+"""A reply ends here: the observation that follows is not the policy's."""
 _ACTION = re.compile(r"^Action:[ \t]*(?P<name>[^\n]*)$", re.MULTILINE)
 _INPUT = re.compile(r"\s*^Action Input:(?P<text>.*)\Z", re.MULTILINE | re.DOTALL)
 _FENCE = re.compile(r"\A```(?:json)?\s*(.*?)\s*```\Z", re.DOTALL)

@@ -107,7 +107,7 @@ class RemotePolicyConversation:
         return ""
 
     def num_tokens(self, turn: int) -> tuple[int, int]:
-        """Of the prompt and of the answer, as the server counted them."""
+        """The numbers of tokens of the prompt and of the answer, as the server counted them."""
         remote_turn = self._own[turn]
         return remote_turn.prompt_tokens, remote_turn.completion_tokens
 

@@ -77,8 +77,8 @@ class BlockingPolicy:
         return self._answer(self._policy.generate(prompt, **options))
 
     def ask(self, question: Callable[[Policy], Coroutine[Any, Any, T]]) -> T | Any:
-        """What comes of something asked of the policy itself, on the sampler's loop. Called in a
-        coroutine it is awaited."""
+        """The result of a coroutine of the policy, which runs on the sampler's loop. Called within
+        a coroutine, it returns an awaitable."""
         return self._answer(question(self._policy))
 
     def text(self, name: str, default: str = "") -> str:

@@ -32,7 +32,7 @@ from agentevo.types import Message
 
 Kind = Literal["text", "examples", "tool"]
 FOLDER = "texts"
-"""In a run's folder: the texts that its attempts were played with."""
+"""The folder, in a run's folder, of the texts that its attempts were played with."""
 _current: ContextVar[Texts | None] = ContextVar("agentevo texts", default=None)
 
 
@@ -56,7 +56,7 @@ class Texts:
     declared: dict[str, Declared] = field(default_factory=dict)
     """Every text that was asked for, by name."""
     digests: dict[str, str] = field(default_factory=dict)
-    """Those that were not empty: name -> digest."""
+    """The texts that were not empty: name -> digest."""
 
     def text(self, name: str, default: str | None = None, kind: Kind = "text") -> str:
         """The text of that name; where none is given, `default`, the agent's own, whatever it
@@ -99,7 +99,7 @@ class Texts:
         return [message for conversation in examples_of(name, text) for message in conversation]
 
     def all_given(self) -> Mapping[str, str]:
-        """All that are given, noted as used: for a program that asks in a way of its own."""
+        """All given texts, noted as used: for a program that asks for texts in its own way."""
         for name in self.given:
             self.text(name)
         return self.given

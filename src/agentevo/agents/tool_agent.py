@@ -124,7 +124,7 @@ class ToolAgent:
         tools: AttemptTools,
         progress: _ToolProgress,
     ) -> str:
-        """Until the attempt ends; how, as one of ENDS."""
+        """Plays until the attempt ends. Returns how it ended, as one of ENDS."""
         section = self._section
         num_tokens = 0
         for turns_left in reversed(range(section.max_turns)):

@@ -28,7 +28,7 @@ class ParsedReply:
     calls: Sequence[ToolCall]
     malformed: Sequence[MalformedCall]
     num_tokens: int
-    """That the policy drew for it."""
+    """The number of tokens that the policy drew for it."""
 
 
 class ToolFormat(Protocol):
@@ -48,13 +48,13 @@ class ToolFormat(Protocol):
         ...
 
     def answers(self, said: ParsedReply, results: Sequence[ToolResult]) -> list[Message]:
-        """What the policy reads next: the results of its calls, in their order, and of what began
-        as a call why it is none."""
+        """The messages that the policy reads next: the results of its calls, in their order, and
+        the problem of each malformed call."""
         ...
 
 
 class NativeFormat:
-    """As the model's chat template writes tools, calls and results."""
+    """Tools, calls and results as the model's chat template writes them."""
 
     def __init__(self, policy: Policy, schemas: Sequence[Mapping[str, Any]]) -> None:
         self._policy = policy

@@ -86,7 +86,7 @@ class AnswerInProgress:
         self._call_ids: list[str] = []
         """The ids of the calls that were passed on to a listener."""
         self.num_malformed = 0
-        """What began as a call and is none."""
+        """The number of texts that began as a call and were none."""
 
     def add(self, ids: Sequence[int]) -> list[Delta]:
         """What the next ids make certain."""
@@ -140,7 +140,7 @@ class AnswerInProgress:
 
     @property
     def message(self) -> Message:
-        """As a client will send it back."""
+        """The message as a client will send it back."""
         parsed = Parsed.of(self._told)
         return Message("assistant", parsed.content, parsed.tool_calls, reasoning=parsed.reasoning)
 

@@ -188,8 +188,8 @@ def _choice(body: Mapping[str, Any]) -> FieldChoice:
 
 
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """In OpenAI's form. A tool whose loading is deferred is in no prompt, as nothing of Anthropic's
-    is here that would load it."""
+    """The tools in OpenAI's form. A tool whose loading is deferred is left out of the prompt, since
+    Anthropic's tool that would load it does not exist here."""
     return tools_of(
         [
             _tool(tool, f"tools.{number}")
@@ -477,7 +477,7 @@ def _usage(prompt: PromptSize, completion: int) -> dict[str, Any]:
 def _error(refusal: Refusal) -> dict[str, Any]:
     """A status without a name is the server's fault from 500 on, and the client's below."""
     fallback = "api_error" if refusal.status >= 500 else "invalid_request_error"
-    # Clients that shorten their history when it is full know that by these words.
+    # Clients that shorten a full history recognise that by these words.
     full = "prompt is too long: " if refusal.code == "context_length_exceeded" else ""
     named: dict[str, Any] = {
         "type": _ERRORS.get(refusal.status, fallback),

@@ -238,7 +238,8 @@ class Routes:
         delivery: Delivery,
         client: AdmittedConnection,
     ) -> Response:
-        """The answer as it comes. What fails before the first token is an answer of its own."""
+        """Streams the answer as it comes. A failure before the first token is an answer of its
+        own."""
         delivered = DeliveredTokens()
         on_pieces = session.told_over_there(delivered.add)
         work = session.submit(session.complete(request, delivery, on_pieces))

@@ -222,7 +222,7 @@ def _delta(piece: Delta) -> dict[str, Any] | None:
 
 
 def error(refusal: Refusal) -> dict[str, Any]:
-    """The body of an answer that is none."""
+    """The body of an answer that is an error."""
     return {
         "error": {
             "message": str(refusal),

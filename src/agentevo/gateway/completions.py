@@ -26,7 +26,7 @@ from agentevo.models.text_stream import UNDECODED
 from agentevo.models.tool_calls import ContentDelta, Delta
 
 MAX_PROMPTS = 256
-"""Of one request."""
+"""The number of prompts of one request."""
 _KNOWN = {
     "prompt",
     "model",
@@ -179,8 +179,8 @@ def _choice(
 
 
 def _logprobs(request: ModelRequest, reply: ModelReply) -> dict[str, Any]:
-    """Those of all drawn tokens, in this API's columns; offsets count characters of the
-    completion's tokens. Among the likeliest is always the drawn one, as the API has it."""
+    """The log-probs of all drawn tokens, in this API's columns; offsets count characters of the
+    completion's tokens. The drawn token is always among the likeliest, as the API defines it."""
     lengths = [len(drawn.token.text) for drawn in reply.tokens]
     top: list[dict[str, float]] = []
     for drawn in reply.tokens:

@@ -26,7 +26,8 @@ _LARGEST = 1e6
 
 
 def tools_in(body: Mapping[str, Any]) -> Sequence[Any]:
-    """What the body has for tools; absent and null are none. Raises BadRequestError for no list."""
+    """The body's list of tools; absent and null mean no tools. Raises BadRequestError for any other
+    value."""
     tools = body.get("tools")
     if tools is None:
         return ()

@@ -109,8 +109,8 @@ class Gateway:
         )
 
     def add(self, session: S) -> S:
-        """From now on its key opens the session, whose requests are answered on the loop that this
-        is called on."""
+        """Opens the session: from now on its key is accepted, and its requests are answered on the
+        loop of the caller."""
         session.bridge = self.bridge_to_current_loop()
         self._sessions[session.key] = session
         return session

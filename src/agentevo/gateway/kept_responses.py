@@ -48,7 +48,7 @@ def keep(memory: Memory, history: tuple[Message, ...], body: dict[str, Any], ask
 
 
 def found(memory: Memory, name: str) -> KeptResponse:
-    """Raises Refusal where there is none."""
+    """The kept answer of that name. Raises Refusal where there is none."""
     response = memory.find(name)
     if not isinstance(response, KeptResponse):
         raise Refusal(
@@ -62,7 +62,7 @@ def found(memory: Memory, name: str) -> KeptResponse:
 
 
 def forget(memory: Memory, name: str) -> dict[str, Any]:
-    """The answer and its items are known no more. Raises Refusal where there is none."""
+    """Forgets the answer and its items. Raises Refusal where there is no such answer."""
     for item in found(memory, name).body["output"]:
         if memory.find(item["id"]) is not None:
             memory.forget(item["id"])

@@ -27,7 +27,7 @@ class Memory:
             self._num_characters -= self._kept.pop(oldest)[1]
 
     def forget(self, name: str) -> None:
-        """Of a name that is kept."""
+        """Forgets a name that is kept."""
         self._num_characters -= self._kept.pop(name)[1]
 
     def find(self, name: str) -> Any | None:

@@ -39,7 +39,7 @@ class RateLimit:
         self._per_s = per_s
         self._clock = clock
         self._refill_s = max(1.0, 1.0 / per_s) if per_s else 0.0
-        """From empty to full: a bucket holds at least one request."""
+        """The time from an empty to a full bucket, which holds at least one request."""
         self._addresses: OrderedDict[str, Allowance] = OrderedDict()
 
     def take(self, allowance: Allowance) -> None:

@@ -61,7 +61,8 @@ class PromptSize:
     """The size of a request, known before its first token is drawn."""
 
     num_tokens: int = 0
-    """Of the whole context; of several prompts together, as is the next."""
+    """The tokens of the whole context. This number and the next are sums where there are several
+    prompts."""
     num_cached: int = 0
     """How many of them the conversation had already."""
 
@@ -76,7 +77,7 @@ class Delivery:
     prompt: PromptSize = field(default_factory=PromptSize)
     """Known before the first piece of an answer arrives."""
     place: TracePlace | None = None
-    """In a trace, as the request named it."""
+    """The place in a trace, as the request named it."""
     asker: Asker | None = None
     """The asker, once the request has reached the attempt."""
 
@@ -114,7 +115,7 @@ class ModelReply:
     stop_string: str | None = None
     """The one of the request's that ended the completion."""
     tokens: list[TokenLogprob]
-    """Of the completion's tokens, where the request asks for log-probs."""
+    """The log-probs of the completion's tokens, where the request asks for them."""
 
     @property
     def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:

@@ -30,7 +30,7 @@ class _AnsweredItems:
     """An assistant's message that is being put together."""
 
     answer_id: str | None
-    """From an id of ours."""
+    """The id of the answer, read from an id that this gateway made."""
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -45,8 +45,8 @@ class _AnsweredItems:
         }
 
     def takes(self, kind: str) -> bool:
-        """Whether an item of this type can be of this answer: where no id says so, a text or a
-        thought after a text begins another answer, unless a call stands between."""
+        """Whether an item of this type can belong to this answer. Without an id, a text or a
+        thought after a text begins another answer, unless a call is between them."""
         return kind == "function_call" or bool(self.calls) or not self.texts
 
 
@@ -59,7 +59,7 @@ class _Drafts:
         """The assistant's message after which there are results of tools alone."""
 
     def answer_of(self, item: Mapping[str, Any], kind: str) -> _AnsweredItems:
-        """The answer that an item is of, a new one where there is none."""
+        """The answer that an item belongs to; a new one where there is none."""
         parts = ID_PARTS.fullmatch(str(item.get("id")))
         answer_id = parts[1] if parts else None
         last = self.last_answer

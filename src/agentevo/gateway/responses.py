@@ -206,7 +206,8 @@ def _history(body: Mapping[str, Any], memory: Memory) -> tuple[Message, ...]:
 
 
 def _tools(tools: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]:
-    """In the form of the chat API; and of each tool in a namespace, that and its name there."""
+    """The tools in the form of the chat API; and for each tool in a namespace, the namespace and
+    its name there."""
     nested: list[dict[str, Any]] = []
     namespaces: dict[str, tuple[str, str]] = {}
     for where, namespace, tool in _each_tool(tools):
@@ -245,8 +246,8 @@ def _tools(tools: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple[
 
 
 def _each_tool(tools: Sequence[Any]) -> Iterator[tuple[str, str | None, Any]]:
-    """Each tool with its place, and its namespace if it stands in one. The description of a
-    namespace has no place in a chat template."""
+    """Each tool with its place, and its namespace if it is in one. A chat template has no place for
+    the description of a namespace."""
     for number, tool in enumerate(tools, start=1):
         where = f"tool {number}"
         if not isinstance(tool, Mapping) or tool.get("type") != "namespace":
@@ -271,7 +272,7 @@ class _ResponsesOutput:
         self._open: str | None = None
         """The type of the last item, if it still grows."""
         self._texts: list[str] = []
-        """Of the item that grows."""
+        """The texts of the item that grows."""
 
     def add(self, piece: Delta) -> list[Event]:
         match piece:

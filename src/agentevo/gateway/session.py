@@ -112,18 +112,18 @@ class GatewaySession:
         self.memory = Memory()
         """What the APIs keep of its answers."""
         self.allowance = Allowance()
-        """Of requests."""
+        """The session's allowance of requests."""
         self._follows_client = follows_client
         self._whole_calls = whole_calls
         self._under_way = 0
         self.bridge: Bridge | None = None
         """Between the gateway's loop and the attempt's, once the gateway has the session."""
         self._context = contextvars.copy_context()
-        """That of the attempt: its calls are the parents of the session's."""
+        """The context of the attempt: its calls are the parents of the session's."""
 
     @property
     def base_url(self) -> str:
-        """As OpenAI's clients want it."""
+        """The base URL for OpenAI's clients."""
         return f"{self.base}/v1"
 
     @property
@@ -263,7 +263,8 @@ class GatewaySession:
         return "" if self.remote is not None and model_name in self.remote.models else POLICY
 
     def wait_of(self, asked: str | None, own_s: float) -> tuple[str, float]:
-        """Who answers a request for a model, and how long to wait for it: `own_s` for a policy."""
+        """What answers a request for a model, in words, and how long to wait for it: `own_s` for a
+        policy."""
         model = self.remote_name(asked)
         if not model or self.remote is None:
             return "the policy", own_s
@@ -392,7 +393,7 @@ def _text_of(prompt: Prompt, chat: ChatFormat) -> str:
 
 
 def over() -> Refusal:
-    """For a wrong key, and for a session that has ended."""
+    """The refusal for a wrong key, and for a session that has ended."""
     return Refusal(
         "this key opens nothing here: it is wrong, or it was of an attempt, and good until its "
         "agent has ended",

@@ -61,7 +61,7 @@ class GivenTasks:
 
     @property
     def digest(self) -> str:
-        """Of every task, in order."""
+        """The digest of every task, in order."""
         return hashlib.sha256(msgspec.json.encode([self.train, self.held_out])).hexdigest()
 
 

@@ -32,8 +32,8 @@ LETTING_GO_S = 5.0
 """How long an agent that was broken off may take to end. One that continues is abandoned, with a
 policy that answers no more."""
 LOOK_S = 0.05
-"""How often, at most, to look whether an attempt's time is over: it stands still while the engine
-sleeps."""
+"""The shortest interval between two looks whether an attempt's time is over: the time stands still
+while the engine sleeps."""
 
 
 Score = Callable[
@@ -91,7 +91,7 @@ class GroupAttempt:
 
     @property
     def calls(self) -> dict[str, AttemptCalls]:
-        """Where the calls of each trajectory are recorded, by its id."""
+        """Id of a trajectory -> the record of its calls."""
         return {
             conversation.name: conversation.calls
             for conversation in self.policy.conversations.values()
@@ -115,7 +115,7 @@ class GroupAttempt:
             return trajectories
 
     def _tell(self, call: RunningCall, trajectory: Trajectory) -> None:
-        """For the attempt's span, if there is one: what it is worth where no scorer decides, its
+        """Notes for the attempt's span, if there is one: its reward where no scorer decides, its
         first prompt and its last answer."""
         if call.tracing is None:
             return
@@ -234,7 +234,7 @@ class GroupAttempt:
     def _outcome_of(
         self, playing: asyncio.Task[Outcome], late: bool
     ) -> tuple[Outcome, Status, str | None, BaseException | None]:
-        """How it ended, the reason, and what was raised."""
+        """Returns how it ended, the reason, and the exception."""
         nothing = Outcome(reward=0.0, success=False)
         if self._cut is not None and (
             not playing.done() or playing.cancelled() or playing.exception() is not None

@@ -81,7 +81,7 @@ class TaskPool:
         return place // self._steps_per_round
 
     def shuffle(self, purpose: str, number: int) -> list[int]:
-        """All of its tasks in an order of that purpose and number."""
+        """All tasks, in an order for that purpose and number."""
         return permutation(len(self.tasks), derive_seed(self._seed, purpose, number))
 
 

@@ -59,7 +59,7 @@ CLAIM_S = 30.0
 STOPPING_S = 10.0
 _GROUP = re.compile(r"\w[\w.:-]{0,99}")
 _LABEL = re.compile(r"/([^/@]+)@[^/@]*$")
-"""Of a group's id, which sampler.group_name makes."""
+"""Finds the label in a group's id, which sampler.group_name makes."""
 _TAKEN = {BASELINE, "train", "greedy", "sampled", "untaught-greedy", "untaught-sampled", "doctor"}
 """Labels of the groups that a run makes itself."""
 
@@ -108,7 +108,7 @@ class OutsideSession:
         self.failure: str | None = None
         """What its agent has failed with, as that said."""
         self.trajectory: Trajectory | None = None
-        """As it was written."""
+        """The trajectory as it was written."""
 
     def export(self) -> Trajectory:
         """What is recorded, with what was posted; before its group has been scored that is all."""
@@ -134,7 +134,7 @@ class OutsideSession:
         )
 
     def state(self) -> SessionState:
-        """For its agent: how far it is."""
+        """The progress of the session, for its agent."""
         turns = self.policy.conversation.turns
         done = self.trajectory
         has_ended = self.over.is_set() or self.ended.is_set()
@@ -236,7 +236,7 @@ class _OpenedGroup:
     split: Split
     step: int
     lease: Lease | None
-    """On its task, if that is one of the run's."""
+    """The lease of its task, if that is one of the run's."""
     playing: asyncio.Task[None] | None = None
     sessions: list[OutsideSession] = field(default_factory=list)
     num_claimed: int = 0
@@ -266,13 +266,13 @@ class OutsideSessions:
         self._store = store
         self._note = note
         self._groups: dict[str, _OpenedGroup] = {}
-        """Those under way, by the name that was given."""
+        """The groups under way, by their given names."""
         self._sessions: dict[str, tuple[OutsideSession, _OpenedGroup]] = {}
         self._ended: dict[str, None] = {}
         """Ids of sessions whose group has been written; the oldest first."""
         self._opening = asyncio.Lock()
         self._names: set[str] | None = None
-        """Of the groups that were written; None until they have been looked up."""
+        """The names of the written groups; None until they have been looked up."""
         self._counts = Counter[str]()
 
     def stats(self) -> dict[str, float]:
@@ -485,7 +485,7 @@ class OutsideSessions:
             raise Refusal(f"the group {opened.name} has all its attempts", status=409)
 
     async def _play(self, opened: _OpenedGroup) -> None:
-        """From its first attempt until it is written, or why it never is."""
+        """Plays the group from its first attempt until it is written, or until it fails."""
         lease = opened.lease
         beats = asyncio.create_task(self._keep(lease, opened)) if lease is not None else None
         try:

@@ -135,7 +135,8 @@ def _short_answers(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _supporting_titles(facts: Any) -> list[str]:
-    """Of HotpotQA's JSON [[title, sentence], ...] or the hub's {title: [...], sent_id: [...]}."""
+    """Titles of HotpotQA's JSON [[title, sentence], ...] or the hub's {title: [...], sent_id:
+    [...]}."""
     if isinstance(facts, Mapping):
         titles = facts.get("title") or []
     else:

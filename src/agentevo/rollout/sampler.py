@@ -68,7 +68,7 @@ def group_of_all(group_id: str) -> str:
 
 
 def agent_of_group(group_id: str) -> str:
-    """Whose group it is, of several agents; empty where there is one."""
+    """The agent that the group belongs to, of several; empty where there is only one."""
     return group_id.rpartition("@")[2].partition(":")[2]
 
 
@@ -214,7 +214,8 @@ class Sampler:
     async def write(
         self, trajectories: Sequence[Trajectory], *, split: Split, step: int
     ) -> list[Trajectory]:
-        """All of these or none, into the store; what it can't hold as failed attempts."""
+        """Writes all of these into the store, or none; those that it can't hold are written as
+        failed attempts."""
         return await written(
             trajectories,
             lambda storable: _with_retries(
@@ -314,8 +315,8 @@ class Sampler:
         return await self._scoring.score(trajectories, unrewarded, calls, task=task, policy=policy)
 
     async def _wait_for_rewards(self, policy: PolicyScores) -> None:
-        """Returns when the rewards know what they want of the policy that the run begins with: no
-        step is made before the first group is scored. Begun again after a failure."""
+        """Returns when the rewards know what they need of the policy that the run begins with: no
+        step is made before the first group is scored. After a failure it begins again."""
         if self._preparing is None:
             self._preparing = asyncio.create_task(self._scoring.prepare(self._given(), policy))
 
@@ -392,7 +393,7 @@ class Sampler:
     async def _known(
         self, groups: Sequence[str], split: Split, step: int
     ) -> dict[str, list[Trajectory]]:
-        """Of these groups those that are in the store with their tokens: id -> members in order. A
+        """The groups of these that are in the store with their tokens: id -> members in order. A
         group is written whole."""
         summaries = await self._store.summaries(split=split, step=step)
         stored_groups: dict[str, list[Trajectory]] = {}

@@ -63,7 +63,7 @@ EVALUATIONS = ("greedy", "sampled", "eval")
 """How the labels of groups end that belong to evaluations."""
 _GROUP = re.compile(r"/(?P<label>[^/@]+)@(?P<step>\d{1,9})(?::[^/@]*)?\Z")
 REWARD = "a reward"
-"""Who raised, in the words of an error."""
+"""The origin of an exception, in the words of an error."""
 LETTING_GO_S = 5.0
 """How long a scorer that was late may take to end."""
 
@@ -104,7 +104,7 @@ class NamedReward:
         )
 
     def _make_sandboxes(self) -> Sandboxes | None:
-        """For a scorer whose `score` asks for sandboxes; its `sandbox` says which."""
+        """The sandboxes for a scorer whose `score` asks for them; its `sandbox` says which."""
         score = getattr(self._item, "score", None)
         if score is None or "sandboxes" not in inspect.signature(score).parameters:
             return None
@@ -141,8 +141,8 @@ class NamedReward:
         return function is not None and "policy" in inspect.signature(function).parameters
 
     async def prepare(self, tasks: Sequence[Task], policy: ScoredPolicy) -> None:
-        """What it wants to know of the policy before it scores, within `timeout_s` for each task.
-        Raises ScorerFailure, and InfrastructureFailure where the policy can't be asked."""
+        """Lets the reward ask the policy before it scores, within `timeout_s` for each task. Raises
+        ScorerFailure, and InfrastructureFailure where the policy can't be asked."""
         if not (self.asks_policy and hasattr(self._item, "prepare")):
             return
 
@@ -388,8 +388,8 @@ class Scoring:
         return any(reward.asks_policy for reward in self._configured)
 
     async def prepare(self, tasks: Sequence[Task], policy: ScoredPolicy) -> None:
-        """Lets the recipe's rewards ask what they want to know of the policy before it learns.
-        Raises InfrastructureFailure."""
+        """Lets the recipe's rewards ask the policy before it learns. Raises
+        InfrastructureFailure."""
         for reward in self._configured:
             judged = [
                 task for task in tasks if task.scorer is None or reward in self._all_for(task)
@@ -404,13 +404,14 @@ class Scoring:
         )
 
     def _all_for(self, task: Task) -> list[NamedReward]:
-        """Those of all stages."""
+        """The rewards of all stages."""
         if task.scorer is None:
             return self._configured
         return [self._reward(name) for name in scorers_of(task)]
 
     def _list_for(self, task: Task, step: int | None) -> list[NamedReward]:
-        """Those that count at a training step, or in an evaluation; the task's own always do."""
+        """The rewards that count at a training step, or in an evaluation; the task's own always
+        count."""
         rewards = self._all_for(task)
         return rewards if task.scorer else [r for r in rewards if r.config.counts_at(step)]
 
@@ -497,7 +498,8 @@ class Scoring:
 
 
 def _with_own(trajectory: Trajectory) -> Trajectory:
-    """With the agent's or the environment's own reward, whose place another takes, as a metric."""
+    """The trajectory with the agent's or the environment's own reward as a metric: another reward
+    replaces it."""
     return replace(trajectory, metrics={**trajectory.metrics, OWN_REWARD: trajectory.reward})
 
 

@@ -102,7 +102,7 @@ class Proposal:
     row: dict[str, Any] | None
     """The question as it is kept. None where there is none, or the attempt is not completed."""
     key: bytes | None = None
-    """Of what is asked."""
+    """The key of the question."""
     is_held_out: bool = False
 
     @property
@@ -115,8 +115,8 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Proposals:
-    """All of one step. `tasks`: what the solver tries, each question once, in the order in which
-    they were proposed."""
+    """All proposals of one step. `tasks`: the tasks for the solver, each question once, in the
+    order in which they were proposed."""
 
     step: int
     all: list[Proposal]
@@ -185,7 +185,8 @@ class Paid:
     """What a step's proposals have earned."""
 
     trajectories: list[Trajectory]
-    """Those of the proposer, with their rewards; QUESTION of each says what became of it."""
+    """The proposer's trajectories, with their rewards; the file QUESTION of each has the results of
+    its question."""
     dropped: dict[str, str]
     metrics: dict[str, float]
 
@@ -241,7 +242,7 @@ def _with(
     facts: Mapping[str, Any],
     success: bool = False,
 ) -> Trajectory:
-    """With its reward, and what is known of its question now."""
+    """The trajectory with its reward, and with the results of its question."""
     row = json.loads(trajectory.files[QUESTION]) | dict(facts)
     return replace(
         trajectory,

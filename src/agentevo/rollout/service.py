@@ -52,8 +52,8 @@ from agentevo.types import QUEUED_FOR_STEP, Task, Trajectory, group_of_agent
 T = TypeVar("T")
 
 STOPPING_S = 10.0
-"""For a clean stop: to write what is complete, and to give back the other tasks. What takes longer
-is left to the leases' end."""
+"""The time for a clean stop: to write complete groups, and to give back the other tasks. Tasks that
+take longer return when their leases end."""
 MAX_UNREACHED = 20
 """So often a group is begun again, uncounted, because no engine could be reached. More than that
 may be the task's own doing."""
@@ -72,8 +72,8 @@ COUNTERS = (
     "attempts_cancelled",
     "cancelled_tokens",
 )
-"""Of `SamplerService.stats`; `unreached` are groups begun again because no engine could be
-reached."""
+"""The counters of `SamplerService.stats`; `unreached` are groups begun again because no engine
+could be reached."""
 FED_AT_ONCE = 64
 """Tasks queued between two looks at everything else."""
 
@@ -85,7 +85,7 @@ class _SampledWork:
     lease: Lease
     """The newest."""
     step: int
-    """For which its group is sampled."""
+    """The step that its group is sampled for."""
     running: asyncio.Task[None] | None = None
     group: RolloutGroup | None = None
     writing: bool = False
@@ -126,7 +126,7 @@ class SamplerService:
         self._groups_per_step = len(tasks.train(1))
         self._capacity = max(1, self._rollout.max_attempts // attempts)
         self._next_step = 0
-        """Whose tasks are queued next."""
+        """The step whose tasks are queued next."""
         self._to_feed: deque[Task] = deque()
         self._works: set[_SampledWork] = set()
         self._failures: list[BaseException] = []
@@ -148,9 +148,9 @@ class SamplerService:
         return running | {f"sampler/{name}": float(self._counts[name]) for name in COUNTERS}
 
     async def run(self, stop: Callable[[], bool]) -> None:
-        """Until `stop`, or the first defect. Running groups are then broken off and their tasks
-        given back at once; so too when this is cancelled. Raises StoreUnavailableError when the
-        database stays away."""
+        """Runs until `stop`, or the first defect. Running groups are then broken off and their
+        tasks given back at once; so too when this is cancelled. Raises StoreUnavailableError when
+        the database stays away."""
         last = await self._with_retries(self._store.last_step, "last_step")
         self._next_step = 1 + (last.step if last is not None else 0)
         try:
@@ -169,7 +169,7 @@ class SamplerService:
             await self._stop()
 
     async def _pause(self) -> None:
-        """Until a group ends, at most `rollout.poll_s`."""
+        """Waits until a group ends, at most `rollout.poll_s`."""
         try:
             async with asyncio.timeout(self._rollout.poll_s):
                 await self._group_ended.wait()
@@ -266,7 +266,7 @@ class SamplerService:
                 )
 
     async def _work(self, work: _SampledWork) -> None:
-        """From the lease to its end, one way or another."""
+        """Carries out the work from its lease to its end, in success or failure."""
         beats = asyncio.create_task(self._beat(work))
         try:
             if await self._is_known(work):
@@ -365,9 +365,9 @@ class SamplerService:
             return trajectories
 
     def _engines_of(self, step: int) -> dict[str, Engine]:
-        """Who draws the tokens of a group for that step, where it is not the run's own engines.
-        Under `wait` that is one version of the weights, so that the tokens do not depend on when
-        newer ones come."""
+        """The engines that draw the tokens of a group for that step, where they are not the run's
+        own. Under `wait` that is one version of the weights, so that the tokens do not depend on
+        when newer ones come."""
         if not self._waits:
             return {}
 

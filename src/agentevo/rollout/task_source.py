@@ -1,5 +1,5 @@
-"""Which tasks a run plays, in which order: all from the run's seed, so every process of a run knows
-the same ones."""
+"""Which tasks a run plays, in which order: all follows from the run's seed, so every process of a
+run has the same tasks."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class TaskSource:
         _check_ids(self._by_id)
 
     def _pools_of(self, train: Sequence[Task]) -> list[TaskPool]:
-        """What training goes round, of each stage."""
+        """The pool of tasks that training cycles through, for each stage."""
         seed = self._config.run.seed
         groups = self._config.trainer.groups_per_step
         if not self.stages.stages:
@@ -124,7 +124,8 @@ class TaskSource:
         )
 
     def _mixture(self, tasks: Sequence[Task], seed: int) -> Mixture | None:
-        """Of these tasks, where sources are mixed by weights; a source without one is left out."""
+        """The mixture of these tasks, where sources are mixed by weights; a source without tasks is
+        left out."""
         section = self._config.tasks
         if self.read is None or not section.weights:
             return None

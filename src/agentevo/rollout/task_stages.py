@@ -33,7 +33,7 @@ class TaskStages:
         self._lag = lag
         self._by_success = any(stage.until_success is not None for stage in stages)
         self._success: dict[int, float | None] = {}
-        """Of each committed step; None where no attempt was completed."""
+        """The success of each committed step; None where no attempt was completed."""
         self._begins = [1]
         """First steps of the stages that are known to have begun, or to begin."""
         self._looked = 0
@@ -103,7 +103,7 @@ class TaskStages:
 
 
 def of_stage(stage: TaskStage, tasks: Sequence[Task], sources: Mapping[str, str]) -> list[Task]:
-    """Those of the tasks that a stage has. `sources`: the source of each, by its id."""
+    """The tasks that belong to a stage. `sources`: the source of each task, by its id."""
     return [
         task
         for task in tasks

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Hashable
 from agentevo.tools.tool import ToolResult
 
 MAX_CHARS = 2**26
-"""Of all kept results, their texts: the oldest go first."""
+"""The characters of all kept results; the oldest results are dropped first."""
 
 
 class ResultCache:

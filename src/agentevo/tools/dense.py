@@ -19,7 +19,7 @@ from agentevo.extras import load_extra
 from agentevo.tools.corpus import MAX_QUERY, Passage
 
 MAX_TOKENS = 256
-"""Of a passage, as the encoder was trained; the rest is not seen."""
+"""Tokens of a passage, as the encoder was trained; it does not see the rest."""
 BATCH = 64
 
 

@@ -102,7 +102,7 @@ def _text_of(page: WebPage, *, links: bool, max_chars: int) -> str:
 
 
 def _decode(page: WebPage) -> str:
-    """The content in the page's charset, or in UTF-8 where that is none of texts."""
+    """The content in the page's charset, or in UTF-8 where that is no charset of texts."""
     try:
         codec = codecs.lookup(page.charset or "utf-8")
         if codec.name.replace("-", "_") not in PYTHON_CHARSETS:

@@ -132,7 +132,7 @@ class FunctionTools:
         await in_thread(wait)
 
     def _close(self, instances: Sequence[Any]) -> None:
-        """On the object's own thread, if one was made."""
+        """Closes the object, if one was made; runs on its own thread."""
         try:
             for item in instances:
                 closing = item.close() if hasattr(item, "close") else None

@@ -288,7 +288,7 @@ def _owner(name: str, servers: Sequence[str]) -> str | None:
 
 
 def _specs(tools: Mapping[str, Mapping[str, Any]], servers: Sequence[str]) -> list[ToolSpec]:
-    """By bare names, but where several servers have one of the same."""
+    """The tools by bare names, except where several servers have a tool of the same name."""
     bare = {full: full.removeprefix(f"{_owner(full, servers)}.") for full in tools}
     counts = Counter(bare.values())
     specs = []
@@ -356,7 +356,7 @@ def _start(body: bytes) -> str:
 
 
 def _said(status: int, body: bytes) -> str:
-    """What came with a status, in words."""
+    """The answer with that status, in words."""
     try:
         answer = msgspec.json.decode(body)
         detail = answer.get("detail") if isinstance(answer, dict) else None

@@ -79,7 +79,7 @@ class McpServer:
     key_variable: str | None = None
     """The name of the environment variable whose key is among the headers."""
     shown: str = ""
-    """Where it is, for messages."""
+    """The place of the server, for messages."""
     secrets: Sequence[str] = field(default=(), repr=False)
     sandbox: ProgramSandboxSection | None = None
     """The limits of the sandbox that `command` starts it in."""
@@ -113,9 +113,9 @@ class McpConnection:
         self.instructions = ""
         """The text of the prompt that was asked for, once it is open."""
         self._offered: set[str] = set()
-        """Those of RESOURCE_TOOLS that are offered."""
+        """The tools of RESOURCE_TOOLS that are offered."""
         self._status = 0
-        """Of the last answer over HTTP."""
+        """The status of the last answer over HTTP."""
         self._is_suspect = False
         """A call was given up: whether the server still answers is to be seen."""
 
@@ -194,7 +194,7 @@ class McpConnection:
             is_doubtful = error.code in (CONNECTION_CLOSED, INVALID_REQUEST)
             if is_doubtful and not await self._responds():
                 raise await self._lost(error) from error
-            # Of an answer that it can't read, the SDK says why in a dozen lines.
+            # The SDK reports an answer that it can't read in a dozen lines.
             is_unread = error.code == PARSE_ERROR
             message = error.message.partition("\n")[0] if is_unread else error.message
             return ToolResult(text=f"Error: {message}", is_error=True)
@@ -297,7 +297,7 @@ class McpConnection:
         for _ in range(MAX_PAGES):
             page = await client.list_tools(cursor=cursor)
             for tool in page.tools:
-                # Of two of one name a call would mean both: the first is as good.
+                # Of two tools of one name a call would mean both: the first is as good.
                 by_name.setdefault(
                     tool.name,
                     ToolSpec(
@@ -417,7 +417,7 @@ class _ErrorTail(asyncio.Protocol):
         self._ended.set()
 
     async def settle(self) -> None:
-        """Until a server that has ended has said all, for STDERR_S at most."""
+        """Waits until the stderr of a server that has ended is read, for STDERR_S at most."""
         if self._is_open:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), STDERR_S)

@@ -86,7 +86,7 @@ class _ManagerSession:
         self._section = section
         self._opening = asyncio.Lock()
         self._url = section.url if section.image is None else None
-        """Of its node's API, once there is one."""
+        """The URL of its node's API, once there is one."""
         self._node: str | None = None
         """The id of a node that was made for it."""
         self._is_suspect = self._tell_restart = False

@@ -19,8 +19,8 @@ _HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def read_message(text: str) -> Any:
-    """A message for the SDK's session. Of a text that is none the reason, a ValueError, which a
-    session passes over."""
+    """A message for the SDK's session. For a text that is no message, the reason as a ValueError,
+    which a session passes over."""
     from mcp.shared.message import SessionMessage
     from mcp_types import jsonrpc_message_adapter
 
@@ -33,7 +33,7 @@ def read_message(text: str) -> Any:
 
 
 def make_refusal(request_id: int | str, reason: str) -> Any:
-    """The message that says why the answer to a request is none."""
+    """The message that says why the answer to a request is invalid."""
     from mcp.shared.message import SessionMessage
     from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError
 

@@ -93,7 +93,7 @@ class _McpSession:
         self._section = section
         self._connection: McpConnection | None = None
         self._broken_off: list[McpConnection] = []
-        """Those whose opening was cancelled: they may be ending still."""
+        """The connections whose opening was cancelled: they may still be ending."""
         self._opening = asyncio.Lock()
         self._num_tries = 0
         self._failure: str | None = None
@@ -102,7 +102,7 @@ class _McpSession:
         self._tell_restart = False
 
     async def learn_tools(self, known: _KnownServer | None) -> _KnownServer:
-        """The server's tools: those that are known already, or what it says. Raises
+        """The server's tools: those that are known already, or else those that it lists. Raises
         ToolUnavailableError, and EnvironmentFailure where it has no such tool as `outcome`."""
         if known is None:
             await self.prepare()

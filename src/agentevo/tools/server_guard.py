@@ -19,7 +19,7 @@ import time
 
 GRACE_S = 2.0
 LOOK_S = 0.5
-"""How often it looks whether the client lives."""
+"""The interval of the looks whether the client lives."""
 NOT_STARTED = 127
 _PR_SET_CHILD_SUBREAPER = 36
 _HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
@@ -122,7 +122,7 @@ def _has_children() -> bool:
 
 
 def _kill_children() -> None:
-    """Their own children become ours, until there are none."""
+    """Their own children become the guard's, until there are none."""
     until = time.monotonic() + GRACE_S
     while _has_children() and time.monotonic() < until:
         try:

@@ -33,7 +33,7 @@ class StateCheck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A call, and what it gives where the state is the right one."""
 
     tool: str
-    """By the name that the policy knows."""
+    """The tool's name as the policy knows it."""
     arguments: dict[str, Any] = {}
     result: str
 

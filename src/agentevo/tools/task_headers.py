@@ -31,7 +31,7 @@ def task_variables(task: Task, seed: int, server: str) -> dict[str, str]:
 
 
 def attempt_variables(task: Task, seed: int) -> dict[str, str]:
-    """What every server that is started knows of its attempt."""
+    """The data of its attempt that every started server gets."""
     return {"AGENTEVO_TASK_ID": task.id, "AGENTEVO_SEED": str(seed)}
 
 

@@ -41,12 +41,12 @@ class TimedRequests:
     def stream(
         self, client: httpx.Client, method: str, url: httpx.URL | str, **options: Any
     ) -> AbstractContextManager[httpx.Response]:
-        """As the client's own. Raises TimeoutError where no time is left."""
+        """The same as the client's `stream`. Raises TimeoutError where no time is left."""
         options["extensions"] = {**options.get("extensions", {}), "trace": self._keep_socket}
         return client.stream(method, url, timeout=self.left_s(), **options)
 
     def shut_down(self) -> None:
-        """A reader of a connection of these requests reads its end."""
+        """Shuts down the connections of these requests: a reader of one reads its end."""
         with self._lock:
             for connection in self._sockets:
                 with suppress(OSError):  # it is closed

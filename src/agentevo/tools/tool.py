@@ -27,8 +27,8 @@ _SCHEMA_KEYS = ("type", "properties", "required", "additionalProperties")
 
 
 def ordered_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of an object, its keys in an order that no way through MCP changes: a policy
-    reads the same tokens of a tool wherever it runs."""
+    """The schema of an object, with its keys in an order that a path through MCP does not change: a
+    policy reads the same tokens of a tool wherever the tool runs."""
     first = {key: schema[key] for key in _SCHEMA_KEYS if key in schema}
     return first | {key: value for key, value in schema.items() if key not in first}
 
@@ -57,7 +57,7 @@ class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One tool, as the policy sees it."""
 
     name: str
-    """As its toolset calls it."""
+    """The name in its toolset."""
     description: str = ""
     parameters: dict[str, Any]
     """JSON schema of the arguments, an object."""
@@ -73,7 +73,7 @@ class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
         return (self.name, self.full_name) if self.full_name else (self.name,)
 
     def schema(self, name: str) -> dict[str, Any]:
-        """In OpenAI's form, under the name that the policy knows."""
+        """The schema in OpenAI's form, under the name that the policy knows."""
         function = {"name": name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 

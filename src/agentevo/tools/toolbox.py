@@ -60,9 +60,9 @@ METRICS = {
 }
 """Name of a metric of an attempt -> what it counts."""
 UNANSWERED = ("num_unknown_tools", "num_tool_timeouts", "num_tool_failures")
-"""Those of calls whose result no tool gave."""
+"""The metrics of calls whose result did not come from a tool."""
 RETRY_PAUSE_S = 0.5
-"""Before the second try of a call; each later pause is twice as long."""
+"""The pause before the second try of a call; each later pause is twice as long."""
 MAX_NAME = 64
 """Characters of a tool's name that models and APIs take."""
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
@@ -105,7 +105,7 @@ class Toolbox:
     async def open(self, task: Task, seed: int) -> AsyncIterator[AttemptTools]:
         """The tools of one attempt; what they keep for it ends with the block. Raises
         ToolUnavailableError where they can't be opened, EnvironmentFailure for a task whose
-        `state_checks` are none."""
+        `state_checks` are malformed."""
         try:
             checks = state_checks(task.metadata)
         except ValueError as error:
@@ -120,7 +120,8 @@ class Toolbox:
             yield AttemptTools(sessions, self._cache, self._show, checks)
 
     def _show(self, name: str, error: Exception) -> None:
-        """Of a tool's code, at once: the policy alone would read of it otherwise."""
+        """Shows an exception of a tool's code at once: otherwise only the policy would read of
+        it."""
         kind = (name, type(error))
         if kind not in self._told:
             self._told.add(kind)
@@ -178,7 +179,7 @@ class AttemptTools:
         no tools."""
         self._sessions = sessions
         self._num_losses = {id(session): session.num_losses for _, session in sessions}
-        """Before the attempt."""
+        """The losses before the attempt."""
         self._cache = cache
         self._show = show
         self._checks = checks
@@ -209,14 +210,14 @@ class AttemptTools:
         )
         """What the policy reads of the tools before the task."""
         self.schemas = [tool.spec.schema(name) for name, tool in self._tools.items()]
-        """In OpenAI's form, under the names that the policy knows."""
+        """The schemas in OpenAI's form, under the names that the policy knows."""
         self.metrics: Counter[str] = Counter()
-        """By the names of METRICS."""
+        """The counters, by the names of METRICS."""
         self.condense: Condense | None = None
         """What is done with results before the policy reads them."""
 
     async def call(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """Makes the calls, all at once, and gives their results in order."""
+        """Makes all calls concurrently, and returns their results in order."""
         return list(await asyncio.gather(*map(self._answer, calls)))
 
     async def offers(self) -> tuple[list[str], list[str]]:
@@ -432,7 +433,7 @@ def _error(text: str) -> ToolResult:
 
 
 def _by_name(tools: Sequence[_Bound]) -> dict[str, _Bound]:
-    """By the names that the policy knows, in order."""
+    """The tools by the names that the policy knows, in order."""
     owners: dict[str, set[str]] = {}
     for tool in tools:
         owners.setdefault(_plain_name(tool.spec.name), set()).add(tool.offer.toolset.name)
@@ -455,7 +456,7 @@ def _by_name(tools: Sequence[_Bound]) -> dict[str, _Bound]:
 
 
 def _plain_name(name: str) -> str:
-    """With what APIs take in a name."""
+    """The name with only the characters that APIs accept in a name."""
     plain = _NOT_IN_NAMES.sub("_", name)
     return plain if plain.strip("_-") else "tool"
 

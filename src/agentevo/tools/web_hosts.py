@@ -31,7 +31,7 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 """All that IANA has given out of IPv6 for hosts of the internet."""
 _DOCUMENTATION = ipaddress.IPv6Network("3fff::/20")
-"""Of RFC 9637, which Python 3.11 does not know."""
+"""The network of RFC 9637, which Python 3.11 does not know."""
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -40,7 +40,7 @@ class WebPage:
     """What a URL gave."""
 
     url: str
-    """After redirects."""
+    """The URL after redirects."""
     media_type: str
     """Such as text/html; empty where the server does not say."""
     charset: str | None
