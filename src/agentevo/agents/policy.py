@@ -55,8 +55,8 @@ class Reply:
     message: Message
     """The reply as it goes into the history."""
     opening: str = ""
-    """What the chat template made the reply begin with, such as "<think>\\n"; `text` goes on from
-    there."""
+    """The beginning of the reply that the chat template wrote, such as "<think>\\n"; `text`
+    continues it."""
 
     @property
     def answer(self) -> str:

@@ -2,7 +2,7 @@
 examples.
 
     policy.text("system", "You are a clerk.")     the text of that name, or the agent's own
-    policy.examples()                             messages of examples; none where nobody gave any
+    policy.examples()                             messages of examples; none where none are given
     agentevo.text("system", "You are a clerk.")   the same, for an agent that takes no policy
 
 Which texts are given is decided outside: by the recipe (`agent.texts`) or by `agentevo optimize`,

@@ -3,7 +3,8 @@
 Every reply goes back as the ids that the policy drew, so each prompt extends the ids before it;
 results are the messages of role `tool` that the chat template writes (format `native`) or
 observations in the user's place (`react`). A call that can't be made is answered with the reason:
-the policy reads it, the attempt goes on, and the trajectory's metrics count it (tools/toolbox.py).
+the policy reads it, the attempt continues, and the trajectory's metrics count it
+(tools/toolbox.py).
 
     reward = what the tools say of the state that they are left in, where any does
              + what results earned - agent.call_penalty for each turn with a wrong call

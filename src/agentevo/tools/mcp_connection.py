@@ -154,8 +154,8 @@ class McpConnection:
 
         is_opening = self._ready is not None and not self._ready.done()
         if is_opening and not self._task.cancelling():
-            # It would wait for a server that has not said hello. Told a second time the SDK would
-            # stop ending that server.
+            # It would wait for a server that has not said hello. After a second cancellation the
+            # SDK would stop ending that server.
             self._task.cancel()
 
         _, running = await asyncio.wait([self._task], timeout=CLOSING_S)

@@ -1,4 +1,4 @@
-"""The tool contract: what can be called, by whom, and what a call gives back.
+"""The tool contract: what can be called, which callers may call it, and what a call returns.
 
 A toolset is what an entry of `agent.tools` becomes, one object for a process. It opens a session
 for each attempt, which holds the state that its tools share and is closed with the attempt.
@@ -7,10 +7,10 @@ What a call may raise:
 
     ToolArgumentsError     arguments that the tool does not take: the policy reads the message
     ToolError              the tool's own refusal, which the policy reads as well
-    ToolUnavailableError   nobody could be asked; tried again where nothing was sent, or where equal
-                           calls change nothing
-    anything else          a fault of the tool's code: the policy is told that it failed, and the
-                           user is shown the traceback
+    ToolUnavailableError   the tool can't be reached; tried again where nothing was sent, or where
+                           equal calls change nothing
+    anything else          a fault of the tool's code: the policy reads that it failed, and the
+                           user sees the traceback
 """
 
 from __future__ import annotations
