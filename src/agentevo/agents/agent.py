@@ -4,9 +4,9 @@ What an agent's `run` may return: an `Outcome`; a number, which is the reward; a
 parts, whose sum is the reward; a list with a reward for each turn, or a mapping from turns to
 rewards, whose sum is the reward; or None where what was posted counts, else a scorer decides (the
 recipe's `rewards`, or the task's own). A reward of 1 or more counts as success. An agent that asks
-by a client of its own alone counts the turns that it received; any other names them by
-`Reply.turn`. In a rollout of several agents all this is everybody's, and a mapping from their names
-to any of these is each one's own.
+only by a client of its own counts the turns that it received; any other names them by `Reply.turn`.
+In a rollout of several agents such a value is the outcome of all of them, and a mapping from their
+names to such values gives each its own.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ ALIKE = 0.8
 
 
 class Agent(Protocol):
-    """Anything that plays. It may raise: the attempt is then recorded as failed and the run goes
-    on."""
+    """Anything that plays. It may raise: the attempt is then recorded as failed and the run
+    continues."""
 
     async def run(self, task: Task, policy: Policy) -> Outcome: ...
 
@@ -66,7 +66,7 @@ class FunctionAgent:
     """An agent that is one function, or the method of an object. One that is not async runs on a
     thread of its own.
 
-    With one parameter its client calls the policy by the gateway: the calls are told by the
+    With one parameter its client calls the policy by the gateway: the calls are recognised by the
     environment's base URL and the attempt's context (capture.py).
 
     Raises ConfigError for a function that takes something else."""
@@ -118,8 +118,8 @@ class FunctionAgent:
                 return _of_turns(dict(zip(taken, returned, strict=True)))
 
             if returned is None:
-                given = outcome_of_rewards(policy.posted, policy.received)
-                return outcome_of(given, policy.rewarded)
+                posted = outcome_of_rewards(policy.posted, policy.received)
+                return outcome_of(posted, policy.rewarded)
 
             outcome = outcome_of(returned, policy.rewarded)
             return outcome if policy.has_replied else _by_index(outcome, policy.received)
@@ -136,9 +136,9 @@ class FunctionAgent:
 
         try:
             async with asyncio.timeout(CLOSING_S):
-                ended = close() if is_async(close) else await run_in_thread(close, "agent")
-                if inspect.isawaitable(ended):
-                    await ended
+                closing = close() if is_async(close) else await run_in_thread(close, "agent")
+                if inspect.isawaitable(closing):
+                    await closing
         except Interrupt:
             raise
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 (it is a user's)
@@ -147,14 +147,14 @@ class FunctionAgent:
     async def _await_return(self, task: Task, *policy: Policy) -> Any:
         if self._is_async:
             return await self._notices.run(self._function(task, *policy))
-        arguments = [BlockingPolicy(one) for one in policy]
+        arguments = [BlockingPolicy(item) for item in policy]
         returned = await run_in_thread(partial(self._function, task, *arguments), "agent")
         return await returned if inspect.isawaitable(returned) else returned
 
 
 def outcome_of(returned: Any, agents: Sequence[str] = ()) -> Outcome:
-    """What an agent returned, as a record of plain values; see the module. `agents`: the names of
-    several. Raises TypeError or ValueError for anything else."""
+    """An agent's return value as a record of plain values; see the module. `agents`: the names of
+    several. Raises TypeError or ValueError for any other value."""
     if agents:
         return _of_agents(returned, agents)
 
@@ -190,7 +190,8 @@ def outcome_of(returned: Any, agents: Sequence[str] = ()) -> Outcome:
 
 
 def _of_agents(returned: Any, agents: Sequence[str]) -> Outcome:
-    """The outcome for each of several agents. What names none of them is everybody's."""
+    """The outcome for each of several agents. A value that names none of them is the outcome of
+    all."""
     if isinstance(returned, Outcome):
         by_agent: Mapping[Any, Any] = returned.agents
         returned = msgspec.structs.replace(returned, agents={})
@@ -215,12 +216,12 @@ def _of_agents(returned: Any, agents: Sequence[str]) -> Outcome:
             f'{{"{agents[0]}": [0.0, 1.0]}}'
         )
 
-    own = {name: outcome_of(one) for name, one in by_agent.items()}
-    return msgspec.structs.replace(everybody, agents=own)
+    by_name = {name: outcome_of(reward) for name, reward in by_agent.items()}
+    return msgspec.structs.replace(everybody, agents=by_name)
 
 
 def _check_no_slip(parts: Mapping[Any, Any], agents: Sequence[str]) -> None:
-    """Raises ValueError for a part of everybody's reward that is an agent's name but for a slip."""
+    """Raises ValueError for a part of the common reward whose name is almost an agent's."""
     for name in parts:
         meant = difflib.get_close_matches(str(name), agents, n=1, cutoff=ALIKE)
         if meant:
@@ -248,7 +249,10 @@ def _by_index(outcome: Outcome, received: Mapping[str, Sequence[int]]) -> Outcom
     return msgspec.structs.replace(
         outcome,
         turn_rewards=number_rewards(outcome.turn_rewards, ""),
-        agents={name: _by_index(one, {"": received[name]}) for name, one in outcome.agents.items()},
+        agents={
+            name: _by_index(agent_outcome, {"": received[name]})
+            for name, agent_outcome in outcome.agents.items()
+        },
     )
 
 
@@ -285,8 +289,8 @@ def _plain(outcome: Outcome) -> Outcome:
     )
 
 
-def _metrics(given: Any) -> dict[str, float]:
-    metrics = plain_numbers(given, "the agent's metrics", LARGEST_METRIC)
+def _metrics(values: Any) -> dict[str, float]:
+    metrics = plain_numbers(values, "the agent's metrics", LARGEST_METRIC)
     taken = next((name for name in metrics if name.startswith((REWARD_PARTS, TIMINGS))), None)
     if taken is not None:
         kind, place = (
@@ -336,7 +340,7 @@ def make_agent(
 def _takes(registered: Any, options: Sequence[Any]) -> bool:
     """Whether a class is made with options. To one without an `__init__` whose base is a protocol
     Python gives one that seems to take anything."""
-    owner = next(one for one in registered.__mro__ if "__init__" in vars(one))
+    owner = next(base for base in registered.__mro__ if "__init__" in vars(base))
     if getattr(owner, "_is_protocol", False):
         return False
 

@@ -25,28 +25,33 @@ _MOST_NAMED = 50
 
 
 def given_files(task: Task) -> dict[str, bytes]:
-    """What the task puts into the work folder, by path. Raises ConfigError for another form."""
-    given = task.metadata.get(FILES)
-    if given is None:
+    """The files that the task puts into the work folder, by path. Raises ConfigError for another
+    form."""
+    files = task.metadata.get(FILES)
+    if files is None:
         return {}
 
     form = 'give {"path": "text"}, or {"path": {"base64": "..."}}'
-    if not isinstance(given, dict):
-        raise ConfigError(f"task {task.id}: files is a {type(given).__name__}: {form}")
+    if not isinstance(files, dict):
+        raise ConfigError(f"task {task.id}: files is a {type(files).__name__}: {form}")
 
     try:
-        return check_files({path: _content(path, one) for path, one in given.items()})
+        return check_files({path: _content(path, content) for path, content in files.items()})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"task {task.id}: files: {error}: {form}") from error
 
 
-def _content(path: str, given: Any) -> bytes:
-    if isinstance(given, str):
-        return given.encode()
+def _content(path: str, content: Any) -> bytes:
+    if isinstance(content, str):
+        return content.encode()
 
-    if isinstance(given, dict) and given.keys() == {"base64"} and isinstance(given["base64"], str):
+    if (
+        isinstance(content, dict)
+        and content.keys() == {"base64"}
+        and isinstance(content["base64"], str)
+    ):
         try:
-            return base64.b64decode(given["base64"], validate=True)
+            return base64.b64decode(content["base64"], validate=True)
         except binascii.Error as error:
             raise ValueError(f"{path[:100]!r} is no base64 ({error})") from error
 
@@ -54,7 +59,7 @@ def _content(path: str, given: Any) -> bytes:
 
 
 class AttemptFiles:
-    """Those of one attempt. `limit` is how many bytes are kept; 0 keeps none."""
+    """The files of one attempt. `limit` is the number of bytes that are kept; 0 keeps none."""
 
     def __init__(self, task: Task, policy: Policy, limit: int) -> None:
         """Raises ConfigError for files of a task that have another form."""
@@ -71,12 +76,12 @@ class AttemptFiles:
 
     @property
     def announcement(self) -> str:
-        """What the policy is told of the files that it finds; empty where there are none."""
+        """The announcement of the files to the policy; empty where there are none."""
         if not self._given:
             return ""
         named = [f"- {path} ({len(content):,} bytes)" for path, content in self._given.items()]
-        more = len(named) - _MOST_NAMED
-        rest = [f"- and {more} more"] if more > 0 else []
+        num_unnamed = len(named) - _MOST_NAMED
+        rest = [f"- and {num_unnamed} more"] if num_unnamed > 0 else []
         return "\n".join(["Files in the current folder:", *named[:_MOST_NAMED], *rest])
 
     async def put(self, sandbox: Sandbox) -> bool:
@@ -94,8 +99,8 @@ class AttemptFiles:
         self._are_there = False
 
     async def keep(self, sandbox: Sandbox, changed: tuple[str, ...]) -> None:
-        """Keeps those that have changed as they are now, in the order of their paths as far as the
-        limit goes. A sandbox that can't give them costs the files alone."""
+        """Keeps the changed files as they are now, in the order of their paths, up to the limit. A
+        sandbox that can't return them loses only the files."""
         if not changed:
             return
 
@@ -114,24 +119,24 @@ class AttemptFiles:
     async def _read(self, sandbox: Sandbox, changed: tuple[str, ...]) -> int:
         """Returns how many were left out."""
         sizes = await sandbox.files()
-        kept = {path: file for path, file in self._policy.files.items() if path not in changed}
+        files = {path: file for path, file in self._policy.files.items() if path not in changed}
         left_out = set[str]()
-        size = sum(map(len, kept.values()))
+        size = sum(map(len, files.values()))
         for path in changed:
             if path not in sizes:
                 continue  # deleted
 
-            fits = len(kept) < MOST_FILES and size + sizes[path] <= self._limit
+            fits = len(files) < MOST_FILES and size + sizes[path] <= self._limit
             if fits and is_inner_path(path):
                 content = await sandbox.read_file(path)
                 size += len(content)
                 if size <= self._limit:  # it may have grown since
-                    kept[path] = content
+                    files[path] = content
                     continue
                 size -= len(content)
 
             left_out.add(path)
 
-        self._policy.keep_files(kept)
+        self._policy.keep_files(files)
         self._left_out = self._left_out.difference(changed) | left_out
         return len(left_out)

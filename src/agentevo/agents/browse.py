@@ -1,9 +1,9 @@
 """Long results of tools, summarised by a helper model before the policy reads them.
 
-The helper is a remote model, asked in the order of `agent.browse.models` until one answers; what it
-is asked and says is recorded beside the attempt's turns and never trained, and the call's record
-has both the result and its summary. Where no model answers, the policy reads the result itself, and
-that it could not be summarised: a failure never looks like a summary.
+The helper is a remote model: those of `agent.browse.models` are asked in order until one answers.
+Its requests and answers are recorded with the attempt's turns and never trained, and the call's
+record has both the result and its summary. Where no model answers, the policy reads the result
+itself, and that it could not be summarised: a failure never looks like a summary.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from agentevo.tools.tool import Condensed, ToolSpec
 from agentevo.types import Message, ToolCall
 
 PURPOSE = "Summarise the main content."
-"""What a result is read for where nobody says."""
+"""The purpose of reading a result where neither the call nor the recipe says it."""
 PURPOSE_KEYS = ("purpose", "goal")
 """Arguments of a call that may say what it is for."""
 AGENT = "browse"
-"""Whose words the helper's are, in the attempt's record and the price log."""
+"""The agent that the helper's words are attributed to, in the attempt's record and the price
+log."""
 LEFT_OUT = "\n[the rest is left out]"
 FAILED = "[no summary could be made; this is what the tool gave]\n"
 LONGEST_PURPOSE = 2000
@@ -41,7 +42,7 @@ CHARS_PER_REMOTE_TOKEN = 4
 """A token of a remote model in the policy's place, whose tokenizer is not here, counts as so many
 characters."""
 _WHOLE = re.compile(r"\b(full|complete|raw|entire)\b[\w ]{0,20}\b(content|text|page)", re.I)
-"""A purpose that wants the result itself."""
+"""Matches a purpose that asks for the result itself."""
 
 
 class Browse:
@@ -54,7 +55,7 @@ class Browse:
         self._has_told = False
 
     def reader(self, policy: Policy) -> PageReader:
-        """For one attempt."""
+        """The reader of pages for one attempt."""
         return PageReader(self, policy)
 
     async def clip_text(self, text: str, policy: Policy) -> tuple[str, bool]:
@@ -70,7 +71,7 @@ class Browse:
         return await in_thread(self._clip_text, text, policy.conversation.chat.tokenizer)
 
     def _clip_text(self, text: str, tokenizer: Any) -> tuple[str, bool]:
-        """On a thread, with a tokenizer of its own: the policy's is in use elsewhere."""
+        """Runs on a thread, with a tokenizer of its own: another thread uses the policy's."""
         section = self.section
         head = text[: section.max_prompt_length * CHARS_PER_TOKEN]
         with self._lock:
@@ -85,7 +86,7 @@ class Browse:
         return head + LEFT_OUT if is_cut else text, is_long
 
     def tell(self, problems: list[str]) -> None:
-        """Says once in a process that nobody could summarise."""
+        """Reports once in a process that no model could summarise."""
         if not self._has_told:
             self._has_told = True
             to_stderr(
@@ -104,12 +105,13 @@ class PageReader:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the attempt."""
+        """The metrics of the attempt."""
         names = ("num_summaries", "num_failed_summaries")
         return {name: float(self._counts[name]) for name in names}
 
     async def condense(self, spec: ToolSpec, call: ToolCall, text: str) -> Condensed | None:
-        """What the policy reads in place of a tool's result; None where that stays as it is."""
+        """The text that the policy reads in place of a tool's result; None where the result stays
+        as it is."""
         section = self._browse.section
         names = {call.name, *spec.names}
         if not any(
@@ -127,46 +129,48 @@ class PageReader:
 
         until = time.monotonic() + section.timeout_s
         pages = content.split(section.page_separator, section.max_pages - 1)
-        read = await gather_all([self._read(one, purpose, until) for one in pages])
-        if all(isinstance(one, str) for one in read):
+        read = await gather_all([self._read(page, purpose, until) for page in pages])
+        if all(isinstance(summary, str) for summary in read):
             self._counts["num_summaries"] += 1
-            told = f"[a summary of {len(text):,} characters, made for: {purpose}]\n"
-            return Condensed(text=told + section.page_separator.join(map(str, read)))
+            heading = f"[a summary of {len(text):,} characters, made for: {purpose}]\n"
+            return Condensed(text=heading + section.page_separator.join(map(str, read)))
 
         self._counts["num_failed_summaries"] += 1
-        problems = [line for one in read if not isinstance(one, str) for line in one]
+        problems = [line for summary in read if not isinstance(summary, str) for line in summary]
         self._browse.tell(problems)
 
-        if not any(isinstance(one, str) for one in read):
+        if not any(isinstance(summary, str) for summary in read):
             return Condensed(text=FAILED + text, problem="; ".join(problems))
 
         parts = [
-            one if isinstance(one, str) else FAILED + page
-            for one, page in zip(read, pages, strict=True)
+            summary if isinstance(summary, str) else FAILED + page
+            for summary, page in zip(read, pages, strict=True)
         ]
         return Condensed(text=section.page_separator.join(parts), problem="; ".join(problems))
 
     def _purpose(self, spec: ToolSpec, call: ToolCall) -> str:
-        """What the call is for, in its own words or the recipe's."""
+        """The purpose of the call, in its own words or the recipe's."""
         try:
             arguments = json.loads(call.arguments or "{}")
         except (ValueError, RecursionError):
             arguments = {}
 
         for key in PURPOSE_KEYS:
-            given = arguments.get(key) if isinstance(arguments, dict) else None
-            if isinstance(given, str) and given.strip():
-                return storable(given.strip()[:LONGEST_PURPOSE])
+            purpose = arguments.get(key) if isinstance(arguments, dict) else None
+            if isinstance(purpose, str) and purpose.strip():
+                return storable(purpose.strip()[:LONGEST_PURPOSE])
 
-        known = self._browse.section.default_purpose
-        return next((known[name] for name in (call.name, *spec.names) if name in known), PURPOSE)
+        defaults = self._browse.section.default_purpose
+        return next(
+            (defaults[name] for name in (call.name, *spec.names) if name in defaults), PURPOSE
+        )
 
     async def _read(self, page: str, purpose: str, until: float) -> str | list[str]:
         """A page's summary, or what was wrong with each model."""
         section = self._browse.section
         # One after the other, so that a page that has {purpose} in it stays as it is.
         before, _, after = section.prompt.partition("{content}")
-        asked = "".join(
+        prompt = "".join(
             (before.replace("{purpose}", purpose), page, after.replace("{purpose}", purpose))
         )
         problems = []
@@ -174,7 +178,9 @@ class PageReader:
             share_s = (until - time.monotonic()) / (len(section.models) - index)
             try:
                 async with asyncio.timeout(share_s):
-                    reply = await self._policy.model(name, AGENT).generate([Message("user", asked)])
+                    reply = await self._policy.model(name, AGENT).generate(
+                        [Message("user", prompt)]
+                    )
             except TimeoutError:
                 problems.append(f"{name}: no answer within {share_s:.1f} s")
                 continue

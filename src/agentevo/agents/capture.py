@@ -1,4 +1,5 @@
-"""Calls of the policy by an agent's own client, told apart by where they are made.
+"""Calls of the policy by an agent's own client, attributed to attempts by the context in which they
+are made.
 
     with captured(gateway_url, key):            around one attempt
         ... OpenAI().chat.completions.create(...)
@@ -7,7 +8,7 @@ The attempt's key is in a context variable, and what is sent to the gateway's ow
 is a copy of the request with the key as the header HEADER, so the same request may be sent in many
 attempts; requests to anywhere else stay as they are, byte for byte. Covered: httpx, httpx2,
 requests, aiohttp and urllib.request, which are patched while an attempt runs: those that are
-imported already, and those that are imported meanwhile. Clients are led to the gateway by
+imported already, and those that are imported in that time. Clients are led to the gateway by
 environment variables, which are put back after the last attempt; the API key in them is a
 placeholder, so nothing is attributed by it.
 
@@ -42,12 +43,13 @@ HEADER = "X-AgentEvo-Session"
 
 
 class _CapturedAttempt(NamedTuple):
-    """Whose calls are made in a context."""
+    """The attempt whose calls are made in a context."""
 
     gateway_url: str
     key: str
     process: int
-    """The one that the context was made in: a forked child has it, and is nobody's."""
+    """The process that made the context: a forked child inherits the context, and belongs to no
+    attempt."""
 
 
 _session: ContextVar[_CapturedAttempt | None] = ContextVar("agentevo session", default=None)
@@ -69,8 +71,8 @@ def capture_calls(gateway_url: str, key: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def untracked() -> Iterator[dict[str, str]]:
-    """Calls in here are nobody's: for judges and other models that an agent asks. Yields the
-    variables of `client_variables` as they are outside of attempts."""
+    """Calls in this block belong to no attempt: for judges and other models that an agent asks.
+    Yields the variables of `client_variables` as they are outside of attempts."""
     token = _session.set(None)
     try:
         yield _capture.variables_before()
@@ -175,7 +177,7 @@ def _opening(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _starting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Thread.start`: the thread has the session of whoever starts it."""
+    """`Thread.start`: the thread has the session of its starter."""
 
     @wraps(original)
     def start(self: threading.Thread) -> None:
@@ -195,7 +197,7 @@ def _starting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _submitting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`ThreadPoolExecutor.submit`: the call has the session of whoever submits it, and the pool's
+    """`ThreadPoolExecutor.submit`: the call has the session of its submitter, and the pool's
     threads, which serve others too, have none."""
 
     @wraps(original)
@@ -237,7 +239,7 @@ _MODULES: dict[str, tuple[tuple[str, str, _Wrap], ...]] = {
 
 class _Capture(importlib.abc.MetaPathFinder):
     """What this process has changed for the attempts that run in it now: environment variables,
-    methods, and `sys.meta_path`, in which it stands to hear of imports."""
+    methods, and `sys.meta_path`, in which it is registered to notice imports."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -283,11 +285,11 @@ class _Capture(importlib.abc.MetaPathFinder):
                 {
                     name: value
                     for name, value in self._before.items()
-                    if os.environ.get(name) == self._set[name]  # else the agent has set it anew
+                    if os.environ.get(name) == self._set[name]  # else the agent has set it itself
                 }
             )
-            for (owner, name), (original, ours) in list(self._patches.items()):
-                if vars(owner).get(name) is ours:  # else somebody has patched it after us
+            for (owner, name), (original, wrapped) in list(self._patches.items()):
+                if vars(owner).get(name) is wrapped:  # else other code has patched it after us
                     setattr(owner, name, original)
                     del self._patches[owner, name]
 
@@ -304,8 +306,8 @@ class _Capture(importlib.abc.MetaPathFinder):
         if fullname not in _MODULES:
             return None
 
-        others = (finder for finder in sys.meta_path if finder is not self)
-        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        finders = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(fullname, path, target) for finder in finders)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None and not isinstance(spec.loader, type):
             loader = spec.loader
@@ -325,16 +327,17 @@ class _Capture(importlib.abc.MetaPathFinder):
 
     def _patch_module(self, module: ModuleType | None) -> None:
         for owner, name, wrap in _MODULES[module.__name__] if module is not None else ():
-            if isinstance(found := getattr(module, owner, None), type):  # else it is being imported
-                self._patch(found, name, wrap)
+            patched_class = getattr(module, owner, None)
+            if isinstance(patched_class, type):  # else it is being imported
+                self._patch(patched_class, name, wrap)
 
     def _patch(self, owner: type, name: str, wrap: _Wrap) -> None:
-        """Once: also where somebody has patched it after us."""
+        """Patches once: also where other code has patched it after us."""
         now = getattr(owner, name)
         if (owner, name) not in self._patches or now is self._patches[owner, name][0]:
-            ours = wrap(now)
-            self._patches[owner, name] = (now, ours)
-            setattr(owner, name, ours)
+            wrapped = wrap(now)
+            self._patches[owner, name] = (now, wrapped)
+            setattr(owner, name, wrapped)
 
 
 _capture = _Capture()

@@ -15,8 +15,8 @@ _PROXIES = ("HTTP_PROXY", "ALL_PROXY")
 def client_variables(
     gateway_url: str, api_key: str, environment: Mapping[str, str] = os.environ
 ) -> dict[str, str | None]:
-    """Variables to set, and to take away where there is None, besides those of `environment`. Where
-    that has a proxy, the gateway is reached without it."""
+    """Variables to set, and to remove where the value is None, in addition to those of
+    `environment`. Where that has a proxy, the gateway is reached without it."""
     base_url = f"{gateway_url}/v1"
     variables: dict[str, str | None] = {
         "OPENAI_BASE_URL": base_url,
@@ -27,8 +27,8 @@ def client_variables(
         "ANTHROPIC_AUTH_TOKEN": None,
     }
     if any(environment.get(name) or environment.get(name.lower()) for name in _PROXIES):
-        others = environment.get("no_proxy") or environment.get("NO_PROXY")
-        hosts = ",".join(filter(None, [others, urlsplit(gateway_url).hostname]))
+        proxy_exceptions = environment.get("no_proxy") or environment.get("NO_PROXY")
+        hosts = ",".join(filter(None, [proxy_exceptions, urlsplit(gateway_url).hostname]))
         variables |= {"NO_PROXY": hosts, "no_proxy": hosts}
 
     return variables

@@ -1,11 +1,10 @@
-"""The code agent: the policy writes Python, reads what it prints, and goes on until a reply has no
-code.
+"""The code agent: the policy writes Python, reads what it prints, and continues until a reply has
+no code.
 
 Code as action (Wang et al. 2024, arXiv 2402.01030): the blocks between ```python and ``` of a reply
 run in one interpreter in a sandbox, whose variables live for the whole attempt. The agent's tools
-are functions in it; what they give is a value where it is JSON, else a text, and what goes wrong
-with one is raised. The task's files are there, and what the code makes is kept
-(attempt_files.py).
+are functions in it; a result is a value where it is JSON, else a text, and a failure is raised. The
+task's files are in the sandbox, and the files that the code makes are kept (attempt_files.py).
 
     reward = what the tools say of the state that they are left in, where any does
              + what results of tools earned - agent.code_penalty for each turn whose code failed
@@ -57,7 +56,7 @@ _FUNCTIONS = "The code may call these functions:"
 
 
 def read_code(text: str) -> str | None:
-    """The blocks of code of a reply, one after the other; None where it has none. A block that is
+    """The blocks of code of a reply, joined in their order; None where it has none. A block that is
     not closed is no code: `is_unfinished`."""
     blocks = _BLOCK.findall(text)
     return "\n".join(blocks) if blocks else None
@@ -76,8 +75,8 @@ def rules_of(section: CodeAgentSection) -> str:
 def system_message(
     section: CodeAgentSection, schemas: Sequence[Mapping[str, Any]], rules: str | None = None
 ) -> str:
-    """What the policy is told before the task: how to write code, and which functions there are.
-    `schemas` are those of the agent's tools. `rules`: in the place of `rules_of`."""
+    """The instructions before the task: how to write code, and which functions there are. `schemas`
+    are those of the agent's tools. `rules` replaces `rules_of`."""
     rules = rules_of(section) if rules is None else rules
     functions = [_describe(function) for function in _functions_of(schemas)]
     return "\n".join([rules, _FUNCTIONS, *functions]) if functions else rules
@@ -115,8 +114,8 @@ class CodeAgent:
     async def run(self, task: Task, policy: Policy) -> Outcome:
         """See Agent.run."""
         if asks_once(task):
-            asked = conversation_of(task, system=None, instruction=self._section.instruction)
-            return await ask_once(asked, policy)
+            messages = conversation_of(task, system=None, instruction=self._section.instruction)
+            return await ask_once(messages, policy)
 
         progress = _CodeProgress()
         files = AttemptFiles(task, policy, self._section.keep_files_kib * 1024)
@@ -128,15 +127,15 @@ class CodeAgent:
                 sandbox = await stack.enter_async_context(self._sandboxes.open(functions))
                 await files.put(sandbox)
 
-            asked = with_system(self._opening(task, policy, tools, files), tools.instructions)
+            messages = with_system(self._opening(task, policy, tools, files), tools.instructions)
             interpreter = _AgentInterpreter(sandbox, files, self._section.max_output_chars)
-            history = History(asked, self._section.context)
+            history = History(messages, self._section.context)
             end = await self._play(history, policy, interpreter, progress)
-            said = await said_by(tools)
+            outcomes = await said_by(tools)
 
         return outcome_with_tools(
             tools,
-            said,
+            outcomes,
             has_judges=self._toolbox.has_outcome,
             own_parts={
                 "tool_results": progress.total_earned,
@@ -168,7 +167,7 @@ class CodeAgent:
     async def _play(
         self, history: History, policy: Policy, python: _AgentInterpreter, progress: _CodeProgress
     ) -> str:
-        """Until the attempt ends; how, as one of ENDS."""
+        """Plays until the attempt ends. Returns how it ended, as one of ENDS."""
         section = self._section
         num_tokens = 0
         for turns_left in reversed(range(section.max_turns)):
@@ -243,7 +242,7 @@ class _AgentInterpreter:
 
 
 def _written(execution: Execution) -> str:
-    """What a block of code came to, for the policy."""
+    """The output of a block of code, for the policy."""
     parts = [execution.stdout.rstrip("\n"), execution.stderr.rstrip("\n"), execution.value or ""]
     error = execution.error
     if error is not None:
@@ -283,9 +282,13 @@ def _functions_of(schemas: Sequence[Mapping[str, Any]]) -> list[_AgentFunction]:
     functions: dict[str, _AgentFunction] = {}
     for schema in schemas:
         function = schema["function"]
-        wanted = _python_name(function["name"])
-        numbered = (f"{wanted}_{number}" for number in itertools.count(2))
-        name = next(one for one in itertools.chain([wanted], numbered) if one not in functions)
+        preferred = _python_name(function["name"])
+        numbered = (f"{preferred}_{number}" for number in itertools.count(2))
+        name = next(
+            candidate
+            for candidate in itertools.chain([preferred], numbered)
+            if candidate not in functions
+        )
         functions[name] = _AgentFunction(
             tool=function["name"],
             name=name,

@@ -4,9 +4,9 @@ It finds the policy, its task and where rewards go in its environment (`variable
 the attempt is worth by posting to AGENTEVO_REWARD_URL, or with the last line of its stdout
 (posted_rewards.py); an exit code other than 0 fails the attempt, with the end of its stderr. The
 last 64 KB of stdout and stderr are kept with the attempt's calls, as attributes of the call
-`process`: they are written whatever became of the attempt, and go where the trajectory goes.
+`process`: they are written whatever the outcome of the attempt, and are stored with the trajectory.
 
-Whatever the process started ends with the attempt (process_tree.py).
+All that the process started ends with the attempt (process_tree.py).
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ class CommandAgent:
 
         try:
             session = policy.session
-            ended = await self._run_to_end(task, policy, session)
+            process = await self._run_to_end(task, policy, session)
         finally:
             self._at_once.release()
 
-        if ended.code:
-            raise CommandFailedError(self._failure(ended))
+        if process.code:
+            raise CommandFailedError(self._failure(process))
 
         if not policy.was_asked:
             raise NoCallError(
@@ -93,26 +93,26 @@ class CommandAgent:
                 "its client take OPENAI_BASE_URL and OPENAI_API_KEY from the environment"
             )
 
-        printed = printed_reward(ended.stdout, has_posted=bool(session.posted))
-        given = [*session.posted, *([printed] if printed is not None else [])]
-        return outcome_of_rewards(given, policy.received)
+        printed = printed_reward(process.stdout, has_posted=bool(session.posted))
+        rewards = [*session.posted, *([printed] if printed is not None else [])]
+        return outcome_of_rewards(rewards, policy.received)
 
     async def _run_to_end(self, task: Task, policy: Policy, session: DoorSession) -> EndedProcess:
         """Runs the process to its end; cancelled, ends it with all that it started."""
         with (
             policy.call("process", Path(self._section.command[0]).name) as call,
-            variables(task, session, traceparent(), policy.texts.all_given()) as given,
+            variables(task, session, traceparent(), policy.texts.all_given()) as attempt_variables,
         ):
             tree = ProcessTree(
                 self._section.command,
                 cwd=self._cwd,
-                environment=_with_contract(os.environ | self._section.env, given),
+                environment=_with_contract(os.environ | self._section.env, attempt_variables),
                 mark="AGENTEVO_API_KEY",
             )
             try:
-                ended = await run_in_thread(tree.run, "agent")
-                call.note(exit_code=ended.code)
-                return ended
+                process = await run_in_thread(tree.run, "agent")
+                call.note(exit_code=process.code)
+                return process
             except OSError as error:
                 raise CommandFailedError(f"{self._words} can't be started: {error}") from error
             finally:
@@ -122,16 +122,16 @@ class CommandAgent:
                     await asyncio.sleep(0.01)
                 call.keep(stdout=tree.written("stdout"), stderr=tree.written("stderr"))
 
-    def _failure(self, ended: EndedProcess) -> str:
-        how = f"ended with exit code {ended.code}"
-        if ended.code < 0:
-            number = -ended.code
-            known = number in set(signal.Signals)
-            how = f"was ended by {signal.Signals(number).name if known else f'signal {number}'}"
+    def _failure(self, process: EndedProcess) -> str:
+        how = f"ended with exit code {process.code}"
+        if process.code < 0:
+            number = -process.code
+            is_known = number in set(signal.Signals)
+            how = f"was ended by {signal.Signals(number).name if is_known else f'signal {number}'}"
 
-        said = ended.stderr.rstrip()
-        more = f"\n{said[-SHOWN:]}" if "\n" in said else ""
-        return f"{self._words} {how}: {_reason(said)}{more}"
+        stderr = process.stderr.rstrip()
+        detail = f"\n{stderr[-SHOWN:]}" if "\n" in stderr else ""
+        return f"{self._words} {how}: {_reason(stderr)}{detail}"
 
 
 def _reason(stderr: str) -> str:
@@ -148,10 +148,10 @@ def variables(
     trace: str | None = None,
     texts: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[dict[str, str | None]]:
-    """The environment of an attempt's process, besides this process's own; None takes away.
-    `trace`: its place in a trace, as OpenTelemetry passes it on in an environment. `texts`: named
-    texts, as a JSON object."""
-    given: dict[str, str | None] = client_variables(session.base, session.key) | {
+    """The environment of an attempt's process, in addition to this process's own; None removes a
+    variable. `trace`: its place in a trace, as OpenTelemetry passes it on in an environment.
+    `texts`: named texts, as a JSON object."""
+    environment: dict[str, str | None] = client_variables(session.base, session.key) | {
         "OPENAI_BASE_URL": session.base_url,
         "OPENAI_API_BASE": session.base_url,
         "AGENTEVO_BASE_URL": session.base_url,
@@ -171,13 +171,13 @@ def variables(
     with tempfile.TemporaryDirectory(prefix="agentevo-task-", ignore_cleanup_errors=True) as folder:
         for name, content in contents.items():
             if len(content) <= LARGEST_TASK:
-                given[name] = content.decode()
+                environment[name] = content.decode()
                 continue
             path = Path(folder) / f"{name.rpartition('_')[2].lower()}.json"
             path.write_bytes(content)
-            given[f"{name}_FILE"] = str(path)
+            environment[f"{name}_FILE"] = str(path)
 
-        yield given
+        yield environment
 
 
 def _with_contract(environment: dict[str, str], changes: dict[str, str | None]) -> dict[str, str]:

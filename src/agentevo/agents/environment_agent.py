@@ -70,7 +70,7 @@ def format_answer(actions: list[str], section: EnvironmentAgentSection) -> str:
 
 
 def answer_instructions(section: EnvironmentAgentSection) -> str:
-    """What the player is told about the form of its answers; nothing for `plain` answers of one
+    """The instructions about the form of the player's answers; empty for `plain` answers of one
     action."""
     several = (
         f"up to {section.actions_per_turn} actions separated by {section.action_separator}"
@@ -100,8 +100,8 @@ def first_messages(
 def with_texts(
     section: EnvironmentAgentSection, policy: Policy, environment: TextEnvironment
 ) -> EnvironmentAgentSection:
-    """The section with the texts of the attempt, which are noted as used. A text that nobody gives
-    stays what it is, so an empty system prompt is one."""
+    """The section with the texts of the attempt, which are noted as used. A text that is not given
+    stays as it is, so an empty system prompt is one."""
     texts = policy.texts
     texts.text("system", section.system_prompt)
     texts.text("rules", environment.instructions)
@@ -115,7 +115,7 @@ def next_messages(
     observation: str,
     section: EnvironmentAgentSection,
 ) -> list[Message]:
-    """The conversation before the next turn: one that goes on, or, with `memory: turn`, a new
+    """The conversation before the next turn: the continued one, or, with `memory: turn`, a new
     one."""
     if section.memory == "turn":
         return first_messages(environment, observation, section)
@@ -166,7 +166,7 @@ class EnvironmentAgent:
             environments.append(self._make())
             return environments[0]
 
-        def close() -> None:  # also one that was made when nobody waited for it any more
+        def close() -> None:  # also one that was made after the wait for it had ended
             for environment in environments:
                 environment.close()
 

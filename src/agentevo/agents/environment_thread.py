@@ -1,12 +1,12 @@
-"""An environment on a thread of its own, so that one that hangs costs its attempt and nobody else.
+"""An environment on a thread of its own, so that one that hangs costs only its attempt.
 
-Calls of quick environments are waited for on the spot: nothing else happens meanwhile, as if there
-were no thread, so that the next turns of all attempts join one step of the engine. Environments of
-a kind that is mostly slow are awaited, with everything else going on, and so is the rest of any
-call after GRACE_S. All calls of an environment come from the same thread, which some insist on, and
-have the context of whoever asks, so that a server is told of the attempt (trace_header.py). A
-thread can't be killed: one that never answers stays until the process ends, and a process bears so
-many.
+Calls of quick environments are waited for on the spot: the event loop stands still, as if there
+were no thread, so that the next turns of all attempts join one step of the engine. Calls of a kind
+of environment that is mostly slow are awaited while the event loop runs, and so is the rest of any
+call after GRACE_S. All calls of an environment run on the same thread, as some require, and have
+the context of the caller, so that a server learns the attempt (trace_header.py). A thread can't be
+killed: one that never answers stays until the process ends, and a process tolerates a limited
+number of them.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ T = TypeVar("T")
 
 SLOW_S = 0.05
 """A call that takes longer is slow: with many attempts at once, waiting for it on the spot costs
-more than any order of events is worth."""
+more than a fixed order of events is worth."""
 GRACE_S = 0.25
 """Longest wait on the spot: a quick environment on a busy machine."""
 SLOW_CALLS = 3.0
-"""Slow calls after which a kind of environment is taken for slow; one is forgotten with every 1 /
-FORGOTTEN quick ones."""
+"""The number of slow calls after which a kind of environment counts as slow; every 1 / FORGOTTEN
+quick calls cancel one of them."""
 FORGOTTEN = 0.05
 CLOSE_S = 2.0
 """Longest wait for an environment to close: what was played is over, and counts."""
@@ -57,7 +57,7 @@ class Pace:
         return GRACE_S if self._slow_calls < SLOW_CALLS else 0.0
 
     def took(self, seconds: float) -> None:
-        """Of one call."""
+        """Notes the duration of one call."""
         change = 1.0 if seconds > SLOW_S else -FORGOTTEN
         self._slow_calls = min(max(self._slow_calls + change, 0.0), SLOW_CALLS + 1.0)
 
@@ -91,9 +91,9 @@ class EnvironmentThread:
     async def call(
         self, function: Callable[[], T], name: str | None = None, *, within_s: float | None = None
     ) -> T:
-        """What the function returns or raises. With a name it is recorded as a call of the
-        environment from where it is no longer waited for on the spot. Raises TimeoutError after
-        `within_s`: the call hangs then."""
+        """Returns or raises what the function does. With a name it is recorded as a call of the
+        environment, from the time at which it is no longer waited for on the spot. Raises
+        TimeoutError after `within_s`: the call hangs then."""
         answer = self._ask(function)
         await self._wait(answer, name, within_s=within_s)
         return answer.result()
@@ -117,8 +117,8 @@ class EnvironmentThread:
         return answer.result()
 
     def end_now(self, close: Callable[[], None]) -> str | None:
-        """`end` outside of an event loop: why it was not closed in order, if so. Nothing is
-        lost."""
+        """The same as `end`, outside of an event loop: the reason why it was not closed in order,
+        if so. Nothing is lost."""
         idle = not self.is_busy
         closing = self._ask(close)
         error: BaseException | None = EnvironmentFailure("a call of it hangs")
@@ -182,7 +182,7 @@ class EnvironmentThread:
                 finally:
                     self.last_call_s = time.monotonic() - started
                     self._pace.took(self.last_call_s)
-            except BaseException as error:  # noqa: BLE001 (handed to whoever waits)
+            except BaseException as error:  # noqa: BLE001 (handed to the waiter)
                 answer.set_exception(_as_failure(error, self._who))
             else:
                 answer.set_result(result)

@@ -1,8 +1,8 @@
-"""What an agent of many turns shows the policy: the task, and a round for each reply with what came
-of it, cut by `agent.context` when it grows long.
+"""The history that an agent of many turns shows the policy: the task, and a round for each reply
+with its results, cut by `agent.context` when it grows long.
 
-Whoever cuts edits the history, so the next prompt branches where the edit is: the turns before it
-are trained as they were seen, and so are those after it.
+A cut edits the history, so the next prompt branches at the edit: the turns before it are trained as
+the policy saw them, and so are those after it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SUMMARY = "What was done and found so far: "
 
 
 class HistoryRound(NamedTuple):
-    """A reply as it stands in the history, and what the policy was told then."""
+    """A reply as it stands in the history, and the messages that answered it."""
 
     reply: Message
     answers: list[Message]
@@ -52,8 +52,8 @@ class History:
         if self._summary:
             last = shown[-1]
             shown[-1] = replace(last, content=f"{last.text}\n\n{_SUMMARY}{self._summary}")
-        for one in self._rounds:
-            shown += [one.reply, *one.answers]
+        for past_round in self._rounds:
+            shown += [past_round.reply, *past_round.answers]
         return shown
 
     def add(self, reply: Message, answers: list[Message]) -> None:
@@ -69,8 +69,8 @@ class History:
     async def ask_within_context(
         self, ask: Callable[[list[Message]], Awaitable[T]], policy: Policy
     ) -> T:
-        """What `ask` gives for the history, which is cut where it is too long for the context.
-        Raises RequestTooLongError where nothing is left to cut."""
+        """Returns the result of `ask` for the history, which is cut where it is too long for the
+        context. Raises RequestTooLongError where nothing is left to cut."""
         while True:
             try:
                 return await ask(self.messages)
@@ -79,8 +79,9 @@ class History:
                     raise
 
     async def cut(self, policy: Policy, tools: Tools = None) -> bool:
-        """Makes the history shorter; false where nothing is left to cut. `tools` are those that the
-        policy is told of. Raises what asking for a summary raises, but RequestTooLongError."""
+        """Makes the history shorter; false where nothing is left to cut. `tools` are the schemas
+        that the policy sees. Raises what asking for a summary raises, except
+        RequestTooLongError."""
         section = self.section
         keep = self.section.keep_turns
         old = self._rounds[: len(self._rounds) - keep]
@@ -90,8 +91,10 @@ class History:
         recent = self._rounds[len(old) :]
         if section.strategy == "discard_results":
             cut = [
-                HistoryRound(one.reply, [_without_content(answer) for answer in one.answers])
-                for one in old
+                HistoryRound(
+                    old_round.reply, [_without_content(answer) for answer in old_round.answers]
+                )
+                for old_round in old
             ]
             if cut == old:
                 return False
@@ -105,11 +108,13 @@ class History:
         return True
 
     async def _summarise(self, old: list[HistoryRound], policy: Policy, tools: Tools) -> str:
-        """Where all of it is too long to be asked about, the summary is of the replies alone; where
-        these are too long as well, what was summarised before stays."""
+        """The summary of the old rounds. Where they are too long for one request, only the replies
+        are summarised; where these are too long as well, the earlier summary stays."""
         replies = [
-            HistoryRound(one.reply, [_without_content(answer) for answer in one.answers])
-            for one in old
+            HistoryRound(
+                old_round.reply, [_without_content(answer) for answer in old_round.answers]
+            )
+            for old_round in old
         ]
         for rounds in (old, replies):
             try:
@@ -122,16 +127,16 @@ class History:
         now = self._rounds
         self._rounds = rounds
         try:
-            asked = [*self.messages, Message("user", self.section.summary_prompt)]
+            messages = [*self.messages, Message("user", self.section.summary_prompt)]
         finally:
             self._rounds = now
 
         name = self.section.summary_model
         if name is not None:
-            return (await policy.model(name).generate(asked)).text.strip()
+            return (await policy.model(name).generate(messages)).text.strip()
 
         # With the same tools the request extends what the policy has seen.
-        return (await policy.generate(asked, tools=tools)).answer.strip()
+        return (await policy.generate(messages, tools=tools)).answer.strip()
 
 
 def _num_tokens(policy: Policy, turn: int) -> int:

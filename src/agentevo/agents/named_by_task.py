@@ -27,15 +27,15 @@ NAMES = {
 def check_known_name(name: str) -> None:
     """Raises ConfigError for a name that is nearly one of an agent that ships: no agent would play
     its tasks. Any other may be that of an agent of the user's."""
-    known = sorted({*NAMES, *(name for names in NAMES.values() for name in names)})
-    if name in known:
+    known_names = sorted({*NAMES, *(name for names in NAMES.values() for name in names)})
+    if name in known_names:
         return
 
-    guess = f"{name}_agent" if f"{name}_agent" in known else nearest(name, known)
+    guess = f"{name}_agent" if f"{name}_agent" in known_names else nearest(name, known_names)
     if guess:
         raise ConfigError(
             f"--agent {name}: no agent plays tasks of that name: did you mean {guess!r}? There are "
-            f"{', '.join(known)}"
+            f"{', '.join(known_names)}"
         )
 
 
@@ -52,15 +52,19 @@ async def ask_once(messages: list[Message], policy: Policy) -> Outcome:
 
 def check_agent_names(tasks: Iterable[Task], kind: str) -> None:
     """Raises ConfigError for a task that asks for an agent which this recipe's is not."""
-    known = NAMES.get(kind)
-    if known is None:
+    known_names = NAMES.get(kind)
+    if known_names is None:
         return
 
     for task in tasks:
         name = task.metadata.get(AGENT_NAME)
-        if name is not None and name not in known:
-            others = [one for one, names in NAMES.items() if name in names]
-            remedy = f"set agent.type={others[0]}" if others else f"use {', '.join(known)}"
+        if name is not None and name not in known_names:
+            fitting_types = [agent_type for agent_type, names in NAMES.items() if name in names]
+            remedy = (
+                f"set agent.type={fitting_types[0]}"
+                if fitting_types
+                else f"use {', '.join(known_names)}"
+            )
             raise ConfigError(
                 f"tasks: {task.id!r} has the {AGENT_NAME} {shown(name)}, and agent.type={kind} "
                 f"plays no such tasks: {remedy}, or leave the column out (tasks.fields)"

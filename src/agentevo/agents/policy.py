@@ -55,8 +55,8 @@ class Reply:
     message: Message
     """The reply as it goes into the history."""
     opening: str = ""
-    """What the chat template made the reply begin with, such as "<think>\\n"; `text` goes on from
-    there."""
+    """The beginning of the reply that the chat template wrote, such as "<think>\\n"; `text`
+    continues it."""
 
     @property
     def answer(self) -> str:
@@ -117,10 +117,10 @@ class Policy:
         remote_agents: Mapping[str, str] = MappingProxyType({}),
         texts: Texts | None = None,
     ) -> None:
-        """`texts`: what is given in the place of the agent's own. `remote`: what the attempt says
-        to remote models, if the recipe has any. `agents`: the
-        conversation of each of several agents by name; `conversation` is then the one of them that
-        stands for the attempt. `remote_agents`: further ones, whose words are a remote model's."""
+        """`texts`: texts in the place of the agent's own. `remote`: the attempt's conversations
+        with remote models, if the recipe has any. `agents`: the conversation of each of several
+        agents by name; `conversation` is then the one of them that represents the attempt.
+        `remote_agents`: further agents, whose words are a remote model's."""
         self.conversation = conversation
         self.remote = remote
         self.texts = Texts() if texts is None else texts
@@ -191,7 +191,7 @@ class Policy:
 
     @property
     def rewarded(self) -> tuple[str, ...]:
-        """Those of them that rewards are of: a remote model's have none."""
+        """The agents that have rewards: agents that a remote model plays have none."""
         return tuple(name for name in self._agents if name not in self._remote_agents)
 
     @property
@@ -209,8 +209,10 @@ class Policy:
         """The policy, or the remote model, of one of several agents. Raises BadRequestError for an
         unknown name."""
         if name not in self._agents:
-            known = ", ".join(self._agents) or "none: name them in the recipe's section agents"
-            raise BadRequestError(f"there is no agent {name!r} (known: {known})")
+            agent_names = (
+                ", ".join(self._agents) or "none: name them in the recipe's section agents"
+            )
+            raise BadRequestError(f"there is no agent {name!r} (known: {agent_names})")
         return self._agents[name]
 
     def _single(self) -> Conversation:
@@ -222,8 +224,9 @@ class Policy:
 
     @property
     def base_url(self) -> str:
-        """Where a client of OpenAI's API finds this policy: `OpenAI(base_url=policy.base_url,
-        api_key=policy.api_key)`. What it asks is recorded as `generate` is."""
+        """The base URL of this policy for a client of OpenAI's API:
+        `OpenAI(base_url=policy.base_url, api_key=policy.api_key)`. Its requests are recorded as
+        those of `generate` are."""
         return self.session.base_url
 
     @property
@@ -233,15 +236,15 @@ class Policy:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A block in which the attempt waits for its turn: that is no part of its time."""
-        began = time.monotonic()
+        """A block in which the attempt waits for its turn: the wait is no part of its time."""
+        started = time.monotonic()
         before = self._waited_s
-        self._waits_since = began
+        self._waits_since = started
         try:
             yield
         finally:
             self._waits_since = None
-            self._waited_s = before + time.monotonic() - began
+            self._waited_s = before + time.monotonic() - started
 
     @property
     def waited_s(self) -> float:
@@ -250,8 +253,8 @@ class Policy:
         return self._waited_s + (0.0 if since is None else time.monotonic() - since)
 
     async def settle(self) -> None:
-        """What clients have done at the door is known here: at once, where it is in this
-        process."""
+        """Waits until the requests of clients to the gateway are known here: returns at once where
+        the gateway is in this process."""
 
     async def close(self) -> None:
         """Ends the session and the conversation, which take no further call."""
@@ -326,10 +329,10 @@ class Policy:
         DeadlineExceededError when the engine is late.
         """
         conversation = self._single()
-        asked = _check_prompt(prompt)
+        checked_prompt = _check_prompt(prompt)
         self._has_replied = True
         turns = await conversation.complete(
-            asked,
+            checked_prompt,
             tools=None if tools is None else tools_of(tools),
             overrides=overrides_of(sampling, stop),
             form=form,
@@ -355,8 +358,8 @@ class Policy:
         return self.texts.text(name, default)
 
     def examples(self, name: str = "examples") -> list[Message]:
-        """Messages of examples that the recipe or `agentevo optimize` gives, to stand before the
-        task's own; none by default. Raises BadRequestError for what are none."""
+        """Messages of examples that the recipe or `agentevo optimize` gives, to place before the
+        task's own; none by default. Raises BadRequestError for malformed examples."""
         return self.texts.examples(name)
 
     def keep_files(self, files: Mapping[str, bytes]) -> None:
@@ -371,12 +374,12 @@ class Policy:
 
     def files_of(self, agent: str) -> dict[str, bytes]:
         """What the agent of that name has kept, or the only one."""
-        own = self._agents.get(agent, self)
-        return own.files if isinstance(own, Policy) else {}
+        agent_policy = self._agents.get(agent, self)
+        return agent_policy.files if isinstance(agent_policy, Policy) else {}
 
     def call(self, kind: str, name: str, **attributes: Attribute) -> RunningCall:
-        """Records what the agent does besides asking the policy, so that it can be watched: `async
-        with policy.call("tool", "search"): ...`."""
+        """Records what the agent does in addition to asking the policy, so that it can be traced:
+        `async with policy.call("tool", "search"): ...`."""
         return self.conversation.calls.call(kind, name, **attributes)
 
 
@@ -424,9 +427,10 @@ class RemoteHandle:
         sampling: SamplingOverrides | Mapping[str, Any] | None = None,
         stop: str | Sequence[str] | None = None,
     ) -> Reply | list[Reply]:
-        """As Policy.generate, with messages alone. Tool calls are in `reply.message.tool_calls`,
-        and `reply.turn` is an index among the attempt's remote turns. Raises RemoteModelError where
-        no answer comes, BudgetExceededError where none may be asked for any more."""
+        """The same as Policy.generate, with messages only. Tool calls are in
+        `reply.message.tool_calls`, and `reply.turn` is an index among the attempt's remote turns.
+        Raises RemoteModelError where no answer comes, BudgetExceededError where the budget allows
+        no further request."""
         turns = await self._remote.complete(
             self.name,
             messages_of(prompt),
@@ -460,12 +464,12 @@ def overrides_of(
 ) -> SamplingOverrides | None:
     """What a call changes of the sampling; None if nothing. Raises BadRequestError for what no
     engine can use."""
-    given = sampling.given() if isinstance(sampling, SamplingOverrides) else dict(sampling or {})
+    values = sampling.given() if isinstance(sampling, SamplingOverrides) else dict(sampling or {})
     if stop is not None:
-        given["stop_strings"] = [stop] if isinstance(stop, str) else stop
+        values["stop_strings"] = [stop] if isinstance(stop, str) else stop
 
     try:
-        overrides = msgspec.convert(given, SamplingOverrides) if given else None
+        overrides = msgspec.convert(values, SamplingOverrides) if values else None
         for name, value in (overrides.given() if overrides is not None else {}).items():
             _check_override(name, value)
         return overrides

@@ -20,7 +20,7 @@ class PostedReward(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rewards: dict[str, float] = {}
     turn: int | None = None
     agent: str | None = None
-    """Whose it is, of several agents. None: everybody's."""
+    """The agent that it is for, of several agents. None: all of them."""
 
 
 _NUMBER = re.compile(
@@ -30,8 +30,8 @@ _NUMBER = re.compile(
 
 
 def printed_reward(stdout: str, *, has_posted: bool = False) -> PostedReward | None:
-    """The reward in the last line, None if that is none. A number alone is one unless the program
-    has posted its rewards. Raises ValueError for a wrong one."""
+    """The reward in the last line; None if that is no reward. A bare number is a reward unless the
+    program has posted its rewards. Raises ValueError for a malformed reward."""
     last = stdout.rstrip().rpartition("\n")[2].strip()
     if _NUMBER.fullmatch(last):
         return None if has_posted else PostedReward(reward=float(last))
@@ -54,7 +54,7 @@ _FORMS = 'write {"reward": 1.0}, {"rewards": {"name": 1.0}} or {"turn": 0, "rewa
 
 
 def check_posted(reward: PostedReward) -> None:
-    """Raises TypeError or ValueError for what is no reward."""
+    """Raises TypeError or ValueError for a malformed reward."""
     has_one_form = (reward.reward is None) != (not reward.rewards)
     if not has_one_form or (reward.turn is not None and reward.reward is None):
         raise ValueError(_FORMS)
@@ -64,7 +64,7 @@ def check_posted(reward: PostedReward) -> None:
 
 
 class RewardSums:
-    """What the rewards that were posted so far come to, of each agent: its parts by name, and its
+    """The sums of the rewards that were posted so far, for each agent: its parts by name, and its
     turns, whose rewards add up."""
 
     def __init__(self) -> None:
@@ -72,17 +72,17 @@ class RewardSums:
         self._turns: dict[str | None, dict[int, float]] = {}
 
     def add(self, rewards: Sequence[PostedReward]) -> None:
-        """All of them or none. Raises TypeError or ValueError for rewards that the attempt's
-        outcome could not hold with those before them."""
+        """Adds all of the rewards or none. Raises TypeError or ValueError for rewards that the
+        attempt's outcome could not hold together with the earlier ones."""
         parts = dict(self._parts)
         turns = dict(self._turns)
         for reward in rewards:
             check_posted(reward)
             if reward.rewards:
-                own = parts[reward.agent] = _check_rewards(
+                agent_parts = parts[reward.agent] = _check_rewards(
                     parts.get(reward.agent, {}) | reward.rewards
                 )
-                plain_number(math.fsum(own.values()), "the sum of the rewards by name")
+                plain_number(math.fsum(agent_parts.values()), "the sum of the rewards by name")
             elif reward.turn is not None:
                 sums = turns[reward.agent] = dict(turns.get(reward.agent, {}))
                 sums[reward.turn] = sums.get(reward.turn, 0.0) + (reward.reward or 0.0)
@@ -104,36 +104,37 @@ class RewardSums:
 def outcome_of_rewards(
     given: Sequence[PostedReward], received: Mapping[str, Sequence[int]] | None = None
 ) -> Outcome:
-    """What was given, in its order: rewards of one turn add up, of a name and of the attempt the
-    last one counts. Where nothing says what the attempt is worth, its parts or else its turns do;
-    where nothing was given, a scorer does. Agents that are named have outcomes of their own.
-    `received`: by agent the indices of the turns that its client has received, in whose order it
-    counts them; without it a turn is named by its index. Raises TypeError or ValueError."""
+    """The outcome of posted rewards, in their order: rewards of one turn add up; of a name and of
+    the attempt the last one counts. Without a reward of the attempt, its value is the sum of its
+    parts, or else of its turns; without any reward, a scorer decides. Agents that are named have
+    outcomes of their own. `received`: for each agent the indices of the turns that its client has
+    received, in the order in which it counts them; without it a turn is named by its index. Raises
+    TypeError or ValueError."""
 
     def outcome(agent: str | None) -> Outcome:
         turns = None if received is None else received.get(agent or "", ())
-        return _outcome([one for one in given if one.agent == agent], turns)
+        return _outcome([reward for reward in given if reward.agent == agent], turns)
 
-    names = dict.fromkeys(one.agent for one in given if one.agent is not None)
+    names = dict.fromkeys(reward.agent for reward in given if reward.agent is not None)
     everybody = outcome(None)
     agents = {name: outcome(name) for name in names}
     return msgspec.structs.replace(everybody, agents=agents)
 
 
-def _outcome(given: Sequence[PostedReward], received: Sequence[int] | None) -> Outcome:
+def _outcome(rewards: Sequence[PostedReward], received: Sequence[int] | None) -> Outcome:
     parts: dict[str, float] = {}
     turns: dict[int, float] = {}
     total: float | None = None
-    for one in given:
-        parts |= _check_rewards(one.rewards)
-        if one.reward is None:
+    for posted in rewards:
+        parts |= _check_rewards(posted.rewards)
+        if posted.reward is None:
             continue
 
-        reward = plain_number(one.reward, "the reward")
-        if one.turn is None:
+        reward = plain_number(posted.reward, "the reward")
+        if posted.turn is None:
             total = reward
         else:
-            turn = _turn(one.turn, received)
+            turn = _turn(posted.turn, received)
             turns[turn] = turns.get(turn, 0.0) + reward
 
     if total is None:

@@ -29,7 +29,7 @@ KEPT = 64 * 2**10
 """Bytes of each stream."""
 GRACE_S = 1.0
 KILLING_S = 2.0
-"""How long the killed are looked for: a process may start others meanwhile."""
+"""How long killed processes are looked for: a process may start others in that time."""
 LOOK_S = 0.02
 DRAIN_S = 0.3
 _CHUNK = 2**16
@@ -73,7 +73,8 @@ class ProcessTree:
         return bytes(self._written[stream][-KEPT:]).decode("utf-8", "replace")
 
     def run(self) -> EndedProcess:
-        """Until the process ends or is stopped. Raises OSError where it can't be started."""
+        """Runs the process until it ends or is stopped. Raises OSError where it can't be
+        started."""
         _alive.add(self)
         try:
             with subprocess.Popen(
@@ -130,54 +131,56 @@ class ProcessTree:
                     continue
 
                 has_read = True
-                kept: bytearray = key.data
-                kept += chunk
-                if len(kept) > 4 * KEPT:
-                    del kept[:-KEPT]
+                recent: bytearray = key.data
+                recent += chunk
+                if len(recent) > 4 * KEPT:
+                    del recent[:-KEPT]
 
         return has_read
 
     def kill(self, *, grace_s: float) -> None:
-        """Ends what lives of the tree."""
-        known = self._living({})
-        for one in known.values():
+        """Ends the living processes of the tree."""
+        living = self._living({})
+        for process in living.values():
             with contextlib.suppress(psutil.Error):
-                one.terminate()
+                process.terminate()
 
-        asked = time.monotonic()
-        while known and time.monotonic() - asked < grace_s:
+        asked_at = time.monotonic()
+        while living and time.monotonic() - asked_at < grace_s:
             time.sleep(LOOK_S / 2)
-            known = self._living(known, is_thorough=False)
+            living = self._living(living, is_thorough=False)
 
-        known = self._living(known)
-        asked = time.monotonic()
-        while known and time.monotonic() - asked < KILLING_S:
-            for one in known.values():
+        living = self._living(living)
+        asked_at = time.monotonic()
+        while living and time.monotonic() - asked_at < KILLING_S:
+            for process in living.values():
                 with contextlib.suppress(psutil.Error):
-                    one.kill()
+                    process.kill()
             time.sleep(LOOK_S / 2)
-            known = self._living(known)
+            living = self._living(living)
 
     def _living(
-        self, known: Mapping[int, psutil.Process], *, is_thorough: bool = True
+        self, processes: Mapping[int, psutil.Process], *, is_thorough: bool = True
     ) -> dict[int, psutil.Process]:
-        """The tree's processes, by id: of those that were `known`, their descendants, and, if that
-        is asked, of all whose environment has the mark."""
+        """The living processes of the tree, by id: the root and `processes`, their descendants, and
+        with `is_thorough` all processes whose environment has the mark."""
         process = self._process
-        roots = list(known.values())
+        roots = list(processes.values())
         with contextlib.suppress(psutil.Error):
             if process is not None and process.poll() is None:
                 roots.append(psutil.Process(process.pid))
 
         if is_thorough:
-            roots += [one for one in psutil.process_iter() if self._is_marked(one)]
+            roots += [
+                candidate for candidate in psutil.process_iter() if self._is_marked(candidate)
+            ]
 
         living: dict[int, psutil.Process] = {}
         for root in roots:
             with contextlib.suppress(psutil.Error):
-                for one in (root, *root.children(recursive=True)):
-                    if one.is_running() and one.status() != psutil.STATUS_ZOMBIE:
-                        living[one.pid] = one
+                for member in (root, *root.children(recursive=True)):
+                    if member.is_running() and member.status() != psutil.STATUS_ZOMBIE:
+                        living[member.pid] = member
 
         return living
 
@@ -191,6 +194,6 @@ class ProcessTree:
 
 @atexit.register
 def _kill_all() -> None:
-    """What is left where the interpreter ends at once, as it does after a second Ctrl-C."""
+    """Kills what is left where the interpreter ends at once, as it does after a second Ctrl-C."""
     for tree in list(_alive):
         tree.kill(grace_s=0.0)

@@ -25,7 +25,7 @@ from agentevo.tools.tool import ToolResult
 from agentevo.types import Message, ToolCall
 
 STOP = "\nObservation:"
-"""Where a reply ends: what follows is not the policy's to say."""
+"""A reply ends here: the observation that follows is not the policy's."""
 _ACTION = re.compile(r"^Action:[ \t]*(?P<name>[^\n]*)$", re.MULTILINE)
 _INPUT = re.compile(r"\s*^Action Input:(?P<text>.*)\Z", re.MULTILINE | re.DOTALL)
 _FENCE = re.compile(r"\A```(?:json)?\s*(.*?)\s*```\Z", re.DOTALL)
@@ -67,14 +67,14 @@ class ReActFormat:
     def answers(self, said: ParsedReply, results: Sequence[ToolResult]) -> list[Message]:
         """See ToolFormat.answers."""
         texts = [result.text for result in results] + [
-            f"Error: {one.problem}" for one in said.malformed
+            f"Error: {call.problem}" for call in said.malformed
         ]
         return [Message("user", f"Observation: {text}") for text in texts]
 
 
 def read_action(text: str) -> tuple[list[ToolCall], list[MalformedCall]]:
-    """The action of a reply, or what began as one; neither for a final answer. What stands behind a
-    `Final Answer:` is no action."""
+    """The action of a reply, or the text that began as one; neither for a final answer. Text behind
+    a `Final Answer:` is no action."""
     text = text.split(STOP, 1)[0]
     action = _ACTION.search(text)
     final = text.find("Final Answer:")
@@ -82,11 +82,11 @@ def read_action(text: str) -> tuple[list[ToolCall], list[MalformedCall]]:
         return [], []
 
     name = action["name"].strip()
-    given = _INPUT.match(text, action.end())
-    if given is None:
+    input_match = _INPUT.match(text, action.end())
+    if input_match is None:
         problem = "an action needs a line `Action Input:` with a JSON object behind it"
         return [], [MalformedCall(text[action.start() :], problem, name)]
 
-    arguments = given["text"].split("\nFinal Answer:")[0].strip()
+    arguments = input_match["text"].split("\nFinal Answer:")[0].strip()
     fenced = _FENCE.match(arguments)
     return [ToolCall(name, fenced[1] if fenced else arguments or "{}")], []

@@ -1,10 +1,10 @@
-"""A remote model in the policy's place: an agent plays with it as with the policy, and nothing is
-trained.
+"""A remote model in the policy's place: an agent plays with it as with the policy, without
+training.
 
-Its words have no token ids here. A turn of such an attempt is text alone, `prompt_ids` and
-`completion_ids` are empty; how many tokens it had is what the server says of the remote turn that
-it is a view of (`policy_tokens` among the trajectory's metrics). Tool calls are those of the
-server's answer: no parser reads them out of a text.
+Its words have no token ids here. A turn of such an attempt is text only: `prompt_ids` and
+`completion_ids` are empty, and the server reports the number of tokens of the remote turn that it
+is a view of (`policy_tokens` among the trajectory's metrics). Tool calls are those of the server's
+answer: no parser reads them out of a text.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class RemotePolicyConversation:
     @property
     def received(self) -> list[int]:
         """See Conversation.received."""
-        kept = self._remote.received_turns()
-        return [number for number, turn in enumerate(self._own) if turn.index in kept]
+        received_turns = self._remote.received_turns()
+        return [number for number, turn in enumerate(self._own) if turn.index in received_turns]
 
     async def complete(
         self,
@@ -88,17 +88,17 @@ class RemotePolicyConversation:
                 f"{self._model} is a remote model, which takes messages and no token ids"
             )
 
-        given = {} if overrides is None else overrides.given()
-        told = await self._remote.complete(
+        values = {} if overrides is None else overrides.given()
+        remote_turns = await self._remote.complete(
             self._model,
             cast("Sequence[Message]", prompt),
             tools=tools,
             form=form,
-            overrides=msgspec.structs.replace(self._sampling, **given),
+            overrides=msgspec.structs.replace(self._sampling, **values),
             n=n,
             agent=POLICY,
         )
-        new = {turn.index for turn in told}
+        new = {turn.index for turn in remote_turns}
         views = zip(self._own, self.turns, strict=True)
         return [view for turn, view in views if turn.index in new]
 
@@ -107,16 +107,16 @@ class RemotePolicyConversation:
         return ""
 
     def num_tokens(self, turn: int) -> tuple[int, int]:
-        """Of the prompt and of the answer, as the server counted them."""
-        told = self._own[turn]
-        return told.prompt_tokens, told.completion_tokens
+        """The numbers of tokens of the prompt and of the answer, as the server counted them."""
+        remote_turn = self._own[turn]
+        return remote_turn.prompt_tokens, remote_turn.completion_tokens
 
     def turns_to_record(self, rewards: Mapping[int, float]) -> list[Turn]:
         """See Conversation.recorded."""
-        own = self._own
+        remote_turns = self._own
         received = self.received
         earned = {place: rewards.get(turn, 0.0) for place, turn in enumerate(received)}
-        return _views([own[turn] for turn in received], earned)
+        return _views([remote_turns[turn] for turn in received], earned)
 
     def metrics(self) -> dict[str, float]:
         """See Conversation.metrics."""
@@ -127,9 +127,11 @@ class RemotePolicyConversation:
         self._closed = True
 
 
-def _views(own: Sequence[RemoteTurn], rewards: Mapping[int, float]) -> list[Turn]:
+def _views(remote_turns: Sequence[RemoteTurn], rewards: Mapping[int, float]) -> list[Turn]:
     """The turns in their order, with the rewards of their places."""
-    numbers: dict[int | None, int] = {turn.index: number for number, turn in enumerate(own)}
+    numbers: dict[int | None, int] = {
+        turn.index: number for number, turn in enumerate(remote_turns)
+    }
     return [
         Turn(
             index=number,
@@ -144,13 +146,13 @@ def _views(own: Sequence[RemoteTurn], rewards: Mapping[int, float]) -> list[Turn
             messages=turn.messages,
             tools=turn.tools,
         )
-        for number, turn in enumerate(own)
+        for number, turn in enumerate(remote_turns)
     ]
 
 
 class RemoteModelPolicy(Policy):
-    """See the module. `policy.base_url` is the gateway, where every model's name that is no other
-    one's of the recipe is this model."""
+    """See the module. `policy.base_url` is the gateway, where every name of a model means this
+    model, except the names of the recipe's other models."""
 
     def __init__(
         self,

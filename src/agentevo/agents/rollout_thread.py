@@ -1,8 +1,8 @@
 """An agent function that is not async: it runs on a thread of its own, so that one that hangs costs
-its attempt and nobody else.
+only its attempt.
 
-The thread (daemon_threads.py) has the context of the attempt. One whose attempt has ended is left
-alone, with a policy that answers no more.
+The thread (daemon_threads.py) has the context of the attempt. A thread whose attempt has ended is
+abandoned, with a policy that answers no more.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class BlockingPolicy:
         return self._answer(self._policy.generate(prompt, **options))
 
     def ask(self, question: Callable[[Policy], Coroutine[Any, Any, T]]) -> T | Any:
-        """What comes of something asked of the policy itself, on the sampler's loop. Called in a
-        coroutine it is awaited."""
+        """The result of a coroutine of the policy, which runs on the sampler's loop. Called within
+        a coroutine, it returns an awaitable."""
         return self._answer(question(self._policy))
 
     def text(self, name: str, default: str = "") -> str:

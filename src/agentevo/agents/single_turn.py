@@ -57,8 +57,8 @@ def with_system(chat: list[Message], text: str) -> list[Message]:
 def conversation_of(task: Task, *, system: str | None, instruction: str | None) -> list[Message]:
     """The conversation up to the first reply: the task's query with `instruction` behind it, or the
     chat that its row gave. One that has no system message gets `system`."""
-    given = task.metadata.get(QUERY_MESSAGES)
-    chat = messages_of(given) if given else [Message("user", task.query or "")]
+    query_messages = task.metadata.get(QUERY_MESSAGES)
+    chat = messages_of(query_messages) if query_messages else [Message("user", task.query or "")]
     if instruction is not None and chat[-1].role == "user":
         chat[-1] = Message("user", f"{chat[-1].content}\n{instruction}")
     if system is not None and chat[0].role != "system":

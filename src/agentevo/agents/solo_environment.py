@@ -17,12 +17,12 @@ from agentevo.tracebacks import describe_failure
 T = TypeVar("T")
 
 MAX_HUNG = 3
-"""Environments that may hang before nothing is asked of any more."""
+"""The number of environments that may hang before no further one is asked."""
 
 
 class SoloEnvironment:
-    """See the module. Every call may take `within_s`. `note` hears of a close() that fails: nothing
-    depends on it."""
+    """See the module. Every call may take `within_s`. `note` is called for a close() that fails:
+    nothing depends on it."""
 
     def __init__(
         self, make: Callable[[], TextEnvironment], *, within_s: float, note: Callable[[str], None]
@@ -37,9 +37,9 @@ class SoloEnvironment:
     def _begin(self) -> None:
         self._thread = EnvironmentThread(Pace())
         self._made: list[TextEnvironment] = []
-        made = self._made
+        environments = self._made
         try:
-            self._thread.call_now(lambda: made.append(self._make()), self._within_s)
+            self._thread.call_now(lambda: environments.append(self._make()), self._within_s)
         except ConfigError:
             self._thread.end_now(partial(_close_all, self._made))
             raise

@@ -1,8 +1,8 @@
-"""Named texts of one attempt: what stands where an agent has a prompt, a tool's description or
-examples of its own.
+"""Named texts of one attempt: they replace an agent's own prompt, description of a tool, or
+examples.
 
     policy.text("system", "You are a clerk.")     the text of that name, or the agent's own
-    policy.examples()                             messages of examples; none where nobody gave any
+    policy.examples()                             messages of examples; none where none are given
     agentevo.text("system", "You are a clerk.")   the same, for an agent that takes no policy
 
 Which texts are given is decided outside: by the recipe (`agent.texts`) or by `agentevo optimize`,
@@ -32,7 +32,7 @@ from agentevo.types import Message
 
 Kind = Literal["text", "examples", "tool"]
 FOLDER = "texts"
-"""In a run's folder: the texts that its attempts were played with."""
+"""The folder, in a run's folder, of the texts that its attempts were played with."""
 _current: ContextVar[Texts | None] = ContextVar("agentevo texts", default=None)
 
 
@@ -46,23 +46,23 @@ class Declared:
 
 @dataclass
 class Texts:
-    """See the module. All agents of one attempt share one. `keep` is told of each text that is
-    used, before it is."""
+    """See the module. All agents of one attempt share one. `keep` is called with each text before
+    it is used."""
 
     given: Mapping[str, str] = field(default_factory=dict)
     keep: Callable[[str], None] = lambda text: None
     hear: Callable[[str, Declared], object] = lambda name, declared: None
-    """Is told of each text that is asked for."""
+    """Is called with each text that is asked for."""
     declared: dict[str, Declared] = field(default_factory=dict)
     """Every text that was asked for, by name."""
     digests: dict[str, str] = field(default_factory=dict)
-    """Those that were not empty: name -> digest."""
+    """The texts that were not empty: name -> digest."""
 
     def text(self, name: str, default: str | None = None, kind: Kind = "text") -> str:
-        """The text of that name; `default` where none is given, whatever it holds: it is the
-        agent's own. Raises BadRequestError for a wrong name, and where one has two defaults."""
-        own = "" if default is None else default
-        problem = text_problem(name, "" if isinstance(own, str) else own)
+        """The text of that name; where none is given, `default`, the agent's own, whatever it
+        contains. Raises BadRequestError for a wrong name, and where one has two defaults."""
+        default_text = "" if default is None else default
+        problem = text_problem(name, "" if isinstance(default_text, str) else default_text)
         if problem is not None:
             raise BadRequestError(f"the text {problem}")
 
@@ -70,35 +70,36 @@ class Texts:
         if before is None:
             if len(self.declared) == MAX_TEXTS:
                 raise BadRequestError(f"an attempt asked for more than {MAX_TEXTS} named texts")
-            self._declare(name, Declared(own, kind))
-        elif before.kind != kind or (before.default != own and name not in self.given):
+            self._declare(name, Declared(default_text, kind))
+        elif before.kind != kind or (before.default != default_text and name not in self.given):
             raise BadRequestError(
                 f"the text {name} was asked for with another default or as {before.kind}: one name "
                 "is one text of an attempt"
             )
 
-        found = self.given.get(name, own)
-        if found:
-            digest = digest_of_text(found)
+        content = self.given.get(name, default_text)
+        if content:
+            digest = digest_of_text(content)
             if self.digests.get(name) != digest:
-                self.keep(found)
+                self.keep(content)
                 self.digests[name] = digest
 
-        return found
+        return content
 
     def replacing(self, name: str, own: str | None) -> str | None:
-        """`text`, but None where nobody gives one and the agent has none: an empty text is one."""
-        found = self.text(name, own)
-        return found if found or own is not None or name in self.given else None
+        """The same as `text`, but None where no text is given and the agent has none: an empty text
+        is one."""
+        content = self.text(name, own)
+        return content if content or own is not None or name in self.given else None
 
     def examples(self, name: str = "examples") -> list[Message]:
         """The messages of the examples of that name, one conversation after the other. Raises
-        BadRequestError for a text that is no list of them."""
+        BadRequestError for a text that is no list of messages."""
         text = self.text(name, None, "examples")
-        return [message for one in examples_of(name, text) for message in one]
+        return [message for conversation in examples_of(name, text) for message in conversation]
 
     def all_given(self) -> Mapping[str, str]:
-        """All that are given, noted as used: for a program that asks in a way of its own."""
+        """All given texts, noted as used: for a program that asks for texts in its own way."""
         for name in self.given:
             self.text(name)
         return self.given
@@ -118,24 +119,24 @@ class Texts:
         parameters = function.get("parameters")
         properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
         if isinstance(parameters, Mapping) and isinstance(properties, Mapping):
-            own = {
+            described = {
                 key: {**value, "description": text}
                 for key, value in properties.items()
                 if isinstance(value, Mapping)
                 and (text := self._description(f"{name}.{key}", value.get("description")))
             }
-            if own:
-                changed["parameters"] = {**parameters, "properties": {**properties, **own}}
+            if described:
+                changed["parameters"] = {**parameters, "properties": {**properties, **described}}
 
         return schema if changed == function else {**schema, "function": changed}
 
     def _description(self, name: str, default: Any) -> str:
-        """The text that stands in the place of a tool's own; nothing where none is given."""
-        own = default if isinstance(default, str) else ""
+        """The text that replaces a tool's own; empty where none is given."""
+        default_text = default if isinstance(default, str) else ""
         if name in self.given:
-            return self.text(name, own, "tool")
-        if text_problem(name, own) is None and len(self.declared) < MAX_TEXTS:
-            self._declare(name, Declared(own, "tool"))
+            return self.text(name, default_text, "tool")
+        if text_problem(name, default_text) is None and len(self.declared) < MAX_TEXTS:
+            self._declare(name, Declared(default_text, "tool"))
         return ""
 
     def _declare(self, name: str, declared: Declared) -> None:
@@ -154,16 +155,16 @@ class Texts:
 
 
 def text(name: str, default: str = "") -> str:
-    """The text of that name of the attempt that is played here and now: what the recipe or
-    `agentevo optimize` gives, or else `default`, which it is outside of attempts, too. Raises
-    BadRequestError for what can be no text."""
+    """The text of that name in the current attempt: the one that the recipe or `agentevo optimize`
+    gives, or else `default`. Outside of attempts it is `default`, too. Raises BadRequestError for
+    what can be no text."""
     now = _current.get()
     return (Texts() if now is None else now).text(name, default)
 
 
 def examples(name: str = "examples") -> list[dict[str, Any]]:
-    """The messages of the examples of that name, in OpenAI's form, to stand before the task's own;
-    none where nobody gave any. Raises BadRequestError."""
+    """The messages of the examples of that name, in OpenAI's form, to place before the task's own;
+    none where none are given. Raises BadRequestError."""
     now = _current.get()
     return [] if now is None else [as_openai(example) for example in now.examples(name)]
 
@@ -174,10 +175,12 @@ def examples_of(name: str, content: str) -> list[list[Message]]:
         return []
 
     try:
-        found = parse_json(content)
-        if not isinstance(found, list) or not all(isinstance(one, list) and one for one in found):
+        conversations = parse_json(content)
+        if not isinstance(conversations, list) or not all(
+            isinstance(conversation, list) and conversation for conversation in conversations
+        ):
             raise ValueError("it is no list of conversations")
-        return [messages_of(one) for one in found]
+        return [messages_of(conversation) for conversation in conversations]
     except (ParseError, ValueError, BadRequestError) as error:
         raise BadRequestError(
             f"the text {name}: examples are a list of conversations as JSON, such as "
@@ -187,7 +190,9 @@ def examples_of(name: str, content: str) -> list[list[Message]]:
 
 def as_examples(conversations: Sequence[Sequence[Message]]) -> str:
     """The inverse of `examples_of`: messages in OpenAI's form."""
-    return json.dumps([[as_openai(one) for one in each] for each in conversations], indent=1)
+    return json.dumps(
+        [[as_openai(message) for message in each] for each in conversations], indent=1
+    )
 
 
 class TextKeeper:

@@ -3,7 +3,8 @@
 Every reply goes back as the ids that the policy drew, so each prompt extends the ids before it;
 results are the messages of role `tool` that the chat template writes (format `native`) or
 observations in the user's place (`react`). A call that can't be made is answered with the reason:
-the policy reads it, the attempt goes on, and the trajectory's metrics count it (tools/toolbox.py).
+the policy reads it, the attempt continues, and the trajectory's metrics count it
+(tools/toolbox.py).
 
     reward = what the tools say of the state that they are left in, where any does
              + what results earned - agent.call_penalty for each turn with a wrong call
@@ -35,7 +36,7 @@ from agentevo.types import Message, Outcome, Task, ToolCall
 ENDS = ("answer", "turns", "tokens", "context", "repeats")
 """How an attempt may end: with the final answer, or by a limit."""
 WRONG = ("num_unknown_tools", "num_wrong_arguments")
-"""Metrics of calls that cost `agent.call_penalty`, beside the malformed ones."""
+"""Metrics of calls that cost `agent.call_penalty`, in addition to the malformed ones."""
 _FORMATS: dict[str, type[ToolFormat]] = {
     "native": NativeFormat,
     "react": ReActFormat,
@@ -96,11 +97,11 @@ class ToolAgent:
             )
             history = History(opening, self._section.context)
             end = await self._play(form, history, policy, tools, progress)
-            said = await said_by(tools)
+            outcomes = await said_by(tools)
 
         return outcome_with_tools(
             tools,
-            said,
+            outcomes,
             has_judges=self._toolbox.has_outcome,
             own_parts={
                 "tool_results": progress.earned,
@@ -124,32 +125,32 @@ class ToolAgent:
         tools: AttemptTools,
         progress: _ToolProgress,
     ) -> str:
-        """Until the attempt ends; how, as one of ENDS."""
+        """Plays until the attempt ends. Returns how it ended, as one of ENDS."""
         section = self._section
         num_tokens = 0
         for turns_left in reversed(range(section.max_turns)):
             try:
-                said = await history.ask_within_context(form.ask, policy)
+                parsed = await history.ask_within_context(form.ask, policy)
             except RequestTooLongError:
                 if not progress.turn_rewards:
                     raise
                 return "context"
 
-            progress.turn_rewards[said.reply.turn] = 0.0
-            num_tokens += said.num_tokens
-            if not said.calls and not said.malformed and self._is_final(said.reply):
+            progress.turn_rewards[parsed.reply.turn] = 0.0
+            num_tokens += parsed.num_tokens
+            if not parsed.calls and not parsed.malformed and self._is_final(parsed.reply):
                 return "answer"
-            if self._repeats(said, progress):
+            if self._repeats(parsed, progress):
                 return "repeats"
 
-            # Also of the last reply, whose results nobody reads: calls change the state, and earn.
-            answers = await self._answers(form, said, tools, progress)
+            # Also for the last reply, whose results are not read: calls change the state, and earn.
+            answers = await self._answers(form, parsed, tools, progress)
             if section.max_tokens is not None and num_tokens >= section.max_tokens:
                 return "tokens"
 
             if turns_left:
-                history.add(said.message, answers)
-                await history.look(said.reply.turn, policy, form.tools)
+                history.add(parsed.message, answers)
+                await history.look(parsed.reply.turn, policy, form.tools)
 
         return "turns"
 
@@ -160,50 +161,50 @@ class ToolAgent:
     def _is_final(self, reply: Reply) -> bool:
         return self._section.final == "reply" or find_answer(reply.answer, "answer") is not None
 
-    def _repeats(self, said: ParsedReply, progress: _ToolProgress) -> bool:
+    def _repeats(self, parsed: ParsedReply, progress: _ToolProgress) -> bool:
         """Whether the policy has said the same calls once too often."""
-        calls = tuple((call.name, call.arguments) for call in said.calls)
+        calls = tuple((call.name, call.arguments) for call in parsed.calls)
         same = bool(calls) and calls == progress.last_calls
         progress.num_repeats = progress.num_repeats + 1 if same else 0
         progress.last_calls = calls
         return progress.num_repeats >= self._section.max_repeats
 
     async def _answers(
-        self, form: ToolFormat, said: ParsedReply, tools: AttemptTools, progress: _ToolProgress
+        self, form: ToolFormat, parsed: ParsedReply, tools: AttemptTools, progress: _ToolProgress
     ) -> list[Message]:
         """What the policy reads next."""
         before = sum(tools.metrics[name] for name in WRONG)
-        made, refused = self._split(said.calls, progress)
-        results = [*await tools.call(made), *refused]
-        progress.num_malformed += len(said.malformed)
-        wrong = bool(said.malformed) or sum(tools.metrics[name] for name in WRONG) > before
+        made_calls, refused = self._split(parsed.calls, progress)
+        results = [*await tools.call(made_calls), *refused]
+        progress.num_malformed += len(parsed.malformed)
+        wrong = bool(parsed.malformed) or sum(tools.metrics[name] for name in WRONG) > before
         earned = sum(result.reward for result in results)
         progress.earned += earned
         progress.num_wrong += wrong
-        turn = said.reply.turn
+        turn = parsed.reply.turn
         progress.turn_rewards[turn] += earned - (self._section.call_penalty if wrong else 0.0)
 
-        if not said.calls and not said.malformed:
+        if not parsed.calls and not parsed.malformed:
             searches = self._section.format == "search_tags"
             return [Message("user", _NO_SEARCH if searches else _NO_ANSWER)]
 
-        return form.answers(said, results)
+        return form.answers(parsed, results)
 
     def _split(
         self, calls: Sequence[ToolCall], progress: _ToolProgress
     ) -> tuple[Sequence[ToolCall], list[ToolResult]]:
         """The calls that are made, and the refusals of the others."""
         section = self._section
-        left = section.max_calls_per_turn
-        why = f"a reply may hold {left} calls, and this one is beyond them"
+        num_allowed = section.max_calls_per_turn
+        why = f"a reply may hold {num_allowed} calls, and this one is beyond them"
         if (
             section.max_tool_calls is not None
-            and section.max_tool_calls - progress.num_calls < left
+            and section.max_tool_calls - progress.num_calls < num_allowed
         ):
-            left = section.max_tool_calls - progress.num_calls
+            num_allowed = section.max_tool_calls - progress.num_calls
             why = f"all {section.max_tool_calls} calls are used up: give the final answer"
 
-        made = calls[:left]
-        others = calls[left:]
-        progress.num_calls += len(made)
-        return made, [ToolResult(text=f"Error: {why}", is_error=True) for _ in others]
+        made_calls = calls[:num_allowed]
+        refused_calls = calls[num_allowed:]
+        progress.num_calls += len(made_calls)
+        return made_calls, [ToolResult(text=f"Error: {why}", is_error=True) for _ in refused_calls]

@@ -1,4 +1,5 @@
-"""How the policy is told of tools, how its calls are read, and how results go back to it."""
+"""How tools are presented to the policy, how its calls are read, and how results are returned to
+it."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class ParsedReply:
     calls: Sequence[ToolCall]
     malformed: Sequence[MalformedCall]
     num_tokens: int
-    """That the policy drew for it."""
+    """The number of tokens that the policy drew for it."""
 
 
 class ToolFormat(Protocol):
@@ -47,13 +48,13 @@ class ToolFormat(Protocol):
         ...
 
     def answers(self, said: ParsedReply, results: Sequence[ToolResult]) -> list[Message]:
-        """What the policy reads next: the results of its calls, in their order, and of what began
-        as a call why it is none."""
+        """The messages that the policy reads next: the results of its calls, in their order, and
+        the problem of each malformed call."""
         ...
 
 
 class NativeFormat:
-    """As the model's chat template writes tools, calls and results."""
+    """Tools, calls and results as the model's chat template writes them."""
 
     def __init__(self, policy: Policy, schemas: Sequence[Mapping[str, Any]]) -> None:
         self._policy = policy
@@ -77,7 +78,7 @@ class NativeFormat:
             ToolCall(call.name, call.arguments, _id_of(reply.turn, number))
             for number, call in enumerate(parsed.tool_calls)
         )
-        content = parsed.content + "".join(one.text for one in parsed.malformed)
+        content = parsed.content + "".join(call.text for call in parsed.malformed)
         message = Message("assistant", content, calls, reasoning=parsed.reasoning)
         conversation.recognise(reply.turn, message)
 
@@ -90,7 +91,7 @@ class NativeFormat:
             for call, result in zip(said.calls, results, strict=True)
         ]
         problems = [
-            f"Error: failed to decode the tool call: {one.problem}" for one in said.malformed
+            f"Error: failed to decode the tool call: {call.problem}" for call in said.malformed
         ]
         # No call that was read is what these answer.
         return answered + [Message("user", problem) for problem in problems]

@@ -1,5 +1,5 @@
-"""How an attempt ended that called tools: what they say of the state that they are left in, beside
-what the agent counts itself."""
+"""The outcome of an attempt that called tools: the tools' own outcomes, which judge their final
+state, and what the agent counts itself."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ def outcome_with_tools(
     end: str,
     ends: Sequence[str],
 ) -> Outcome:
-    """The reward is the sum of what was `said` and of the agent's `own_parts`; None, a scorer's
-    affair, where there are toolsets that judge (`has_judges`) and nobody said or earned anything.
-    `end` is one of `ends`, the first of which is the final answer."""
+    """The reward is the sum of the parts of `outcomes` and of the agent's `own_parts`. It is None,
+    so that a scorer decides, where there are toolsets that judge (`has_judges`) and there is
+    neither an outcome nor anything earned. `end` is one of `ends`; the first of `ends` is the final
+    answer."""
     parts = parts_of(said) | dict(own_parts)
-    counted = {key: metric for judge in said.values() for key, metric in judge.metrics.items()}
-    counted |= {name: float(tools.metrics[name]) for name in METRICS}
-    counted |= metrics
+    all_metrics = {key: metric for judge in said.values() for key, metric in judge.metrics.items()}
+    all_metrics |= {name: float(tools.metrics[name]) for name in METRICS}
+    all_metrics |= metrics
     is_unsaid = has_judges and not said and not any(parts.values())
 
     return Outcome(
         reward=None if is_unsaid else sum(parts.values()),
-        success=bool(said) and all(one.success for one in said.values()),
+        success=bool(said) and all(outcome.success for outcome in said.values()),
         reward_parts=parts,
         turn_rewards=turn_rewards,
         truncated=end != ends[0],
-        metrics=counted | {f"ended_by_{one}": float(one == end) for one in ends},
+        metrics=all_metrics | {f"ended_by_{name}": float(name == end) for name in ends},
     )
 
 

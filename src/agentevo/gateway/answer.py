@@ -1,13 +1,14 @@
 """One completion on its way to a client: token ids in, pieces of content, reasoning and tool calls
 out, whether they come one by one or all at once: the deltas of the parser, in which calls have ids.
-What was told of a call that failed is void, and its text follows as content.
+The pieces that were passed on of a call that failed are void, and its text follows as content.
 
 Invariant: however the ids come, the pieces sum up to the same reply, and no piece is taken back.
-The pieces of a call's arguments are the arguments, byte for byte. What begins as a call and is none
-is content, in the model's own words: the agent sees it, and so does the policy when it comes back.
-A listener may have been told its beginning by then, as a call that never becomes whole: the brace
-that may end the arguments comes when the call is whole, so what was told of another is no JSON
-that anybody could act on. With `whole_calls` it is told nothing of a call before.
+The pieces of a call's arguments are the arguments, byte for byte. Text that begins as a call and
+turns out to be none is content, in the model's own words: the agent sees it, and so does the policy
+when it comes back. A listener may have received its beginning by then, as a call that never becomes
+whole. The brace that may end the arguments comes only when the call is whole, so the pieces of a
+broken call are no JSON that a client could act on. With `whole_calls` a listener receives nothing
+of a call before it is whole.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from agentevo.types import Alternatives, Message, ToolCall, Turn
 
 
 def _pieces_of_call(index: int, call: ToolCall) -> list[Delta]:
-    """A call that is told at once."""
+    """A call that is passed on at once."""
     return [
         CallStarted(index, call.name, call.id),
         ArgumentsDelta(index, call.arguments),
@@ -43,7 +44,7 @@ def _pieces_of_call(index: int, call: ToolCall) -> list[Delta]:
 
 
 def pieces_of(reply: ModelReply) -> list[Delta]:
-    """A reply that is told at once."""
+    """A reply that is passed on at once."""
     pieces: list[Delta] = [ReasoningDelta(reply.reasoning)] if reply.reasoning else []
     pieces += [ContentDelta(reply.content)] if reply.content else []
     for index, call in enumerate(reply.tool_calls):
@@ -52,12 +53,12 @@ def pieces_of(reply: ModelReply) -> list[Delta]:
 
 
 Hear = Callable[[int, list[Delta]], None]
-"""Is told the number of a completion, from 0, and what it says next."""
+"""Is called with the number of a completion, from 0, and its next pieces."""
 
 
 class AnswerInProgress:
     """See the module. `opening`: what the prompt said in the assistant's place; `echo`: what its
-    content begins with; `whole_calls`: calls are told when they are whole."""
+    content begins with; `whole_calls`: calls are passed on when they are whole."""
 
     def __init__(
         self,
@@ -68,8 +69,8 @@ class AnswerInProgress:
         echo: str = "",
         whole_calls: bool = False,
     ) -> None:
-        given = request.overrides
-        self._stops = (given and given.stop_strings) or ()
+        overrides = request.overrides
+        self._stops = (overrides and overrides.stop_strings) or ()
         self._text = chat.text_stream(self._stops)
         self._parse = (
             None
@@ -81,18 +82,19 @@ class AnswerInProgress:
         self._request = request
         self._chat = chat
         self._told: list[Delta] = []
-        """All that a listener was told."""
+        """All that was passed on to a listener."""
         self._call_ids: list[str] = []
-        """Of the calls that a listener was told of."""
+        """The ids of the calls that were passed on to a listener."""
         self.num_malformed = 0
-        """What began as a call and is none."""
+        """The number of texts that began as a call and were none."""
 
     def add(self, ids: Sequence[int]) -> list[Delta]:
         """What the next ids make certain."""
         return self._tell(self._read(self._text.add(ids)))
 
     def finish(self, turn: Turn) -> list[Delta]:
-        """What was held back until the completion was whole, and what nobody has added."""
+        """The pieces that were held back until the completion was whole, and those that were not
+        added."""
         rest = self._read(self._text.finish(turn.messages[-1].text))
         return self._tell([*rest, *(self._parse.finish() if self._parse else ())])
 
@@ -138,13 +140,13 @@ class AnswerInProgress:
 
     @property
     def message(self) -> Message:
-        """As a client will send it back."""
+        """The message as a client will send it back."""
         parsed = Parsed.of(self._told)
         return Message("assistant", parsed.content, parsed.tool_calls, reasoning=parsed.reasoning)
 
     @property
     def told_message(self) -> Message:
-        """As a listener will, which was told of the beginnings of broken calls as well."""
+        """The message as a listener has it, which also received the beginnings of broken calls."""
         calls = {}
         for piece in join_texts(self._told):
             match piece:

@@ -48,7 +48,7 @@ from agentevo.models.tool_calls import (
 from agentevo.types import Message, ToolCall
 
 SIGNATURE = "agentevo"
-"""Of every thought: many clients keep only those that are signed. Nobody checks it."""
+"""The signature of every thought: many clients keep only signed ones. It is not checked."""
 BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 """Claude Code's beginning of the system message: it differs from request to request, so each would
 be a history of its own, and it is not for the model."""
@@ -89,12 +89,12 @@ _ERRORS = {
 }
 """Names of failures by the gateway's status; see `_error`."""
 NO_THREADS = "thread_unsupported_request"
-"""With this code a client goes on without one."""
+"""With this code a client continues without a thread."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
-    """See Api. Nothing is kept: a request has its whole history."""
+    """See Api. Keeps nothing: a request has its whole history."""
     if whole_number(body, "max_tokens", 0) < 1:
         raise BadRequestError(
             f"max_tokens is {shown(body.get('max_tokens'))}: give a whole number from 1; this API "
@@ -117,7 +117,7 @@ def counted_of(body: Mapping[str, Any]) -> ModelRequest:
     return _request(body)
 
 
-def _request(body: Mapping[str, Any], **more: Any) -> ModelRequest:
+def _request(body: Mapping[str, Any], **fields: Any) -> ModelRequest:
     if body.get("thread") is not None:
         raise Refusal("threads are not supported: send the whole history", code=NO_THREADS)
 
@@ -135,15 +135,15 @@ def _request(body: Mapping[str, Any], **more: Any) -> ModelRequest:
         tools=tools or None,
         form=choice.form(schema),
         model=str(body.get("model") or "policy"),
-        **more,
+        **fields,
     )
 
 
 def _check_configuration(body: Mapping[str, Any]) -> None:
     """Raises Refusal for what would have to change how the policy answers."""
-    for key, known in (("output_config", _CONFIGURED), ("context_management", ("edits",))):
+    for key, allowed in (("output_config", _CONFIGURED), ("context_management", ("edits",))):
         unknown = [
-            name for name, value in _fields(body, key).items() if name not in known and value
+            name for name, value in _fields(body, key).items() if name not in allowed and value
         ]
         if unknown:
             raise Refusal(f"{key}.{unknown[0]} is not supported: leave it out")
@@ -188,8 +188,8 @@ def _choice(body: Mapping[str, Any]) -> FieldChoice:
 
 
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """In OpenAI's form. A tool whose loading is deferred is in no prompt, as nothing of Anthropic's
-    is here that would load it."""
+    """The tools in OpenAI's form. A tool whose loading is deferred is left out of the prompt, since
+    Anthropic's tool that would load it does not exist here."""
     return tools_of(
         [
             _tool(tool, f"tools.{number}")
@@ -227,21 +227,21 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 
 def prompt_of(body: Mapping[str, Any]) -> list[Message]:
     """The history in our messages; see the module."""
-    given = body.get("messages")
-    if not isinstance(given, list) or not given:
+    raw_messages = body.get("messages")
+    if not isinstance(raw_messages, list) or not raw_messages:
         raise BadRequestError("messages is a list with at least one message")
 
     system = _text(body["system"], "system", billed=True) if body.get("system") else ""
     messages = [Message("system", system)] if system else []
     names: dict[str, str] = {}
-    for number, message in enumerate(given):
+    for number, message in enumerate(raw_messages):
         where = f"messages.{number}"
         role = message.get("role") if isinstance(message, Mapping) else None
         content = message.get("content") if isinstance(message, Mapping) else None
         if role == "assistant":
-            said = _assistant(content, where)
-            names |= {call.id: call.name for call in said.tool_calls}
-            messages.append(said)
+            answer = _assistant(content, where)
+            names |= {call.id: call.name for call in answer.tool_calls}
+            messages.append(answer)
         elif role == "user":
             messages += _user(content, where, names)
         elif role == "system":
@@ -292,22 +292,22 @@ def _assistant(content: Any, where: str) -> Message:
             thoughts.append(_field(block, "thinking", place))
         elif kind == "tool_use":
             calls.append(_call(block, place))
-        elif kind != "redacted_thinking":  # nobody can read it; the recorded turn has its thought
+        elif kind != "redacted_thinking":  # it can't be read; the recorded turn has its thought
             raise _no_place(kind, place)
 
     return Message("assistant", "".join(texts), tuple(calls), reasoning="".join(thoughts) or None)
 
 
 def _call(block: Mapping[str, Any], where: str) -> ToolCall:
-    given = block.get("input")
+    arguments = block.get("input")
     name = _field(block, "name", where)
-    if not name or not isinstance(given, Mapping):
+    if not name or not isinstance(arguments, Mapping):
         raise BadRequestError(f"{where} needs a name and, as its input, an object")
-    return ToolCall(name, json.dumps(given, ensure_ascii=False), _field(block, "id", where))
+    return ToolCall(name, json.dumps(arguments, ensure_ascii=False), _field(block, "id", where))
 
 
 def _text(content: Any, where: str, *, billed: bool = False) -> str:
-    """A text, or the texts of blocks that have nothing else. `billed`: without BILLING."""
+    """A text, or the texts of blocks of texts only. `billed`: without BILLING."""
     texts: list[str] = []
     for kind, block, place in _blocks(content, where):
         if kind != "text":
@@ -376,7 +376,7 @@ class MessagesStream:
         self._request = request
         self._num_blocks = 0
         self._open: str | None = None
-        """Type of the last block, while it goes on."""
+        """Type of the last block, while it is open."""
 
     def begin(self, prompt: PromptSize) -> list[Event]:
         message = _message(self._request, [])
@@ -417,7 +417,7 @@ class MessagesStream:
         return [_error(refusal)]
 
     def _goes_on(self, block: dict[str, Any]) -> list[Event]:
-        """Begins the block, unless the one that goes on is of its type."""
+        """Begins a block, unless the open one is of its type."""
         if self._open == block["type"]:
             return []
         events = self._close()
@@ -426,7 +426,7 @@ class MessagesStream:
         return [*events, start]
 
     def _close(self) -> list[Event]:
-        """Ends the block that goes on."""
+        """Ends the open block."""
         if self._open is None:
             return []
 
@@ -476,11 +476,11 @@ def _usage(prompt: PromptSize, completion: int) -> dict[str, Any]:
 
 def _error(refusal: Refusal) -> dict[str, Any]:
     """A status without a name is the server's fault from 500 on, and the client's below."""
-    other = "api_error" if refusal.status >= 500 else "invalid_request_error"
-    # Clients that shorten their history when it is full know that by these words.
+    fallback = "api_error" if refusal.status >= 500 else "invalid_request_error"
+    # Clients that shorten a full history recognise that by these words.
     full = "prompt is too long: " if refusal.code == "context_length_exceeded" else ""
     named: dict[str, Any] = {
-        "type": _ERRORS.get(refusal.status, other),
+        "type": _ERRORS.get(refusal.status, fallback),
         "message": f"{full}{refusal}",
     }
     if refusal.code == NO_THREADS:

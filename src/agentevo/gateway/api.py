@@ -1,5 +1,5 @@
-"""What one API of the gateway is: how its requests are read, and how its answers, its events and
-its failures are written. The routes (app.py) know nothing else of it."""
+"""The description of one API of the gateway: how its requests are read, and how its answers, its
+events and its failures are written. The routes (app.py) know nothing else of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class AnswerStream(Protocol):
     """The events of one streamed answer, in their order."""
 
     def begin(self, prompt: PromptSize) -> list[Event]:
-        """Those before the first token."""
+        """The events before the first token."""
         ...
 
     def pieces(self, number: int, pieces: Sequence[Delta]) -> list[Event]:
@@ -51,9 +51,9 @@ class Api(Generic[Request]):
     """The body of an answer that is not streamed."""
     stream: Callable[[Request], AnswerStream]
     error: Callable[[Refusal], dict[str, Any]]
-    """The body of an answer that is none."""
+    """The body of an answer that is an error."""
     statuses: Mapping[int, int] = field(default_factory=dict)
-    """For statuses of the gateway, those that this API has in their place."""
+    """Status of the gateway -> the status that this API has in its place."""
     encode: Callable[[Event], bytes]
     """An event as it is sent."""
 

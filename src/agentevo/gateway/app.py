@@ -66,7 +66,7 @@ APIS: tuple[Api[Any], ...] = (
     responses.API,
     anthropic_messages.API,
 )
-"""The first is the one whose form everything else has."""
+"""The form of the first applies to requests outside of all APIs."""
 
 KEPT: tuple[tuple[str, str, str, Callable[[Memory, str, Mapping[str, str]], Any]], ...] = (
     ("GET", "", "An answer that is kept", lambda memory, name, _: found(memory, name).body),
@@ -112,25 +112,25 @@ class Routes:
         for prefix in ("/v1", "/s/{key}/v1", "/s/{key}"):
             self._add_apis(prefix, on_page=prefix == "/v1")
 
-        told = openapi.describe("/reward", "A reward of the attempt")
-        self.app.post("/s/{key}/reward", **told)(self._reward)
+        arguments = openapi.describe("/reward", "A reward of the attempt")
+        self.app.post("/s/{key}/reward", **arguments)(self._reward)
         self.app.get("/health")(self._health)
         self.app.get("/metrics", response_class=PlainTextResponse)(self._prometheus)
         self.app.get("/openapi.json", include_in_schema=False)(self._page)
 
     def _add_apis(self, prefix: str, *, on_page: bool) -> None:
         for path, endpoint in self._hot.items():
-            told = openapi.describe(path, f"A completion: {path}", events=True)
-            self.app.post(prefix + path, include_in_schema=on_page, **told)(endpoint)
+            arguments = openapi.describe(path, f"A completion: {path}", events=True)
+            self.app.post(prefix + path, include_in_schema=on_page, **arguments)(endpoint)
 
         count = anthropic_messages.COUNT_PATH
-        told = openapi.describe(count, "Tokens of a prompt")
-        self.app.post(prefix + count, include_in_schema=on_page, **told)(self._count_tokens)
+        arguments = openapi.describe(count, "Tokens of a prompt")
+        self.app.post(prefix + count, include_in_schema=on_page, **arguments)(self._count_tokens)
 
-        kept = f"{prefix}{responses.API.path}/{{response_id}}"
+        response_path = f"{prefix}{responses.API.path}/{{response_id}}"
         for method, path, summary, about in KEPT:
             self.app.add_api_route(
-                kept + path,
+                response_path + path,
                 self._kept(about),
                 methods=[method],
                 include_in_schema=on_page,
@@ -149,8 +149,8 @@ class Routes:
         )
 
     async def guard(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application behind the admission of connections (inference/admission.py): whoever has
-        no key is a stranger, and does not stay."""
+        """The application behind the admission of connections (inference/admission.py): a client
+        without a key is a stranger, and its connection is closed."""
         if scope["type"] != "http":
             return
 
@@ -174,8 +174,8 @@ class Routes:
                 connection.leave()
 
     def _hot_path(self, scope: Scope) -> str | None:
-        """Of an API's requests, which are many: the application's layers cost more than all else
-        that the door does for them."""
+        """The path of a request to an API, which `_answer` answers directly; None for others. Such
+        requests are many, and the application's layers cost more than all other work for them."""
         if scope["method"] != "POST":
             return None
         path: str = scope["path"]
@@ -186,14 +186,14 @@ class Routes:
 
     async def _answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         metrics = self._metrics
-        begun = time.perf_counter()
+        started = time.perf_counter()
         metrics.num_under_way += 1
         try:
             response = await self._hot[path](Request(scope, receive))
             waited = time.perf_counter()
             await response(scope, receive, send)
-            ended = time.perf_counter()
-            metrics.count_answer(path, response.status_code, waited - begun, ended - begun)
+            finished = time.perf_counter()
+            metrics.count_answer(path, response.status_code, waited - started, finished - started)
         finally:
             metrics.num_under_way -= 1
 
@@ -212,18 +212,18 @@ class Routes:
         body: dict[str, Any],
         client: AdmittedConnection,
     ) -> Response:
-        asked = api.request_of(body, session.memory)
-        if asked.stream:
-            return await self._stream_answer(api, session, asked, delivery, client)
+        request = api.request_of(body, session.memory)
+        if request.stream:
+            return await self._stream_answer(api, session, request, delivery, client)
 
         try:
-            work = session.submit(session.complete(asked, delivery))
-            who, within_s = session.wait_of(asked.model, self._timeout_s)
+            work = session.submit(session.complete(request, delivery))
+            who, within_s = session.wait_of(request.model, self._timeout_s)
             with self._await_within(work, client, who, within_s) as awaited:
                 replies = await awaited.result()
 
             self._metrics.count_tokens(replies)
-            content = msgspec.json.encode(api.answer(asked, replies))
+            content = msgspec.json.encode(api.answer(request, replies))
         except BaseException:
             session.lose(delivery)
             raise
@@ -234,23 +234,24 @@ class Routes:
         self,
         api: Api[Any],
         session: GatewaySession,
-        asked: Any,
+        request: Any,
         delivery: Delivery,
         client: AdmittedConnection,
     ) -> Response:
-        """The answer as it comes. What fails before the first token is an answer of its own."""
-        heard = DeliveredTokens()
-        hear = session.told_over_there(heard.add)
-        work = session.submit(session.complete(asked, delivery, hear))
-        who, within_s = session.wait_of(asked.model, self._timeout_s)
+        """Streams the answer as it comes. A failure before the first token is an answer of its
+        own."""
+        delivered = DeliveredTokens()
+        on_pieces = session.told_over_there(delivered.add)
+        work = session.submit(session.complete(request, delivery, on_pieces))
+        who, within_s = session.wait_of(request.model, self._timeout_s)
         awaited = self._await_within(work, client, who, within_s).__enter__()
-        awaited.when_done(heard.wake)
+        awaited.when_done(delivered.wake)
         try:
-            await heard.wait()
-            if not heard.has_news:
+            await delivered.wait()
+            if not delivered.has_news:
                 await awaited.result()
             return EventStream(
-                api, asked, heard, awaited, delivery, session, self._metrics.count_tokens
+                api, request, delivered, awaited, delivery, session, self._metrics.count_tokens
             )
         except BaseException:
             awaited.__exit__(None, None, None)
@@ -266,8 +267,8 @@ class Routes:
         async def count(
             session: GatewaySession, body: dict[str, Any], client: AdmittedConnection
         ) -> Response:
-            counted = anthropic_messages.counted_of(body)
-            work = session.submit(session.count_tokens(counted))
+            prompt = anthropic_messages.counted_of(body)
+            work = session.submit(session.count_tokens(prompt))
             with self._await_within(work, client, "the policy", self._timeout_s) as awaited:
                 return _json({"input_tokens": await awaited.result()})
 
@@ -338,9 +339,10 @@ class Routes:
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 404
-        known = ", ".join(f"POST /v1{api.path}" for api in APIS)
+        endpoints = ", ".join(f"POST /v1{api.path}" for api in APIS)
         refusal = Refusal(
-            f"there is no {request.method} {request.url.path}: use {known}; /openapi.json has all",
+            f"there is no {request.method} {request.url.path}: use {endpoints}; "
+            "/openapi.json has all",
             status=status,
         )
         answer = _refusal_response(refusal, _api_of(request))
@@ -375,7 +377,7 @@ class Routes:
             return _refusal_response(refusal_of(error), api)
 
     def _session(self, request: Request) -> GatewaySession:
-        """Whose request it is. Raises Refusal for nobody's, and for one too many."""
+        """The session of a request. Raises Refusal for a wrong key, and for too many requests."""
         session: GatewaySession | None = request.scope["state"]["session"]
         if session is None:
             self._rate.take_wrong_key(address_of(request))
@@ -402,12 +404,12 @@ class Routes:
 
 def _place_in(scope: Scope) -> TracePlace | None:
     """The place in a trace that a request names."""
-    told = next((value for name, value in scope["headers"] if name == _TRACEPARENT), None)
-    return None if told is None else read_traceparent(told.decode("latin-1"))
+    traceparent = next((value for name, value in scope["headers"] if name == _TRACEPARENT), None)
+    return None if traceparent is None else read_traceparent(traceparent.decode("latin-1"))
 
 
 def _api_of(request: Request) -> Api[Any]:
-    """The one that the client speaks, where the path does not say it."""
+    """The API that the client speaks, where the path does not say it."""
     speaks_anthropic = "anthropic-version" in request.headers
     return anthropic_messages.API if speaks_anthropic else _api_at(request.url.path)
 

@@ -58,10 +58,10 @@ def record_of(value: object, kind: type[T], what: str) -> T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        told = _TYPES.sub(_in_json_words, str(error))
-        raise Refusal(f"{what}: {told}") from error
+        problem = _TYPES.sub(_in_json_words, str(error))
+        raise Refusal(f"{what}: {problem}") from error
 
 
-def _in_json_words(found: re.Match[str]) -> str:
-    words = [_JSON_WORDS.get(word, word) for word in found[2].split(" | ")]
-    return f"{found[1]} {' or '.join(words)}"
+def _in_json_words(match: re.Match[str]) -> str:
+    words = [_JSON_WORDS.get(word, word) for word in match[2].split(" | ")]
+    return f"{match[1]} {' or '.join(words)}"

@@ -34,7 +34,7 @@ class Mailbox:
             self._loop.call_soon_threadsafe(self._receive)
 
     def _receive(self) -> None:
-        # First the mark, then the calls: one that is sent meanwhile wakes the loop again.
+        # First the mark, then the calls: a call that is sent during them wakes the loop again.
         self._is_woken = False
         for _ in range(len(self._calls)):
             function, arguments = self._calls.popleft()
@@ -120,7 +120,7 @@ class _Crossing:
             self._bridge.tell(settle, outcome)
 
     def give_up(self, answer: asyncio.Future[Any]) -> None:
-        """Whoever waited does not any more."""
+        """The waiter has given up."""
         if answer.cancelled():
             with suppress(RuntimeError):  # that loop has ended, and its tasks with it
                 self._bridge.send(self._cancel)

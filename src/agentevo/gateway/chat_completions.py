@@ -1,5 +1,5 @@
 """OpenAI's chat completions: https://platform.openai.com/docs/api-reference/chat, with vLLM's
-`return_token_ids` for whoever wants the tokens."""
+`return_token_ids` for clients that want the tokens."""
 
 from __future__ import annotations
 
@@ -85,15 +85,15 @@ _KNOWN = {
 
 
 def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
-    """See Api. Nothing is kept: a request has its whole history."""
+    """See Api. Keeps nothing: a request has its whole history."""
     unknown = sorted(key for key, value in body.items() if key not in _KNOWN and value is not None)
     if unknown:
         raise Refusal(f"{unknown[0]!r} is no field of a chat completion that this gateway knows")
 
     no_other_service(body)
-    wanted = body.get("response_format")
+    response_format = body.get("response_format")
     choice = choice_of(body)
-    schema = schema_of(wanted, "response_format")
+    schema = schema_of(response_format, "response_format")
     tools = tools_of(tools_in(body))
 
     options = body.get("stream_options") or {}
@@ -108,7 +108,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
     return ModelRequest(
         prompt=prompt_of(body.get("messages")),
         tools=tools or None,
-        form=choice.form(schema, strict=is_strict(wanted)),
+        form=choice.form(schema, strict=is_strict(response_format)),
         overrides=sampling_of(
             body,
             max_tokens=("max_completion_tokens", "max_tokens"),
@@ -222,7 +222,7 @@ def _delta(piece: Delta) -> dict[str, Any] | None:
 
 
 def error(refusal: Refusal) -> dict[str, Any]:
-    """The body of an answer that is none."""
+    """The body of an answer that is an error."""
     return {
         "error": {
             "message": str(refusal),

@@ -26,7 +26,7 @@ from agentevo.models.text_stream import UNDECODED
 from agentevo.models.tool_calls import ContentDelta, Delta
 
 MAX_PROMPTS = 256
-"""Of one request."""
+"""The number of prompts of one request."""
 _KNOWN = {
     "prompt",
     "model",
@@ -54,7 +54,7 @@ _KNOWN = {
 
 
 def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
-    """See Api. Nothing is kept."""
+    """See Api. Keeps nothing."""
     unknown = sorted(key for key, value in body.items() if key not in _KNOWN and value is not None)
     if unknown:
         raise Refusal(f"{unknown[0]!r} is no field of a completion that this gateway knows")
@@ -78,10 +78,10 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ModelRequest:
     if not isinstance(options, Mapping):
         raise BadRequestError("stream_options is an object")
 
-    prompt, *more = prompts_of(body.get("prompt"))
+    prompt, *more_prompts = prompts_of(body.get("prompt"))
     return ModelRequest(
         prompt=prompt,
-        more_prompts=tuple(more),
+        more_prompts=tuple(more_prompts),
         is_plain=True,
         echo=echo,
         overrides=sampling_of(body, max_tokens=("max_tokens",), stop="stop"),
@@ -179,14 +179,14 @@ def _choice(
 
 
 def _logprobs(request: ModelRequest, reply: ModelReply) -> dict[str, Any]:
-    """Those of all drawn tokens, in this API's columns; offsets count characters of the
-    completion's tokens. Among the likeliest is always the drawn one, as the API has it."""
+    """The log-probs of all drawn tokens, in this API's columns; offsets count characters of the
+    completion's tokens. The drawn token is always among the likeliest, as the API defines it."""
     lengths = [len(drawn.token.text) for drawn in reply.tokens]
     top: list[dict[str, float]] = []
     for drawn in reply.tokens:
         top.append({})
-        for one in (*drawn.alternatives, drawn):  # of two with one name the likelier
-            top[-1].setdefault(_name(one), one.logprob)
+        for candidate in (*drawn.alternatives, drawn):  # of two with one name the likelier
+            top[-1].setdefault(_name(candidate), candidate.logprob)
 
     return {
         "tokens": list(map(_name, reply.tokens)),

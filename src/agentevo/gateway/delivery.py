@@ -1,7 +1,7 @@
-"""How an answer of the sampler's reaches a client that may hang up, be slow, or wait in vain.
+"""Delivers an answer of the sampler to a client that may hang up, be slow, or wait in vain.
 
 Invariant: where a client does not get the whole of its answer, the answer is discarded
-(`GatewaySession.lose`), so that nothing is trained on that nobody acted on.
+(`GatewaySession.lose`), so that no answer is trained on that no client acted on.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class WholeAnswer(Response):
         is_delivered = False
         try:
             await send(_start(self))
-            await send(_part(bytes(self.body), more=True))
+            await send(_part(bytes(self.body), has_more=True))
             is_delivered = await _end_of(scope, send)
         finally:
             if not is_delivered:
@@ -163,7 +163,7 @@ class EventStream(Response):
         session: GatewaySession,
         count: Callable[[list[ModelReply]], None],
     ) -> None:
-        """`awaited` has been entered, and ends here. `count` is told of the whole answer."""
+        """`awaited` has been entered, and ends here. `count` is called with the whole answer."""
         super().__init__(headers=delivery.headers)
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
@@ -185,12 +185,12 @@ class EventStream(Response):
             events = self._encode_events(self._stream.begin(self._delivery.prompt))
             await tell(_start(self))
             while not self._awaited.is_done:
-                await tell(_part(events + self._news(), more=True))
+                await tell(_part(events + self._news(), has_more=True))
                 events = b""
                 await self._heard.wait()
 
             events += self._news()
-            await tell(_part(events + self._encode_events(await self._end()), more=True))
+            await tell(_part(events + self._encode_events(await self._end()), has_more=True))
             is_delivered = await _end_of(scope, send)
         except (TimeoutError, ClientDisconnect):
             scope["state"]["connection"].cut()
@@ -215,18 +215,18 @@ class EventStream(Response):
             return self._stream.end(replies)
         except ClientDisconnect:
             raise
-        except Exception as error:  # noqa: BLE001 (whatever it is, the client is told)
+        except Exception as error:  # noqa: BLE001 (the client gets the error, of whatever kind)
             return self._stream.failure_events(refusal_of(error))
 
 
 async def _end_of(scope: Scope, send: Send) -> bool:
-    """Ends an answer of which all has been sent. False where its client does not have it: the
+    """Ends an answer that has been sent completely. False where its client does not have it: the
     connection is cut then."""
     connection: AdmittedConnection = scope["state"]["connection"]
     is_delivered = await connection.took_all(READER_S)
     if not is_delivered:
         connection.cut()
-    await send(_part(b"", more=False))
+    await send(_part(b"", has_more=False))
     return is_delivered
 
 
@@ -234,5 +234,5 @@ def _start(response: Response) -> Message:
     return {"type": "http.response.start", "status": 200, "headers": response.raw_headers}
 
 
-def _part(body: bytes, *, more: bool) -> Message:
-    return {"type": "http.response.body", "body": body, "more_body": more}
+def _part(body: bytes, *, has_more: bool) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": has_more}

@@ -42,11 +42,12 @@ class DoorMetrics:
 
     def __init__(self) -> None:
         self._answers: Counter[tuple[str, int]] = Counter()
-        """By path of the API and status; of a stream, how it began."""
+        """Answers by path of the API and status; a stream counts by the status that it began
+        with."""
         self._durations: dict[str, Durations] = {}
-        """By path: from a request's headers to the end of its answer."""
+        """Path -> times from a request's headers to the end of its answer."""
         self._waits: dict[str, Durations] = {}
-        """By path: from a request's headers to the beginning of its answer."""
+        """Path -> times from a request's headers to the beginning of its answer."""
         self._tokens: Counter[str] = Counter()
         self.num_under_way = 0
 
@@ -57,14 +58,14 @@ class DoorMetrics:
         self._waits.setdefault(path, Durations()).add(wait_s)
 
     def count_tokens(self, replies: Sequence[ModelReply]) -> None:
-        """Those of a request's completions, whose prompt is counted once."""
+        """Counts the tokens of a request's completions, and of their prompt once."""
         prompt = replies[0].prompt
         self._tokens["cached"] += prompt.num_cached
         self._tokens["prompt"] += prompt.num_tokens - prompt.num_cached
         self._tokens["completion"] += sum(len(reply.turn.completion_ids) for reply in replies)
 
     def text(self, num_sessions: int) -> str:
-        """All of it."""
+        """All metrics in Prometheus's text format."""
         lines = [
             "# TYPE agentevo_gateway_sessions gauge",
             "# HELP agentevo_gateway_sessions Attempts whose key opens a session.",

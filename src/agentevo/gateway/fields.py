@@ -26,7 +26,8 @@ _LARGEST = 1e6
 
 
 def tools_in(body: Mapping[str, Any]) -> Sequence[Any]:
-    """What the body has for tools; absent and null are none. Raises BadRequestError for no list."""
+    """The body's list of tools; absent and null mean no tools. Raises BadRequestError for any other
+    value."""
     tools = body.get("tools")
     if tools is None:
         return ()
@@ -65,39 +66,39 @@ def sampling_of(
     body: Mapping[str, Any], *, max_tokens: Sequence[str], stop: str
 ) -> SamplingOverrides | None:
     """What the body changes of the sampling. `max_tokens`: the keys that may hold the limit."""
-    given: dict[str, Any] = {
+    values: dict[str, Any] = {
         key: body[key]
         for key in ("temperature", "top_p", "top_k", "min_p", "seed")
         if body.get(key) is not None
     }
-    if given.get("top_k") == -1:  # vLLM's word for all tokens
-        given["top_k"] = 0
-    seed = given.get("seed")
+    if values.get("top_k") == -1:  # vLLM's word for all tokens
+        values["top_k"] = 0
+    seed = values.get("seed")
     if seed == ANY_SEED and not isinstance(seed, bool):
-        del given["seed"]
+        del values["seed"]
     elif isinstance(seed, int) and -(2**63) <= seed < 0:
-        given["seed"] = seed + 2**63
+        values["seed"] = seed + 2**63
 
     limit = next((body[key] for key in max_tokens if body.get(key) is not None), None)
     if limit is not None:
-        given["max_new_tokens"] = limit
+        values["max_new_tokens"] = limit
 
     penalties = penalties_of(body)
     if penalties is not None:
-        given["penalties"] = penalties
+        values["penalties"] = penalties
 
     texts = body.get(stop)
-    return overrides_of(given, texts if texts else None)
+    return overrides_of(values, texts if texts else None)
 
 
 def penalties_of(body: Mapping[str, Any]) -> Penalties | None:
     """What the body does to the logits; None where it changes nothing. Raises BadRequestError and
     Refusal."""
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, name in _PENALTIES.items():
         if body.get(key) is not None:
-            given[name] = _number(body[key], key)
-            _refuse(Penalties(**{name: given[name]}).problem, key)
+            values[name] = _number(body[key], key)
+            _refuse(Penalties(**{name: values[name]}).problem, key)
 
     biases = body.get("logit_bias") or {}
     if not isinstance(biases, Mapping):
@@ -109,9 +110,9 @@ def penalties_of(body: Mapping[str, Any]) -> Penalties | None:
             raise BadRequestError(f"logit_bias has the key {shown(token)}: give ids of tokens")
         pairs.append((int(token), _number(bias, f"logit_bias of {token}")))
 
-    given["logit_bias"] = tuple(sorted(pairs))
-    _refuse(Penalties(logit_bias=given["logit_bias"]).problem, "logit_bias")
-    return Penalties(**given).or_none
+    values["logit_bias"] = tuple(sorted(pairs))
+    _refuse(Penalties(logit_bias=values["logit_bias"]).problem, "logit_bias")
+    return Penalties(**values).or_none
 
 
 def _number(value: Any, where: str) -> float:

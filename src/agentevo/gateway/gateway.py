@@ -51,7 +51,7 @@ class InFront(Protocol):
 
 class Gateway:
     """See the module. `model`: the name under which clients find the policy; `timeout_s`: the
-    engine's deadline of a request, in seconds; `note` hears what somebody should know."""
+    engine's deadline of a request, in seconds; `note` is called with messages for the user."""
 
     def __init__(
         self,
@@ -109,8 +109,8 @@ class Gateway:
         )
 
     def add(self, session: S) -> S:
-        """From now on its key opens the session, whose requests are answered on the loop that this
-        is called on."""
+        """Opens the session: from now on its key is accepted, and its requests are answered on the
+        loop of the caller."""
         session.bridge = self.bridge_to_current_loop()
         self._sessions[session.key] = session
         return session
@@ -127,10 +127,10 @@ class Gateway:
         self._sessions.pop(session.key, None)
         if session.ignored and not self._noted:
             self._noted = True
-            asked = ", ".join(f"{name}={value:g}" for name, value in session.ignored.items())
+            ignored = ", ".join(f"{name}={value:g}" for name, value in session.ignored.items())
             self._note(
-                f"gateway: the agent's client asks for {asked}: the recipe's sampling is used, as "
-                "only that can be trained (gateway.distribution=client gives the client its way)"
+                f"gateway: the agent's client asks for {ignored}: the recipe's sampling is used, "
+                "as only that can be trained (gateway.distribution=client gives the client its way)"
             )
 
     def close(self) -> None:

@@ -30,11 +30,11 @@ class KeptResponse:
 
 
 def keep(memory: Memory, history: tuple[Message, ...], body: dict[str, Any], asked: Any) -> None:
-    """Keeps an answer, and its items for whoever refers to one. `asked`: its input, a text or
-    items."""
+    """Keeps an answer, and its items for requests that refer to one. `raw_input`: its input, a text
+    or items."""
     name = body["id"]
     items = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
-    kept = KeptResponse(
+    response = KeptResponse(
         history,
         body,
         tuple(
@@ -42,15 +42,15 @@ def keep(memory: Memory, history: tuple[Message, ...], body: dict[str, Any], ask
             for n, item in enumerate(items)
         ),
     )
-    memory.keep(name, kept, num_characters(history) + len(msgspec.json.encode(body)))
+    memory.keep(name, response, num_characters(history) + len(msgspec.json.encode(body)))
     for item in body["output"]:
         memory.keep(item["id"], item, num_characters(history[-1:]))
 
 
 def found(memory: Memory, name: str) -> KeptResponse:
-    """Raises Refusal where there is none."""
-    kept = memory.find(name)
-    if not isinstance(kept, KeptResponse):
+    """The kept answer of that name. Raises Refusal where there is none."""
+    response = memory.find(name)
+    if not isinstance(response, KeptResponse):
         raise Refusal(
             f"response {shown(name)} is not found: it is none of this session, was not to be "
             "stored, or is kept no more",
@@ -58,11 +58,11 @@ def found(memory: Memory, name: str) -> KeptResponse:
             param="response_id",
         )
 
-    return kept
+    return response
 
 
 def forget(memory: Memory, name: str) -> dict[str, Any]:
-    """The answer and its items are known no more. Raises Refusal where there is none."""
+    """Forgets the answer and its items. Raises Refusal where there is no such answer."""
     for item in found(memory, name).body["output"]:
         if memory.find(item["id"]) is not None:
             memory.forget(item["id"])

@@ -27,9 +27,9 @@ class Memory:
             self._num_characters -= self._kept.pop(oldest)[1]
 
     def forget(self, name: str) -> None:
-        """Of a name that is kept."""
+        """Forgets a name that is kept."""
         self._num_characters -= self._kept.pop(name)[1]
 
     def find(self, name: str) -> Any | None:
-        """What is kept under the name; None where nothing is, or is no more."""
+        """The value under the name; None where there is none, or it was dropped."""
         return self._kept.get(name, (None,))[0]

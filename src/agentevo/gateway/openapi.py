@@ -151,21 +151,21 @@ def route_arguments(summary: str) -> dict[str, Any]:
 
 
 def of_model() -> dict[str, Any]:
-    """Likewise, for a model by its name."""
-    told = route_arguments("A model")
-    told["responses"] |= {404: {"description": "There is no such model."}}
+    """The same for a model by its name."""
+    arguments = route_arguments("A model")
+    arguments["responses"] |= {404: {"description": "There is no such model."}}
     name = {"name": "name", "in": "path", "required": True, "schema": TEXT}
-    told["openapi_extra"] = told["openapi_extra"] | {"parameters": [name]}
-    return told
+    arguments["openapi_extra"] = arguments["openapi_extra"] | {"parameters": [name]}
+    return arguments
 
 
 def of_kept(summary: str) -> dict[str, Any]:
-    """Likewise, for an answer that is kept."""
-    told = route_arguments(summary)
-    told["responses"] |= {status: {"description": _FAILURES[status]} for status in (400, 404)}
+    """The same for an answer that is kept."""
+    arguments = route_arguments(summary)
+    arguments["responses"] |= {status: {"description": _FAILURES[status]} for status in (400, 404)}
     name = {"name": "response_id", "in": "path", "required": True, "schema": TEXT}
-    told["openapi_extra"] = told["openapi_extra"] | {"parameters": [name]}
-    return told
+    arguments["openapi_extra"] = arguments["openapi_extra"] | {"parameters": [name]}
+    return arguments
 
 
 def describe(path: str, summary: str, *, events: bool = False) -> dict[str, Any]:
@@ -191,14 +191,14 @@ def describe(path: str, summary: str, *, events: bool = False) -> dict[str, Any]
 
 
 def page(app: FastAPI, more: Mapping[str, Any]) -> dict[str, Any]:
-    """The page of the application's routes, with the `paths` and `components` of others."""
-    whole = dict(app.openapi())
-    whole["paths"] = whole["paths"] | more.get("paths", {})
-    whole["components"] = {
+    """The page of the application's routes, with the `paths` and `components` of `extra`."""
+    document = dict(app.openapi())
+    document["paths"] = document["paths"] | more.get("paths", {})
+    document["components"] = {
         "securitySchemes": {
             "bearer": {"type": "http", "scheme": "bearer"},
             "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
         },
         **more.get("components", {}),
     }
-    return whole
+    return document

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from fastapi import Request
 
 MAX_ADDRESSES = 1024
-"""Addresses with wrong keys that are remembered; the one quiet for longest is forgotten."""
+"""The number of addresses with wrong keys that are remembered; the one that has been quiet longest
+is dropped."""
 
 
 class Allowance:
@@ -38,7 +39,7 @@ class RateLimit:
         self._per_s = per_s
         self._clock = clock
         self._refill_s = max(1.0, 1.0 / per_s) if per_s else 0.0
-        """From empty to full: a bucket holds at least one request."""
+        """The time from an empty to a full bucket, which holds at least one request."""
         self._addresses: OrderedDict[str, Allowance] = OrderedDict()
 
     def take(self, allowance: Allowance) -> None:

@@ -40,8 +40,8 @@ class Refusal(AgentEvoError):
 
 
 def refusal_of(error: BaseException) -> Refusal:
-    """What the client is told of a failure. What is nobody's mistake is a 500 without details of
-    the process."""
+    """The refusal that the client gets for a failure. An unexpected failure is a 500 without
+    details of the process."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, RequestTooLongError):

@@ -25,8 +25,8 @@ async def completed_remotely(
     model: str,
     agent: str,
 ) -> list[ModelReply]:
-    """The answers of a remote model. `hear` is told their texts and thoughts as they come, and
-    calls of tools when they are whole. `agent`: whose words they are."""
+    """The answers of a remote model. `on_pieces` gets their texts and thoughts as they come, and
+    calls of tools when they are whole. `agent`: the agent that they are attributed to."""
     if (
         isinstance(request.prompt, str)
         or isinstance(request.prompt[0], int)
@@ -38,10 +38,10 @@ async def completed_remotely(
             "and leave out token ids and log-probs"
         )
 
-    told: set[tuple[int, type]] = set()
+    passed_on: set[tuple[int, type]] = set()
 
     def pass_on(number: int, delta: ContentDelta | ReasoningDelta) -> None:
-        told.add((number, type(delta)))
+        passed_on.add((number, type(delta)))
         if hear is not None:
             with suppress(RuntimeError):  # the gateway has ended
                 hear(number, [delta])
@@ -61,7 +61,7 @@ async def completed_remotely(
 
     replies = [_reply(turn) for turn in turns]
     for number, reply in enumerate(replies):
-        pieces = [piece for piece in pieces_of(reply) if (number, type(piece)) not in told]
+        pieces = [piece for piece in pieces_of(reply) if (number, type(piece)) not in passed_on]
         if hear is not None and pieces:
             hear(number, pieces)
 
@@ -69,10 +69,10 @@ async def completed_remotely(
 
 
 def _reply(turn: RemoteTurn) -> ModelReply:
-    said = turn.messages[-1]
+    answer = turn.messages[-1]
     calls = tuple(
         call if call.id else msgspec.structs.replace(call, id=f"call_{secrets.token_hex(12)}")
-        for call in said.tool_calls
+        for call in answer.tool_calls
     )
     return ModelReply(
         turn=Turn(
@@ -83,8 +83,8 @@ def _reply(turn: RemoteTurn) -> ModelReply:
             versions=[],
             finish_reason=turn.finish_reason,
         ),
-        content=said.text,
-        reasoning=said.reasoning,
+        content=answer.text,
+        reasoning=answer.reasoning,
         tool_calls=calls,
         prompt_ids=[],
         prompt=PromptSize(turn.prompt_tokens, turn.cached_tokens),

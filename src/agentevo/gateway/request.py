@@ -1,4 +1,4 @@
-"""What a request to the gateway says and gets, whichever API it came through."""
+"""The content of a request to the gateway and of its answer, whichever API it came through."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ModelRequest:
     """Whether a stream ends with a count of its tokens."""
     logprobs: bool = False
     top_logprobs: int = 0
-    """How many of the likeliest tokens are told beside each drawn one."""
+    """How many of the likeliest tokens are listed with each drawn one."""
     token_ids: bool = False
     """Whether the answer holds token ids and versions of the weights."""
 
@@ -58,10 +58,11 @@ class ModelRequest:
 
 @dataclass(frozen=True, slots=True)
 class PromptSize:
-    """What a request comes to, known before its first token is drawn."""
+    """The size of a request, known before its first token is drawn."""
 
     num_tokens: int = 0
-    """Of the whole context; of several prompts together, as is the next."""
+    """The tokens of the whole context. This number and the next are sums where there are several
+    prompts."""
     num_cached: int = 0
     """How many of them the conversation had already."""
 
@@ -74,17 +75,17 @@ class Delivery:
     turns: list[int] = field(default_factory=list)
     remote_turns: list[int] = field(default_factory=list)
     prompt: PromptSize = field(default_factory=PromptSize)
-    """Known before the first piece of an answer is heard."""
+    """Known before the first piece of an answer arrives."""
     place: TracePlace | None = None
-    """In a trace, as the request named it."""
+    """The place in a trace, as the request named it."""
     asker: Asker | None = None
-    """Whoever asks, once the request has come to the attempt."""
+    """The asker, once the request has reached the attempt."""
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the answer, besides those of every answer."""
-        told = None if self.asker is None else self.asker.answer
-        return {} if told is None else {HEADER: told}
+        """The headers of this answer, in addition to those of every answer."""
+        answer_header = None if self.asker is None else self.asker.answer
+        return {} if answer_header is None else {HEADER: answer_header}
 
 
 class TokenLogprob(NamedTuple):
@@ -114,7 +115,7 @@ class ModelReply:
     stop_string: str | None = None
     """The one of the request's that ended the completion."""
     tokens: list[TokenLogprob]
-    """Of the completion's tokens, where the request asks for log-probs."""
+    """The log-probs of the completion's tokens, where the request asks for them."""
 
     @property
     def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:

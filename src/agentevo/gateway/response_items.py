@@ -30,7 +30,7 @@ class _AnsweredItems:
     """An assistant's message that is being put together."""
 
     answer_id: str | None
-    """From an id of ours."""
+    """The id of the answer, read from an id that this gateway made."""
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -45,8 +45,8 @@ class _AnsweredItems:
         }
 
     def takes(self, kind: str) -> bool:
-        """Whether an item of this type can be of this answer: where no id says so, a text or a
-        thought after a text begins another answer, unless a call stands between."""
+        """Whether an item of this type can belong to this answer. Without an id, a text or a
+        thought after a text begins another answer, unless a call is between them."""
         return kind == "function_call" or bool(self.calls) or not self.texts
 
 
@@ -59,7 +59,7 @@ class _Drafts:
         """The assistant's message after which there are results of tools alone."""
 
     def answer_of(self, item: Mapping[str, Any], kind: str) -> _AnsweredItems:
-        """The answer that an item is of, a new one where there is none."""
+        """The answer that an item belongs to; a new one where there is none."""
         parts = ID_PARTS.fullmatch(str(item.get("id")))
         answer_id = parts[1] if parts else None
         last = self.last_answer
@@ -83,7 +83,7 @@ def name_within(namespace: str, name: str) -> str:
 
 def messages_of_items(given: Any, memory: Memory) -> list[Message]:
     """The messages of an `input`, which is a text or a list of items. `memory` has the items that
-    can be named by their id. Raises BadRequestError or Refusal for what is none."""
+    can be named by their id. Raises BadRequestError or Refusal for a malformed input."""
     if isinstance(given, str):
         return [Message("user", given)]
     if not isinstance(given, Sequence):
@@ -115,8 +115,8 @@ def _check_item(value: Any, where: str, memory: Memory) -> dict[str, Any]:
 
     kind = value.get("type") or ("message" if "role" in value else None)
     if kind == "item_reference":
-        kept = memory.find(str(value.get("id")))
-        if not isinstance(kept, dict):
+        stored_item = memory.find(str(value.get("id")))
+        if not isinstance(stored_item, dict):
             raise Refusal(
                 f"{where} refers to {shown(value.get('id'))}, which is none of this session, or is "
                 "kept no more: send the item itself",
@@ -124,7 +124,7 @@ def _check_item(value: Any, where: str, memory: Memory) -> dict[str, Any]:
                 param="input",
             )
 
-        return kept
+        return stored_item
 
     if kind not in _KINDS:
         raise BadRequestError(

@@ -4,8 +4,8 @@ What an answer says is written once, as items that grow with the pieces (`_Respo
 stream sends the events of that growth, and an answer that is not streamed is its last state. A text
 and a call that the policy wrote in turns are items in turns.
 
-`previous_response_id` goes on from an answer of the same session, which the session's memory has
-with the messages before it, but without `instructions`, as the API has it.
+`previous_response_id` continues an answer of the same session. The session's memory has it with the
+messages before it, but without `instructions`, as the API defines it.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
         if not isinstance(echoed[key], Mapping):
             raise BadRequestError(f"{key} is {shown(echoed[key])}: give an object")
 
-    wanted = echoed["text"].get("format")
-    schema = schema_of(wanted, "text.format")
+    text_format = echoed["text"].get("format")
+    schema = schema_of(text_format, "text.format")
     include = _check_include(body.get("include"))
 
     instructions = body.get("instructions")
@@ -152,7 +152,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
         memory=memory if body.get("store") is None or boolean(body, "store") else None,
         namespaces=namespaces,
         tools=tools or None,
-        form=choice.form(schema, strict=is_strict(wanted)),
+        form=choice.form(schema, strict=is_strict(text_format)),
         overrides=sampling_of(body, max_tokens=("max_output_tokens",), stop="stop"),
         model=str(body.get("model") or "policy"),
         stream=boolean(body, "stream"),
@@ -192,8 +192,8 @@ def _history(body: Mapping[str, Any], memory: Memory) -> tuple[Message, ...]:
     if name is None:
         return tuple(messages)
 
-    kept = memory.find(name) if isinstance(name, str) else None
-    if not isinstance(kept, KeptResponse):
+    previous = memory.find(name) if isinstance(name, str) else None
+    if not isinstance(previous, KeptResponse):
         raise Refusal(
             f"previous response {shown(name)} is not found: it is none of this session, was not to "
             "be stored, or is kept no more; send the whole history as input",
@@ -202,11 +202,12 @@ def _history(body: Mapping[str, Any], memory: Memory) -> tuple[Message, ...]:
             param="previous_response_id",
         )
 
-    return (*kept.history, *messages)
+    return (*previous.history, *messages)
 
 
 def _tools(tools: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]:
-    """In the form of the chat API; and of each tool in a namespace, that and its name there."""
+    """The tools in the form of the chat API; and for each tool in a namespace, the namespace and
+    its name there."""
     nested: list[dict[str, Any]] = []
     namespaces: dict[str, tuple[str, str]] = {}
     for where, namespace, tool in _each_tool(tools):
@@ -245,8 +246,8 @@ def _tools(tools: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple[
 
 
 def _each_tool(tools: Sequence[Any]) -> Iterator[tuple[str, str | None, Any]]:
-    """Each tool with its place, and its namespace if it stands in one. The description of a
-    namespace has no place in a chat template."""
+    """Each tool with its place, and its namespace if it is in one. A chat template has no place for
+    the description of a namespace."""
     for number, tool in enumerate(tools, start=1):
         where = f"tool {number}"
         if not isinstance(tool, Mapping) or tool.get("type") != "namespace":
@@ -271,7 +272,7 @@ class _ResponsesOutput:
         self._open: str | None = None
         """The type of the last item, if it still grows."""
         self._texts: list[str] = []
-        """Of the item that grows."""
+        """The texts of the item that grows."""
 
     def add(self, piece: Delta) -> list[Event]:
         match piece:
@@ -340,14 +341,14 @@ class _ResponsesOutput:
 
         if kind == "function_call":
             self.items[-1] |= {"arguments": text, "status": status}
-            whole = {"name": self.items[-1]["name"], "arguments": text}
-            ended = [self._of_item("response.function_call_arguments.done", **whole)]
-            return [*(ended if status == "completed" else ()), self._done()]
+            call = {"name": self.items[-1]["name"], "arguments": text}
+            done_events = [self._of_item("response.function_call_arguments.done", **call)]
+            return [*(done_events if status == "completed" else ()), self._done()]
 
         self.items[-1] |= {"content": [_part(kind, text)], "status": status}
-        said = {"text": text, **({"logprobs": []} if kind == "message" else {})}
+        content = {"text": text, **({"logprobs": []} if kind == "message" else {})}
         return [
-            self._of_part(f"response.{_part_type(kind)}.done", **said),
+            self._of_part(f"response.{_part_type(kind)}.done", **content),
             self._of_part("response.content_part.done", part=_part(kind, text)),
             self._done(),
         ]
@@ -368,12 +369,12 @@ class _ResponsesOutput:
             "item": dict(self.items[-1]),
         }
 
-    def _of_item(self, kind: str, **more: Any) -> Event:
+    def _of_item(self, kind: str, **fields: Any) -> Event:
         index = len(self.items) - 1
-        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": index, **more}
+        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": index, **fields}
 
-    def _of_part(self, kind: str, **more: Any) -> Event:
-        return self._of_item(kind, content_index=0, **more)
+    def _of_part(self, kind: str, **fields: Any) -> Event:
+        return self._of_item(kind, content_index=0, **fields)
 
 
 def _part_type(kind: str) -> str:
@@ -398,24 +399,24 @@ class ResponsesStream:
         self._num_events = 0
 
     def begin(self, prompt: PromptSize) -> list[Event]:
-        begun = self._response("in_progress")
+        response = self._response("in_progress")
         return self._number_events(
             [
-                {"type": "response.created", "response": begun},
-                {"type": "response.in_progress", "response": begun},
+                {"type": "response.created", "response": response},
+                {"type": "response.in_progress", "response": response},
             ]
         )
 
     def pieces(self, number: int, pieces: Sequence[Delta]) -> list[Event]:
-        """What the one completion says next."""
+        """The next pieces of the only completion."""
         return self._number_events([event for piece in pieces for event in self._output.add(piece)])
 
     def end(self, replies: Sequence[ModelReply]) -> list[Event]:
         (reply,) = replies
         events = self._output.finish(whole=reply.finish_reason != "length")
-        whole = self.whole(reply)
+        response = self.whole(reply)
         return self._number_events(
-            [*events, {"type": f"response.{whole['status']}", "response": whole}]
+            [*events, {"type": f"response.{response['status']}", "response": response}]
         )
 
     def failure_events(self, refusal: Refusal) -> list[Event]:
@@ -451,12 +452,14 @@ class ResponsesStream:
             }
 
         if request.memory is not None:
-            said = Message("assistant", reply.content, reply.tool_calls, reasoning=reply.reasoning)
-            keep(request.memory, (*request.history, said), response, request.asked)
+            completion = Message(
+                "assistant", reply.content, reply.tool_calls, reasoning=reply.reasoning
+            )
+            keep(request.memory, (*request.history, completion), response, request.asked)
 
         return response
 
-    def _response(self, status: str, **more: Any) -> dict[str, Any]:
+    def _response(self, status: str, **fields: Any) -> dict[str, Any]:
         return {
             "id": self._id,
             "object": "response",
@@ -471,7 +474,7 @@ class ResponsesStream:
             "temperature": None,
             "top_p": None,
             "usage": None,
-            **more,
+            **fields,
         }
 
     def _number_events(self, events: list[Event]) -> list[Event]:

@@ -112,18 +112,18 @@ class GatewaySession:
         self.memory = Memory()
         """What the APIs keep of its answers."""
         self.allowance = Allowance()
-        """Of requests."""
+        """The session's allowance of requests."""
         self._follows_client = follows_client
         self._whole_calls = whole_calls
         self._under_way = 0
         self.bridge: Bridge | None = None
         """Between the gateway's loop and the attempt's, once the gateway has the session."""
         self._context = contextvars.copy_context()
-        """That of the attempt: its calls are the parents of the session's."""
+        """The context of the attempt: its calls are the parents of the session's."""
 
     @property
     def base_url(self) -> str:
-        """As OpenAI's clients want it."""
+        """The base URL for OpenAI's clients."""
         return f"{self.base}/v1"
 
     @property
@@ -139,7 +139,8 @@ class GatewaySession:
             raise over() from error
 
     def told_over_there(self, hear: Hear) -> Hear:
-        """What `complete` can tell of its pieces, for one who hears them on the gateway's loop."""
+        """A callback for `complete` that passes its pieces on to `on_pieces` on the gateway's
+        loop."""
         return partial(self._bridge_across().tell, hear)
 
     def _bridge_across(self) -> Bridge:
@@ -149,8 +150,8 @@ class GatewaySession:
     async def complete(
         self, request: ModelRequest, delivery: Delivery, hear: Hear | None = None
     ) -> list[ModelReply]:
-        """The answers to a request, on the sampler's loop. `hear` is told of their pieces as they
-        come, and has heard all of them when this returns."""
+        """The answers to a request, on the sampler's loop. `on_pieces` gets their pieces as they
+        come, and has all of them when this returns."""
         check_count(request.n)
         delivery.asker = asked_by(delivery.place)
         if (model := self.remote_name(request.model)) and self.remote is not None:
@@ -183,7 +184,7 @@ class GatewaySession:
                 ]
                 groups = await gather_all(works)
             except BaseException:
-                for turn in delivery.turns:  # nobody receives them
+                for turn in delivery.turns:  # no client receives them
                     conversation.discard(turn)
                 raise
 
@@ -195,7 +196,7 @@ class GatewaySession:
         prompt: Prompt,
         conversation: Conversation,
         delivery: Delivery,
-        hear: Hear | None,
+        on_pieces: Hear | None,
     ) -> list[ModelReply]:
         """The answers to one of the request's prompts."""
         chat = conversation.chat
@@ -205,7 +206,7 @@ class GatewaySession:
             AnswerInProgress(request, chat, opening, echo=echo, whole_calls=self._whole_calls)
             for _ in range(request.n)
         ]
-        listening = None if hear is None else Listening(answers, hear)
+        listening = None if on_pieces is None else Listening(answers, on_pieces)
         completions: list[Completion] = []
 
         def note_prompt_size(num_tokens: int, num_cached: int) -> None:
@@ -254,22 +255,23 @@ class GatewaySession:
             return ""
         return model if model in self.remote.models else self.remote_agents.get("", "")
 
-    def _agent_of(self, asked: str | None) -> str:
-        """Whose words a remote model's answer is: an agent's of that name; nobody's where the model
-        itself was named; else those of the policy, which it plays."""
-        if asked and asked in self.remote_agents:
-            return asked
-        return "" if self.remote is not None and asked in self.remote.models else POLICY
+    def _agent_of(self, model_name: str | None) -> str:
+        """The agent whose words a remote model's answer is: the one of that name; none where the
+        model itself was named; else the policy, which it plays."""
+        if model_name and model_name in self.remote_agents:
+            return model_name
+        return "" if self.remote is not None and model_name in self.remote.models else POLICY
 
     def wait_of(self, asked: str | None, own_s: float) -> tuple[str, float]:
-        """Who answers a request for a model, and how long to wait for it: `own_s` for a policy."""
+        """What answers a request for a model, in words, and how long to wait for it: `own_s` for a
+        policy."""
         model = self.remote_name(asked)
         if not model or self.remote is None:
             return "the policy", own_s
         return f"the remote model {model}", self.remote.within_s(model)
 
     async def count_tokens(self, request: ModelRequest) -> int:
-        """Tokens of the request's prompt, on the sampler's loop. Nothing is recorded."""
+        """The number of tokens of the request's prompt, on the sampler's loop. Records nothing."""
         if self.remote_name(request.model):
             raise Refusal(
                 f"{request.model} is a remote model, whose tokens nobody here can count: ask its "
@@ -287,14 +289,15 @@ class GatewaySession:
             await conversation.close()
 
     def conversation_of(self, agent: str | None) -> Conversation:
-        """The one that a client means: there is but one, or the agent is named. Raises Refusal."""
+        """The conversation that a client means: the only one, or that of the named agent. Raises
+        Refusal."""
         if len(self.conversations) == 1:
             return next(iter(self.conversations.values()))
 
         if agent is None or agent not in self.conversations:
-            known = ", ".join([*self.conversations, *self.remote_agents])
+            agent_names = ", ".join([*self.conversations, *self.remote_agents])
             raise Refusal(
-                f"there is no agent {agent!r}: this rollout has {known}, and "
+                f"there is no agent {agent!r}: this rollout has {agent_names}, and "
                 "the model's name says which is meant",
                 status=404,
                 code="model_not_found",
@@ -320,7 +323,8 @@ class GatewaySession:
             self._under_way -= 1
 
     def lose(self, delivery: Delivery) -> None:
-        """The client has gone without its answer, whose turns nobody has received."""
+        """The client is gone without its answer: discards the turns, which no client has
+        received."""
 
         def discard() -> None:
             for turn in delivery.turns:
@@ -349,12 +353,12 @@ class GatewaySession:
         self.posted += rewards
 
     def _check(self, reward: PostedReward) -> None:
-        """Whether there is whom and what it is for."""
+        """Checks that the agent and the turn of the reward exist. Raises BadRequestError."""
         if reward.agent is not None and (
             not reward.agent or reward.agent not in self.conversations
         ):
-            known = ", ".join(filter(None, self.conversations)) or "this rollout names none"
-            raise BadRequestError(f"there is no agent {reward.agent!r} ({known})")
+            agent_names = ", ".join(filter(None, self.conversations)) or "this rollout names none"
+            raise BadRequestError(f"there is no agent {reward.agent!r} ({agent_names})")
 
         if reward.turn is not None:
             if reward.agent is None and "" not in self.conversations:
@@ -367,16 +371,18 @@ class GatewaySession:
         """What a request may change: the distribution only if the client decides it."""
         if overrides is None or self._follows_client:
             return overrides
-        asked = {name: value for name, value in overrides.given().items() if name in DISTRIBUTION}
-        self.ignored |= asked
-        return msgspec.structs.replace(overrides, **dict.fromkeys(asked)) if asked else overrides
+        ignored = {name: value for name, value in overrides.given().items() if name in DISTRIBUTION}
+        self.ignored |= ignored
+        return (
+            msgspec.structs.replace(overrides, **dict.fromkeys(ignored)) if ignored else overrides
+        )
 
 
-def _renumber(hear: Hear | None, first: int) -> Hear | None:
-    """What hears of completions whose numbers begin at 0 instead of `first`."""
-    if hear is None or not first:
-        return hear
-    return lambda number, pieces: hear(first + number, pieces)
+def _renumber(on_pieces: Hear | None, first: int) -> Hear | None:
+    """A callback for completions whose numbers begin at 0 instead of `first`."""
+    if on_pieces is None or not first:
+        return on_pieces
+    return lambda number, pieces: on_pieces(first + number, pieces)
 
 
 def _text_of(prompt: Prompt, chat: ChatFormat) -> str:
@@ -387,7 +393,7 @@ def _text_of(prompt: Prompt, chat: ChatFormat) -> str:
 
 
 def over() -> Refusal:
-    """For a wrong key, and for a session that has ended."""
+    """The refusal for a wrong key, and for a session that has ended."""
     return Refusal(
         "this key opens nothing here: it is wrong, or it was of an attempt, and good until its "
         "agent has ended",

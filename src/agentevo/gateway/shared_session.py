@@ -1,9 +1,9 @@
 """The session of a model that is served and not trained: one key that does not expire, for any
 number of conversations.
 
-A request goes on in the conversation whose history it extends, if that is among the last ones, so
-that the model sees the tokens that it has drawn and the engine has their keys and values; else it
-begins a conversation of its own, whose history is encoded as a whole. A conversation takes one
+A request continues the conversation whose history it extends, if that is among the last ones, so
+that the model sees the tokens that it has drawn and the engine has their keys and values. Otherwise
+it begins a conversation of its own, whose history is encoded as a whole. A conversation takes one
 request at a time and grows along one line, so it is bounded by the model's context, and at most
 MAX_KEPT are kept.
 """
@@ -51,9 +51,9 @@ class SharedSession(GatewaySession):
         self, request: ModelRequest, delivery: Delivery, hear: Hear | None = None
     ) -> list[ModelReply]:
         with self._one_more():
-            one = self._find_extended(request)
-            if one is None:
-                one = GatewaySession(
+            session = self._find_extended(request)
+            if session is None:
+                session = GatewaySession(
                     {"": self._new_conversation()},
                     self.base,
                     follows_client=True,
@@ -62,37 +62,40 @@ class SharedSession(GatewaySession):
 
             is_whole = False
             try:
-                replies = await one.complete(request, delivery, hear)
+                replies = await session.complete(request, delivery, hear)
                 is_whole = len(replies) == 1 and request.has_messages
             finally:
                 if not is_whole:
-                    await one.close()
+                    await session.close()
 
             if is_whole:
-                await self._keep(one, request, replies[0])
+                await self._keep(session, request, replies[0])
 
             return replies
 
     def lose(self, delivery: Delivery) -> None:
-        """Nothing is trained on here, so nothing is taken back."""
+        """No turn is trained on here, so none is taken back."""
 
     def post(self, *rewards: PostedReward) -> None:
         raise Refusal("this model is served and not trained: it takes no rewards", status=404)
 
     def _find_extended(self, request: ModelRequest) -> GatewaySession | None:
-        """The conversation that the request goes on with, which nobody else has meanwhile."""
+        """The session whose conversation the request continues. It is taken out, so no other
+        request has it at the same time."""
         if not request.has_messages:
             return None
         digests = list(_digests(request.tools, cast("list[Message]", request.prompt)))
-        known = (self._kept.pop(digest, None) for digest in reversed(digests))
-        return next((one for one in known if one is not None), None)
+        candidates = (self._kept.pop(digest, None) for digest in reversed(digests))
+        return next((candidate for candidate in candidates if candidate is not None), None)
 
-    async def _keep(self, one: GatewaySession, request: ModelRequest, reply: ModelReply) -> None:
+    async def _keep(
+        self, session: GatewaySession, request: ModelRequest, reply: ModelReply
+    ) -> None:
         answer = Message("assistant", reply.content)
         history = [*cast("list[Message]", request.prompt), answer]
         digest = list(_digests(request.tools, history))[-1]
         replaced = [self._kept.pop(digest, None)]
-        self._kept[digest] = one
+        self._kept[digest] = session
         if len(self._kept) > MAX_KEPT:
             replaced.append(self._kept.pop(next(iter(self._kept))))
 
@@ -104,13 +107,13 @@ class SharedSession(GatewaySession):
 def _digests(
     tools: Sequence[dict[str, Any]] | None, messages: Sequence[Message]
 ) -> Iterator[bytes]:
-    """One of each history that ends with an answer, the shortest first. Clients write thoughts and
-    calls in forms of their own, so only an answer's text counts; what is the same here and differs
-    otherwise is told apart by the conversation."""
+    """A digest of each history that ends with an answer, the shortest first. Clients write thoughts
+    and calls in forms of their own, so only an answer's text counts. The conversation distinguishes
+    histories that are equal here and differ otherwise."""
     digest = hashlib.sha256(msgspec.json.encode(tools))
     for message in messages:
         is_answer = message.role == "assistant"
-        told = (message.role, message.text.strip()) if is_answer else message
-        digest.update(msgspec.json.encode(told))
+        digested = (message.role, message.text.strip()) if is_answer else message
+        digest.update(msgspec.json.encode(digested))
         if is_answer:
             yield digest.digest()

@@ -21,8 +21,8 @@ from agentevo.types import Task
 
 
 def tasks_of_agent(section: AgentSection) -> GivenTasks:
-    """What the agent of that section brings. Raises ConfigError for what is no pair of lists of
-    tasks, also with what its method raised."""
+    """The tasks that the agent of that section brings. Raises ConfigError where its method raises,
+    or returns no pair of lists of tasks."""
     player = make_player(section)
     where = f"agent.type: {section.type}: {type(player).__name__}.tasks()"
     try:
@@ -47,8 +47,8 @@ def _check_tasks(rows: Any, where: str, taken: set[str]) -> list[Task]:
     tasks = []
     for number, row in enumerate(rows):
         try:
-            given = dict(row) if isinstance(row, Mapping) else row
-            task = given if isinstance(given, Task) else task_of(given, TaskFields())
+            item = dict(row) if isinstance(row, Mapping) else row
+            task = item if isinstance(item, Task) else task_of(item, TaskFields())
         except RowError as error:
             raise ConfigError(f"{where}: task {number}: {error}") from error
 

@@ -3,11 +3,11 @@ the agent can do (config/curriculum.py has the weights).
 
     key of a task = log(u) / weight, u uniform in (0, 1): the largest keys are taken
 
-(Efraimidis and Spirakis, 2006). u is from the run's seed and the step; what a task has come to is
-what the committed steps' records say (`solved` of their batch source), and of these only the steps
-that are known before the step's tasks must be: with `lag` steps of staleness those up to
-step - 1 - lag. Nothing else is remembered. So a resumed run, a replay, and samplers in other
-processes choose the same tasks.
+(Efraimidis and Spirakis, 2006). u is drawn from the run's seed and the step. A task's results are
+read from the committed steps' records (`solved` of their batch source), and only from the steps
+that are known before the step's tasks are chosen: with `lag` steps of staleness those up to step -
+1 - lag. There is no other state. So a resumed run, a replay, and samplers in other processes choose
+the same tasks.
 
 A task that is a harder variant of another (`variant_of` in its metadata, the other's id) is not
 played before that one is retired.
@@ -36,7 +36,7 @@ VARIANT_OF = "variant_of"
 
 
 class TriedTask(NamedTuple):
-    """What a step has come to at a task."""
+    """The result of a step at a task."""
 
     step: int
     solved: int
@@ -62,9 +62,13 @@ class TaskCurriculum:
         """The newest committed step that was learnt."""
         self._orders: dict[int, list[int]] = {}
 
-        lost = next((one.id for one, parent in self._pairs() if parent not in self._place), None)
-        if lost is not None or all(parent is not None for parent in self._parents):
-            what = f"{lost!r}: {VARIANT_OF} is no task to train on" if lost else "all are variants"
+        orphan = next(
+            (variant.id for variant, parent in self._pairs() if parent not in self._place), None
+        )
+        if orphan is not None or all(parent is not None for parent in self._parents):
+            what = (
+                f"{orphan!r}: {VARIANT_OF} is no task to train on" if orphan else "all are variants"
+            )
             raise ConfigError(
                 f"tasks.curriculum: {what}: give the tasks that they are harder variants of, too"
             )
@@ -82,19 +86,19 @@ class TaskCurriculum:
             what="reading what the steps solved",
         )
         for record in records:
-            if record.step == self._known + 1:  # a sampler beside the trainer asks as well
+            if record.step == self._known + 1:  # a sampler in the trainer's process asks as well
                 self.note_step(record.step, record.record["source"].get(SOLVED) or {})
 
     def note_step(self, step: int, solved: Mapping[str, Sequence[int]]) -> None:
-        """What a committed step has come to, in order of the steps. Raises ValueError for another
-        one."""
+        """Records the results of a committed step, in order of the steps. Raises ValueError for a
+        step out of order."""
         if step != self._known + 1:
             raise ValueError(f"step {step} is told after step {self._known}")
         self._known = step
         for name, (good, attempts) in solved.items():
-            own = name if name in self._place else name.rpartition("~")[0]
-            if own in self._place and attempts:
-                self._history[self._place[own]].append(TriedTask(step, good, attempts))
+            task_id = name if name in self._place else name.rpartition("~")[0]
+            if task_id in self._place and attempts:
+                self._history[self._place[task_id]].append(TriedTask(step, good, attempts))
 
     def is_known(self, step: int) -> bool:
         """Whether the records say which tasks the step has."""
@@ -134,7 +138,7 @@ class TaskCurriculum:
     def metrics(self, step: int) -> dict[str, float]:
         """How the tasks stood when the step's were drawn."""
         state = [self._state(place, step) for place in range(len(self.tasks))]
-        retired = [one[1] for one in state]
+        retired = [is_retired for _, is_retired in state]
         locked = sum(not retired[self._place[parent]] for _, parent in self._pairs())
         chosen = self.order(step)[: self._groups]
 
@@ -149,18 +153,18 @@ class TaskCurriculum:
 
     def _before(self, place: int, step: int) -> list[TriedTask]:
         """What was known of a task when the step's were drawn."""
-        return [one for one in self._history[place] if one.step <= step - 1 - self._lag]
+        return [tried for tried in self._history[place] if tried.step <= step - 1 - self._lag]
 
     def _state(self, place: int, step: int) -> tuple[float, bool]:
         """A task's weight, and whether it is retired."""
         section = self._section
         before = self._before(place, step)
         newest = before[-section.window :]
-        solved = sum(one.solved for one in newest)
-        attempts = sum(one.attempts for one in newest)
+        solved = sum(tried.solved for tried in newest)
+        attempts = sum(tried.attempts for tried in newest)
         p = (solved + 1) / (attempts + 2)
         last = before[-section.retire_after :] if section.retire_after else []
         is_retired = len(last) == section.retire_after > 0 and all(
-            one.solved == one.attempts for one in last
+            tried.solved == tried.attempts for tried in last
         )
         return max(4 * p * (1 - p), section.floor), is_retired

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable
 from agentevo.errors import storable
 
 ShowFailure = Callable[[str, str, str], None]
-"""(trajectory, error, traceback): told of a failure as it happens; the traceback may be empty."""
+"""(trajectory, error, traceback): called for a failure as it happens; the traceback may be
+empty."""
 
 LONGEST = 400
-"""Characters of a failure that are told."""
+"""Characters of a failure that are shown."""
 MAX_KINDS = 20
-"""Kinds that are told apart; the others are `other`."""
+"""Kinds that are counted separately; the others are `other`."""
 TOO_LONG = "the episode took longer than"
 NO_REWARD = (
     "the agent returned no reward, and no scorer decides: return a number, or set the recipe's "
@@ -48,8 +49,8 @@ def count_kinds(errors: Iterable[str | None]) -> dict[str, int]:
     """How many failures there are of each kind, the most frequent first."""
     counts = Counter(map(failure_kind, errors))
     kinds = dict(counts.most_common(MAX_KINDS))
-    others = sum(counts.values()) - sum(kinds.values())
-    return kinds | ({"other": kinds.get("other", 0) + others} if others else {})
+    num_rest = sum(counts.values()) - sum(kinds.values())
+    return kinds | ({"other": kinds.get("other", 0) + num_rest} if num_rest else {})
 
 
 def failure_words(errors: list[str | None], num_attempts: int) -> str:
@@ -61,8 +62,8 @@ def failure_words(errors: list[str | None], num_attempts: int) -> str:
     kinds = [
         f"{count} {_short(first.get(kind, kind))}" for kind, count in count_kinds(errors).items()
     ]
-    more = f", and {len(kinds) - 3} other kinds" if len(kinds) > 3 else ""
-    return f"{len(errors)} of {num_attempts} failed: {', '.join(kinds[:3])}{more}"
+    suffix = f", and {len(kinds) - 3} other kinds" if len(kinds) > 3 else ""
+    return f"{len(errors)} of {num_attempts} failed: {', '.join(kinds[:3])}{suffix}"
 
 
 def _short(error: str) -> str:

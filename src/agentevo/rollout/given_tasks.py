@@ -1,8 +1,8 @@
 """Tasks out of rows (`tasks` in a recipe), read alike by every process of a run.
 
-A row that is no task is left out and reported with its place and reason, or refuses the file. A
-held-out task that is also trained on is such a row. What a run was begun with is remembered in
-RUN/tasks.json: other rows under the same paths would be another run.
+A row that is no task is left out and reported with its place and reason, or the whole file is
+refused. A held-out task that is also trained on is such a row. RUN/tasks.json records the tasks
+that a run began with: other rows under the same paths would be another run.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class GivenTasks:
     sizes: tuple[int, ...] = ()
     """How many of the tasks to train on are of each source, in order."""
     held_out_sizes: tuple[int, ...] = ()
-    """Likewise of the held-out ones."""
+    """The same for the held-out tasks."""
 
     @property
     def digest(self) -> str:
-        """Of every task, in order."""
+        """The digest of every task, in order."""
         return hashlib.sha256(msgspec.json.encode([self.train, self.held_out])).hexdigest()
 
 
@@ -95,7 +95,7 @@ def read_tasks(
     if section.weights and empty:
         raise ConfigError("\n".join([f"tasks.weights: no row of {empty[0]} is a task", *lines]))
 
-    sizes, held_sizes = (tuple(map(len, one)) for one in (by_source, held_by_source))
+    sizes, held_sizes = (tuple(map(len, pools)) for pools in (by_source, held_by_source))
     return GivenTasks(train, held_out, reports, sizes, held_sizes)
 
 
@@ -179,12 +179,12 @@ def task_of(
     )
 
 
-def _scorer(given: Any) -> str | None:
+def _scorer(value: Any) -> str | None:
     """The name of a scorer, or several in one text."""
-    if given is None:
+    if value is None:
         return None
 
-    names = given.split(",") if isinstance(given, str) else given
+    names = value.split(",") if isinstance(value, str) else value
     is_list = isinstance(names, list) and bool(names)
     if is_list and all(isinstance(name, str) and name.strip() for name in names):
         names = [name.strip() for name in names]
@@ -192,13 +192,13 @@ def _scorer(given: Any) -> str | None:
             return ",".join(names)
 
     raise RowError(
-        "unknown_form", f"the scorer is {given!r}: it must be a name, or a list of different ones"
+        "unknown_form", f"the scorer is {value!r}: it must be a name, or a list of different ones"
     )
 
 
 def _check_metadata(metadata: dict[str, Any]) -> None:
-    """Raises RowError for a place of the answer that is none, an agent that is no name, and checks
-    of the state that are none."""
+    """Raises RowError for a malformed place of the answer, a malformed name of the agent, and
+    malformed checks of the state."""
     place = metadata.get(ANSWER_SCHEMA)
     agent = metadata.get(AGENT_NAME)
     try:

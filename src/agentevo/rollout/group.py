@@ -29,11 +29,11 @@ from agentevo.types import Outcome, Status, Task, Trajectory, group_of_agent
 LONGEST_ENDING = 4_000
 """Characters of what the world showed at last that are kept."""
 LETTING_GO_S = 5.0
-"""How long an agent that was broken off may take to end. One that goes on is left alone, with a
+"""How long an agent that was broken off may take to end. One that continues is abandoned, with a
 policy that answers no more."""
 LOOK_S = 0.05
-"""How often, at most, to look whether an attempt's time is over: it stands still while the engine
-sleeps."""
+"""The shortest interval between two looks whether an attempt's time is over: the time stands still
+while the engine sleeps."""
 
 
 Score = Callable[
@@ -67,7 +67,7 @@ class GroupAttempt:
         limit_s: float,
         show: ShowFailure = lambda name, error, trace: None,
     ) -> None:
-        """`show` is told of a failure as it happens, with its traceback."""
+        """`show` is called for a failure as it happens, with its traceback."""
         self.name = name
         self.policy = policy
         self._show = show
@@ -91,7 +91,7 @@ class GroupAttempt:
 
     @property
     def calls(self) -> dict[str, AttemptCalls]:
-        """Where the calls of each trajectory are recorded, by its id."""
+        """Id of a trajectory -> the record of its calls."""
         return {
             conversation.name: conversation.calls
             for conversation in self.policy.conversations.values()
@@ -102,7 +102,10 @@ class GroupAttempt:
         trajectory: one for every agent of the rollout."""
         with ExitStack() as stack:
             name = type(self._agent).__name__
-            calls = [stack.enter_context(one.attempt(name)) for one in self.calls.values()]
+            calls = [
+                stack.enter_context(attempt_calls.attempt(name))
+                for attempt_calls in self.calls.values()
+            ]
             trajectories = await self._run(task_id, group_id, number)
             for call, trajectory in zip(calls, trajectories, strict=True):
                 call.outcome(trajectory.status, trajectory.error)
@@ -112,7 +115,7 @@ class GroupAttempt:
             return trajectories
 
     def _tell(self, call: RunningCall, trajectory: Trajectory) -> None:
-        """For the attempt's span, if there is one: what it is worth where no scorer decides, its
+        """Notes for the attempt's span, if there is one: its reward where no scorer decides, its
         first prompt and its last answer."""
         if call.tracing is None:
             return
@@ -142,9 +145,12 @@ class GroupAttempt:
         finally:
             await self._let_go(self._playing)
 
-        ended, status, error, raised = self._outcome_of(self._playing, late)
+        result, status, error, raised = self._outcome_of(self._playing, late)
         conversations = self.policy.conversations
-        broken = next((one.broken for one in conversations.values() if one.broken), None)
+        broken = next(
+            (conversation.broken for conversation in conversations.values() if conversation.broken),
+            None,
+        )
         if broken is not None and status != "cancelled":
             raise InfrastructureFailure(
                 f"{self.name}: {type(broken).__name__}: {broken}"
@@ -156,13 +162,13 @@ class GroupAttempt:
 
         trajectories = []
         for agent, conversation in conversations.items():
-            outcome = ended.agents.get(agent, ended)
+            outcome = result.agents.get(agent, result)
             if outcome.reward is None:
                 self.unrewarded.add(conversation.name)
 
             self._endings[conversation.name] = outcome.ending[:LONGEST_ENDING]
             is_main = conversation is self.policy.conversation
-            beside = remote if is_main else None
+            own_remote = remote if is_main else None
             trajectories.append(
                 Trajectory(
                     id=conversation.name,
@@ -170,7 +176,7 @@ class GroupAttempt:
                     group_id=group_of_agent(group_id, agent),
                     attempt=number,
                     turns=conversation.turns_to_record(outcome.turn_rewards),
-                    remote_turns=[] if beside is None else beside.turns_to_record(),
+                    remote_turns=[] if own_remote is None else own_remote.turns_to_record(),
                     files=self.policy.files_of(agent),
                     texts=dict(self.policy.texts.digests),
                     reward=outcome.reward or 0.0,
@@ -180,7 +186,7 @@ class GroupAttempt:
                     error=error,
                     truncated=outcome.truncated,
                     metrics=conversation.metrics()
-                    | ({} if beside is None else beside.metrics())
+                    | ({} if own_remote is None else own_remote.metrics())
                     | outcome.metrics,
                     started_at=started,
                     duration_s=time.perf_counter() - clock,
@@ -206,11 +212,11 @@ class GroupAttempt:
                 os._exit(os.EX_SOFTWARE)
 
     async def _until_over(self, playing: asyncio.Task[Outcome]) -> None:
-        """Until the agent has ended, or has taken `limit_s` without what the engine slept
-        meanwhile and without its own wait for its turn."""
+        """Waits until the agent has ended, or has taken `limit_s`. The time in which the engine
+        slept, and the agent's own wait for its turn, do not count."""
         ends = time.monotonic() + self._limit_s - self._idle_s()
-        while not playing.done() and (left := ends + self._idle_s() - time.monotonic()) > 0:
-            await asyncio.wait([playing], timeout=max(left, LOOK_S))
+        while not playing.done() and (remaining_s := ends + self._idle_s() - time.monotonic()) > 0:
+            await asyncio.wait([playing], timeout=max(remaining_s, LOOK_S))
 
     def _idle_s(self) -> float:
         return self.policy.conversation.slept_s + self.policy.waited_s
@@ -228,7 +234,7 @@ class GroupAttempt:
     def _outcome_of(
         self, playing: asyncio.Task[Outcome], late: bool
     ) -> tuple[Outcome, Status, str | None, BaseException | None]:
-        """How it ended, the reason, and what was raised."""
+        """Returns how it ended, the reason, and the exception."""
         nothing = Outcome(reward=0.0, success=False)
         if self._cut is not None and (
             not playing.done() or playing.cancelled() or playing.exception() is not None
@@ -255,8 +261,8 @@ class GroupAttempt:
         return nothing, "failed", describe_error(error), error
 
     def _check_outcome(self, returned: Any) -> Outcome:
-        """What can be stored, averaged and trained on. Raises TypeError or ValueError for anything
-        else."""
+        """The outcome in a form that can be stored, averaged and trained on. Raises TypeError or
+        ValueError for any other."""
         outcome = outcome_of(returned, self.policy.rewarded)
         for agent, conversation in self.policy.conversations.items():
             turns = conversation.turns
@@ -273,7 +279,7 @@ class GroupAttempt:
 
 
 class RolloutGroup:
-    """The attempts at one task that are compared with each other, and the greedy one beside them,
+    """The attempts at one task that are compared with each other, and the greedy baseline attempt,
     which belongs to a group of its own."""
 
     def __init__(
@@ -287,23 +293,24 @@ class RolloutGroup:
         score: Score,
         ended: Callable[[int], None] = lambda number: None,
     ) -> None:
-        """`wanted` completed members are enough. beside: (group id, attempt). `ended` hears how
-        many attempts have ended, whenever one does."""
+        """`num_wanted` completed members are enough. `baseline`: (group id, attempt). `on_ended` is
+        called with the number of ended attempts, whenever one ends."""
         self.task_id = task_id
         self.group_id = group_id
         self.members = list(members)
-        self.beside = beside
+        self.baseline = beside
         self._wanted = wanted
         self._score = score
         self._ended = ended
 
     @property
     def attempts(self) -> list[GroupAttempt]:
-        return [*self.members, *([self.beside[1]] if self.beside is not None else [])]
+        return [*self.members, *([self.baseline[1]] if self.baseline is not None else [])]
 
     async def run(self) -> list[Trajectory]:
-        """All members in their order, then the one beside them; of several agents, those of each in
-        turn. Raises InfrastructureFailure; cancelled or failing, it leaves nothing running."""
+        """The trajectories of all members in their order, then of the baseline; with several
+        agents, those of each agent in turn. Raises InfrastructureFailure. Cancelled or failing, it
+        leaves nothing running."""
         runs = [
             asyncio.create_task(
                 attempt.run(task_id=self.task_id, group_id=self.group_id, number=number)
@@ -311,10 +318,10 @@ class RolloutGroup:
             for number, attempt in enumerate(self.members)
         ]
         members = set(runs)
-        if self.beside is not None:
+        if self.baseline is not None:
             runs.append(
                 asyncio.create_task(
-                    self.beside[1].run(task_id=self.task_id, group_id=self.beside[0], number=0)
+                    self.baseline[1].run(task_id=self.task_id, group_id=self.baseline[0], number=0)
                 )
             )
 
@@ -340,7 +347,7 @@ class RolloutGroup:
             await asyncio.gather(*runs, return_exceptions=True)
 
     async def _score_attempts(self, attempts: list[list[Trajectory]]) -> list[Trajectory]:
-        """The one beside the group is judged alone, and every agent beside itself."""
+        """Scores the group and its baseline separately, and each agent separately."""
         unrewarded = set[str]().union(*(attempt.unrewarded for attempt in self.attempts))
         calls = {name: call for attempt in self.attempts for name, call in attempt.calls.items()}
         count = len(self.members)
@@ -348,7 +355,7 @@ class RolloutGroup:
         for of_agent in zip(*attempts, strict=True):
             for judged in (of_agent[:count], of_agent[count:]):
                 if judged:
-                    without = [one.id in unrewarded for one in judged]
+                    without = [trajectory.id in unrewarded for trajectory in judged]
                     scored += await self._score(judged, without, calls)
 
         return scored

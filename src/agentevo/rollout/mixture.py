@@ -2,8 +2,8 @@
 
 A mixture's round has of each source as many tasks as its weight says, in whole numbers, and as the
 source that is the scarcest for its weight has: no round has a task twice. Within a source the
-rounds take one part of its shuffled tasks after the other, and shuffle them anew when they are
-through; what does not fill a part waits.
+rounds take one part of its shuffled tasks after the other, and shuffle the tasks again after the
+last part; a rest that does not fill a part waits.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Mixture:
         first = 0
         for source, (size, share) in enumerate(zip(self._sizes, self.shares, strict=True)):
             turn, part = divmod(round_, size // share)
-            own = permutation(size, derive_seed(self._seed, "source", source, turn))
-            tasks += [first + index for index in own[part * share : (part + 1) * share]]
+            source_order = permutation(size, derive_seed(self._seed, "source", source, turn))
+            tasks += [first + index for index in source_order[part * share : (part + 1) * share]]
             first += size
 
         shuffled = permutation(len(tasks), derive_seed(self._seed, "order", round_))
@@ -81,7 +81,7 @@ class TaskPool:
         return place // self._steps_per_round
 
     def shuffle(self, purpose: str, number: int) -> list[int]:
-        """All of its tasks in an order of that purpose and number."""
+        """All tasks, in an order for that purpose and number."""
         return permutation(len(self.tasks), derive_seed(self._seed, purpose, number))
 
 
@@ -91,6 +91,6 @@ def permutation(size: int, seed: int) -> list[int]:
     draws = np.random.RandomState(seed % 2**32).randint(2**32, size=size, dtype=np.uint32)
     order = list(range(size))
     for place, draw in enumerate(draws[: max(size - 1, 0)].tolist()):
-        other = place + draw % (size - place)
-        order[place], order[other] = order[other], order[place]
+        target = place + draw % (size - place)
+        order[place], order[target] = order[target], order[place]
     return order

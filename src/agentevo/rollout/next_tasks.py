@@ -1,10 +1,10 @@
-"""The run's own tasks for agents outside: whoever asks gets the next attempt, of the group that is
-being filled, or of the next task in the run's order.
+"""The run's own tasks for agents outside: a client that asks gets the next attempt, of the group
+that is being filled, or of the next task in the run's order.
 
-A group's task is leased as a sampler leases it: nobody else makes a group of it meanwhile, and
-where the gateway is gone its lease runs out, and whoever asks next gets the task again. No more
-groups are under way than a trainer may use before they are too old: who asks for more is told to
-ask again.
+A group's task is leased as a sampler leases it: no other process makes a group of it at the same
+time. Where the gateway is gone its lease runs out, and the next client that asks gets the task
+again. No more groups are under way than a trainer may use before they are too old: a client that
+asks for more is asked to try again later.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class NextTasks:
             return session
 
     async def _lease(self, tasks: TaskSource) -> Lease:
-        """A task of the run's that nobody has: one whose gateway or sampler has gone, or else the
+        """A task of the run that is not leased: one whose gateway or sampler is gone, or else the
         next in order."""
         while True:
             lease = await with_retries(
@@ -96,7 +96,7 @@ class NextTasks:
             )
 
     async def _check_room(self) -> None:
-        """Raises Refusal while nobody may begin a group more."""
+        """Raises Refusal while no further group may begin."""
         config = self._config
         store = self._store
         last = await with_retries(store.last_step, within_s=STORE_RETRY_S, what="last_step")
@@ -105,13 +105,13 @@ class NextTasks:
             raise Refusal("the run has made its last step: no task is left", status=404)
 
         self._step = max(self._step, done)
-        wanted = (config.rollout.staleness + 1) * config.trainer.groups_per_step
+        max_groups = (config.rollout.staleness + 1) * config.trainer.groups_per_step
         waiting = await with_retries(
             lambda: store.outstanding("train"), within_s=STORE_RETRY_S, what="outstanding"
         )
-        if waiting + self._sessions.num_named >= wanted:
+        if waiting + self._sessions.num_named >= max_groups:
             raise Refusal(
-                f"{wanted} groups are under way or wait for the trainer, which is as many as "
+                f"{max_groups} groups are under way or wait for the trainer, which is as many as "
                 "rollout.staleness allows: end sessions, or ask again",
                 status=503,
                 kind="server_error",

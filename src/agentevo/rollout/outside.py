@@ -1,11 +1,12 @@
-"""Attempts whose agents are outside: a request opens one, others tell its rewards and its end.
+"""Attempts whose agents are outside: a request opens one, later requests post its rewards and end
+it.
 
     open(task, group) ── claims ──► an attempt of the group, which waits for an agent
     end(session)      ── ends   ──► its agent has ended with the rewards that were posted
     all of the group ended          ──► the group is scored, and written as a sampler's is
 
-To the sampler it is an agent like any other (`OutsideAgent`), so what holds for attempts holds for
-these: `agent.timeout_s` ends one that nobody ends, what fails is data, a group is written whole,
+To the sampler it is an agent like any other (`OutsideAgent`), so the rules of attempts apply:
+`agent.timeout_s` ends an attempt that no request ends, failures are data, a group is written whole,
 and an engine's failure costs the whole group. A session without a group is a group of its own that
 is kept and never trained on (split `eval`). Sessions belong to the event loop of the sampler.
 
@@ -58,7 +59,7 @@ CLAIM_S = 30.0
 STOPPING_S = 10.0
 _GROUP = re.compile(r"\w[\w.:-]{0,99}")
 _LABEL = re.compile(r"/([^/@]+)@[^/@]*$")
-"""Of a group's id, which sampler.group_name makes."""
+"""Finds the label in a group's id, which sampler.group_name makes."""
 _TAKEN = {BASELINE, "train", "greedy", "sampled", "untaught-greedy", "untaught-sampled", "doctor"}
 """Labels of the groups that a run makes itself."""
 
@@ -107,7 +108,7 @@ class OutsideSession:
         self.failure: str | None = None
         """What its agent has failed with, as that said."""
         self.trajectory: Trajectory | None = None
-        """As it was written."""
+        """The trajectory as it was written."""
 
     def export(self) -> Trajectory:
         """What is recorded, with what was posted; before its group has been scored that is all."""
@@ -133,13 +134,13 @@ class OutsideSession:
         )
 
     def state(self) -> SessionState:
-        """For its agent: how far it is."""
+        """The progress of the session, for its agent."""
         turns = self.policy.conversation.turns
         done = self.trajectory
-        ended = self.over.is_set() or self.ended.is_set()
+        has_ended = self.over.is_set() or self.ended.is_set()
         return SessionState(
             id=self.id,
-            state=("ended" if done is None else done.status) if ended else "open",
+            state=("ended" if done is None else done.status) if has_ended else "open",
             task_id=self.task.id,
             group=self.group_id,
             trajectory_id=self.policy.name,
@@ -210,9 +211,9 @@ class OutsideAgent:
         self._queue(group).put_nowait(session)
 
         touched = self._touched.setdefault(group, time.monotonic())
-        while (left := touched + self._within_s - time.monotonic()) > 0:
+        while (remaining_s := touched + self._within_s - time.monotonic()) > 0:
             try:
-                async with asyncio.timeout(left):
+                async with asyncio.timeout(remaining_s):
                     await session.claimed.wait()
                 return
             except TimeoutError:
@@ -235,7 +236,7 @@ class _OpenedGroup:
     split: Split
     step: int
     lease: Lease | None
-    """On its task, if that is one of the run's."""
+    """The lease of its task, if that is one of the run's."""
     playing: asyncio.Task[None] | None = None
     sessions: list[OutsideSession] = field(default_factory=list)
     num_claimed: int = 0
@@ -246,7 +247,7 @@ class _OpenedGroup:
 
 
 class OutsideSessions:
-    """See the module. `note` hears what somebody should know."""
+    """See the module. `note` is called with messages for the user."""
 
     def __init__(
         self,
@@ -265,13 +266,13 @@ class OutsideSessions:
         self._store = store
         self._note = note
         self._groups: dict[str, _OpenedGroup] = {}
-        """Those under way, by the name that was given."""
+        """The groups under way, by their given names."""
         self._sessions: dict[str, tuple[OutsideSession, _OpenedGroup]] = {}
         self._ended: dict[str, None] = {}
         """Ids of sessions whose group has been written; the oldest first."""
         self._opening = asyncio.Lock()
         self._names: set[str] | None = None
-        """Of the groups that were written; None until they have been looked up."""
+        """The names of the written groups; None until they have been looked up."""
         self._counts = Counter[str]()
 
     def stats(self) -> dict[str, float]:
@@ -350,7 +351,7 @@ class OutsideSessions:
         await session.over.wait()
         _, opened = self._sessions[session.id]
         is_last = opened.num_claimed == opened.size and all(
-            one.over.is_set() for one in opened.sessions
+            sibling.over.is_set() for sibling in opened.sessions
         )
         if is_last and opened.playing is not None:
             await asyncio.shield(opened.playing)
@@ -358,10 +359,12 @@ class OutsideSessions:
     async def close(self) -> None:
         """Breaks off what is open, and writes what there is."""
         opened = list(self._groups.values())
-        for one in opened:
-            one.group.cut("the gateway was stopped")
+        for opened_group in opened:
+            opened_group.group.cut("the gateway was stopped")
 
-        playing = [one.playing for one in opened if one.playing is not None]
+        playing = [
+            opened_group.playing for opened_group in opened if opened_group.playing is not None
+        ]
         if playing:
             await asyncio.wait(playing, timeout=STOPPING_S)
 
@@ -390,7 +393,7 @@ class OutsideSessions:
                 param="size",
             )
 
-        busy = sum(len(one.group.members) for one in self._groups.values())
+        busy = sum(len(opened_group.group.members) for opened_group in self._groups.values())
         if busy + size > MAX_OPEN:
             raise Refusal(
                 f"{busy} attempts are under way or wait for an agent, of {MAX_OPEN}: end some",
@@ -450,8 +453,8 @@ class OutsideSessions:
 
         if self._names is None:
             written = await self._retry(lambda: self._store.summaries(split="train"))
-            found = (_LABEL.search(summary.group_id) for summary in written)
-            self._names = {label[1] for label in found if label is not None}
+            matches = (_LABEL.search(summary.group_id) for summary in written)
+            self._names = {label[1] for label in matches if label is not None}
 
         if name in self._names:
             raise Refusal(f"the group {name} was written already: give it another name", status=409)
@@ -482,7 +485,7 @@ class OutsideSessions:
             raise Refusal(f"the group {opened.name} has all its attempts", status=409)
 
     async def _play(self, opened: _OpenedGroup) -> None:
-        """From its first attempt until it is written, or why it never is."""
+        """Plays the group from its first attempt until it is written, or until it fails."""
         lease = opened.lease
         beats = asyncio.create_task(self._keep(lease, opened)) if lease is not None else None
         try:
@@ -499,12 +502,12 @@ class OutsideSessions:
 
             if opened.split == "train" and self._names is not None:
                 self._names.add(opened.name)
-        except Exception as error:  # noqa: BLE001 (whatever it is, its sessions are told)
+        except Exception as error:  # noqa: BLE001 (its sessions get the error, of whatever kind)
             self._counts["groups_failed"] += 1
             self._note(f"the group {opened.id} is lost: {describe_error(error)}")
             trajectories = [_lost(session, error) for session in opened.sessions]
             if lease is not None:
-                with suppress(StoreError):  # where it is lost, somebody else plays it by now
+                with suppress(StoreError):  # where the lease is lost, another process plays it
                     await self._store.retry_task(lease, describe_error(error))
         finally:
             if beats is not None:
@@ -515,13 +518,13 @@ class OutsideSessions:
         self._remember(opened, trajectories)
 
     async def _keep(self, lease: Lease, opened: _OpenedGroup) -> None:
-        """Renews the lease; breaks the group off once it is somebody else's."""
+        """Renews the lease; breaks the group off once another process has it."""
         while True:
             await asyncio.sleep(self._config.rollout.lease_s / 3)
             try:
                 await self._store.renew(lease)
             except (StoreUnavailableError, DeadlineExceededError):
-                continue  # a database that is away gives the task to nobody
+                continue  # a database that is away gives the task to no other process
             except StoreError:
                 opened.group.cut("the lease on its task is lost")
                 return

@@ -40,8 +40,8 @@ class PolicyScores:
     async def score(
         self, context_ids: Sequence[int], ids: Sequence[int]
     ) -> tuple[list[float], int]:
-        """See ScoredPolicy.score, at the temperature that the recipe samples with. What goes wrong
-        in the engine is no attempt's failure: InfrastructureFailure."""
+        """See ScoredPolicy.score, at the temperature that the recipe samples with. A failure of the
+        engine is no attempt's failure: it raises InfrastructureFailure."""
         if not isinstance(self._engine, ScoringEngine):
             raise EngineError(CANT_SCORE)
 

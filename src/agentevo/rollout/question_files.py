@@ -105,8 +105,8 @@ def _answers_of(row: Mapping[str, Any]) -> list[str]:
         answers = list(_short_answers(row))
     else:
         names = ("golden_answers", "answers", "answer")
-        given = next((row[key] for key in names if row.get(key) is not None), None)
-        answers = [given] if isinstance(given, str) else given if isinstance(given, list) else []
+        value = next((row[key] for key in names if row.get(key) is not None), None)
+        answers = [value] if isinstance(value, str) else value if isinstance(value, list) else []
 
     stated = [answer.strip() for answer in answers if isinstance(answer, str) and answer.strip()]
     if not stated:
@@ -134,12 +134,13 @@ def _short_answers(row: Mapping[str, Any]) -> Iterator[str]:
         ) from error
 
 
-def _supporting_titles(given: Any) -> list[str]:
-    """Of HotpotQA's JSON [[title, sentence], ...] or the hub's {title: [...], sent_id: [...]}."""
-    if isinstance(given, Mapping):
-        titles = given.get("title") or []
+def _supporting_titles(facts: Any) -> list[str]:
+    """Titles of HotpotQA's JSON [[title, sentence], ...] or the hub's {title: [...], sent_id:
+    [...]}."""
+    if isinstance(facts, Mapping):
+        titles = facts.get("title") or []
     else:
-        titles = [fact[0] for fact in given or [] if isinstance(fact, list) and fact]
+        titles = [fact[0] for fact in facts or [] if isinstance(fact, list) and fact]
     return list(dict.fromkeys(title for title in titles if isinstance(title, str)))
 
 
@@ -154,7 +155,9 @@ def _passages_of(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield from ((title, "".join(sentences)) for title, sentences in context)
 
         for key in _CONTEXTS:
-            yield from ((one.get("title", ""), one["text"]) for one in row.get(key) or [])
+            yield from (
+                (passage.get("title", ""), passage["text"]) for passage in row.get(key) or []
+            )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RowError(
             "unknown_form",

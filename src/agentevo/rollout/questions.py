@@ -54,7 +54,7 @@ class Question(msgspec.Struct, frozen=True):
     difficulty: float | None = None
     """A number for the metric `selfplay/difficulty`, such as how many steps a solution takes."""
     metadata: dict[str, Any] = {}
-    """What else the solver's agent and rewards are to know of it."""
+    """Further data of it for the solver's agent and rewards."""
 
 
 class QuestionFamily(Protocol):
@@ -166,5 +166,5 @@ def task_of_question(row: Mapping[str, Any], name: str) -> Task:
     taken = sorted({"id", "query", "answer", "scorer"} & row["metadata"].keys())
     if taken:
         raise RowError("unknown_form", f"the metadata has the key {taken[0]}: rename it")
-    own = {"id": name, "query": row["query"], "answer": row["answer"], "scorer": row["scorer"]}
-    return task_of({**row["metadata"], **own}, TaskFields(), "agentevo")
+    fields = {"id": name, "query": row["query"], "answer": row["answer"], "scorer": row["scorer"]}
+    return task_of({**row["metadata"], **fields}, TaskFields(), "agentevo")

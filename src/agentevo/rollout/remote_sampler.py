@@ -72,5 +72,7 @@ class RemoteSampler(Sampler):
         conversation = RemotePolicyConversation(
             remote, self._model, sampling, name=name, calls=calls
         )
-        own = self.texts(texts)
-        return RemoteModelPolicy(conversation, door or self._gateway, remote, self._model, own)
+        attempt_texts = self.texts(texts)
+        return RemoteModelPolicy(
+            conversation, door or self._gateway, remote, self._model, attempt_texts
+        )

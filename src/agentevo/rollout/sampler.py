@@ -53,7 +53,7 @@ T = TypeVar("T")
 REMOTE_MODELS = "remote_models"
 """The folder of price logs in the run's folder."""
 BASELINE = "baseline"
-"""Label of the greedy attempt beside a group."""
+"""Label of the greedy attempt that accompanies a group."""
 
 
 def group_name(task_id: str, label: str, step: int) -> str:
@@ -68,7 +68,7 @@ def group_of_all(group_id: str) -> str:
 
 
 def agent_of_group(group_id: str) -> str:
-    """Whose group it is, of several agents; empty where there is one."""
+    """The agent that the group belongs to, of several; empty where there is only one."""
     return group_id.rpartition("@")[2].partition(":")[2]
 
 
@@ -113,10 +113,11 @@ class Sampler:
         gateway: Gateway | None = None,
         given: Callable[[], Sequence[Task]] = tuple,
     ) -> None:
-        """Calls of attempts are recorded in `calls`, if given. `note` hears at once of the first
-        failure of each kind, with its traceback. `players`: those of several agents, by name, in
-        place of `engine`, `chat` and `context_length`. `given`: the run's tasks that are no
-        environment's, for rewards that want to know them before the policy learns."""
+        """Calls of attempts are recorded in `calls`, if it is there. `note` is called at once with
+        the first failure of each kind and its traceback. `players`: those of several agents, by
+        name, in place of `engine`, `chat` and `context_length`. `get_tasks`: returns the run's
+        tasks that do not come from an environment, for rewards that need them before the policy
+        learns."""
         self._config = config
         self._player = Player(engine, chat, context_length)
         self._players = players
@@ -169,26 +170,26 @@ class Sampler:
         `label` tells apart several passes over the same tasks ("train", "greedy", "sampled"); it is
         part of ids and seeds. With `baseline` each group is followed by a greedy attempt at its
         task, at the same time but in a group of its own (label BASELINE). For training,
-        `rollout.extra_attempts` are begun besides. A group that the store has already is read and
-        not sampled again. `write=False` leaves the writing to a later `write`.
+        `rollout.extra_attempts` more are begun. A group that the store has already is read and not
+        sampled again. `write=False` leaves the writing to a later `write`.
 
         When the engine fails, is late or can't be reached, the group is begun again, as often as
         the store's RetryPolicy would; then EngineError, and of the group nothing is written.
         """
         await _with_retries(lambda: self._store.add_tasks(tasks, queue=False), "add_tasks")
         labels = (label, BASELINE) if baseline else (label,)
-        names = [one for task in tasks for one in self._group_names(task, labels, step)]
-        known = await _with_retries(lambda: self._known(names, split, step), "known groups")
+        names = [name for task in tasks for name in self._group_names(task, labels, step)]
+        stored_groups = await _with_retries(lambda: self._known(names, split, step), "known groups")
         extra = self._config.rollout.extra_attempts if split == "train" else 0
         size = attempts + extra + baseline
-        counted = dict[str, int]()
+        num_ended = dict[str, int]()
 
         def count_ended(task: Task, number: int) -> None:
-            passed.advance(number - counted.get(task.id, 0))
-            counted[task.id] = number
+            progress.advance(number - num_ended.get(task.id, 0))
+            num_ended[task.id] = number
 
         async def group(task: Task) -> list[Trajectory]:
-            stored = [known.get(one, []) for one in self._group_names(task, labels, step)]
+            stored = [stored_groups.get(name, []) for name in self._group_names(task, labels, step)]
             if len(stored[0]) >= attempts and all(stored):
                 count_ended(task, size)
                 return list(itertools.chain(*stored))
@@ -205,7 +206,7 @@ class Sampler:
             )
             return await self.write(trajectories, split=split, step=step) if write else trajectories
 
-        with bar(f"playing ({label})", len(tasks) * size, "attempts") as passed:
+        with bar(f"playing ({label})", len(tasks) * size, "attempts") as progress:
             groups = await gather_all([group(task) for task in tasks])
 
         return list(itertools.chain(*groups))
@@ -213,7 +214,8 @@ class Sampler:
     async def write(
         self, trajectories: Sequence[Trajectory], *, split: Split, step: int
     ) -> list[Trajectory]:
-        """All of these or none, into the store; what it can't hold as failed attempts."""
+        """Writes all of these into the store, or none; those that it can't hold are written as
+        failed attempts."""
         return await written(
             trajectories,
             lambda storable: _with_retries(
@@ -253,27 +255,27 @@ class Sampler:
         """The attempts at a task, not yet begun: `attempts` that are wanted and `extra` ones, of
         which the last to complete are broken off.
 
-        `shown` is the task as the agent gets it. `engines`: see `policy`. `ended`: see Group.
-        `texts`: named texts in the place of the recipe's.
+        `shown` is the task as the agent gets it. `engines`: see `policy`. `on_ended`: see
+        RolloutGroup. `texts`: named texts in the place of the recipe's.
         """
         name = group_name(task.id, label, step)
         limit = self._config.agent.timeout_s
         name = group_of_agent(name, role_of(task)) if self._has_roles else name
 
         def attempt(group_id: str, number: int, temperature: float) -> GroupAttempt:
-            own = f"{group_id}#{number}"
+            attempt_id = f"{group_id}#{number}"
             return GroupAttempt(
                 self._agent,
                 copy_of_task(shown or task),
-                self.policy(own, temperature, engines, texts=texts),
-                name=own,
+                self.policy(attempt_id, temperature, engines, texts=texts),
+                name=attempt_id,
                 limit_s=limit,
                 show=self.failures.show,
             )
 
         members = [attempt(name, number, temperature) for number in range(attempts + extra)]
-        beside = group_name(task.id, BASELINE, step)
-        greedy = (beside, attempt(beside, 0, 0.0)) if baseline else None
+        baseline_id = group_name(task.id, BASELINE, step)
+        greedy = (baseline_id, attempt(baseline_id, 0, 0.0)) if baseline else None
         return RolloutGroup(
             task.id,
             name,
@@ -297,8 +299,8 @@ class Sampler:
         task: Task,
         engines: Mapping[str, Engine],
     ) -> list[Trajectory]:
-        """See Scoring.score. Nobody judges an agent that is not trained: it has the reward that it
-        was given, or 0. What a proposer earns is known later (self_play.py)."""
+        """See Scoring.score. An agent that is not trained is not judged: it keeps the reward that
+        it was given, or 0. The reward of a proposer is known later (self_play.py)."""
         agent = trajectories[0].agent
         is_proposer = self._has_roles and agent == PROPOSER
         if is_proposer or (self._players and agent not in self._trained):
@@ -313,8 +315,8 @@ class Sampler:
         return await self._scoring.score(trajectories, unrewarded, calls, task=task, policy=policy)
 
     async def _wait_for_rewards(self, policy: PolicyScores) -> None:
-        """Returns when the rewards know what they want of the policy that the run begins with: no
-        step is made before the first group is scored. Begun again after a failure."""
+        """Returns when the rewards know what they need of the policy that the run begins with: no
+        step is made before the first group is scored. After a failure it begins again."""
         if self._preparing is None:
             self._preparing = asyncio.create_task(self._scoring.prepare(self._given(), policy))
 
@@ -342,38 +344,38 @@ class Sampler:
         run_seed = self._config.run.seed
         models = self.remote_models
 
-        def conversation(agent: str, own: str) -> Conversation:
+        def conversation(agent: str, trajectory_id: str) -> Conversation:
             player = self._players.get(agent, self._player)
             return Conversation(
                 engines.get(agent, player.engine),
                 player.chat,
                 sampling_params(self._config.sampling, player.chat, temperature),
-                name=own,
-                seed=derive_seed(run_seed, own),
+                name=trajectory_id,
+                seed=derive_seed(run_seed, trajectory_id),
                 context_length=player.context_length,
                 timeout_s=self._config.engine.timeout_s,
-                calls=AttemptCalls(self._calls, own),
+                calls=AttemptCalls(self._calls, trajectory_id),
             )
 
         agents = {
             agent: conversation(agent, f"{group_of_agent(group_id, agent)}#{number}")
             for agent in (() if self._has_roles else self._players)
         }
-        alone = (agent_of_group(group_id) or SOLVER) if self._has_roles else ""
-        main = agents[self._trained[0]] if agents else conversation(alone, name)
+        role = (agent_of_group(group_id) or SOLVER) if self._has_roles else ""
+        main = agents[self._trained[0]] if agents else conversation(role, name)
         remote = None
         if models:
             seed = derive_seed(run_seed, main.name)
             remote = RemoteConversations(models, name=main.name, seed=seed, calls=main.calls)
 
-        others = remote_agents(self._config)
-        own = self.texts(texts)
-        return Policy(main, door or self._gateway, remote, agents, others, own)
+        remote_names = remote_agents(self._config)
+        attempt_texts = self.texts(texts)
+        return Policy(main, door or self._gateway, remote, agents, remote_names, attempt_texts)
 
     def texts(self, given: Mapping[str, str] | None = None) -> Texts:
         """The named texts of an attempt: these, or else the recipe's."""
-        own = self._config.agent.texts if given is None else given
-        return Texts(own, self._keep_text, self.declared.setdefault)
+        texts = self._config.agent.texts if given is None else given
+        return Texts(texts, self._keep_text, self.declared.setdefault)
 
     async def play(self, task: Task, **arguments: Any) -> list[Trajectory]:
         """Runs the group that `group(task, **arguments)` gives, again when the engine fails it, a
@@ -391,18 +393,18 @@ class Sampler:
     async def _known(
         self, groups: Sequence[str], split: Split, step: int
     ) -> dict[str, list[Trajectory]]:
-        """Of these groups those that are in the store with their tokens: id -> members in order. A
+        """The groups of these that are in the store with their tokens: id -> members in order. A
         group is written whole."""
         summaries = await self._store.summaries(split=split, step=step)
-        known: dict[str, list[Trajectory]] = {}
+        stored_groups: dict[str, list[Trajectory]] = {}
         for name in {summary.group_id for summary in summaries} & set(groups):
             rows = [row async for row in self._store.trajectories(group_id=name, split=split)]
             if not any(row.tokens_deleted for row in rows):
-                known[name] = sorted(
+                stored_groups[name] = sorted(
                     (row.trajectory for row in rows), key=lambda trajectory: trajectory.attempt
                 )
 
-        return known
+        return stored_groups
 
 
 def _given_up(tries: int, error: InfrastructureFailure) -> EngineError:

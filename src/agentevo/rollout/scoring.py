@@ -63,7 +63,7 @@ EVALUATIONS = ("greedy", "sampled", "eval")
 """How the labels of groups end that belong to evaluations."""
 _GROUP = re.compile(r"/(?P<label>[^/@]+)@(?P<step>\d{1,9})(?::[^/@]*)?\Z")
 REWARD = "a reward"
-"""Who raised, in the words of an error."""
+"""The origin of an exception, in the words of an error."""
 LETTING_GO_S = 5.0
 """How long a scorer that was late may take to end."""
 
@@ -104,7 +104,7 @@ class NamedReward:
         )
 
     def _make_sandboxes(self) -> Sandboxes | None:
-        """For a scorer whose `score` asks for sandboxes; its `sandbox` says which."""
+        """The sandboxes for a scorer whose `score` asks for them; its `sandbox` says which."""
         score = getattr(self._item, "score", None)
         if score is None or "sandboxes" not in inspect.signature(score).parameters:
             return None
@@ -123,7 +123,8 @@ class NamedReward:
 
     @property
     def keeps_own_reward(self) -> bool:
-        """Whether what the agent returned stays beside its scores, as the metric OWN_REWARD."""
+        """Whether the reward that the agent returned is kept with its scores, as the metric
+        OWN_REWARD."""
         return bool(getattr(self._item, "keeps_own_reward", False))
 
     @property
@@ -140,8 +141,8 @@ class NamedReward:
         return function is not None and "policy" in inspect.signature(function).parameters
 
     async def prepare(self, tasks: Sequence[Task], policy: ScoredPolicy) -> None:
-        """What it wants to know of the policy before it scores, within `timeout_s` for each task.
-        Raises ScorerFailure, and InfrastructureFailure where the policy can't be asked."""
+        """Lets the reward ask the policy before it scores, within `timeout_s` for each task. Raises
+        ScorerFailure, and InfrastructureFailure where the policy can't be asked."""
         if not (self.asks_policy and hasattr(self._item, "prepare")):
             return
 
@@ -184,10 +185,14 @@ class NamedReward:
         """A block that is a call of each of these attempts. Yields what notes their scores, in
         order."""
         with ExitStack() as stack:
-            of = {one.id: calls[one.id] for one in trajectories if one.id in calls}
+            calls_by_id = {
+                trajectory.id: calls[trajectory.id]
+                for trajectory in trajectories
+                if trajectory.id in calls
+            }
             recorded = {
-                name: stack.enter_context(one.call("scorer", self.config.title))
-                for name, one in of.items()
+                name: stack.enter_context(attempt_calls.call("scorer", self.config.title))
+                for name, attempt_calls in calls_by_id.items()
             }
 
             def note(scores: Sequence[Score | Unscored]) -> None:
@@ -205,7 +210,7 @@ class NamedReward:
     async def _single(
         self, trajectory: Trajectory, task: Task, calls: Calls, policy: ScoredPolicy | None
     ) -> Score | ScorerFailure:
-        own = copy_of_trajectory(trajectory)
+        trajectory_copy = copy_of_trajectory(trajectory)
         task = copy_of_task(task)
 
         async def work() -> Score:
@@ -218,11 +223,13 @@ class NamedReward:
             if hasattr(self._item, "score"):
                 function = self._item.score
                 returned = await call_scorer(
-                    self._item, own, task, self._models, policy, self._sandboxes
+                    self._item, trajectory_copy, task, self._models, policy, self._sandboxes
                 )
             else:
                 function = self._item
-                returned = await self._call(call_function(function, own, task, self._models))
+                returned = await self._call(
+                    call_function(function, trajectory_copy, task, self._models)
+                )
 
             try:
                 return score_of(returned)
@@ -235,12 +242,12 @@ class NamedReward:
     async def _together(
         self, trajectories: Sequence[Trajectory], task: Task, calls: Calls
     ) -> list[Score | ScorerFailure]:
-        own = [copy_of_trajectory(t) for t in trajectories]
+        copies = [copy_of_trajectory(t) for t in trajectories]
         task = copy_of_task(task)
 
         async def work() -> list[Score | Unscored]:
             with self._record_call(trajectories, calls) as note:
-                scores = read(await call_group_scorer(self._item, own, task, self._models))
+                scores = read(await call_group_scorer(self._item, copies, task, self._models))
                 note(scores)
                 return scores
 
@@ -265,10 +272,13 @@ class NamedReward:
         if isinstance(scores, ScorerFailure):
             return [scores] * len(trajectories)
 
-        return [self._failure(one.why) if isinstance(one, Unscored) else one for one in scores]
+        return [
+            self._failure(score.why) if isinstance(score, Unscored) else score for score in scores
+        ]
 
     async def _call(self, call: Callable[[], Any]) -> Any:
-        """A plain function on a thread of its own, so that one that hangs holds nobody up."""
+        """A plain function runs on a thread of its own, so that one that hangs blocks nothing
+        else."""
         thread = EnvironmentThread(self._pace, REWARD)
         try:
             returned = await thread.call(call)
@@ -332,7 +342,7 @@ class Scoring:
         show: ShowFailure = lambda name, error, trace: None,
         models: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """`show` is told of attempts that could not be judged. `models`: the remote models that
+        """`show` is called for attempts that could not be judged. `models`: the remote models that
         rewards may ask."""
         self._show = show
         self._models = models
@@ -378,8 +388,8 @@ class Scoring:
         return any(reward.asks_policy for reward in self._configured)
 
     async def prepare(self, tasks: Sequence[Task], policy: ScoredPolicy) -> None:
-        """Lets the recipe's rewards ask what they want to know of the policy before it learns.
-        Raises InfrastructureFailure."""
+        """Lets the recipe's rewards ask the policy before it learns. Raises
+        InfrastructureFailure."""
         for reward in self._configured:
             judged = [
                 task for task in tasks if task.scorer is None or reward in self._all_for(task)
@@ -388,17 +398,20 @@ class Scoring:
 
     def configs(self, tasks: Sequence[Task]) -> list[RewardConfig]:
         """The recipe's rewards, and those that these tasks give themselves."""
-        own = [reward for task in tasks if task.scorer for reward in self._all_for(task)]
-        return list({id(one): one.config for one in (*self._configured, *own)}.values())
+        task_rewards = [reward for task in tasks if task.scorer for reward in self._all_for(task)]
+        return list(
+            {id(reward): reward.config for reward in (*self._configured, *task_rewards)}.values()
+        )
 
     def _all_for(self, task: Task) -> list[NamedReward]:
-        """Those of all stages."""
+        """The rewards of all stages."""
         if task.scorer is None:
             return self._configured
         return [self._reward(name) for name in scorers_of(task)]
 
     def _list_for(self, task: Task, step: int | None) -> list[NamedReward]:
-        """Those that count at a training step, or in an evaluation; the task's own always do."""
+        """The rewards that count at a training step, or in an evaluation; the task's own always
+        count."""
         rewards = self._all_for(task)
         return rewards if task.scorer else [r for r in rewards if r.config.counts_at(step)]
 
@@ -439,8 +452,9 @@ class Scoring:
                 for t, missing in zip(trajectories, unrewarded, strict=True)
             ]
 
-        own = len(scorers_of(task)) == 1  # judged by it alone, whatever it weighs in the list
-        weights = [1.0 if own else reward.config.weight for reward in rewards]
+        # A task with one scorer is judged by it alone, whatever it weighs in the list.
+        is_only_scorer = len(scorers_of(task)) == 1
+        weights = [1.0 if is_only_scorer else reward.config.weight for reward in rewards]
         columns = [
             await reward.scores(judged, task, calls, policy)
             for reward in (rewards if judged else ())
@@ -484,7 +498,8 @@ class Scoring:
 
 
 def _with_own(trajectory: Trajectory) -> Trajectory:
-    """With the agent's or the environment's own reward, whose place another takes, as a metric."""
+    """The trajectory with the agent's or the environment's own reward as a metric: another reward
+    replaces it."""
     return replace(trajectory, metrics={**trajectory.metrics, OWN_REWARD: trajectory.reward})
 
 
@@ -494,20 +509,20 @@ def _with_scores(
     weights: Sequence[float],
     scores: Sequence[Score | ScorerFailure],
 ) -> Trajectory:
-    """The weighted sum. Raises ValueError for one that is no reward."""
+    """The weighted sum. Raises ValueError for a sum that is no valid reward."""
     parts: dict[str, float] = {}
     success = False
-    met = _met(rewards, scores)
+    is_met = _met(rewards, scores)
     for index, (reward, weight, score) in enumerate(zip(rewards, weights, scores, strict=True)):
         assert isinstance(score, Score)
-        if not all(met.get(name, True) for name in reward.config.requires):
+        if not all(is_met.get(name, True) for name in reward.config.requires):
             score = Score(0.0, dict.fromkeys(score.parts, 0.0), success=False)
         if index == 0:
             success = score.is_success
 
         name = reward.config.title
-        own = {f"{name}/{part}": value for part, value in score.parts.items()}
-        for part, value in (own or {name: score.value}).items():
+        named_parts = {f"{name}/{part}": value for part, value in score.parts.items()}
+        for part, value in (named_parts or {name: score.value}).items():
             parts[part] = parts.get(part, 0.0) + weight * value
 
     total = plain_number(sum(parts.values()), "the weighted sum of its rewards")
@@ -518,14 +533,16 @@ def _met(
     rewards: Sequence[NamedReward], scores: Sequence[Score | ScorerFailure]
 ) -> dict[str, bool]:
     """Which rewards are met, by name: a success all of whose own requirements are met too."""
-    met = {
+    is_met = {
         reward.config.title: isinstance(score, Score) and score.is_success
         for reward, score in zip(rewards, scores, strict=True)
     }
     needed = {reward.config.title: reward.config.requires for reward in rewards}
     while blocked := [
-        name for name in met if met[name] and not all(met.get(one, True) for one in needed[name])
+        name
+        for name in is_met
+        if is_met[name] and not all(is_met.get(required, True) for required in needed[name])
     ]:
-        met |= dict.fromkeys(blocked, False)
+        is_met |= dict.fromkeys(blocked, False)
 
-    return met
+    return is_met

@@ -9,8 +9,8 @@ completed ones of its prompt that ask the same question, itself included. Learna
 and not by BLEU), or 1 - p and 0 where p is 0 or 1, as in Absolute Zero (arXiv 2505.03335).
 
 A question that is held out is neither solved nor paid for, and its proposal is not trained on: no
-gradient depends on what is held out. Equal questions of one step are one task, whoever proposed
-them. All of it follows from the trajectories, so a resumed step pays the same.
+gradient depends on what is held out. Equal questions of one step are one task, whichever proposals
+they come from. All of it follows from the trajectories, so a resumed step pays the same.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from agentevo.types import Task, Trajectory
 HELD_OUT = "held-out"
 """Drop reason of a proposal that asks what is held out."""
 UNTRIED = "untried"
-"""Drop reason of a proposal whose question has no completed attempt, so that nothing is known of
-it."""
+"""Drop reason of a proposal whose question has no completed attempt, so that its difficulty is
+unknown."""
 PROPOSED_BY = "proposed_by"
 """Key of a question's metadata: the ids of the trajectories that have proposed it."""
 
@@ -52,7 +52,7 @@ def role_of(task: Task) -> str:
 
 
 def learnability(p: float, kind: str) -> float:
-    """What a question of which the share p of the attempts succeed is worth. See the module."""
+    """The value of a question at which the share p of the attempts succeeds. See the module."""
     if kind == "r_zero":
         return 1.0 - 2.0 * abs(p - 0.5)
     return 1.0 - p if 0.0 < p < 1.0 else 0.0
@@ -102,21 +102,21 @@ class Proposal:
     row: dict[str, Any] | None
     """The question as it is kept. None where there is none, or the attempt is not completed."""
     key: bytes | None = None
-    """Of what is asked."""
+    """The key of the question."""
     is_held_out: bool = False
 
     @property
     def cluster(self) -> str:
         """Equal for proposals that repeat each other."""
         assert self.row is not None and self.key is not None
-        given = self.row.get("cluster")
-        return self.key.hex() if given is None else f"={given}"
+        cluster = self.row.get("cluster")
+        return self.key.hex() if cluster is None else f"={cluster}"
 
 
 @dataclass(frozen=True)
 class Proposals:
-    """All of one step. `tasks`: what the solver tries, each question once, in the order in which
-    they were proposed."""
+    """All proposals of one step. `tasks`: the tasks for the solver, each question once, in the
+    order in which they were proposed."""
 
     step: int
     all: list[Proposal]
@@ -124,13 +124,13 @@ class Proposals:
     _task_of: dict[bytes, str] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        asked: dict[bytes, list[Proposal]] = defaultdict(list)
-        for one in self.all:
-            if one.key is not None and not one.is_held_out:
-                asked[one.key].append(one)
+        by_key: dict[bytes, list[Proposal]] = defaultdict(list)
+        for proposal in self.all:
+            if proposal.key is not None and not proposal.is_held_out:
+                by_key[proposal.key].append(proposal)
 
         tasks = []
-        for key, proposals in asked.items():
+        for key, proposals in by_key.items():
             row = proposals[0].row
             assert row is not None
             task = task_of_question(row, f"question-{self.step}-{content_id(row)}")
@@ -151,19 +151,19 @@ def read_proposals(
     """What these attempts of the proposer ask. `held_out`: keys of the questions that are never
     trained on. Raises StoreError for a damaged file of a stored one."""
     never = frozenset(held_out)
-    found = []
+    proposals = []
     for trajectory in trajectories:
         row = _row_of(trajectory) if trajectory.status == "completed" else None
         if row is None or "invalid" in row:
-            found.append(Proposal(trajectory, None))
+            proposals.append(Proposal(trajectory, None))
             continue
 
         query = task_of_question(row, "question").query or ""
         key = asked_key(query)
         assert key is not None  # task_of_question refuses an empty text
-        found.append(Proposal(trajectory, row, key, key in never))
+        proposals.append(Proposal(trajectory, row, key, key in never))
 
-    return Proposals(step, found)
+    return Proposals(step, proposals)
 
 
 def _row_of(trajectory: Trajectory) -> dict[str, Any]:
@@ -185,7 +185,8 @@ class Paid:
     """What a step's proposals have earned."""
 
     trajectories: list[Trajectory]
-    """Those of the proposer, with their rewards; QUESTION of each says what became of it."""
+    """The proposer's trajectories, with their rewards; the file QUESTION of each has the results of
+    its question."""
     dropped: dict[str, str]
     metrics: dict[str, float]
 
@@ -193,9 +194,9 @@ class Paid:
 def pay(proposals: Proposals, attempts: Sequence[Trajectory], section: SelfPlay) -> Paid:
     """What each proposal earns by the solver's `attempts` at the questions."""
     solved: dict[str, list[bool]] = defaultdict(list)
-    for one in attempts:
-        if one.status == "completed":
-            solved[one.task_id].append(one.success)
+    for attempt in attempts:
+        if attempt.status == "completed":
+            solved[attempt.task_id].append(attempt.success)
 
     size = Counter[str]()
     repeats = Counter[tuple[str, str]]()
@@ -208,29 +209,29 @@ def pay(proposals: Proposals, attempts: Sequence[Trajectory], section: SelfPlay)
     dropped: dict[str, str] = {}
     paid: list[Trajectory] = []
     for proposal in proposals.all:
-        one = proposal.trajectory
+        trajectory = proposal.trajectory
         task = proposals.task_of(proposal)
-        if one.status != "completed":
-            paid.append(one)
+        if trajectory.status != "completed":
+            paid.append(trajectory)
             continue
 
         if proposal.row is None:
-            paid.append(_with(one, {"invalid": section.invalid}, {}))
+            paid.append(_with(trajectory, {"invalid": section.invalid}, {}))
             continue
 
         tries = solved.get(task or "", [])
         if not tries:
-            dropped[one.id] = HELD_OUT if proposal.is_held_out else UNTRIED
-            paid.append(_with(one, {}, {dropped[one.id].replace("-", "_"): True}))
+            dropped[trajectory.id] = HELD_OUT if proposal.is_held_out else UNTRIED
+            paid.append(_with(trajectory, {}, {dropped[trajectory.id].replace("-", "_"): True}))
             continue
 
         p = fmean(tries)
-        same = repeats[one.group_id, proposal.cluster]
+        same = repeats[trajectory.group_id, proposal.cluster]
         worth = learnability(p, section.reward)
-        taken = min(worth, section.repetition * same / size[one.group_id])
-        found = {"task": task, "attempts": len(tries), "solved": sum(tries), "repeats": same}
+        taken = min(worth, section.repetition * same / size[trajectory.group_id])
+        facts = {"task": task, "attempts": len(tries), "solved": sum(tries), "repeats": same}
         parts = {"learnability": worth, "repetition": -taken}
-        paid.append(_with(one, parts, found, success=0.0 < p < 1.0))
+        paid.append(_with(trajectory, parts, facts, success=0.0 < p < 1.0))
 
     return Paid(paid, dropped, _metrics(proposals, solved, repeats))
 
@@ -238,11 +239,11 @@ def pay(proposals: Proposals, attempts: Sequence[Trajectory], section: SelfPlay)
 def _with(
     trajectory: Trajectory,
     parts: Mapping[str, float],
-    found: Mapping[str, Any],
+    facts: Mapping[str, Any],
     success: bool = False,
 ) -> Trajectory:
-    """With its reward, and what is known of its question now."""
-    row = json.loads(trajectory.files[QUESTION]) | dict(found)
+    """The trajectory with its reward, and with the results of its question."""
+    row = json.loads(trajectory.files[QUESTION]) | dict(facts)
     return replace(
         trajectory,
         reward=sum(parts.values()),
@@ -257,13 +258,15 @@ def _metrics(
     solved: Mapping[str, Sequence[bool]],
     repeats: Mapping[tuple[str, str], int],
 ) -> dict[str, float]:
-    """Shares of the step's proposals, and of its questions what the solver came to."""
-    completed = [one for one in proposals.all if one.trajectory.status == "completed"]
-    valid = [one for one in completed if one.row is not None]
+    """Shares of the step's proposals, and the solver's results at its questions."""
+    completed = [
+        proposal for proposal in proposals.all if proposal.trajectory.status == "completed"
+    ]
+    valid = [proposal for proposal in completed if proposal.row is not None]
     metrics = {
         "selfplay/proposed": float(len(completed)),
         "selfplay/questions": float(len(proposals.tasks)),
-        "selfplay/held_out": float(sum(one.is_held_out for one in valid)),
+        "selfplay/held_out": float(sum(proposal.is_held_out for proposal in valid)),
     }
     if completed:
         metrics["selfplay/valid"] = len(valid) / len(completed)
@@ -275,7 +278,7 @@ def _metrics(
         metrics["selfplay/success_rate"] = fmean(shares)
         metrics["selfplay/at_edge"] = fmean(0.0 < p < 1.0 for p in shares)
 
-    rows = [one.row for one in valid if one.row is not None]
+    rows = [proposal.row for proposal in valid if proposal.row is not None]
     levels = [row["difficulty"] for row in rows if row["difficulty"] is not None]
     if levels:
         metrics["selfplay/difficulty"] = fmean(levels)

@@ -13,10 +13,10 @@ with old weights) is not written but tried again. The other policies keep the nu
 their way (Store.outstanding) below staleness + 1 steps' worth, and a step's worth more for every
 further round that dynamic sampling may take; `cancel` breaks off attempts that became too old.
 
-A group is written whole, in the transaction that completes its task, by whoever holds the newest
+A group is written whole, in the transaction that completes its task, by the service with the newest
 lease: a service that has lost its lease writes nothing. An engine's failure gives the task back for
-another try; while no engine can be reached at all, groups wait and nothing counts against their
-tasks. A database that is away is waited for.
+another try. While no engine can be reached at all, groups wait, and nothing counts against their
+tasks. The service waits for a database that is away.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from agentevo.types import QUEUED_FOR_STEP, Task, Trajectory, group_of_agent
 T = TypeVar("T")
 
 STOPPING_S = 10.0
-"""For a clean stop: to write what is complete, and to give back the other tasks. What takes longer
-is left to the leases' end."""
+"""The time for a clean stop: to write complete groups, and to give back the other tasks. Tasks that
+take longer return when their leases end."""
 MAX_UNREACHED = 20
 """So often a group is begun again, uncounted, because no engine could be reached. More than that
 may be the task's own doing."""
@@ -72,8 +72,8 @@ COUNTERS = (
     "attempts_cancelled",
     "cancelled_tokens",
 )
-"""Of `SamplerService.stats`; `unreached` are groups begun again because no engine could be
-reached."""
+"""The counters of `SamplerService.stats`; `unreached` are groups begun again because no engine
+could be reached."""
 FED_AT_ONCE = 64
 """Tasks queued between two looks at everything else."""
 
@@ -85,17 +85,17 @@ class _SampledWork:
     lease: Lease
     """The newest."""
     step: int
-    """For which its group is sampled."""
+    """The step that its group is sampled for."""
     running: asyncio.Task[None] | None = None
     group: RolloutGroup | None = None
     writing: bool = False
     lost: bool = False
-    """The lease is somebody else's."""
+    """Another service has the lease."""
 
 
 class SamplerService:
-    """See the module. `worker` names the service in the store; names need not differ. `note` hears
-    of each task that is set aside as poison, once, with its last error."""
+    """See the module. `worker` names the service in the store; names need not differ. `note` is
+    called once for each task that is set aside as poison, with its last error."""
 
     def __init__(
         self,
@@ -126,14 +126,15 @@ class SamplerService:
         self._groups_per_step = len(tasks.train(1))
         self._capacity = max(1, self._rollout.max_attempts // attempts)
         self._next_step = 0
-        """Whose tasks are queued next."""
+        """The step whose tasks are queued next."""
         self._to_feed: deque[Task] = deque()
         self._works: set[_SampledWork] = set()
         self._failures: list[BaseException] = []
         self._group_ended = asyncio.Event()
         self._counts = Counter[str]()
         self._noted = set[str]()
-        """Poisoned tasks that have been told of: one that is queued again may be poisoned again."""
+        """Poisoned tasks that have been reported: one that is queued again may be poisoned
+        again."""
         self.stopping = False
         """Running groups are being broken off, or written."""
 
@@ -147,9 +148,9 @@ class SamplerService:
         return running | {f"sampler/{name}": float(self._counts[name]) for name in COUNTERS}
 
     async def run(self, stop: Callable[[], bool]) -> None:
-        """Until `stop`, or the first defect. Running groups are then broken off and their tasks
-        given back at once; so too when this is cancelled. Raises StoreUnavailableError when the
-        database stays away."""
+        """Runs until `stop`, or the first defect. Running groups are then broken off and their
+        tasks given back at once; so too when this is cancelled. Raises StoreUnavailableError when
+        the database stays away."""
         last = await self._with_retries(self._store.last_step, "last_step")
         self._next_step = 1 + (last.step if last is not None else 0)
         try:
@@ -168,7 +169,7 @@ class SamplerService:
             await self._stop()
 
     async def _pause(self) -> None:
-        """Until a group ends, at most `rollout.poll_s`."""
+        """Waits until a group ends, at most `rollout.poll_s`."""
         try:
             async with asyncio.timeout(self._rollout.poll_s):
                 await self._group_ended.wait()
@@ -177,8 +178,8 @@ class SamplerService:
         self._group_ended.clear()
 
     async def _queue_tasks(self, version: int) -> None:
-        """Queues what may be sampled now. Ids say which task of which step it is, so what another
-        service has queued stays as it is."""
+        """Queues the tasks that may be sampled now. An id says which task of which step it is, so a
+        task that another service has queued stays as it is."""
         if self._waits:
             while self._next_step <= min(
                 version + 1 + self._rollout.staleness, self._config.trainer.steps
@@ -225,12 +226,12 @@ class SamplerService:
             ),
             "lease_tasks",
         )
-        ours = {work.lease.task.id: work for work in self._works if not work.lost}
+        own_works = {work.lease.task.id: work for work in self._works if not work.lost}
         for lease in leases:
             if (
-                lease.task.id in ours
-            ):  # it ran out while the database was away, and nobody else has taken it
-                ours[lease.task.id].lease = lease
+                lease.task.id in own_works
+            ):  # it ran out while the database was away, and no other service has taken it
+                own_works[lease.task.id].lease = lease
                 continue
 
             work = _SampledWork(lease, int(lease.task.metadata.get(QUEUED_FOR_STEP, version + 1)))
@@ -255,7 +256,9 @@ class SamplerService:
         ):
             conversations = attempt.policy.conversations
             versions = [conversations[agent].oldest_version for agent in self._trained]
-            oldest = min((one for one in versions if one is not None), default=version)
+            oldest = min(
+                (candidate for candidate in versions if candidate is not None), default=version
+            )
             if oldest < version - bound:
                 attempt.cut(
                     f"cancelled: token of version {oldest}, trainer at {version}, "
@@ -263,7 +266,7 @@ class SamplerService:
                 )
 
     async def _work(self, work: _SampledWork) -> None:
-        """From the lease to its end, one way or another."""
+        """Carries out the work from its lease to its end, in success or failure."""
         beats = asyncio.create_task(self._beat(work))
         try:
             if await self._is_known(work):
@@ -294,7 +297,7 @@ class SamplerService:
 
     async def _beat(self, work: _SampledWork) -> None:
         """Renews the lease; ends the work when it is lost. A database that is away can't give the
-        task to anybody else."""
+        task to another service."""
         while not work.lost:
             await asyncio.sleep(self._rollout.lease_s / 3)
             lease = work.lease
@@ -362,18 +365,18 @@ class SamplerService:
             return trajectories
 
     def _engines_of(self, step: int) -> dict[str, Engine]:
-        """Who draws the tokens of a group for that step, where it is not the run's own engines.
-        Under `wait` that is one version of the weights, so that the tokens do not depend on when
-        newer ones come."""
+        """The engines that draw the tokens of a group for that step, where they are not the run's
+        own. Under `wait` that is one version of the weights, so that the tokens do not depend on
+        when newer ones come."""
         if not self._waits:
             return {}
 
         version = max(0, step - 1 - self._rollout.staleness)
         return {
-            agent: engine.serving(own)
+            agent: engine.serving(served_version)
             for agent, engine in self._sampler.engines.items()
             if isinstance(engine, VersionedEngine)
-            and (own := version_of(self._config, agent, version)) is not None
+            and (served_version := version_of(self._config, agent, version)) is not None
         }
 
     async def _until_admitted(self, work: _SampledWork) -> None:
@@ -384,7 +387,9 @@ class SamplerService:
             await asyncio.sleep(self._rollout.poll_s)
 
     def _check_age(self, step: int, trajectories: list[Trajectory]) -> None:
-        for trajectory in (one for one in trajectories if one.agent in self._trained):
+        for trajectory in (
+            candidate for candidate in trajectories if candidate.agent in self._trained
+        ):
             oldest = min(
                 (version for turn in trajectory.turns for version in turn.versions), default=step
             )
@@ -456,14 +461,14 @@ class SamplerService:
         self,
         work: _SampledWork,
         call: Callable[[], Awaitable[None]],
-        counted: str,
+        counter: str,
         *,
         within_s: float | None = None,
     ) -> None:
         """Ends the lease by `call`, unless it is lost already; a database that stays away lets it
         run out."""
         try:
-            await with_retries(call, within_s=within_s or self._patience_s, what=counted)
+            await with_retries(call, within_s=within_s or self._patience_s, what=counter)
         except StoreUnavailableError:
             if within_s is None:
                 raise
@@ -471,7 +476,7 @@ class SamplerService:
             work.lost = True
             self._counts["leases_lost"] += 1
         else:
-            self._counts[counted] += 1
+            self._counts[counter] += 1
 
     async def _stop(self) -> None:
         """Gives everything back; what is complete is written first."""
@@ -492,8 +497,8 @@ class SamplerService:
 
 
 def _useless(trajectory: Trajectory) -> Trajectory:
-    """A greedy attempt beside a group in which nothing completed has nothing to be compared
-    with."""
+    """Cancels a completed greedy attempt whose group has no completed attempt: there is nothing to
+    compare it with."""
     if trajectory.status != "completed":
         return trajectory
     return msgspec.structs.replace(

@@ -78,15 +78,15 @@ def _gsm8k_task(row: Any, number: int, agent: str | None) -> Task:
 
     question, solution = texts
     work, mark, stated = solution.rpartition("####")
-    found = last_numeral(stated) if mark else None
-    if found is None:
+    numeral = last_numeral(stated) if mark else None
+    if numeral is None:
         raise RowError("unknown_form", "the answer of GSM8K ends with #### and a number")
 
     metadata = {"solution": work.strip(), "data_source": "openai/gsm8k"}
     if agent is not None:
         metadata[AGENT_NAME] = agent
 
-    written, value = found
+    written, value = numeral
     answer = written
     if not written.endswith("%"):
         answer = str(int(value)) if value.is_integer() else repr(value)
@@ -99,9 +99,11 @@ def reasoning_gym_tasks(name: str, count: int, seed: int, agent: str | None) -> 
     """Tasks of a dataset of reasoning-gym, judged by the reward `reasoning_gym`, which is the
     dataset's own. Raises ConfigError for an unknown one."""
     package = load_extra("reasoning_gym", "reasoning-gym", "data prepare reasoning_gym/NAME")
-    known = sorted(load_extra("reasoning_gym.factory", "reasoning-gym", "data prepare").DATASETS)
-    if name not in known:
-        guess = nearest(name, known)
+    dataset_names = sorted(
+        load_extra("reasoning_gym.factory", "reasoning-gym", "data prepare").DATASETS
+    )
+    if name not in dataset_names:
+        guess = nearest(name, dataset_names)
         hint = f": did you mean {guess!r}?" if guess else ""
         raise ConfigError(f"data prepare: reasoning-gym has no dataset {name!r}{hint}")
 

@@ -1,5 +1,5 @@
-"""Which tasks a run plays, in which order: all from the run's seed, so every process of a run knows
-the same ones."""
+"""Which tasks a run plays, in which order: all follows from the run's seed, so every process of a
+run has the same tasks."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class TaskSource:
     gave, those of the recipe's files (`tasks`), or those that the agent brings.
 
     Given tasks are split once. Where none are given as held out, these are the last
-    `evaluation.tasks` of them, at most a fifth; training goes round the others in an order that the
-    run's seed shuffles anew each round (mixture.py). Where there are stages, each goes round its
-    own (task_stages.py).
+    `evaluation.tasks` of them, at most a fifth; training cycles through the others, in an order
+    that the run's seed shuffles again for each round (mixture.py). Where there are stages, each
+    cycles through its own tasks (task_stages.py).
     """
 
     def __init__(self, config: RunConfig, given: Sequence[Task] | None) -> None:
@@ -73,7 +73,7 @@ class TaskSource:
         _check_ids(self._by_id)
 
     def _pools_of(self, train: Sequence[Task]) -> list[TaskPool]:
-        """What training goes round, of each stage."""
+        """The pool of tasks that training cycles through, for each stage."""
         seed = self._config.run.seed
         groups = self._config.trainer.groups_per_step
         if not self.stages.stages:
@@ -81,10 +81,12 @@ class TaskSource:
 
         pools = []
         for number, stage in enumerate(self.stages.stages):
-            own = of_stage(stage, train, self._files)
-            check_stage(stage, len(own), train, groups)
+            stage_tasks = of_stage(stage, train, self._files)
+            check_stage(stage, len(stage_tasks), train, groups)
             own_seed = derive_seed(seed, "stage", number) if number else seed
-            pools.append(TaskPool(own, own_seed, groups, self._mixture(own, own_seed)))
+            pools.append(
+                TaskPool(stage_tasks, own_seed, groups, self._mixture(stage_tasks, own_seed))
+            )
 
         return pools
 
@@ -100,12 +102,12 @@ class TaskSource:
     def shortfall(self) -> str:
         """Says where a step has fewer groups than trainer.groups_per_step, as there are too few
         tasks; empty where it has as many. Stages and mixtures of sources refuse that."""
-        asked = self._config.trainer.groups_per_step
+        needed = self._config.trainer.groups_per_step
         count = len(self._train)
-        if not self._train or count >= asked:
+        if not self._train or count >= needed:
             return ""
         return (
-            f"trainer.groups_per_step={asked}, and there are {count} tasks to train on, so each "
+            f"trainer.groups_per_step={needed}, and there are {count} tasks to train on, so each "
             f"step has {count} groups: give more tasks, or set trainer.groups_per_step={count}"
         )
 
@@ -122,7 +124,8 @@ class TaskSource:
         )
 
     def _mixture(self, tasks: Sequence[Task], seed: int) -> Mixture | None:
-        """Of these tasks, where sources are mixed by weights; a source without one is left out."""
+        """The mixture of these tasks, where sources are mixed by weights; a source without tasks is
+        left out."""
         section = self._config.tasks
         if self.read is None or not section.weights:
             return None
@@ -137,7 +140,7 @@ class TaskSource:
             at_least=self._config.trainer.groups_per_step,
         )
 
-    def _split(self, given: Sequence[Task] | None) -> tuple[list[Task] | None, list[Task]]:
+    def _split(self, given_tasks: Sequence[Task] | None) -> tuple[list[Task] | None, list[Task]]:
         """Tasks to train on (None: an environment's, which never end) and held-out ones."""
         count = self._config.evaluation.tasks
         if self.proposals is not None:
@@ -145,7 +148,7 @@ class TaskSource:
         if self.read is not None and self.read.held_out:
             return self.read.train, self.read.held_out[:count]
 
-        tasks = self.read.train if self.read is not None else given
+        tasks = self.read.train if self.read is not None else given_tasks
         if tasks is None:
             return None, []
 
@@ -159,7 +162,7 @@ class TaskSource:
         return list(tasks[:-count]), list(tasks[-count:])
 
     def given(self) -> list[Task]:
-        """Every task that is no environment's."""
+        """Every task that does not come from an environment."""
         return [*self._train, *self._held_out]
 
     def _environment(self, purpose: Purpose, first: int, count: int) -> list[Task]:
@@ -234,8 +237,8 @@ class TaskSource:
     def metrics_of(self, step: int) -> dict[str, float]:
         """What is to be said of how the step's tasks were chosen."""
         stage = self.stage_of(step)
-        found = {} if stage is None else {"training/stage": float(stage)}
-        return found if self.curriculum is None else found | self.curriculum.metrics(step)
+        metrics = {} if stage is None else {"training/stage": float(stage)}
+        return metrics if self.curriculum is None else metrics | self.curriculum.metrics(step)
 
     def refill(self, step: int) -> Iterator[Task]:
         """More tasks for a step that could not fill its batch, always the same ones: endless new
@@ -261,11 +264,11 @@ class TaskSource:
 
     def held_out_by_stage(self) -> dict[str, set[str]]:
         """The held-out tasks of each stage that has some, by their ids."""
-        found = {
+        ids_by_stage = {
             stage.name: {task.id for task in of_stage(stage, self._held_out, self._files)}
             for stage in self.stages.stages
         }
-        return {name: ids for name, ids in found.items() if ids}
+        return {name: ids for name, ids in ids_by_stage.items() if ids}
 
     def task_of_number(self, number: int, *, is_train: bool) -> Task:
         """The `number`-th task, from 0, of those to train on or of those that are held out. Raises
@@ -305,17 +308,17 @@ def files_of(section: TasksSection, read: GivenTasks) -> dict[str, str]:
         (section.train, read.train, read.sizes),
         (section.eval, read.held_out, read.held_out_sizes),
     )
-    found: dict[str, str] = {}
+    source_of: dict[str, str] = {}
     for sources, tasks, sizes in splits:
         rest = iter(tasks)
         for source, size in zip(sources, sizes, strict=False):  # an agent's tasks have no source
-            found |= {task.id: source for task in islice(rest, size)}
+            source_of |= {task.id: source for task in islice(rest, size)}
 
-    return found
+    return source_of
 
 
 def _check_ids(tasks: Mapping[str, Task]) -> None:
-    """Raises ConfigError for what queued tasks could not be told from."""
+    """Raises ConfigError for tasks that could be confused with queued ones."""
     reserved = [task.id for task in tasks.values() if QUEUED_FOR_STEP in task.metadata]
     if reserved:
         raise ConfigError(

@@ -1,9 +1,9 @@
 """Training by stages (`tasks.stages`): which stage a step is in, and which tasks are of a stage.
 
-Where a stage ends by its steps' success, that is what the committed steps' records say
-(`train/success`): nothing else is remembered, so a resumed run, and every process beside it, finds
-the same stages. A step must be known before it is trained on, by samplers that are `lag` steps
-ahead: so a stage whose success at step t suffices ends with step t + lag.
+Where a stage ends by its steps' success, the success is read from the committed steps' records
+(`train/success`). There is no other state, so a resumed run and the other processes of the run find
+the same stages. Samplers are `lag` steps ahead and must know the stage of a step before it is
+trained on. So a stage whose success at step t suffices ends with step t + lag.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TaskStages:
         self._lag = lag
         self._by_success = any(stage.until_success is not None for stage in stages)
         self._success: dict[int, float | None] = {}
-        """Of each committed step; None where no attempt was completed."""
+        """The success of each committed step; None where no attempt was completed."""
         self._begins = [1]
         """First steps of the stages that are known to have begun, or to begin."""
         self._looked = 0
@@ -50,11 +50,11 @@ class TaskStages:
             what="reading the success of the steps",
         )
         for record in records:
-            if record.step not in self._success:  # a sampler beside the trainer asks as well
+            if record.step not in self._success:  # a sampler in the trainer's process asks as well
                 self.note_step(record.step, record.record["metrics"].get(SUCCESS))
 
     def note_step(self, step: int, success: float | None) -> None:
-        """What a committed step has come to, in order of the steps."""
+        """Records the results of a committed step, in order of the steps."""
         if step != len(self._success) + 1:
             raise ValueError(f"step {step} is told after step {len(self._success)}")
         self._success[step] = success
@@ -93,8 +93,8 @@ class TaskStages:
                 window = [
                     self._success[t] for t in range(step - stage.success_window + 1, step + 1)
                 ]
-                known = [one for one in window if one is not None]
-                if len(known) == len(window) and fmean(known) >= stage.until_success:
+                rates = [rate for rate in window if rate is not None]
+                if len(rates) == len(window) and fmean(rates) >= stage.until_success:
                     return step + self._lag
 
                 self._looked = step
@@ -103,12 +103,12 @@ class TaskStages:
 
 
 def of_stage(stage: TaskStage, tasks: Sequence[Task], sources: Mapping[str, str]) -> list[Task]:
-    """Those of the tasks that a stage has. `sources`: the source of each, by its id."""
+    """The tasks that belong to a stage. `sources`: the source of each task, by its id."""
     return [
         task
         for task in tasks
         if (not stage.sources or sources.get(task.id) in stage.sources)
-        and all(_meets(value_of(task, key), wanted) for key, wanted in stage.where.items())
+        and all(_meets(value_of(task, key), condition) for key, condition in stage.where.items())
     ]
 
 
@@ -139,24 +139,24 @@ def value_of(task: Task, key: str) -> Any:
     if key == "scorer":
         return task.scorer
 
-    found: Any = task.metadata
+    value: Any = task.metadata
     for part in key.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
-def _meets(value: Any, wanted: Any) -> bool:
-    if isinstance(wanted, Mapping):
+def _meets(value: Any, condition: Any) -> bool:
+    if isinstance(condition, Mapping):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return False
-        least = wanted.get("min")
-        most = wanted.get("max")
+        least = condition.get("min")
+        most = condition.get("max")
         return (least is None or value >= least) and (most is None or value <= most)
 
-    if isinstance(wanted, (list, tuple)):
-        return any(_meets(value, one) for one in wanted)
+    if isinstance(condition, (list, tuple)):
+        return any(_meets(value, choice) for choice in condition)
 
-    return isinstance(value, bool) == isinstance(wanted, bool) and bool(value == wanted)
+    return isinstance(value, bool) == isinstance(condition, bool) and bool(value == condition)
 
 
 def _values_in_words(key: str, tasks: Sequence[Task]) -> str:
@@ -165,5 +165,5 @@ def _values_in_words(key: str, tasks: Sequence[Task]) -> str:
         keys = sorted({key for task in tasks for key in task.metadata})
         return f"no task has the key {key!r}, they have {', '.join(keys[:SHOWN]) or 'none'}"
     most = [value[:60] for value, _ in values.most_common(SHOWN)]
-    more = f" and {len(values) - SHOWN} others" if len(values) > SHOWN else ""
-    return f"{key!r} is {', '.join(sorted(most))}{more}"
+    suffix = f" and {len(values) - SHOWN} others" if len(values) > SHOWN else ""
+    return f"{key!r} is {', '.join(sorted(most))}{suffix}"

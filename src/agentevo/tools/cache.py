@@ -1,7 +1,7 @@
 """Results of calls that change nothing, kept for a process: equal calls of all attempts are one.
 
-Calls that come while the first one is under way wait for it. A call that fails is not kept: whoever
-waited makes it again.
+Calls that come while the first one is under way wait for it. A call that fails is not kept: the
+next waiter makes it again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Hashable
 from agentevo.tools.tool import ToolResult
 
 MAX_CHARS = 2**26
-"""Of all kept results, their texts: the oldest go first."""
+"""The characters of all kept results; the oldest results are dropped first."""
 
 
 class ResultCache:
@@ -28,15 +28,15 @@ class ResultCache:
 
     async def get(self, key: Hashable, make: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
         """The result of an equal call, or of `make`. Raises what `make` raises."""
-        while (ended := self._running.get(key)) is not None:
-            await ended.wait()
+        while (done_event := self._running.get(key)) is not None:
+            await done_event.wait()
 
         if key in self._results:
             self.hits += 1
             self._results.move_to_end(key)
             return self._results[key]
 
-        ended = self._running[key] = asyncio.Event()
+        done_event = self._running[key] = asyncio.Event()
         try:
             result = await make()
             if not result.is_error:
@@ -44,7 +44,7 @@ class ResultCache:
             return result
         finally:
             del self._running[key]
-            ended.set()
+            done_event.set()
 
     def _keep(self, key: Hashable, result: ToolResult) -> None:
         if len(result.text) > self._max_chars:

@@ -29,7 +29,7 @@ class Passage:
 
     @property
     def contents(self) -> str:
-        """All of it, the title first."""
+        """The whole passage, the title first."""
         return f"{self.title}\n{self.text}" if self.title else self.text
 
 
@@ -43,7 +43,7 @@ class Index(Protocol):
 
 
 def read_corpus(path: str) -> list[Passage]:
-    """The passages of a file. Raises ConfigError with the line of one that is none."""
+    """The passages of a file. Raises ConfigError with the line of a malformed passage."""
     passages: list[Passage] = []
     try:
         check_file(Path(path))

@@ -19,7 +19,7 @@ from agentevo.extras import load_extra
 from agentevo.tools.corpus import MAX_QUERY, Passage
 
 MAX_TOKENS = 256
-"""Of a passage, as the encoder was trained; the rest is not seen."""
+"""Tokens of a passage, as the encoder was trained; it does not see the rest."""
 BATCH = 64
 
 
@@ -84,11 +84,11 @@ class Encoder:
     def _batch(self, texts: list[str]) -> Any:
         torch = self._torch
         limit = min(MAX_TOKENS, int(self._model.config.max_position_embeddings))
-        given = self._tokenizer(
+        encoded = self._tokenizer(
             texts, padding=True, truncation=True, max_length=limit, return_tensors="pt"
         )
-        states = self._model(**given).last_hidden_state  # [B, T, D]
-        mask = given["attention_mask"].unsqueeze(-1).to(states.dtype)
+        states = self._model(**encoded).last_hidden_state  # [B, T, D]
+        mask = encoded["attention_mask"].unsqueeze(-1).to(states.dtype)
         means = (states * mask).sum(1) / mask.sum(1).clamp(min=1)
         return torch.nn.functional.normalize(means, dim=-1).numpy()
 

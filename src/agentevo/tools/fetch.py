@@ -14,7 +14,7 @@ from agentevo.tools.page_text import page_text
 from agentevo.tools.web_hosts import WebHosts, WebPage
 
 KEPT_PAGES = 8
-"""Pages that an attempt holds, so that reading on asks nobody."""
+"""Pages that an attempt keeps, so that reading on needs no request."""
 KEPT_BYTES = 16_000_000
 """What they take in memory, at most, where there is more than one."""
 PYTHON_CHARSETS = frozenset(
@@ -87,7 +87,7 @@ class Fetch:
 
 
 def _text_of(page: WebPage, *, links: bool, max_chars: int) -> str:
-    """Raises ToolError for what is no text."""
+    """Raises ToolError for content other than text."""
     kind = page.media_type
     if kind and not kind.startswith("text/") and kind not in _TEXTS and not kind.endswith("+json"):
         raise ToolError(f"{page.url} is {kind}, and texts alone are read")
@@ -96,13 +96,13 @@ def _text_of(page: WebPage, *, links: bool, max_chars: int) -> str:
     if kind.endswith("json"):
         return _indent_json(text, max_chars)
     if kind in ("text/html", "application/xhtml+xml") or (not kind and "<html" in text.lower()):
-        title, said = page_text(text, url=page.url, links=links, max_chars=max_chars)
-        text = f"{title}\n\n{said}" if title else said
+        title, body = page_text(text, url=page.url, links=links, max_chars=max_chars)
+        text = f"{title}\n\n{body}" if title else body
     return text.strip() or "The page has no text."
 
 
 def _decode(page: WebPage) -> str:
-    """The content in the page's charset, or in UTF-8 where that is none of texts."""
+    """The content in the page's charset, or in UTF-8 where that is no charset of texts."""
     try:
         codec = codecs.lookup(page.charset or "utf-8")
         if codec.name.replace("-", "_") not in PYTHON_CHARSETS:

@@ -1,12 +1,12 @@
 """Python functions and classes as tools.
 
-A function is one tool without a state. Of a class every attempt has an object of its own, made with
-the task if its constructor has a parameter `task`, and its public methods are the tools; `close` is
-called at the end, and `outcome` before it says what the attempt is worth (what an agent function
-may return: a number, named parts, an Outcome, or None). A `close` that fails is shown.
+A function is one tool without a state. A class gives every attempt an object of its own, made with
+the task if its constructor has a parameter `task`; its public methods are the tools. At the end
+`outcome` returns what the attempt is worth (whatever an agent function may return: a number, named
+parts, an Outcome, or None), and then `close` is called. A `close` that fails is shown.
 
-A tool that is not async runs on a thread, so that one that hangs costs its call alone; the methods
-of one object come from one thread, one after the other. What a tool returns is the result: a text
+A tool that is not async runs on a thread, so a tool that hangs costs only its call. The methods of
+one object run on one thread, one after the other. The return value of a tool is the result: a text
 as it is, a ToolResult, anything else as JSON.
 """
 
@@ -93,13 +93,13 @@ class FunctionTools:
             yield self._function
             return
 
-        given = {"task": task, "seed": seed}
-        options = self._options | {name: given[name] for name in self._takes}
+        context = {"task": task, "seed": seed}
+        options = self._options | {name: context[name] for name in self._takes}
         thread = OwnThread("tool")
-        made: list[Any] = []
+        instances: list[Any] = []
 
         def make() -> None:
-            made.append(self._item(**options))
+            instances.append(self._item(**options))
 
         try:
             try:
@@ -110,15 +110,15 @@ class FunctionTools:
                     f"{self._limit_s:g} s (its timeout_s). It stands at:\n{thread.format_stack()}"
                 ) from None
 
-            yield _Object(made[0], self._signatures, thread)
+            yield _Object(instances[0], self._signatures, thread)
         finally:
             try:
-                if made and is_async(getattr(made[0], "close", None)):
-                    await self._close_async(made.pop())
+                if instances and is_async(getattr(instances[0], "close", None)):
+                    await self._close_async(instances.pop())
             finally:
-                # Also of one that was made when nobody waited for it any more.
-                thread.end(partial(self._close, made))
-                self._ending = {one for one in self._ending if not one.has_ended(0)} | {thread}
+                # Also closes an object that was made after the wait for it had ended.
+                thread.end(partial(self._close, instances))
+                self._ending = {busy for busy in self._ending if not busy.has_ended(0)} | {thread}
 
     async def close(self) -> None:
         """See Toolset.close."""
@@ -131,13 +131,13 @@ class FunctionTools:
 
         await in_thread(wait)
 
-    def _close(self, made: Sequence[Any]) -> None:
-        """On the object's own thread, if one was made."""
+    def _close(self, instances: Sequence[Any]) -> None:
+        """Closes the object, if one was made; runs on its own thread."""
         try:
-            for item in made:
-                ended = item.close() if hasattr(item, "close") else None
-                if inspect.isawaitable(ended):
-                    asyncio.run(_await(ended))
+            for item in instances:
+                closing = item.close() if hasattr(item, "close") else None
+                if inspect.isawaitable(closing):
+                    asyncio.run(_await(closing))
         except BaseException as error:  # noqa: BLE001 (the attempt has its outcome already)
             self._show(error)
 
@@ -237,8 +237,8 @@ async def _result(read: Any) -> ToolResult:
     return result_of(await read) if inspect.isawaitable(read) else result_of(read)
 
 
-async def _await(ended: Any) -> None:
-    await ended
+async def _await(awaitable: Any) -> None:
+    await awaitable
 
 
 def result_of(returned: Any) -> ToolResult:
@@ -281,9 +281,10 @@ def _constructor(name: str, item: type, options: Mapping[str, Any]) -> list[str]
     has_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     unknown = [key for key in options if key not in parameters and not has_any]
     if unknown:
-        known = ", ".join(key for key in parameters if key not in ("task", "seed")) or "none"
+        option_names = ", ".join(key for key in parameters if key not in ("task", "seed")) or "none"
         raise ConfigError(
-            f"the tool {name!r}: {item.__name__} takes no option {unknown[0]!r} (options: {known})"
+            f"the tool {name!r}: {item.__name__} takes no option {unknown[0]!r} "
+            f"(options: {option_names})"
         )
 
     takes = [key for key in ("task", "seed") if key in parameters and key not in options]

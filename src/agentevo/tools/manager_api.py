@@ -87,27 +87,31 @@ class ManagerAPI:
         return False
 
     async def _tools(self, node: str, servers: Sequence[str]) -> list[ToolSpec]:
-        known = _texts((await self._json("GET", f"{node}/servers")).get("servers"))
-        unknown = next((server for server in servers if server not in known), None)
+        server_names = _texts((await self._json("GET", f"{node}/servers")).get("servers"))
+        unknown = next((server for server in servers if server not in server_names), None)
         if unknown is not None:
-            guess = nearest(unknown, known)
+            guess = nearest(unknown, server_names)
             hint = f"did you mean {guess}? " if guess else ""
             raise ConfigError(
                 f"agent.tools: {self._name}: servers: there is no {unknown!r}: {hint}it has "
-                f"{', '.join(known) or 'none'}"
+                f"{', '.join(server_names) or 'none'}"
             )
 
         listed = _schemas((await self._json("GET", f"{node}/tools")).get("tools"))
-        owned = {name: _owner(name, known) for name in listed}
+        owned = {name: _owner(name, server_names) for name in listed}
         if any(owner is None for owner in owned.values()):
-            tools = await self._by_server(node, servers or known, listed)
+            tools = await self._by_server(node, servers or server_names, listed)
         else:
-            tools = {name: one for name, one in listed.items() if owned[name] in (servers or known)}
+            tools = {
+                name: schema
+                for name, schema in listed.items()
+                if owned[name] in (servers or server_names)
+            }
 
         if len(tools) > MAX_TOOLS:
             raise ToolUnavailableError(f"{self._name}: it has more than {MAX_TOOLS} tools")
 
-        return _specs(tools, known)
+        return _specs(tools, server_names)
 
     async def _by_server(
         self, node: str, servers: Sequence[str], listed: Mapping[str, Mapping[str, Any]]
@@ -142,20 +146,20 @@ class ManagerAPI:
         self, manager: str, image: str, creator: str | None, within_s: float
     ) -> tuple[str, str]:
         """Makes a node: its id and the URL of its API. Raises ToolUnavailableError."""
-        asked = f"image_name={quote(image, safe='')}"
+        query = f"image_name={quote(image, safe='')}"
         if creator is not None:
-            asked += f"&creator_name={quote(creator, safe='')}"
+            query += f"&creator_name={quote(creator, safe='')}"
 
         try:
             async with asyncio.timeout(within_s):
-                response, body = await self._ask("POST", f"{manager}/node/create?{asked}", b"")
+                response, body = await self._ask("POST", f"{manager}/node/create?{query}", b"")
         except TimeoutError:
             raise ToolUnavailableError(
                 f"{self._name}: no node of {image} was made within {within_s:g} s"
             ) from None
 
         # There may be several, of other paths, where a proxy stands before the manager.
-        nodes = [one.value for one in response.cookies.jar if one.name == "node_id"]
+        nodes = [cookie.value for cookie in response.cookies.jar if cookie.name == "node_id"]
         node = nodes[-1] if nodes else None
         if response.status_code >= 400 or not node:
             raise ToolUnavailableError(
@@ -182,10 +186,10 @@ class ManagerAPI:
         self._idle = []
         with suppress(TimeoutError):
             async with asyncio.timeout(CONNECT_S):
-                await asyncio.gather(*(one.aclose() for one in idle))
+                await asyncio.gather(*(client.aclose() for client in idle))
 
     def _client(self) -> httpx.AsyncClient:
-        """One that nobody else uses now."""
+        """A client that is not in use now."""
         if self._idle:
             return self._idle.pop()
 
@@ -206,7 +210,7 @@ class ManagerAPI:
         if status in (400, 422) and content is not None:
             raise ToolArgumentsError(self._words(_said(status, body)))
         if status >= 300:
-            # What it was too busy for, nobody has done.
+            # A request that was refused as too many has had no effect.
             raise ToolUnavailableError(self._words(_said(status, body)), was_sent=status != 429)
 
         try:
@@ -262,19 +266,19 @@ class ManagerAPI:
         return without_secrets([self._key] if self._key else [], f"{self._name}: {problem}")
 
 
-def _texts(given: Any) -> list[str]:
-    return [one for one in given if isinstance(one, str)] if isinstance(given, list) else []
+def _texts(value: Any) -> list[str]:
+    return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
 
 
-def _schemas(given: Any) -> dict[str, Mapping[str, Any]]:
-    """Name -> its schema, empty where only the name is told."""
-    found: dict[str, Mapping[str, Any]] = {}
-    for one in given if isinstance(given, list) else []:
-        function = one.get("function", one) if isinstance(one, dict) else {"name": one}
+def _schemas(entries: Any) -> dict[str, Mapping[str, Any]]:
+    """Name -> its schema, empty where only the name is known."""
+    schemas: dict[str, Mapping[str, Any]] = {}
+    for entry in entries if isinstance(entries, list) else []:
+        function = entry.get("function", entry) if isinstance(entry, dict) else {"name": entry}
         name = function.get("name") if isinstance(function, dict) else None
         if isinstance(name, str) and name:
-            found[name] = function if isinstance(one, dict) else {}
-    return found
+            schemas[name] = function if isinstance(entry, dict) else {}
+    return schemas
 
 
 def _owner(name: str, servers: Sequence[str]) -> str | None:
@@ -284,7 +288,7 @@ def _owner(name: str, servers: Sequence[str]) -> str | None:
 
 
 def _specs(tools: Mapping[str, Mapping[str, Any]], servers: Sequence[str]) -> list[ToolSpec]:
-    """By bare names, but where several servers have one of the same."""
+    """The tools by bare names, except where several servers have a tool of the same name."""
     bare = {full: full.removeprefix(f"{_owner(full, servers)}.") for full in tools}
     counts = Counter(bare.values())
     specs = []
@@ -321,7 +325,7 @@ def _result(content: Any) -> ToolResult:
         if error or content.get("status") == "error":
             return _failure_result(_text(error or content))
 
-    if isinstance(content, list) and all(_is_part(one) for one in content):
+    if isinstance(content, list) and all(_is_part(part) for part in content):
         return ToolResult(text="\n".join(map(_part, content)))
 
     return ToolResult(text=_text(content))
@@ -331,8 +335,8 @@ def _text(content: Any) -> str:
     return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
 
-def _is_part(one: Any) -> bool:
-    return isinstance(one, Mapping) and one.get("type") in ("text", "image_url")
+def _is_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in ("text", "image_url")
 
 
 def _part(part: Mapping[str, Any]) -> str:
@@ -352,7 +356,7 @@ def _start(body: bytes) -> str:
 
 
 def _said(status: int, body: bytes) -> str:
-    """What came with a status, in words."""
+    """The answer with that status, in words."""
     try:
         answer = msgspec.json.decode(body)
         detail = answer.get("detail") if isinstance(answer, dict) else None

@@ -1,8 +1,8 @@
 """One session with one MCP server, by the official SDK.
 
 A connection is a task of its own, which enters and leaves the SDK's contexts; calls may come from
-any other task of the same event loop. What a server says is not trusted: its tools and results are
-bounded, and of what it writes to stderr the last STDERR_LINES are for messages and nothing else.
+any other task of the same event loop. A server's answers are not trusted: its tools and results are
+bounded, and the last STDERR_LINES of its stderr are used only in messages.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from agentevo.tools.tool import ToolResult, ToolSpec, object_schema
 
 MAX_TOOLS = 1000
 UNNAMED = "server"
-"""What a server is called that nobody has named."""
+"""The name of a server without a name."""
 STDERR_BYTES = 4096
 STDERR_LINES = 5
 STDERR_S = 0.5
@@ -79,14 +79,14 @@ class McpServer:
     key_variable: str | None = None
     """The name of the environment variable whose key is among the headers."""
     shown: str = ""
-    """Where it is, for messages."""
+    """The place of the server, for messages."""
     secrets: Sequence[str] = field(default=(), repr=False)
     sandbox: ProgramSandboxSection | None = None
     """The limits of the sandbox that `command` starts it in."""
 
     @property
     def title(self) -> str:
-        """What messages call it: its own name, unless nobody has given one, and where it is."""
+        """What messages call it: its name, if it has one, and where it is."""
         named = "" if self.name == UNNAMED else f" {self.name!r}"
         return f"the MCP server{named} ({self.shown})"
 
@@ -113,9 +113,9 @@ class McpConnection:
         self.instructions = ""
         """The text of the prompt that was asked for, once it is open."""
         self._offered: set[str] = set()
-        """Those of RESOURCE_TOOLS that are offered."""
+        """The tools of RESOURCE_TOOLS that are offered."""
         self._status = 0
-        """Of the last answer over HTTP."""
+        """The status of the last answer over HTTP."""
         self._is_suspect = False
         """A call was given up: whether the server still answers is to be seen."""
 
@@ -154,8 +154,8 @@ class McpConnection:
 
         is_opening = self._ready is not None and not self._ready.done()
         if is_opening and not self._task.cancelling():
-            # It would wait for a server that has not said hello. Told a second time the SDK would
-            # stop ending that server.
+            # It would wait for a server that has not said hello. After a second cancellation the
+            # SDK would stop ending that server.
             self._task.cancel()
 
         _, running = await asyncio.wait([self._task], timeout=CLOSING_S)
@@ -194,10 +194,10 @@ class McpConnection:
             is_doubtful = error.code in (CONNECTION_CLOSED, INVALID_REQUEST)
             if is_doubtful and not await self._responds():
                 raise await self._lost(error) from error
-            # Of an answer that it can't read, the SDK says why in a dozen lines.
+            # The SDK reports an answer that it can't read in a dozen lines.
             is_unread = error.code == PARSE_ERROR
-            said = error.message.partition("\n")[0] if is_unread else error.message
-            return ToolResult(text=f"Error: {said}", is_error=True)
+            message = error.message.partition("\n")[0] if is_unread else error.message
+            return ToolResult(text=f"Error: {message}", is_error=True)
         except (ValidationError, RuntimeError) as error:
             # The server has answered, and the SDK does not take what it gave.
             text = f"Error: {name} gave a result that breaks the protocol: {problem_of(error)}"
@@ -211,7 +211,8 @@ class McpConnection:
         )
 
     async def still_answers(self) -> bool:
-        """Whether calls may go on: where one was given up, the server is asked something easy."""
+        """Whether more calls can be made: after a call was given up, the server is asked for its
+        tools."""
         if self._is_suspect and self.is_open:
             if await self._responds():
                 self._is_suspect = False
@@ -255,7 +256,7 @@ class McpConnection:
             self._client = None
             if not ready.done():
                 ready.set_exception(ToolUnavailableError(self._words("it was ended")))
-            ready.exception()  # it is known here; nobody else may be waiting
+            ready.exception()  # it is known here; there may be no other waiter
 
     async def _transport(self, stack: AsyncExitStack) -> Any:
         server = self._server
@@ -296,7 +297,7 @@ class McpConnection:
         for _ in range(MAX_PAGES):
             page = await client.list_tools(cursor=cursor)
             for tool in page.tools:
-                # Of two of one name a call would mean both: the first is as good.
+                # Of two tools of one name a call would mean both: the first is as good.
                 by_name.setdefault(
                     tool.name,
                     ToolSpec(
@@ -315,8 +316,8 @@ class McpConnection:
 
         specs = list(by_name.values())
         if self._server.resources:
-            offered = [one for one in RESOURCE_TOOLS if one.name not in by_name]
-            self._offered = {one.name for one in offered}
+            offered = [spec for spec in RESOURCE_TOOLS if spec.name not in by_name]
+            self._offered = {spec.name for spec in offered}
             specs += offered
 
         return specs
@@ -386,11 +387,11 @@ class McpConnection:
         return "it wants a key: give api_key: ${env:NAME}, the environment variable that holds it"
 
     def _words(self, problem: str) -> str:
-        said = without_controls(self._stderr.text)
-        more = f"; it said: {said}" if said else ""
+        stderr_text = without_controls(self._stderr.text)
+        suffix = f"; it said: {stderr_text}" if stderr_text else ""
         return without_secrets(
             self._server.secrets,
-            f"{self._server.title}: {problem}{more}",
+            f"{self._server.title}: {problem}{suffix}",
         )
 
 
@@ -416,7 +417,7 @@ class _ErrorTail(asyncio.Protocol):
         self._ended.set()
 
     async def settle(self) -> None:
-        """Until a server that has ended has said all, for STDERR_S at most."""
+        """Waits until the stderr of a server that has ended is read, for STDERR_S at most."""
         if self._is_open:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), STDERR_S)
@@ -473,7 +474,7 @@ def _first(error: BaseException) -> str:
 
 def _text_of(result: Any) -> str:
     """A result's content as text. What is no text is named."""
-    parts = [part_text(one) for one in result.content]
+    parts = [part_text(content) for content in result.content]
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(parts)

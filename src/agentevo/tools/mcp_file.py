@@ -62,21 +62,21 @@ def read_servers(section: MCPFileSection) -> list[McpServer]:
         hint = f"did you mean {guess!r}? " if guess else ""
         raise ConfigError(f"{where} has no server {unknown!r}: {hint}it has {', '.join(entries)}")
 
-    wanted = section.servers or [
+    selected = section.servers or [
         name
         for name, entry in entries.items()
         if not (isinstance(entry, Mapping) and entry.get("disabled"))
     ]
-    if not wanted:
+    if not selected:
         raise ConfigError(f"{where}: every server is disabled: name some under `servers`")
 
-    # Of the others nothing is asked: their variables need not be set.
-    return [_server(f"{where}: {name}", name, entries[name], section) for name in wanted]
+    # The other servers are not read: their variables need not be set.
+    return [_server(f"{where}: {name}", name, entries[name], section) for name in selected]
 
 
-def _server(where: str, name: str, given: Any, section: MCPFileSection) -> McpServer:
+def _server(where: str, name: str, raw_entry: Any, section: MCPFileSection) -> McpServer:
     try:
-        entry = msgspec.convert(given, _McpFileEntry)
+        entry = msgspec.convert(raw_entry, _McpFileEntry)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {error}") from error
 
@@ -90,21 +90,21 @@ def _server(where: str, name: str, given: Any, section: MCPFileSection) -> McpSe
 
     secrets: list[str] = []
 
-    def value(found: re.Match[str]) -> str:
-        given = os.environ.get(found["name"], found["default"])
-        if given is None:
+    def value(match: re.Match[str]) -> str:
+        variable = os.environ.get(match["name"], match["default"])
+        if variable is None:
             raise ConfigError(
-                f"{where}: the environment variable {found['name']} is not set: set it"
+                f"{where}: the environment variable {match['name']} is not set: set it"
             )
-        secrets.append(given)
-        return given
+        secrets.append(variable)
+        return variable
 
     def fill_variables(text: str) -> str:
-        asked = _INPUT.search(text)
-        if asked is not None:
+        input_match = _INPUT.search(text)
+        if input_match is not None:
             raise ConfigError(
-                f"{where}: nobody can be asked for {asked[0]} here: write ${{env:NAME}} for a "
-                "variable of this process"
+                f"{where}: nobody can be asked for {input_match[0]} here: write ${{env:NAME}} for "
+                "a variable of this process"
             )
         return _VARIABLE.sub(value, text)
 
@@ -112,7 +112,7 @@ def _server(where: str, name: str, given: Any, section: MCPFileSection) -> McpSe
         name=re.sub(r"[^A-Za-z0-9_-]", "_", name)[:40],
         command=None if entry.command is None else fill_variables(entry.command),
         args=[fill_variables(arg) for arg in entry.args],
-        env={key: fill_variables(one) for key, one in entry.env.items()},
+        env={key: fill_variables(text) for key, text in entry.env.items()},
         cwd=None
         if entry.cwd is None
         else section.file.expanduser().parent / fill_variables(entry.cwd),
@@ -126,6 +126,6 @@ def _server(where: str, name: str, given: Any, section: MCPFileSection) -> McpSe
 
 
 def _values(server: McpServer) -> list[str]:
-    """What may hold secrets beside variables; httpx quotes a URL in its messages."""
+    """What may hold secrets in addition to variables; httpx quotes a URL in its messages."""
     headers = [word for text in server.headers.values() for word in text.split()]
     return [*server.env.values(), *headers, *([server.url] if server.url else [])]

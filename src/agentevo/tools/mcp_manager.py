@@ -1,11 +1,11 @@
 """The servers behind an MCP manager as one toolset (manager_api.py).
 
-A node that was there already is shared by all attempts, as is one that is made with `session:
-shared`; with `session: attempt` every attempt has its own, made with its first call. A node of its
-own that does not answer any more is replaced for the next call, and the policy is told. Nodes are
-released at the end of what they were made for; one whose making was given up is released when it is
-there. What is not promised: that a process that was killed releases its nodes, which the manager
-ends by itself when nobody has used them for long.
+All attempts share a node that exists already, and a node made with `session: shared`. With
+`session: attempt` every attempt has its own, made with its first call. An attempt's own node that
+stops answering is replaced for the next call, and the result tells the policy so. Nodes are
+released at the end of their session or process; a node whose making was given up is released once
+it exists. Not promised: that a killed process releases its nodes. The manager ends them after a
+long time without use.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _ManagerSession:
         self._section = section
         self._opening = asyncio.Lock()
         self._url = section.url if section.image is None else None
-        """Of its node's API, once there is one."""
+        """The URL of its node's API, once there is one."""
         self._node: str | None = None
         """The id of a node that was made for it."""
         self._is_suspect = self._tell_restart = False
@@ -141,7 +141,7 @@ class _ManagerSession:
             await self._release()
 
     async def _made(self) -> tuple[str, str]:
-        """A new node. One that nobody waits for any more is released when it is there."""
+        """A new node. Where the wait for it has ended, it is released once it exists."""
         section = self._section
         making = asyncio.create_task(
             self._api.create(

@@ -19,8 +19,8 @@ _HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def read_message(text: str) -> Any:
-    """A message for the SDK's session. Of a text that is none the reason, a ValueError, which a
-    session passes over."""
+    """A message for the SDK's session. For a text that is no message, the reason as a ValueError,
+    which a session passes over."""
     from mcp.shared.message import SessionMessage
     from mcp_types import jsonrpc_message_adapter
 
@@ -33,7 +33,7 @@ def read_message(text: str) -> Any:
 
 
 def make_refusal(request_id: int | str, reason: str) -> Any:
-    """The message that says why the answer to a request is none."""
+    """The message that says why the answer to a request is invalid."""
     from mcp.shared.message import SessionMessage
     from mcp_types import PARSE_ERROR, ErrorData, JSONRPCError
 
@@ -69,7 +69,7 @@ class _MendedStream:
 
     @property
     def last_context(self) -> Any:
-        """The context of whoever sent the last message."""
+        """The context of the sender of the last message."""
         return getattr(self._stream, "last_context", None)
 
     async def receive(self) -> Any:
@@ -93,7 +93,7 @@ class _MendedStream:
 
 
 def _mend_item(item: Any) -> Any:
-    """A message, or what stands for one that the SDK could not read."""
+    """A message, or a replacement for one that the SDK could not read."""
     import pydantic
 
     if isinstance(item, pydantic.ValidationError):
@@ -105,19 +105,19 @@ def _mend_item(item: Any) -> Any:
 
 
 def _salvage(text: str) -> Any:
-    """A text that is no message: without halves of surrogate pairs, or as an error of the request
-    that it would answer; None where it answers none."""
+    """Repairs a text that the SDK does not accept: the message without halves of surrogate pairs,
+    or an error for the request that it would answer; None where it answers none."""
     from mcp.shared.message import SessionMessage
     from mcp_types import jsonrpc_message_adapter
 
     try:
         tree = json.loads(text)
-        whole = _HALF_OF_A_PAIR.sub("\ufffd", json.dumps(tree, ensure_ascii=False))
+        repaired = _HALF_OF_A_PAIR.sub("\ufffd", json.dumps(tree, ensure_ascii=False))
     except (ValueError, RecursionError):
         return None
 
     try:
-        message = jsonrpc_message_adapter.validate_json(whole, by_name=False)
+        message = jsonrpc_message_adapter.validate_json(repaired, by_name=False)
     except ValueError:
         request_id = tree.get("id") if isinstance(tree, dict) and "method" not in tree else None
         if not isinstance(request_id, (int, str)) or isinstance(request_id, bool):
@@ -132,9 +132,9 @@ def _usable(message: Any) -> Any:
     result = getattr(message, "result", None)
     if isinstance(result, dict) and isinstance(result.get("tools"), list):
         result["tools"] = [
-            _tool(one)
-            for one in result["tools"]
-            if isinstance(one, dict) and isinstance(one.get("name"), str) and one["name"]
+            _tool(tool)
+            for tool in result["tools"]
+            if isinstance(tool, dict) and isinstance(tool.get("name"), str) and tool["name"]
         ]
     return message
 

@@ -1,6 +1,6 @@
-"""What an MCP server has beside tools: prompts, which are texts for a model, and resources, which
-can be listed and read. `client` is the SDK's. What a server says is not trusted: lists are bounded,
-and what is no text is named."""
+"""What an MCP server has in addition to tools: prompts, which are texts for a model, and resources,
+which can be listed and read. `client` is the SDK's. A server's answers are not trusted: lists are
+bounded, and content other than text is only named."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ RESOURCE_TOOLS = (
 async def prompt_lines(client: Any) -> list[str]:
     """A line for each prompt: its name, its arguments and what it says."""
     lines = []
-    for one in await _list_all(client, "prompts"):
-        given = [f"{a.name}{'' if a.required else '?'}" for a in one.arguments or ()]
-        lines.append(f"{one.name}({', '.join(given)})  {_one_line(one.description)}")
+    for prompt in await _list_all(client, "prompts"):
+        arguments = [f"{a.name}{'' if a.required else '?'}" for a in prompt.arguments or ()]
+        lines.append(f"{prompt.name}({', '.join(arguments)})  {_one_line(prompt.description)}")
     return lines
 
 
@@ -52,14 +52,14 @@ async def prompt_text(client: Any, name: str, arguments: Mapping[str, str]) -> s
     from mcp import MCPError
 
     try:
-        given = await client.get_prompt(name, dict(arguments))
+        prompt = await client.get_prompt(name, dict(arguments))
     except MCPError as error:
         has = [line.partition("  ")[0] for line in await prompt_lines(client)]
         raise ToolUnavailableError(
             f"it gives no prompt {name!r} ({error.message}); it has {', '.join(has) or 'none'}"
         ) from None
 
-    text = "\n\n".join(part_text(message.content) for message in given.messages)
+    text = "\n\n".join(part_text(message.content) for message in prompt.messages)
     if len(text) > MAX_PROMPT:
         raise ToolUnavailableError(f"its prompt {name!r} is longer than {MAX_PROMPT:,} characters")
 
@@ -69,12 +69,12 @@ async def prompt_text(client: Any, name: str, arguments: Mapping[str, str]) -> s
 async def resource_lines(client: Any) -> list[str]:
     """A line for each resource, and for each template of their URIs."""
     lines = [
-        f"{one.uri}  {_one_line(one.description or one.name)}"
-        for one in await _list_all(client, "resources")
+        f"{resource.uri}  {_one_line(resource.description or resource.name)}"
+        for resource in await _list_all(client, "resources")
     ]
     return lines + [
-        f"{one.uri_template}  {_one_line(one.description or one.name)}"
-        for one in await _list_all(client, "resource_templates")
+        f"{template.uri_template}  {_one_line(template.description or template.name)}"
+        for template in await _list_all(client, "resource_templates")
     ]
 
 
@@ -94,7 +94,7 @@ async def _list_all(client: Any, what: str) -> Sequence[Any]:
     from mcp import MCPError
     from mcp_types import METHOD_NOT_FOUND
 
-    found: list[Any] = []
+    entries: list[Any] = []
     cursor = None
     for _ in range(MAX_PAGES):
         try:
@@ -104,16 +104,16 @@ async def _list_all(client: Any, what: str) -> Sequence[Any]:
                 return []
             raise
 
-        found += getattr(page, what)
+        entries += getattr(page, what)
         cursor = page.next_cursor
-        if not cursor or len(found) >= MAX_LISTED:
+        if not cursor or len(entries) >= MAX_LISTED:
             break
 
-    return found[:MAX_LISTED]
+    return entries[:MAX_LISTED]
 
 
 def part_text(content: Any) -> str:
-    """One part of a result or prompt. What is no text is named."""
+    """One part of a result or prompt. Content other than text is only named."""
     if content.type == "text":
         return str(content.text)
     if content.type in ("image", "audio"):

@@ -1,9 +1,9 @@
 """MCP servers as toolsets: a session for each attempt, or one that all attempts share.
 
-All connections of a process live on an event loop of their own, so that a server that floods its
-client holds up no engine. Which tools a server has is asked when the first attempt begins; later
-ones start, or connect to, their server with the first call that they make. A server that has gone
-is started again for the next call, and the policy is told what that means.
+All connections of a process run on an event loop of their own, so that a server that floods its
+client does not block an engine. The tools of a server are listed when the first attempt begins;
+later attempts start their server, or connect to it, with their first call. A server that is gone is
+started again for the next call, and the result tells the policy what that means.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _McpSession:
         self._section = section
         self._connection: McpConnection | None = None
         self._broken_off: list[McpConnection] = []
-        """Those whose opening was cancelled: they may be ending still."""
+        """The connections whose opening was cancelled: they may still be ending."""
         self._opening = asyncio.Lock()
         self._num_tries = 0
         self._failure: str | None = None
@@ -102,7 +102,7 @@ class _McpSession:
         self._tell_restart = False
 
     async def learn_tools(self, known: _KnownServer | None) -> _KnownServer:
-        """The server's tools: those that are known already, or what it says. Raises
+        """The server's tools: those that are known already, or else those that it lists. Raises
         ToolUnavailableError, and EnvironmentFailure where it has no such tool as `outcome`."""
         if known is None:
             await self.prepare()
@@ -129,7 +129,7 @@ class _McpSession:
             connection = self._connection
             if connection is None or not await _loop.run(connection.still_answers):
                 if self._failure is not None and self._num_tries > tries:
-                    raise ToolUnavailableError(self._failure)  # of whoever this one waited for
+                    raise ToolUnavailableError(self._failure)  # of the task it waited for
                 connection = await self._open()
 
             if not self._was_open:  # by this one, or by one that was given up just then
@@ -152,7 +152,7 @@ class _McpSession:
             self._failure = str(error)
             raise
         except asyncio.CancelledError:
-            self._broken_off = [one for one in self._broken_off if not one.has_ended]
+            self._broken_off = [broken for broken in self._broken_off if not broken.has_ended]
             self._broken_off.append(connection)
             raise
 
@@ -164,8 +164,8 @@ class _McpSession:
         if connection is None or not connection.is_open:
             raise ToolUnavailableError(f"{self._server.title} is not connected")
 
-        told = trace_headers()  # of the call that this is, on the loop that it is made on
-        result = await _loop.run(lambda: connection.call(name, arguments, told))
+        meta = trace_headers()  # of the call that this is, on the loop that it is made on
+        result = await _loop.run(lambda: connection.call(name, arguments, meta))
         if self._tell_restart:
             self._tell_restart = False
             return msgspec.structs.replace(result, text=RESTARTED + result.text)

@@ -44,10 +44,10 @@ async def stdio_transport(
     errors: Any,
     walls: Walls | None = None,
 ) -> AsyncIterator[tuple[Any, Any]]:
-    """See mcp.client._transport.Transport. `env`: variables beside PATH, HOME and the like;
-    `errors`: the file that it writes its stderr to, as its guard does for a program that can't be
-    started. All that the server starts ends with the block, and with this process. `walls` are
-    those of a server in a sandbox."""
+    """See mcp.client._transport.Transport. `env`: variables in addition to PATH, HOME and the like.
+    `errors`: the file for the server's stderr; the guard writes there too, about a program that
+    can't be started. All that the server starts ends with the block, and with this process. `walls`
+    are those of a server in a sandbox."""
     import anyio
     from mcp.client.stdio import get_default_environment
 
@@ -66,7 +66,7 @@ async def stdio_transport(
 
     assert process.stdin is not None and process.stdout is not None
 
-    # Nothing is awaited until the task group is there: a cancellation would leave the process.
+    # There is no await before the task group: a cancellation would leave the process.
     if walls is not None:
         walls.surround(process.pid, partial(_write_error, errors))
 
@@ -86,7 +86,7 @@ async def stdio_transport(
 
 
 def _write_error(errors: Any, line: str) -> None:
-    """To the end of what the server has said."""
+    """Appends a line to the server's stderr."""
     with suppress(OSError, ValueError):  # the file is closed
         os.write(errors.fileno(), f"\n{line}\n".encode())
 
@@ -125,7 +125,7 @@ async def _messages(stdout: asyncio.StreamReader) -> AsyncIterator[Any]:
 
 
 def _message(line: bytearray, length: int) -> Any:
-    """That of a line; None for an empty one."""
+    """The message of a line; None for an empty line."""
     if length > MAX_MESSAGE:
         match = _FIRST_ID.match(line) or _LAST_ID.search(line, len(line) - ENDS)
         reason = f"it has more than {MAX_MESSAGE:,} bytes"
@@ -144,7 +144,7 @@ async def _write(stdin: asyncio.StreamWriter, outgoing: Any, incoming: Any) -> N
                 stdin.write(f"{line}\n".encode())
                 await stdin.drain()
     except OSError:
-        await incoming.aclose()  # whoever waits for an answer learns that there is none
+        await incoming.aclose()  # the waiter for an answer learns that there is none
     finally:
         stdin.close()
 

@@ -55,21 +55,21 @@ class CorpusSearch:
             query: What is looked for, in a few words.
         """
         if self._index is None:
-            found = self._ask(query)
+            passages = self._ask(query)
         else:
-            found = [one.contents for one, _ in self._index.find(query, self._top_k)]
-        lines = [f"[{number}] {one}" for number, one in enumerate(found, start=1)]
+            passages = [passage.contents for passage, _ in self._index.find(query, self._top_k)]
+        lines = [f"[{number}] {passage}" for number, passage in enumerate(passages, start=1)]
         return "\n".join(lines) or "Nothing was found."
 
     def _ask(self, query: str) -> list[str]:
-        asked = {"queries": [query], "topk": self._top_k, "return_scores": True}
+        request = {"queries": [query], "topk": self._top_k, "return_scores": True}
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         headers |= trace_headers()
         try:
-            answer = httpx.post(str(self._url), json=asked, headers=headers, timeout=TIMEOUT_S)
+            answer = httpx.post(str(self._url), json=request, headers=headers, timeout=TIMEOUT_S)
             answer.raise_for_status()
-            (found,) = answer.json()["result"]
-            return [passage_of(one.get("document", one)).contents for one in found]
+            (results,) = answer.json()["result"]
+            return [passage_of(result.get("document", result)).contents for result in results]
         except httpx.TransportError as error:
             sent = not isinstance(error, httpx.ConnectError)
             raise ToolUnavailableError(
@@ -79,12 +79,12 @@ class CorpusSearch:
             raise ToolError(f"the retriever answers nonsense: {error}") from error
 
 
-def _key(given: str | None, url: str | None) -> str | None:
+def _key(api_key: str | None, url: str | None) -> str | None:
     """Raises ConfigError."""
-    if given is None:
+    if api_key is None:
         return None
 
-    reference = REFERENCE.fullmatch(given)
+    reference = REFERENCE.fullmatch(api_key)
     if url is None or reference is None:
         raise ConfigError("the tool search: api_key is for a `url`, and is written ${env:NAME}")
     if not (key := os.environ.get(reference[1])):

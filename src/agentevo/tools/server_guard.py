@@ -1,13 +1,13 @@
 """Stands between this process and a server that it starts, and ends all that the server started.
 
 Run as `python -I -S server_guard.py CLIENT PROGRAM...`, with the id of the client's process. The
-server has the guard's stdin, stdout and stderr. Whatever loses its parent becomes the guard's child
-(PR_SET_CHILD_SUBREAPER), also what has left the session, so nothing outlives the guard. Without
-Linux only the server's process group ends with it.
+server has the guard's stdin, stdout and stderr. A process that loses its parent becomes the guard's
+child (PR_SET_CHILD_SUBREAPER), even one that has left the session, so nothing outlives the guard.
+Without Linux only the server's process group ends with it.
 
 SIGTERM says that stdin has ended, and so does the death of the client, whatever killed that. The
-server then has GRACE_S to end, and as long again when it is told to; what is left is killed. Before
-that the program may end, and leave the server running: some do nothing but start it.
+server then has GRACE_S to end, and as long again after SIGTERM; what still runs is killed. The
+program may end before that and leave the server running: some programs only start it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 
 GRACE_S = 2.0
 LOOK_S = 0.5
-"""How often it looks whether the client lives."""
+"""The interval of the looks whether the client lives."""
 NOT_STARTED = 127
 _PR_SET_CHILD_SUBREAPER = 36
 _HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
@@ -36,7 +36,7 @@ def main() -> int:
     client = int(sys.argv[1])
     program = _start(sys.argv[2:])
     nothing = os.open(os.devnull, os.O_RDWR)
-    for number in range(3):  # whoever reads them waits for their ends
+    for number in range(3):  # a reader of them waits for their ends
         os.dup2(nothing, number)
 
     return _guard(program, client)
@@ -61,19 +61,19 @@ def _guard(program: int, client: int) -> int:
     closing_since: float | None = None
     is_told = False
     while True:
-        heard = _wait(LOOK_S)
-        ended = _reap()
-        if program in ended:
-            code = ended[program]
+        signal_number = _wait(LOOK_S)
+        exit_codes = _reap()
+        if program in exit_codes:
+            code = exit_codes[program]
             has_ended = True
 
         if not _has_children():
             return code
 
-        is_closed = heard not in (None, signal.SIGCHLD) or os.getppid() != client
+        is_closed = signal_number not in (None, signal.SIGCHLD) or os.getppid() != client
         if closing_since is None and is_closed:
             closing_since = time.monotonic()
-            has_ended = program in ended  # what goes on without it has its time, too
+            has_ended = program in exit_codes  # processes that outlive it have their time, too
 
         if closing_since is None:
             continue
@@ -100,17 +100,17 @@ def _wait(limit_s: float) -> int | None:
 
 def _reap() -> dict[int, int]:
     """Children that have ended -> their exit codes."""
-    ended: dict[int, int] = {}
+    exit_codes: dict[int, int] = {}
     while True:
         try:
             child, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return ended
+            return exit_codes
         if child == 0:
-            return ended
+            return exit_codes
 
         code = os.waitstatus_to_exitcode(status)
-        ended[child] = code if code >= 0 else 128 - code
+        exit_codes[child] = code if code >= 0 else 128 - code
 
 
 def _has_children() -> bool:
@@ -122,7 +122,7 @@ def _has_children() -> bool:
 
 
 def _kill_children() -> None:
-    """Their own children become ours, until there are none."""
+    """Their own children become the guard's, until there are none."""
     until = time.monotonic() + GRACE_S
     while _has_children() and time.monotonic() < until:
         try:

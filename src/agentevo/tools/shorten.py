@@ -1,4 +1,5 @@
-"""A result that is too long: its head and its tail, with what is left out told between them."""
+"""Shortens a result that is too long to its head and its tail, with a note of the omission between
+them."""
 
 from __future__ import annotations
 
@@ -14,5 +15,5 @@ def shorten_text(text: str, longest: int) -> str:
     head = int(longest * HEAD)
     tail = longest - head
     left_out = len(text) - longest
-    told = f"\n[{left_out:,} characters are left out here]\n"
-    return f"{text[:head]}{told}{text[-tail:]}".encode("utf-8", "replace").decode()
+    notice = f"\n[{left_out:,} characters are left out here]\n"
+    return f"{text[:head]}{notice}{text[-tail:]}".encode("utf-8", "replace").decode()

@@ -30,7 +30,7 @@ from agentevo.errors import ConfigError, ToolArgumentsError
 from agentevo.tools.tool import ToolSpec, ordered_schema
 
 MAX_PROBLEMS = 5
-"""Wrong arguments that the policy is told of."""
+"""Wrong arguments, which are reported to the policy."""
 
 
 class Signature:
@@ -44,7 +44,7 @@ class Signature:
         self.name = name
         self._model = _model(name, function, skip_first)
         text = docstring_parser.parse(inspect.getdoc(function) or "")
-        said = [part for part in (text.short_description, text.long_description) if part]
+        paragraphs = [part for part in (text.short_description, text.long_description) if part]
 
         try:
             parameters = self._model.model_json_schema()
@@ -55,7 +55,7 @@ class Signature:
             param.arg_name: param.description for param in text.params if param.description
         }
         self.spec = ToolSpec(
-            name=name, description="\n\n".join(said), parameters=_plain(parameters, described)
+            name=name, description="\n\n".join(paragraphs), parameters=_plain(parameters, described)
         )
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,9 +82,9 @@ def checked_options(name: str, item: type, options: Mapping[str, Any]) -> dict[s
     hints = getattr(constructor, "__annotations__", {})
     checked = dict(options)
     for key in options.keys() & hints.keys():
-        alone = SimpleNamespace(__annotations__={key: hints[key]})
+        holder = SimpleNamespace(__annotations__={key: hints[key]})
         try:
-            hint = typing.get_type_hints(alone, constructor.__globals__, include_extras=True)[key]
+            hint = typing.get_type_hints(holder, constructor.__globals__, include_extras=True)[key]
             adapter = pydantic.TypeAdapter[Any](hint)
         except (AttributeError, TypeError, NameError, pydantic.errors.PydanticUserError):
             continue  # a type that is imported for type checkers alone, or none of pydantic's
@@ -142,8 +142,8 @@ def _plain(schema: dict[str, Any], described: Mapping[str, str]) -> dict[str, An
     """The schema without pydantic's titles, and with what the docstring says of each parameter."""
     schema = {key: value for key, value in schema.items() if key != "title"}
     properties = {}
-    for name, one in schema.get("properties", {}).items():
-        properties[name] = {key: value for key, value in one.items() if key != "title"}
+    for name, property_schema in schema.get("properties", {}).items():
+        properties[name] = {key: value for key, value in property_schema.items() if key != "title"}
         if name in described:
             properties[name].setdefault("description", described[name])
     return ordered_schema({**schema, "properties": properties})
@@ -154,6 +154,8 @@ def _problem(wrong: Any, model: type[pydantic.BaseModel]) -> str:
     if wrong["type"] == "missing":
         return f"{place} is missing"
     if wrong["type"] == "extra_forbidden":
-        known = ", ".join(str(field.alias) for field in model.model_fields.values()) or "none"
-        return f"there is no {place} (arguments: {known})"
+        argument_names = (
+            ", ".join(str(field.alias) for field in model.model_fields.values()) or "none"
+        )
+        return f"there is no {place} (arguments: {argument_names})"
     return f"{place}: {wrong['msg'][:1].lower()}{wrong['msg'][1:]}"

@@ -24,8 +24,8 @@ from agentevo.tools.verl_tools import VerlTools
 
 
 def make_toolsets(section: ToolSection) -> Sequence[Toolset]:
-    """The toolsets of an entry: one, or the servers of a file. Nothing is started. Raises
-    ConfigError for what can't be made."""
+    """The toolsets of an entry: one, or one for each server of a file. Starts nothing. Raises
+    ConfigError for a toolset that can't be made."""
     match section:
         case FunctionToolSection():
             return [FunctionTools(section)]
@@ -63,7 +63,7 @@ def make_toolsets(section: ToolSection) -> Sequence[Toolset]:
 
 def _server_of(section: MCPServerSection) -> McpServer:
     where = f"agent.tools: {section.name}"
-    passed = {name: _variable(name, f"{where}: pass_env") for name in section.pass_env}
+    passed_env = {name: _variable(name, f"{where}: pass_env") for name in section.pass_env}
     key = _key(section.api_key, where)
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     words = [str(section.command), *section.args]
@@ -80,7 +80,7 @@ def _server_of(section: MCPServerSection) -> McpServer:
         name=section.name,
         command=command,
         args=args,
-        env=dict(section.env) | passed,
+        env=dict(section.env) | passed_env,
         cwd=section.cwd,
         url=section.url,
         transport=section.transport,
@@ -88,17 +88,17 @@ def _server_of(section: MCPServerSection) -> McpServer:
         key_variable=None if section.api_key is None else REFERENCE.sub(r"\1", section.api_key),
         start_timeout_s=section.start_timeout_s,
         shown=" ".join(words) if section.url is None else without_password(section.url),
-        secrets=[*passed.values(), *([] if key is None else [key])],
+        secrets=[*passed_env.values(), *([] if key is None else [key])],
         sandbox=section.sandbox,
     )
 
 
-def _key(given: str | None, where: str) -> str | None:
-    """The key that `${env:NAME}` stands for."""
-    if given is None:
+def _key(api_key: str | None, where: str) -> str | None:
+    """The key in the environment variable of `${env:NAME}`."""
+    if api_key is None:
         return None
 
-    reference = REFERENCE.fullmatch(given)
+    reference = REFERENCE.fullmatch(api_key)
     if reference is None:
         raise ConfigError(f"{where}: api_key: write ${{env:NAME}}, not the key itself")
 
@@ -113,7 +113,7 @@ def _key(given: str | None, where: str) -> str | None:
 
 
 def _program(server: McpServer) -> str:
-    """Where its program is looked for: one with a folder in its name lies in `cwd`."""
+    """Where its program is looked for: a name with a folder is relative to `cwd`."""
     command = str(server.command)
     has_folder = os.path.dirname(command) and server.cwd is not None
     return os.path.join(server.cwd, command) if has_folder and server.cwd else command

@@ -1,13 +1,13 @@
-"""What a task says of the state that its attempts are to leave, in calls that anybody can make.
+"""A task's checks of the state that its attempts are to leave, as calls that any client can make.
 
     metadata: {"state_checks": [{"tool": "find_bookings", "arguments": {"guest": "Ann"},
                                  "result": "room 12 in Rome, double, 2 nights"}, ...]}
 
-After an attempt the calls are made in its own session. It is worth 1 where each gives exactly the
-result that the task names, else 0: so an attempt at any server that answers questions about its
-state has a checkable outcome, whether or not the server judges. A result that is an error counts by
-its text as any other. A call that nobody answers (a server that is gone, no answer in time) says
-nothing of the state, and fails the attempt.
+After an attempt the calls are made in its own session. The attempt is worth 1 where each call gives
+exactly the result that the task names, else 0. So an attempt at any server that answers questions
+about its state has a checkable outcome, whether or not the server judges. A result that is an error
+is compared by its text like any other. A call without an answer (a server that is gone, no answer
+in time) says nothing of the state, and fails the attempt.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StateCheck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A call, and what it gives where the state is the right one."""
 
     tool: str
-    """By the name that the policy knows."""
+    """The tool's name as the policy knows it."""
     arguments: dict[str, Any] = {}
     result: str
 
@@ -43,13 +43,13 @@ class StateCheck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def state_checks(metadata: Mapping[str, Any]) -> list[StateCheck]:
-    """Those of a task. Raises ValueError for what is none."""
-    given = metadata.get(STATE_CHECKS)
-    if given is None:
+    """The state checks of a task. Raises ValueError for malformed ones."""
+    raw_checks = metadata.get(STATE_CHECKS)
+    if raw_checks is None:
         return []
 
     try:
-        checks = msgspec.convert(given, list[StateCheck])
+        checks = msgspec.convert(raw_checks, list[StateCheck])
     except msgspec.ValidationError as error:
         raise ValueError(f"{STATE_CHECKS}: {error}") from error
 

@@ -1,8 +1,8 @@
-"""How a server is told of the task of an attempt, where its entry says `send_task`: one that is
-started by its environment, one at a URL by headers of its session's requests.
+"""Passes the task of an attempt to a server whose entry sets `send_task`: a started server gets it
+in its environment, a server at a URL in the headers of its session's requests.
 
-Whatever a server knows, the policy that talks to it may find out, so no server is told the task's
-answer, nor what its metadata says of the state that is wanted or of the calls that lead there.
+The policy may find out whatever a server knows. So no server receives the task's answer, nor what
+its metadata says of the wanted state or of the calls that lead there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def task_variables(task: Task, seed: int, server: str) -> dict[str, str]:
 
 
 def attempt_variables(task: Task, seed: int) -> dict[str, str]:
-    """What every server that is started knows of its attempt."""
+    """The data of its attempt that every started server gets."""
     return {"AGENTEVO_TASK_ID": task.id, "AGENTEVO_SEED": str(seed)}
 
 
@@ -43,7 +43,7 @@ def task_headers(task: Task, seed: int, server: str) -> dict[str, str]:
 
 
 def _content(task: Task, at_most: int, server: str, remedy: str) -> bytes:
-    """What is told, as JSON. Raises EnvironmentFailure for more than fits."""
+    """The passed data as JSON. Raises EnvironmentFailure where it does not fit."""
     kept_back = (STATE_CHECKS, SOLVED_BY_CALLS)
     metadata = {key: value for key, value in task.metadata.items() if key not in kept_back}
     content = msgspec.json.encode(msgspec.structs.replace(task, answer=None, metadata=metadata))

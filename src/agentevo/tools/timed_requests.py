@@ -19,7 +19,7 @@ import httpx
 from agentevo.errors import ToolError
 
 ENCODING = "gzip"
-"""What a request accepts, beside none: zlib unpacks it step by step."""
+"""The encodings that a request accepts, in addition to none: zlib unpacks them step by step."""
 _GZIP_ALONE = 16 + zlib.MAX_WBITS
 
 
@@ -33,20 +33,20 @@ class TimedRequests:
 
     def left_s(self) -> float:
         """Raises TimeoutError where no time is left."""
-        left = self._until - time.monotonic()
-        if left <= 0:
+        remaining_s = self._until - time.monotonic()
+        if remaining_s <= 0:
             raise TimeoutError("no time is left")
-        return left
+        return remaining_s
 
     def stream(
         self, client: httpx.Client, method: str, url: httpx.URL | str, **options: Any
     ) -> AbstractContextManager[httpx.Response]:
-        """As the client's own. Raises TimeoutError where no time is left."""
+        """The same as the client's `stream`. Raises TimeoutError where no time is left."""
         options["extensions"] = {**options.get("extensions", {}), "trace": self._keep_socket}
         return client.stream(method, url, timeout=self.left_s(), **options)
 
     def shut_down(self) -> None:
-        """Whoever reads from a connection of these requests reads its end."""
+        """Shuts down the connections of these requests: a reader of one reads its end."""
         with self._lock:
             for connection in self._sockets:
                 with suppress(OSError):  # it is closed
@@ -54,7 +54,7 @@ class TimedRequests:
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
     def _keep_socket(self, event: str, details: dict[str, Any]) -> None:
-        """Hears of each step of a request."""
+        """Is called at each step of a request."""
         if event.endswith((".connect_tcp.complete", ".start_tls.complete")):
             with self._lock:
                 self._sockets.append(details["return_value"].get_extra_info("socket"))

@@ -1,4 +1,4 @@
-"""The tool contract: what can be called, by whom, and what a call gives back.
+"""The tool contract: what can be called, which callers may call it, and what a call returns.
 
 A toolset is what an entry of `agent.tools` becomes, one object for a process. It opens a session
 for each attempt, which holds the state that its tools share and is closed with the attempt.
@@ -7,10 +7,10 @@ What a call may raise:
 
     ToolArgumentsError     arguments that the tool does not take: the policy reads the message
     ToolError              the tool's own refusal, which the policy reads as well
-    ToolUnavailableError   nobody could be asked; tried again where nothing was sent, or where equal
-                           calls change nothing
-    anything else          a fault of the tool's code: the policy is told that it failed, and the
-                           user is shown the traceback
+    ToolUnavailableError   the tool can't be reached; tried again where nothing was sent, or where
+                           equal calls change nothing
+    anything else          a fault of the tool's code: the policy reads that it failed, and the
+                           user sees the traceback
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _SCHEMA_KEYS = ("type", "properties", "required", "additionalProperties")
 
 
 def ordered_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of an object, its keys in an order that no way through MCP changes: a policy
-    reads the same tokens of a tool wherever it runs."""
+    """The schema of an object, with its keys in an order that a path through MCP does not change: a
+    policy reads the same tokens of a tool wherever the tool runs."""
     first = {key: schema[key] for key in _SCHEMA_KEYS if key in schema}
-    return first | {key: one for key, one in schema.items() if key not in first}
+    return first | {key: value for key, value in schema.items() if key not in first}
 
 
 def object_schema(schema: Any) -> dict[str, Any]:
     """A tool's schema as chat templates and parsers read it: that of an object, whose properties
-    are schemas. What is none says nothing of the arguments."""
+    are schemas. Any other schema is replaced by that of an object without properties."""
     properties = schema.get("properties", {}) if isinstance(schema, dict) else None
     required = schema.get("required", []) if isinstance(schema, dict) else None
     if (
@@ -43,8 +43,10 @@ def object_schema(schema: Any) -> dict[str, Any]:
         or not isinstance(required, list)
         or schema.get("type", "object") != "object"
         or not isinstance(schema.get("$schema", ""), str)
-        or not all(isinstance(one, (dict, bool)) for one in properties.values())
-        or not all(isinstance(one, str) for one in required)
+        or not all(
+            isinstance(property_schema, (dict, bool)) for property_schema in properties.values()
+        )
+        or not all(isinstance(name, str) for name in required)
     ):
         return {"type": "object", "properties": {}}
 
@@ -52,10 +54,10 @@ def object_schema(schema: Any) -> dict[str, Any]:
 
 
 class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One tool, as the policy is told of it."""
+    """One tool, as the policy sees it."""
 
     name: str
-    """As its toolset calls it."""
+    """The name in its toolset."""
     description: str = ""
     parameters: dict[str, Any]
     """JSON schema of the arguments, an object."""
@@ -71,7 +73,7 @@ class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
         return (self.name, self.full_name) if self.full_name else (self.name,)
 
     def schema(self, name: str) -> dict[str, Any]:
-        """In OpenAI's form, under the name that the policy knows."""
+        """The schema in OpenAI's form, under the name that the policy knows."""
         function = {"name": name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
@@ -99,7 +101,7 @@ class Condense(Protocol):
     """Makes long results shorter."""
 
     async def __call__(self, spec: ToolSpec, call: ToolCall, text: str) -> Condensed | None:
-        """What stands for the result `text` of a call; None where that stays as it is."""
+        """The replacement for the result `text` of a call; None where it stays as it is."""
         ...
 
 
@@ -123,7 +125,7 @@ class ToolSession(Protocol):
         ...
 
     async def prepare(self) -> None:
-        """Makes sure that a call can be made, which is no part of the call's time. Raises
+        """Makes sure that a call can be made. This is no part of the call's time. Raises
         ToolUnavailableError."""
         ...
 
@@ -162,7 +164,7 @@ class Toolset(Protocol):
 
     def session(self, task: Task, seed: int) -> AbstractAsyncContextManager[ToolSession]:
         """The tools for one attempt at `task`; `seed` is the attempt's own, the same when it is
-        replayed. Raises ToolUnavailableError where nobody can be reached."""
+        replayed. Raises ToolUnavailableError where the tools can't be reached."""
         ...
 
     async def close(self) -> None:

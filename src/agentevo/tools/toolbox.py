@@ -5,13 +5,13 @@
         reply = await policy.generate(messages, tools=tools.schemas)
         results = await tools.call(parsed.tool_calls)
 
-What goes wrong with a call becomes its result, which says so: an unknown tool, arguments that are
-no JSON or not what the tool takes, no answer in time, a server that is gone, an exception of the
-tool's code. It costs the call and nothing else; each is counted (METRICS). The policy knows a tool
-by its own name, with "_" for what APIs and chat templates don't take in one; where two toolsets
-have one of the same name, each of these is TOOLSET__NAME. Where names of one toolset become the
-same, or hold no letter that is taken, all but one have a number (`a_b_2`, `tool_2`); one that is
-too long ends in a part of its digest.
+A failure of a call becomes its result: an unknown tool, arguments that are no JSON or not what the
+tool takes, no answer in time, a server that is gone, an exception of the tool's code. It costs only
+the call, and each kind is counted (METRICS). The policy knows a tool by its own name, with "_" for
+characters that APIs and chat templates don't accept. Where two toolsets have a tool of the same
+name, each of these is TOOLSET__NAME. Where names of one toolset become equal, or hold no accepted
+letter, all but one have a number (`a_b_2`, `tool_2`). A name that is too long ends in a part of its
+digest.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ METRICS = {
 }
 """Name of a metric of an attempt -> what it counts."""
 UNANSWERED = ("num_unknown_tools", "num_tool_timeouts", "num_tool_failures")
-"""Those of calls whose result no tool gave."""
+"""The metrics of calls whose result did not come from a tool."""
 RETRY_PAUSE_S = 0.5
-"""Before the second try of a call; each later pause is twice as long."""
+"""The pause before the second try of a call; each later pause is twice as long."""
 MAX_NAME = 64
 """Characters of a tool's name that models and APIs take."""
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]")
 OWN_PARTS = ("tool_results", "call_penalty", "code_penalty", STATE_CHECKS)
-"""What agents call the parts of a reward that are their own, beside those of their tools."""
+"""The names of the reward parts that come from the agent itself and not from its tools."""
 LONGEST_ERROR = 10_000
 """Characters that the policy reads of a call of no tool."""
 
@@ -76,8 +76,8 @@ class Toolbox:
     """See the module."""
 
     def __init__(self, sections: Sequence[ToolSection], tell: Callable[[str], None] = to_stderr):
-        """`tell` hears of the first exception of each kind of each tool's code. Raises ConfigError
-        for tools that can't be made."""
+        """`notify` is called with the first exception of each kind of each tool's code. Raises
+        ConfigError for tools that can't be made."""
         self._offers = [
             _Offer(section, toolset) for section in sections for toolset in make_toolsets(section)
         ]
@@ -105,7 +105,7 @@ class Toolbox:
     async def open(self, task: Task, seed: int) -> AsyncIterator[AttemptTools]:
         """The tools of one attempt; what they keep for it ends with the block. Raises
         ToolUnavailableError where they can't be opened, EnvironmentFailure for a task whose
-        `state_checks` are none."""
+        `state_checks` are malformed."""
         try:
             checks = state_checks(task.metadata)
         except ValueError as error:
@@ -120,7 +120,8 @@ class Toolbox:
             yield AttemptTools(sessions, self._cache, self._show, checks)
 
     def _show(self, name: str, error: Exception) -> None:
-        """Of a tool's code, at once: the policy alone would read of it otherwise."""
+        """Shows an exception of a tool's code at once: otherwise only the policy would read of
+        it."""
         kind = (name, type(error))
         if kind not in self._told:
             self._told.add(kind)
@@ -160,8 +161,8 @@ class _Bound:
 
     @property
     def is_cached(self) -> bool:
-        given = self.offer.section.cache
-        return self.spec.cacheable if given is None else given
+        cache_option = self.offer.section.cache
+        return self.spec.cacheable if cache_option is None else cache_option
 
 
 class AttemptTools:
@@ -174,11 +175,11 @@ class AttemptTools:
         show: Callable[[str, Exception], None],
         checks: Sequence[StateCheck] = (),
     ) -> None:
-        """`checks`: what the task says of the state that is to be left. Raises ConfigError where
-        there are no tools."""
+        """`checks`: the task's checks of the state at the end. Raises ConfigError where there are
+        no tools."""
         self._sessions = sessions
         self._num_losses = {id(session): session.num_losses for _, session in sessions}
-        """Before the attempt."""
+        """The losses before the attempt."""
         self._cache = cache
         self._show = show
         self._checks = checks
@@ -204,17 +205,19 @@ class AttemptTools:
                 )
             raise ConfigError(f"agent.tools: no tool is left of {names}: change `exclude`")
 
-        self.instructions = "\n\n".join(one.instructions for _, one in sessions if one.instructions)
+        self.instructions = "\n\n".join(
+            session.instructions for _, session in sessions if session.instructions
+        )
         """What the policy reads of the tools before the task."""
         self.schemas = [tool.spec.schema(name) for name, tool in self._tools.items()]
-        """In OpenAI's form, under the names that the policy knows."""
+        """The schemas in OpenAI's form, under the names that the policy knows."""
         self.metrics: Counter[str] = Counter()
-        """By the names of METRICS."""
+        """The counters, by the names of METRICS."""
         self.condense: Condense | None = None
         """What is done with results before the policy reads them."""
 
     async def call(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """Makes the calls, all at once, and gives their results in order."""
+        """Makes all calls concurrently, and returns their results in order."""
         return list(await asyncio.gather(*map(self._answer, calls)))
 
     async def offers(self) -> tuple[list[str], list[str]]:
@@ -223,16 +226,17 @@ class AttemptTools:
         resources: list[str] = []
         for _, session in self._sessions:
             if isinstance(session, Offering):
-                more = await session.offers()
-                prompts += more[0]
-                resources += more[1]
+                offered = await session.offers()
+                prompts += offered[0]
+                resources += offered[1]
 
         return prompts, resources
 
     async def outcomes(self) -> dict[str, Any]:
-        """What the attempt is worth by each toolset that says so, and by the task's
-        `state_checks`. Raises what they raise, and EnvironmentFailure where nobody answers."""
-        found: dict[str, Any] = {}
+        """The outcome of the attempt by each toolset that gives one, and by the task's
+        `state_checks`. Raises what they raise, and EnvironmentFailure where a toolset does not
+        answer."""
+        outcomes: dict[str, Any] = {}
         for offer, session in self._sessions:
             limit_s = offer.section.timeout_s
             limit = asyncio.timeout(limit_s)
@@ -241,7 +245,7 @@ class AttemptTools:
                     if offer.toolset.has_outcome:
                         await session.prepare()
                         self._check_kept(offer, session)
-                    found[offer.toolset.name] = await session.outcome()
+                    outcomes[offer.toolset.name] = await session.outcome()
             except TimeoutError as error:
                 if not limit.expired():  # it is the tool's own
                     raise
@@ -251,9 +255,9 @@ class AttemptTools:
                 ) from error
 
         if self._checks:
-            found[STATE_CHECKS] = await state_reached(self._checks, self._check_call)
+            outcomes[STATE_CHECKS] = await state_reached(self._checks, self._check_call)
 
-        return {name: one for name, one in found.items() if one is not None}
+        return {name: outcome for name, outcome in outcomes.items() if outcome is not None}
 
     async def _check_call(self, call: ToolCall) -> tuple[ToolResult, bool]:
         """The result of a call that is not the policy's, and whether a tool gave it. Raises
@@ -313,8 +317,8 @@ class AttemptTools:
             self.metrics["num_unknown_tools"] += 1
             guess = nearest(call.name, list(self._tools))
             hint = f"did you mean {guess}? " if guess else ""
-            known = ", ".join(self._tools) or "none"
-            return _error(f"there is no tool {call.name!r}: {hint}tools: {known}")
+            tool_names = ", ".join(self._tools) or "none"
+            return _error(f"there is no tool {call.name!r}: {hint}tools: {tool_names}")
 
         recorded.note(toolset=bound.offer.toolset.name)
         try:
@@ -391,7 +395,7 @@ class _NoAnswerError(Exception):
 
 
 def _check_included(sessions: Sequence[tuple[_Offer, ToolSession]]) -> None:
-    """Raises ConfigError for a name or pattern of `include` that is no tool's."""
+    """Raises ConfigError for a name or pattern of `include` that matches no tool."""
     for section in {id(offer.section): offer.section for offer, _ in sessions}.values():
         specs = [
             spec
@@ -399,13 +403,13 @@ def _check_included(sessions: Sequence[tuple[_Offer, ToolSession]]) -> None:
             if offer.section is section
             for spec in session.specs
         ]
-        names = [one.name for one in specs]
-        for wanted in section.include:
-            if not any(_is_called(one, [wanted]) for one in specs):
-                guess = nearest(wanted, names)
+        names = [spec.name for spec in specs]
+        for pattern in section.include:
+            if not any(_is_called(spec, [pattern]) for spec in specs):
+                guess = nearest(pattern, names)
                 hint = f"did you mean {guess}? " if guess else ""
                 raise ConfigError(
-                    f"agent.tools: include: no tool is called {wanted!r}: {hint}"
+                    f"agent.tools: include: no tool is called {pattern!r}: {hint}"
                     f"there are {', '.join(names) or 'none'}"
                 )
 
@@ -429,30 +433,30 @@ def _error(text: str) -> ToolResult:
 
 
 def _by_name(tools: Sequence[_Bound]) -> dict[str, _Bound]:
-    """By the names that the policy knows, in order."""
+    """The tools by the names that the policy knows, in order."""
     owners: dict[str, set[str]] = {}
-    for one in tools:
-        owners.setdefault(_plain_name(one.spec.name), set()).add(one.offer.toolset.name)
+    for tool in tools:
+        owners.setdefault(_plain_name(tool.spec.name), set()).add(tool.offer.toolset.name)
 
-    wanted = []
-    for one in tools:
-        name = _plain_name(one.spec.name)
+    preferred = []
+    for tool in tools:
+        name = _plain_name(tool.spec.name)
         if len(owners[name]) > 1:
-            name = f"{_plain_name(one.offer.toolset.name)}__{name}"
-        wanted.append(_short_name(name))
+            name = f"{_plain_name(tool.offer.toolset.name)}__{name}"
+        preferred.append(_short_name(name))
 
-    # Whoever is called so keeps the name, and others get another one, whichever comes first.
+    # A tool whose own name this is keeps it; the others get a numbered name, in any order.
     names: dict[int, str] = {}
     taken = set[str]()
-    for number in sorted(range(len(tools)), key=lambda i: wanted[i] != tools[i].spec.name):
-        names[number] = _free_name(wanted[number], taken)
+    for number in sorted(range(len(tools)), key=lambda i: preferred[i] != tools[i].spec.name):
+        names[number] = _free_name(preferred[number], taken)
         taken.add(names[number])
 
     return {names[number]: tool for number, tool in enumerate(tools)}
 
 
 def _plain_name(name: str) -> str:
-    """With what APIs take in a name."""
+    """The name with only the characters that APIs accept in a name."""
     plain = _NOT_IN_NAMES.sub("_", name)
     return plain if plain.strip("_-") else "tool"
 
@@ -466,10 +470,10 @@ def _short_name(name: str) -> str:
 
 def _free_name(name: str, taken: Collection[str]) -> str:
     """The name, or with the first number that makes it another one than all that are taken."""
-    found = name
+    candidate = name
     for number in itertools.count(2):
-        if found not in taken:
+        if candidate not in taken:
             break
         end = f"_{number}"
-        found = f"{name[: MAX_NAME - len(end)]}{end}"
-    return found
+        candidate = f"{name[: MAX_NAME - len(end)]}{end}"
+    return candidate

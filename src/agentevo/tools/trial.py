@@ -77,17 +77,17 @@ async def try_calls(
 
 
 def made_call(schema: Mapping[str, Any]) -> ToolCall:
-    """A call of a tool, of which OpenAI's form of its schema is given."""
+    """A call of a tool, made from its schema in OpenAI's form."""
     function = schema["function"]
     parameters = function["parameters"]
-    given = made_value(parameters, parameters)
-    return ToolCall(function["name"], json.dumps(given, ensure_ascii=False))
+    arguments = made_value(parameters, parameters)
+    return ToolCall(function["name"], json.dumps(arguments, ensure_ascii=False))
 
 
 def made_value(schema: Any, whole: Mapping[str, Any], depth: int = 0) -> Any:
-    """A value that a JSON schema allows, the same each time: what it names itself (a default, an
-    example, a choice), else the simplest. Of an object the required properties. `whole` is where
-    its references lead."""
+    """A value that a JSON schema allows, the same each time: one that the schema names (a default,
+    an example, a choice), else the simplest. An object has its required properties. `root` is the
+    schema that references point into."""
     schema = _resolve_reference(schema, whole)
     for key in ("const", "default"):
         if key in schema:
@@ -111,19 +111,19 @@ def made_value(schema: Any, whole: Mapping[str, Any], depth: int = 0) -> Any:
     return _of_kind(kind, schema, whole, depth)
 
 
-def _of_kind(kind: Any, schema: Mapping[str, Any], whole: Mapping[str, Any], depth: int) -> Any:
+def _of_kind(kind: Any, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> Any:
     if kind == "object":
-        known = schema.get("properties") or {}
+        properties = schema.get("properties") or {}
         needed = schema.get("required") or []
-        if depth >= DEPTH or not isinstance(known, Mapping) or not isinstance(needed, list):
+        if depth >= DEPTH or not isinstance(properties, Mapping) or not isinstance(needed, list):
             return {}
-        return {name: made_value(known.get(name, {}), whole, depth + 1) for name in needed}
+        return {name: made_value(properties.get(name, {}), root, depth + 1) for name in needed}
 
     if kind == "array":
         count = max(1, _number(schema, "minItems", 0))
         if depth >= DEPTH:
             return []
-        return [made_value(schema.get("items", {}), whole, depth + 1)] * min(int(count), 10)
+        return [made_value(schema.get("items", {}), root, depth + 1)] * min(int(count), 10)
 
     if kind in ("integer", "number"):
         lowest = _number(schema, "minimum", _number(schema, "exclusiveMinimum", 0) + 1)
@@ -140,18 +140,18 @@ def _of_kind(kind: Any, schema: Mapping[str, Any], whole: Mapping[str, Any], dep
     return text[: max(0, int(_number(schema, "maxLength", len(text))))]
 
 
-def _resolve_reference(schema: Any, whole: Mapping[str, Any]) -> Mapping[str, Any]:
+def _resolve_reference(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     """The schema that a reference leads to, within the same tool's."""
     for _ in range(DEPTH):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):
             break
-        schema = referred_schema(whole, reference)
+        schema = referred_schema(root, reference)
 
     return schema if isinstance(schema, Mapping) else {}
 
 
 def _number(schema: Mapping[str, Any], key: str, default: float) -> float:
-    given = schema.get(key)
-    is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
-    return given if is_number and given is not None and abs(given) < 1e15 else default
+    value = schema.get(key)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_number and value is not None and abs(value) < 1e15 else default

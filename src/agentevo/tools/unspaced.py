@@ -32,6 +32,6 @@ def num_words(text: str) -> float:
 
 def stands_in(words: str, text: str) -> bool:
     """Whether words stand in a text as whole ones, whatever their case and the space in them."""
-    plain_words, plain_text = (" ".join(one.split()).casefold() for one in (words, text))
-    whole = rf"(?<!{WORD_LETTER}){re.escape(plain_words)}(?!{WORD_LETTER})"
-    return bool(re.search(whole, plain_text))
+    plain_words, plain_text = (" ".join(string.split()).casefold() for string in (words, text))
+    pattern = rf"(?<!{WORD_LETTER}){re.escape(plain_words)}(?!{WORD_LETTER})"
+    return bool(re.search(pattern, plain_text))

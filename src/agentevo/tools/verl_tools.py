@@ -79,8 +79,8 @@ class _VerlSession:
         self.specs: Sequence[ToolSpec] = [spec for spec, _ in tools]
         self._tools = {spec.name: tool for spec, tool in tools}
         info = task.metadata.get("extra_info")
-        given = info.get("tools_kwargs") if isinstance(info, Mapping) else None
-        self._kwargs: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+        tools_kwargs = info.get("tools_kwargs") if isinstance(info, Mapping) else None
+        self._kwargs: Mapping[str, Any] = tools_kwargs if isinstance(tools_kwargs, Mapping) else {}
         self._instances: dict[str, Any] = {}
         self._creating = asyncio.Lock()
 
@@ -92,11 +92,13 @@ class _VerlSession:
         tool = self._tools[name]
         async with self._creating:
             if name not in self._instances:
-                made = await _await_if_needed(tool.create(**self._given(name, "create_kwargs")))
-                self._instances[name] = made[0] if isinstance(made, tuple) else made
+                created = await _await_if_needed(tool.create(**self._given(name, "create_kwargs")))
+                self._instances[name] = created[0] if isinstance(created, tuple) else created
 
-        given = self._given(name, "execute_kwargs")
-        done = await _await_if_needed(tool.execute(self._instances[name], dict(arguments), **given))
+        kwargs = self._given(name, "execute_kwargs")
+        done = await _await_if_needed(
+            tool.execute(self._instances[name], dict(arguments), **kwargs)
+        )
         response, reward = done[:2] if isinstance(done, tuple) and len(done) > 1 else (done, 0.0)
         text = response if isinstance(response, str) else getattr(response, "text", None)
 
@@ -123,9 +125,9 @@ class _VerlSession:
                 to_stderr(f"the tool {name}: release failed: {describe_error(error)}")
 
     def _given(self, name: str, what: str) -> dict[str, Any]:
-        own = self._kwargs.get(name)
-        given = own.get(what) if isinstance(own, Mapping) else None
-        return dict(given) if isinstance(given, Mapping) else {}
+        tool_kwargs = self._kwargs.get(name)
+        kwargs = tool_kwargs.get(what) if isinstance(tool_kwargs, Mapping) else None
+        return dict(kwargs) if isinstance(kwargs, Mapping) else {}
 
 
 async def _await_if_needed(returned: Any) -> Any:
@@ -153,14 +155,14 @@ def _made(where: str, row: Any) -> tuple[ToolSpec, Any]:
     module, _, name = path.rpartition(".")
 
     def make() -> Any:
-        made = getattr(importlib.import_module(module), name)
-        return made(config=dict(row.get("config") or {}), tool_schema=_as_verl_has_it(schema))
+        tool_class = getattr(importlib.import_module(module), name)
+        return tool_class(config=dict(row.get("config") or {}), tool_schema=_as_verl_has_it(schema))
 
     try:
         tool = load_in_time(make, f"{where}: the constructor of {path}")
     except (LoadingTimeoutError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # also SystemExit, and whatever else a user's code raises
+    except BaseException as error:  # also SystemExit, and anything else that a user's code raises
         raise ConfigError(
             f"{where}: {path} can't be made (list its file under the recipe's `import`, or install "
             f"its package): {describe_failure(error)}"

@@ -31,7 +31,7 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 """All that IANA has given out of IPv6 for hosts of the internet."""
 _DOCUMENTATION = ipaddress.IPv6Network("3fff::/20")
-"""Of RFC 9637, which Python 3.11 does not know."""
+"""The network of RFC 9637, which Python 3.11 does not know."""
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -40,7 +40,7 @@ class WebPage:
     """What a URL gave."""
 
     url: str
-    """After redirects."""
+    """The URL after redirects."""
     media_type: str
     """Such as text/html; empty where the server does not say."""
     charset: str | None
@@ -54,8 +54,8 @@ class WebHosts:
         self, allow: Sequence[str], deny: Sequence[str] = (), *, allow_private: bool = False
     ) -> None:
         """Raises ConfigError for what names no host."""
-        self._allow = [_entry("allow", one) for one in allow]
-        self._deny = [_entry("deny", one) for one in deny]
+        self._allow = [_entry("allow", entry) for entry in allow]
+        self._deny = [_entry("deny", entry) for entry in deny]
         self._allow_private = allow_private
 
     def allows(self, url: str) -> bool:
@@ -67,8 +67,8 @@ class WebHosts:
         return True
 
     def read(self, url: str, *, max_bytes: int, within_s: float) -> WebPage:
-        """The content behind a URL, cut off nowhere. Raises ToolError for what is refused, too
-        large, late, an error of the server, or not reached: whoever calls has chosen the host."""
+        """The whole content behind a URL. Raises ToolError where it is refused, too large, late,
+        not reachable, or an error of the server: the caller has chosen the host."""
         try:
             with (
                 httpx.Client(verify=trusted_context(), trust_env=False) as client,
@@ -99,11 +99,12 @@ class WebHosts:
         port = url.port or USUAL_PORTS[url.scheme]
         usual = port == USUAL_PORTS[url.scheme]
         is_denied = any(
-            wanted in (None, port) and _matches(pattern, host) for pattern, wanted in self._deny
+            pattern_port in (None, port) and _matches(pattern, host)
+            for pattern, pattern_port in self._deny
         )
         if is_denied or not any(
-            (usual if wanted is None else wanted == port) and _matches(pattern, host)
-            for pattern, wanted in self._allow
+            (usual if pattern_port is None else pattern_port == port) and _matches(pattern, host)
+            for pattern, pattern_port in self._allow
         ):
             at = host if usual else f"{host}:{port}"
             raise ToolError(f"{at} is no host that may be read")
@@ -131,13 +132,13 @@ class WebHosts:
 def is_public(address: _Address) -> bool:
     """Whether an address is of the internet, also where it holds another one."""
     if isinstance(address, ipaddress.IPv6Address):
-        held = address.ipv4_mapped or address.sixtofour
+        embedded = address.ipv4_mapped or address.sixtofour
         if address.teredo is not None:
             return False
         if address in _NAT64:
-            held = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-        if held is not None:
-            return is_public(held)
+            embedded = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        if embedded is not None:
+            return is_public(embedded)
         if address not in _GLOBAL_UNICAST or address in _DOCUMENTATION:
             return False
     return address.is_global and not address.is_multicast

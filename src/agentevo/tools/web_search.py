@@ -125,7 +125,9 @@ class WebSearch:
         if not isinstance(answer, list):
             raise ToolError(f"the search API's answer has no list at {self._api.results!r}")
 
-        results = [one for one in answer if isinstance(one, dict) and self._is_shown(one)]
+        results = [
+            result for result in answer if isinstance(result, dict) and self._is_shown(result)
+        ]
         lines = [
             f"[{number}] {self._of(result, self._api.title)}\n{self._of(result, self._api.link)}\n"
             f"{self._of(result, self._api.text)}".strip()
@@ -142,16 +144,18 @@ class WebSearch:
 
     def _ask(self, query: str) -> Any:
         api = self._api
-        asked: dict[str, Any] = {**api.parameters, api.query: query}
+        parameters: dict[str, Any] = {**api.parameters, api.query: query}
         if api.count is not None:
-            asked[api.count] = self._top_k
+            parameters[api.count] = self._top_k
 
         headers = {"Accept": "application/json", "Accept-Encoding": ENCODING}
         if api.key_header is not None and self._key is not None:
             bearer = "Bearer " if api.key_header.lower() == "authorization" else ""
             headers[api.key_header] = f"{bearer}{self._key}"
 
-        how: dict[str, Any] = {"params": asked} if api.method == "GET" else {"json": asked}
+        how: dict[str, Any] = (
+            {"params": parameters} if api.method == "GET" else {"json": parameters}
+        )
         try:
             with (
                 httpx.Client(verify=trusted_context()) as client,
@@ -179,17 +183,17 @@ class WebSearch:
             raise ToolError(f"the search API answers nonsense: {error}") from error
 
 
-def _api(given: str | dict[str, Any], url: str | None) -> WebSearchApi:
+def _api(option: str | dict[str, Any], url: str | None) -> WebSearchApi:
     """Raises ConfigError."""
-    if isinstance(given, str):
-        if given not in APIS:
+    if isinstance(option, str):
+        if option not in APIS:
             raise ConfigError(
-                f"the tool web_search: api={given!r} is not known: choose one of "
+                f"the tool web_search: api={option!r} is not known: choose one of "
                 f"{', '.join(APIS)}, or describe yours: {{url: ..., query: q, results: results}}"
             )
-        fields = APIS[given].model_dump()
+        fields = APIS[option].model_dump()
     else:
-        fields = dict(given)
+        fields = dict(option)
 
     try:
         api = WebSearchApi.model_validate(fields | ({} if url is None else {"url": url}))

@@ -16,7 +16,7 @@ MAX_TERMS = 32
 """Words of a query that are looked for, and pairs of them: the rarest say most, but which those are
 is not known."""
 LETTERS_OF_A_WORD = 2
-"""Of a script without spaces."""
+"""Letters of a script without spaces that count as a word."""
 _WORD = re.compile(r"\w+")
 
 
@@ -53,12 +53,12 @@ class WordIndex:
 
 
 def _match(query: str) -> str:
-    """FTS5's query for any of the words, and for any two that stand side by side: what has a name
-    of several words as a whole comes before what has its words here and there."""
+    """FTS5's query for any of the words, and for any two neighbouring words: a passage with a whole
+    name of several words ranks before one with its words in different places."""
     query = query[:MAX_QUERY].lower()
     separated = separate(query)
     words = _WORD.findall(separated)
     most = MAX_TERMS if separated == query else MAX_TERMS * LETTERS_OF_A_WORD
-    pairs = [f"{one} {other}" for one, other in itertools.pairwise(words)]
+    pairs = [f"{first} {second}" for first, second in itertools.pairwise(words)]
     terms = [list(dict.fromkeys(some))[:most] for some in (words, pairs)]
     return " OR ".join(f'"{term}"' for some in terms for term in some)
