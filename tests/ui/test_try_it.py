@@ -270,9 +270,9 @@ def test_players_end_crash_and_are_stopped_as_they_should(runs_folder, monkeypat
     async def visit() -> None:
         held = Players()
         told: list[Any] = []
-        hear = held._told
+        hear = held._handle_event
         monkeypatch.setattr(
-            held, "_told", lambda one, event: (told.append(event), hear(one, event))
+            held, "_handle_event", lambda one, event: (told.append(event), hear(one, event))
         )
         try:
             events = await heard(held, key, chat("a"))

@@ -81,17 +81,17 @@ def tokens_part(
     """About `most` tokens from `start` on. Without `decode` tokens are their ids."""
     order, shared = select_turns(trajectory.turns, leaf)
     blocks: list[TokenBlock] = []
-    left = most
+    budget = most
     for place in range(start[0], len(order)):
         turn = trajectory.turns[order[place]]
         first = start[1] if place == start[0] else 0
-        if left <= 0:
+        if budget <= 0:
             return TurnTokens(blocks, (place, 0))
 
-        size = min(left, len(turn.completion_ids) - first)
+        size = min(budget, len(turn.completion_ids) - first)
         before = order[place - 1] if place else None
         blocks.append(block_of(turn, first, size, before, order[place] in shared, decode, training))
-        left -= size + 20
+        budget -= size + 20
 
         if first + size < len(turn.completion_ids):
             return TurnTokens(blocks, (place, first + size))

@@ -101,9 +101,9 @@ def select_turns(turns: Sequence[Turn], leaf: int | None) -> tuple[list[int], se
 
     path = path_to(turns, leaf)
     earlier: set[int] = set()
-    for other in leaves(turns):
-        if other < leaf:
-            earlier.update(path_to(turns, other))
+    for other_leaf in leaves(turns):
+        if other_leaf < leaf:
+            earlier.update(path_to(turns, other_leaf))
 
     return path, earlier & set(path)
 
@@ -123,8 +123,8 @@ def part_of(
     page = shown[start : start + most]
     before = dict(zip(shown[1:], shown, strict=False))
     views = [turn_view(trajectory.turns[i], before.get(i), i in shared, uses, legend) for i in page]
-    more = start + most
-    return ShownPart(views, more if more < len(shown) else None, len(shown))
+    next_start = start + most
+    return ShownPart(views, next_start if next_start < len(shown) else None, len(shown))
 
 
 def world_of(turns: Sequence[Turn]) -> Legend:
@@ -236,22 +236,22 @@ def pretty(arguments: str) -> str:
 def _uses(trajectory: Trajectory, calls: Sequence[StoredCall]) -> dict[tuple[int, int], StoredCall]:
     """(turn, number of the call in it) -> the recorded call, where a tool was called as often as
     the messages say: calls do not say which message asked for them."""
-    asked: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    requested: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for turn in trajectory.turns:
         names = [call.name for message in turn.messages for call in message.tool_calls]
         for place, name in enumerate(names):
-            asked[name].append((turn.index, place))
+            requested[name].append((turn.index, place))
 
-    made: dict[str, list[StoredCall]] = defaultdict(list)
-    for stored in sorted(calls, key=lambda one: one.call.started_at):
+    recorded: dict[str, list[StoredCall]] = defaultdict(list)
+    for stored in sorted(calls, key=lambda stored: stored.call.started_at):
         if stored.call.kind == "tool":
-            made[stored.call.name].append(stored)
+            recorded[stored.call.name].append(stored)
 
     return {
         place: stored
-        for name, places in asked.items()
-        if len(places) == len(made[name])
-        for place, stored in zip(places, made[name], strict=True)
+        for name, places in requested.items()
+        if len(places) == len(recorded[name])
+        for place, stored in zip(places, recorded[name], strict=True)
     }
 
 
@@ -288,7 +288,7 @@ def timeline(calls: Sequence[StoredCall]) -> list[CallRow]:
         return []
 
     begin = ordered[0].call.started_at
-    end = max(one.call.ended_at or one.call.started_at for one in ordered)
+    end = max(stored.call.ended_at or stored.call.started_at for stored in ordered)
     span = max(end - begin, 1e-6)
     depths: dict[str, int] = {}
     rows = []
@@ -319,25 +319,25 @@ def timeline(calls: Sequence[StoredCall]) -> list[CallRow]:
 
 def ending(trajectory: Trajectory, calls: Sequence[StoredCall]) -> list[WorldPiece]:
     """What the world showed after the last turn, of the newest try that says so."""
-    told = [
+    texts = [
         str(stored.call.attributes["ending"])
-        for stored in sorted(calls, key=lambda one: one.call.started_at)
+        for stored in sorted(calls, key=lambda stored: stored.call.started_at)
         if stored.call.kind == "attempt" and stored.call.attributes.get("ending")
     ]
-    return pieces(told[-1], world_of(trajectory.turns)) if told else []
+    return pieces(texts[-1], world_of(trajectory.turns)) if texts else []
 
 
 def slips(trajectory: Trajectory) -> str:
     """`2 invalid actions, 1 answer without an action`: what the world could do nothing with."""
-    told = []
-    for name, one, many in (
+    parts = []
+    for name, singular, plural in (
         ("num_invalid_actions", "invalid action", "invalid actions"),
         ("num_format_errors", "answer without an action", "answers without an action"),
     ):
         if number := round(trajectory.metrics.get(name, 0.0)):
-            told.append(f"{number:,} {one if number == 1 else many}")
+            parts.append(f"{number:,} {singular if number == 1 else plural}")
 
-    return ", ".join(told)
+    return ", ".join(parts)
 
 
 _ENDS = {
@@ -391,15 +391,17 @@ class Verdict(NamedTuple):
 
 def verdicts(calls: Sequence[StoredCall]) -> list[Verdict]:
     """The words of those who scored it, such as a judge's."""
-    found = []
+    scorer_verdicts = []
     for stored in calls:
         if stored.call.kind == "scorer":
             score = stored.call.attributes.get("score")
             reason = stored.call.attributes.get("reason", "")
             number = float(score) if isinstance(score, int | float) else None
-            found.append(Verdict(stored.call.name, number, str(reason or stored.call.error or "")))
+            scorer_verdicts.append(
+                Verdict(stored.call.name, number, str(reason or stored.call.error or ""))
+            )
 
-    return found
+    return scorer_verdicts
 
 
 class TreeNode(NamedTuple):

@@ -66,8 +66,8 @@ def is_share(metric: str) -> bool:
 
 def metrics_to_compare(names: Sequence[str]) -> list[str]:
     """Of the metrics that were logged, those that a comparison shows where none are asked for."""
-    held_out = [one for one in names if one.startswith("val-core/") and one.endswith("/greedy")]
-    rates = [one for one in held_out if is_share(one)]
+    held_out = [name for name in names if name.startswith("val-core/") and name.endswith("/greedy")]
+    rates = [name for name in held_out if is_share(name)]
     return rates + [name for name in COMPARED if name in names]
 
 
@@ -88,8 +88,8 @@ def places(view: Measured, axis: Axis) -> Sequence[float]:
         if name is not None:
             rows, values = table.series(name)
             sums = list(accumulate((v if math.isfinite(v) else 0.0) for v in values))
-            counted = [bisect_right(rows, row) for row in range(num)]
-            return [sums[place - 1] if place else 0.0 for place in counted]
+            num_before = [bisect_right(rows, row) for row in range(num)]
+            return [sums[place - 1] if place else 0.0 for place in num_before]
 
     return [float(step) for step in table.steps[:num]]
 
@@ -119,7 +119,7 @@ def thin_peaks(
         return x, values
 
     stretch = math.ceil(2 * len(values) / most)
-    kept: set[int] = {0, len(values) - 1}
+    chosen_places: set[int] = {0, len(values) - 1}
     for start in range(0, len(values), stretch):
         finite = [
             place
@@ -127,9 +127,12 @@ def thin_peaks(
             if math.isfinite(values[place])
         ]
         if finite:
-            kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
+            chosen_places |= {
+                min(finite, key=values.__getitem__),
+                max(finite, key=values.__getitem__),
+            }
 
-    order = sorted(kept)
+    order = sorted(chosen_places)
     return [x[place] for place in order], [values[place] for place in order]
 
 
@@ -150,9 +153,9 @@ def chart_of(view: Measured, metric: str, title: str = "", axis: Axis = "step") 
 
 def _between(line: tuple[list[float], list[float]], where: list[float]) -> list[float]:
     """A line's values at other places; NaN before its first point and behind its last one."""
-    known = [(x, value) for x, value in zip(*line, strict=True) if math.isfinite(value)]
-    xs = [x for x, _ in known]
-    values = [value for _, value in known]
+    finite_points = [(x, value) for x, value in zip(*line, strict=True) if math.isfinite(value)]
+    xs = [x for x, _ in finite_points]
+    values = [value for _, value in finite_points]
     return np.interp(where, xs, values, left=math.nan, right=math.nan).tolist()
 
 
@@ -177,21 +180,31 @@ def band_chart(
     at = {x: place for place, x in enumerate(where)}
     shown = []
     for color, ((name, _), lines) in enumerate(zip(settings, drawn, strict=True)):
-        found: list[list[float]] = [[] for _ in where]
+        values_at: list[list[float]] = [[] for _ in where]
         for xs, values in lines:
             for x, value in zip(xs, values, strict=True):
                 if math.isfinite(value):
-                    found[at[x]].append(value)
+                    values_at[at[x]].append(value)
 
-        whole = len(lines)
-        full = [one if whole and len(one) >= whole else [] for one in found]
-        bands = whole > 1
+        num_runs = len(lines)
+        full = [
+            point_values if num_runs and len(point_values) >= num_runs else []
+            for point_values in values_at
+        ]
+        bands = num_runs > 1
         shown.append(
             ChartLine(
                 name,
-                [statistics.fmean(one) if one else math.nan for one in full],
-                low=[min(one) if one else math.nan for one in full] if bands else None,
-                high=[max(one) if one else math.nan for one in full] if bands else None,
+                [
+                    statistics.fmean(point_values) if point_values else math.nan
+                    for point_values in full
+                ],
+                low=[min(point_values) if point_values else math.nan for point_values in full]
+                if bands
+                else None,
+                high=[max(point_values) if point_values else math.nan for point_values in full]
+                if bands
+                else None,
                 color=color,
             )
         )

@@ -418,7 +418,7 @@ def _draw(title: str, state: ViewState, now: float) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    left = (
+    time_left = (
         ""
         if state.eta_s is None
         else f"about {format_duration(max(state.eta_s - (now - state.last_step_at), 0))} left"
@@ -430,7 +430,7 @@ def _draw(title: str, state: ViewState, now: float) -> RenderableType:
     progress.add_row(
         f"step {state.step}/{state.total or '?'}",
         ProgressBar(total=max(state.total, 1), completed=state.step),
-        left,
+        time_left,
     )
 
     facts = step_facts(state.metrics)

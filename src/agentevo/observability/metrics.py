@@ -221,7 +221,7 @@ class MetricsLog:
 
     def hand_over(self, step: int) -> None:
         """Trackers hear of every step up to this one, which is committed."""
-        for ready in sorted(one for one in self._ahead if one <= step):
+        for ready in sorted(ahead_step for ahead_step in self._ahead if ahead_step <= step):
             row = self._ahead.pop(ready)
             if self.tracking is not None:
                 self.tracking.put(row)
@@ -233,8 +233,8 @@ class MetricsLog:
         Trackers are offered the others again, and take those that they lack."""
         self._file.close()
         rows = [(row, line) for row, line in _read_rows(self.path) if (row["step"] or 0) <= step]
-        kept = [line for _, line in rows]
-        self._rewrite(kept)
+        lines = [line for _, line in rows]
+        self._rewrite(lines)
         self._ahead.clear()
 
         for row in (row for row, _ in rows) if self.tracking else ():
@@ -249,7 +249,7 @@ class MetricsLog:
             self._ahead[old.step] = merge_rows(self._ahead.get(old.step), old)
 
         self.hand_over(step)
-        self._begin_at(kept)
+        self._begin_at(lines)
         self._last_step = min(self._last_step, step)
 
     def close(self) -> None:

@@ -58,8 +58,8 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     def words(self) -> str:
         """`sampling, step 12: 37 of 64 attempts`."""
         text = f"{self.phase}, {self.detail}" if self.detail else self.phase
-        if counted := self.count_text():
-            text = f"{text}: {counted}"
+        if count_text := self.count_text():
+            text = f"{text}: {count_text}"
         return f"{text} (asked to stop)" if self.is_stopping else text
 
     def count_text(self) -> str:
@@ -114,8 +114,8 @@ def _goes_on(resume: str) -> str:
 
 def failure(error: BaseException) -> str:
     """The sentence of an error, for `reason`."""
-    said = storable(str(error)) if isinstance(error, AgentEvoError) else describe_error(error)
-    text = " ".join(said.split())
+    message = storable(str(error)) if isinstance(error, AgentEvoError) else describe_error(error)
+    text = " ".join(message.split())
     return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}..."
 
 
@@ -134,7 +134,7 @@ def read_moment(path: Path) -> Moment | None:
 
     times = (moment.since, moment.heartbeat_at, moment.started_at)
     counts = (moment.done, moment.total)
-    sane = all(0 <= one <= LATEST for one in times) and all(
+    sane = all(0 <= unix_time <= LATEST for unix_time in times) and all(
         math.isfinite(count) for count in counts if count is not None
     )
     return moment if sane else None

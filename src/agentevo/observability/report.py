@@ -57,8 +57,10 @@ def write_report(
 
     run_dir = Path(run_dir)
     attempts = [
-        still_attempt(one, calls.get(one.id, ()), decode, caption=caption, anchor=f"a{number}-")
-        for number, (caption, one) in enumerate(trajectories)
+        still_attempt(
+            trajectory, calls.get(trajectory.id, ()), decode, caption=caption, anchor=f"a{number}-"
+        )
+        for number, (caption, trajectory) in enumerate(trajectories)
     ]
     table_file = run_dir / PROFILE_TABLE
 
@@ -156,8 +158,10 @@ async def _read_samples(
     ) as store:
         chosen = await sample_trajectories(store)
         calls = {
-            one.id: [call async for call in store.calls(trajectory_id=one.id, limit=MAX_CALLS)]
-            for _, one in chosen
+            trajectory.id: [
+                call async for call in store.calls(trajectory_id=trajectory.id, limit=MAX_CALLS)
+            ]
+            for _, trajectory in chosen
         }
         return chosen, calls
 
@@ -190,7 +194,7 @@ async def sample_trajectories(store: Store) -> list[tuple[str, Trajectory]]:
 async def _ends(store: Store, split: Split) -> list[tuple[int, list[TrajectorySummary]]] | None:
     """The steps of the oldest and of the newest attempt of the split that came to its end, each
     with its attempts by reward; None where there are none."""
-    found = []
+    ends = []
     for newest in (False, True):
         end = await store.summaries(split=split, status="completed", limit=1, newest_first=newest)
         if not end:
@@ -200,9 +204,9 @@ async def _ends(store: Store, split: Split) -> list[tuple[int, list[TrajectorySu
         those = await store.summaries(
             split=split, status="completed", step=step, limit=MOST_OF_A_STEP
         )
-        found.append((step, sorted(those or end, key=_by_reward)))
+        ends.append((step, sorted(those or end, key=_by_reward)))
 
-    return found
+    return ends
 
 
 def _by_reward(summary: TrajectorySummary) -> tuple[float, str]:

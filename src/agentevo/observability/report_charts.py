@@ -92,12 +92,12 @@ def report_charts(
         optimisation=_singles(run, OPTIMISATION),
         lengths=[*([lengths] if lengths else []), *_singles(run, LENGTHS)],
         speed=[
-            one
-            for one in (
+            chart
+            for chart in (
                 together(run, "Tokens a second", SPEED),
                 together(run, "Seconds a step", TIMES),
             )
-            if one
+            if chart
         ],
     )
 
@@ -163,15 +163,15 @@ def _evaluation_chart(
     x = [step for step, _ in points]
     lines: list[ChartLine] = []
     for name, rates in (
-        ("greedy", [one.success_greedy for _, one in points]),
-        ("sampled", [one.success_sampled for _, one in points]),
+        ("greedy", [evaluated.success_greedy for _, evaluated in points]),
+        ("sampled", [evaluated.success_sampled for _, evaluated in points]),
     ):
         if any(rate is not None for rate in rates):
             ends = [
-                wilson_interval(rate, one.n or number)
-                if rate is not None and (one.n or number)
+                wilson_interval(rate, evaluated.n or number)
+                if rate is not None and (evaluated.n or number)
                 else (math.nan, math.nan)
-                for rate, (_, one) in zip(rates, points, strict=True)
+                for rate, (_, evaluated) in zip(rates, points, strict=True)
             ]
             is_first = not lines  # two bands over each other say nothing
             lines.append(

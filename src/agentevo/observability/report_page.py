@@ -90,7 +90,7 @@ def report_html(
         )
         for segment in segments
     ]
-    found = _warnings(run, summary, config_yaml)
+    all_warnings = _warnings(run, summary, config_yaml)
 
     return render_still(
         "report.html",
@@ -102,8 +102,8 @@ def report_html(
         made_at=time.time(),
         result=result(rows, summary),
         facts=facts(rows, summary),
-        warnings=found[:SHOWN_WARNINGS],
-        num_more_warnings=max(0, len(found) - SHOWN_WARNINGS),
+        warnings=all_warnings[:SHOWN_WARNINGS],
+        num_more_warnings=max(0, len(all_warnings) - SHOWN_WARNINGS),
         charts=report_charts(run, rows, summary),
         evaluations=evaluations(rows),
         data=rows_of_data(summary),
@@ -189,14 +189,14 @@ def facts(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> list[tuple[
     best_value = _number(best.get("value"))
     steps = summary.get("steps", max((row["step"] or 0 for row in rows), default=0))
     label = "optimizer steps" if summary.get("command") == "sft" else "RL steps"
-    told = [
+    entries = [
         (label, f"{steps}"),
         ("wall time", "" if wall is None else format_duration(wall)),
         ("tokens generated", f"{tokens['generated']:,}" if "generated" in tokens else ""),
         ("tokens trained on", f"{tokens['trained']:,}" if "trained" in tokens else ""),
         ("best evaluation", _best(best_value, best, summary)),
     ]
-    return [(label, value, "") for label, value in told if value]
+    return [(label, value, "") for label, value in entries if value]
 
 
 def _best(value: float | None, best: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
@@ -222,16 +222,16 @@ def rows_of_data(summary: Mapping[str, Any]) -> list[Table]:
         for reason, left_out in counts["left_out"].items()
     ]
     tables: list[Table] = [(["data", "what became of them", "rows", "the first"], body)]
-    held: Mapping[str, Any] = summary.get("held_out") or {}
-    if held.get("after"):
+    held_out_summary: Mapping[str, Any] = summary.get("held_out") or {}
+    if held_out_summary.get("after"):
         measured = [
-            [when, *(f"{held[when][key]:.4g}" for key in held[when])]
+            [when, *(f"{held_out_summary[when][key]:.4g}" for key in held_out_summary[when])]
             for when in ("before", "after")
-            if held.get(when)
+            if held_out_summary.get(when)
         ]
         header = [
-            f"{held['conversations']} held-out conversations",
-            *(key.replace("_", " ") for key in held["after"]),
+            f"{held_out_summary['conversations']} held-out conversations",
+            *(key.replace("_", " ") for key in held_out_summary["after"]),
         ]
         tables.append((header, measured))
 
@@ -249,20 +249,22 @@ def evaluations(rows: Sequence[MetricsRow]) -> list[tuple[str, list[str], list[l
             for evaluated in read_evaluations(row)
             if evaluated.environment == environment
         ]
-        some_failed = any(one.failed_greedy or one.failed_sampled for _, one in measured)
+        some_failed = any(
+            evaluated.failed_greedy or evaluated.failed_sampled for _, evaluated in measured
+        )
         columns = 8 if some_failed else 7
         body = [
             [
-                f"{step:.0f}" if (step, one) in points else "before the cold start",
-                _percent(one.success_greedy),
-                _percent(one.success_sampled),
-                "" if one.reward_greedy is None else f"{one.reward_greedy:.3f}",
-                "" if one.reward_sampled is None else f"{one.reward_sampled:.3f}",
-                _percent(one.random),
-                _percent(one.optimal),
-                _percent(max(one.failed_greedy or 0.0, one.failed_sampled or 0.0)),
+                f"{step:.0f}" if (step, evaluated) in points else "before the cold start",
+                _percent(evaluated.success_greedy),
+                _percent(evaluated.success_sampled),
+                "" if evaluated.reward_greedy is None else f"{evaluated.reward_greedy:.3f}",
+                "" if evaluated.reward_sampled is None else f"{evaluated.reward_sampled:.3f}",
+                _percent(evaluated.random),
+                _percent(evaluated.optimal),
+                _percent(max(evaluated.failed_greedy or 0.0, evaluated.failed_sampled or 0.0)),
             ][:columns]
-            for step, one in measured
+            for step, evaluated in measured
         ]
         header = [
             "step",
@@ -291,7 +293,7 @@ def timings(rows: Sequence[MetricsRow]) -> Table | None:
     if not spent:
         return None
 
-    whole = sum(sum(values) for name, values in spent.items() if name != "step") or 1.0
+    total_s = sum(sum(values) for name, values in spent.items() if name != "step") or 1.0
     body = [
         [
             name,
@@ -299,7 +301,7 @@ def timings(rows: Sequence[MetricsRow]) -> Table | None:
             f"{statistics.fmean(values):.3f}",
             f"{max(values):.3f}",
             format_duration(sum(values)),
-            "" if name == "step" else f"{sum(values) / whole:.1%}",
+            "" if name == "step" else f"{sum(values) / total_s:.1%}",
         ]
         for name, values in sorted(spent.items(), key=lambda item: -sum(item[1]))
     ]
@@ -308,8 +310,10 @@ def timings(rows: Sequence[MetricsRow]) -> Table | None:
 
 def remote_models(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]], str] | None:
     """What each role has asked of each remote model, and what is left of the budgets."""
-    asked: Sequence[Mapping[str, Any]] = (summary.get("remote_models") or {}).get("asked") or ()
-    if not asked:
+    usage_rows: Sequence[Mapping[str, Any]] = (summary.get("remote_models") or {}).get(
+        "asked"
+    ) or ()
+    if not usage_rows:
         return None
 
     body = [
@@ -322,15 +326,15 @@ def remote_models(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]
             f"{row['tokens']:,}",
             f"{row['cost']:.4g}",
         ]
-        for row in asked
+        for row in usage_rows
     ]
     header = ["model", "asked by", "answers", "from the cache", "failed requests", "tokens", "cost"]
     budgets: Mapping[str, Any] = summary["remote_models"].get("budget_left") or {}
-    left = [
+    budget_texts = [
         f"{name}: " + ", ".join(f"{value:,.4g} {what}" for what, value in budget.items())
         for name, budget in budgets.items()
     ]
-    return header, body, "; ".join(left)
+    return header, body, "; ".join(budget_texts)
 
 
 def rollouts(rows: Sequence[MetricsRow]) -> tuple[str, list[str], list[list[str]]] | None:

@@ -57,12 +57,12 @@ class RunUnderWay(Measured, Protocol):
 
 def facts(view: Measured) -> list[tuple[str, str, str]]:
     """(label, value, unit) of the newest step."""
-    found = []
+    entries = []
     for label, metric, written, unit in NOW:
         value = view.table.latest(metric)
         if value is not None:
-            found.append((label, written(value), unit))
-    return found
+            entries.append((label, written(value), unit))
+    return entries
 
 
 def seconds_left(view: RunUnderWay, now: float | None = None) -> float | None:
@@ -88,7 +88,7 @@ def counts_below(view: Measured, prefix: str) -> list[tuple[str, float, float]]:
     """(kind, in the newest step, in all) of the counts that are logged as PREFIX/kind, the most
     frequent first."""
     newest, _ = view.table.series(OF_A_STEP)
-    found = []
+    counts = []
     for name in sorted(view.table.columns):
         if not name.startswith(prefix):
             continue
@@ -96,9 +96,9 @@ def counts_below(view: Measured, prefix: str) -> list[tuple[str, float, float]]:
         total = sum(value for value in values if math.isfinite(value))
         last = view.table.value_at(name, newest[-1]) if newest else None
         if total:
-            found.append((name.removeprefix(prefix), last or 0.0, total))
+            counts.append((name.removeprefix(prefix), last or 0.0, total))
 
-    return sorted(found, key=lambda one: -one[2])
+    return sorted(counts, key=lambda count: -count[2])
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,12 @@ def timeline(view: Measured) -> list[RunSegment]:
     rows, lasted = view.table.series(OF_A_STEP)
     shown = list(zip(rows, lasted, strict=False))[-SHOWN_STEPS:]
     segments: list[RunSegment] = []
-    for row, whole in shown:
+    for row, duration_s in shown:
         end = view.table.times[row]
-        if not (math.isfinite(end) and math.isfinite(whole)):
+        if not (math.isfinite(end) and math.isfinite(duration_s)):
             continue
 
-        at = end - whole
+        at = end - duration_s
         for place, (name, words_of_it) in enumerate(PHASES):
             value = view.table.value_at(f"timing_s/{name}", row)
             if value is None or value <= 0:
@@ -162,8 +162,9 @@ def shares(segments: Sequence[RunSegment]) -> list[tuple[str, int, float]]:
     less than half a percent."""
     total = sum(segment.lasted_s for segment in segments)
     sums: dict[tuple[str, int], float] = {}
-    for one in segments:
-        sums[one.phase, one.place] = sums.get((one.phase, one.place), 0.0) + one.lasted_s
+    for segment in segments:
+        key = segment.phase, segment.place
+        sums[key] = sums.get(key, 0.0) + segment.lasted_s
     return [
         (phase, place, seconds / total)
         for (phase, place), seconds in sorted(sums.items(), key=lambda item: item[0][1])

@@ -20,17 +20,17 @@ _AT_STEP = re.compile(r"step (\d{1,12}): (.*)", re.DOTALL)
 
 def told_warnings(summary: Mapping[str, Any]) -> tuple[tuple[int | None, str], ...]:
     """(step, what was seen and what to do) of the warnings of summary.json, the newest first."""
-    found: list[tuple[int | None, str]] = []
-    for one in summary.get("warnings") or []:
-        if isinstance(one, Mapping):
-            step = one.get("step")
+    warnings: list[tuple[int | None, str]] = []
+    for entry in summary.get("warnings") or []:
+        if isinstance(entry, Mapping):
+            step = entry.get("step")
             step = step if isinstance(step, int) else None
-            found.append((step, str(one.get("message", ""))))
+            warnings.append((step, str(entry.get("message", ""))))
             continue
-        match = _AT_STEP.match(str(one))
-        found.append((int(match[1]), match[2]) if match else (None, str(one)))
+        match = _AT_STEP.match(str(entry))
+        warnings.append((int(match[1]), match[2]) if match else (None, str(entry)))
 
-    return tuple(reversed(found))
+    return tuple(reversed(warnings))
 
 
 class Signs:

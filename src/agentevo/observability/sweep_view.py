@@ -106,9 +106,9 @@ class SweepView:
         for name, (seconds, line) in runs.items():
             table.add_row(Text(name, "bold"), format_duration(seconds), Text(line, "dim"))
 
-        left = self._time_left(runs)
+        time_left = self._time_left(runs)
         heading = f"{self.title}  {len(self._ended)} of {self._total} ended" + (
-            "" if left is None else f", about {format_duration(left)} left"
+            "" if time_left is None else f", about {format_duration(time_left)} left"
         )
         return Panel(
             table,

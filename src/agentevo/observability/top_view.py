@@ -63,9 +63,9 @@ class RunLine:
 
     def words(self) -> list[str]:
         """What it does, and what went wrong, the newest last."""
-        found = [f"! {visible(text)}" for text in self.warnings[-SHOWN_WARNINGS:]]
+        warning_lines = [f"! {visible(text)}" for text in self.warnings[-SHOWN_WARNINGS:]]
         wrong = [f"! {visible(text)}" for text in (self.reason, self.problem) if text]
-        return [*([visible(self.doing)] if self.doing else []), *wrong, *found]
+        return [*([visible(self.doing)] if self.doing else []), *wrong, *warning_lines]
 
 
 def plain_lines(runs: Sequence[RunLine], *, calls: bool = False) -> list[str]:
@@ -77,8 +77,8 @@ def plain_lines(runs: Sequence[RunLine], *, calls: bool = False) -> list[str]:
         for row in rows
     ]
     for run in runs:
-        own = [*run.words(), *(run.calls if calls else ())]
-        lines += [f"{visible(run.name)[:LONGEST_NAME]}: {line}" for line in own]
+        run_lines = [*run.words(), *(run.calls if calls else ())]
+        lines += [f"{visible(run.name)[:LONGEST_NAME]}: {line}" for line in run_lines]
 
     return lines
 
@@ -115,10 +115,14 @@ def draw(
         below += [Text(line, "yellow") for line in run.words()]
         if calls:
             shown = list(run.calls) or ["nothing is running"]
-            left = max(height - room - len(below) - 6, 3)
-            below += [Text(), Text(visible(run.name), "bold"), *(Text(one) for one in shown[:left])]
-            if len(shown) > left:
-                below.append(Text(f"and {len(shown) - left} more", "dim"))
+            num_shown = max(height - room - len(below) - 6, 3)
+            below += [
+                Text(),
+                Text(visible(run.name), "bold"),
+                *(Text(line) for line in shown[:num_shown]),
+            ]
+            if len(shown) > num_shown:
+                below.append(Text(f"and {len(shown) - num_shown} more", "dim"))
 
     return Group(table, Text(), *below, Text(), Text(HELP, "dim"))
 

@@ -44,8 +44,8 @@ def page_name(trajectory_id: str) -> str:
     if _PLAIN.fullmatch(trajectory_id):
         return f"trajectory_{trajectory_id}.html"
     digest = hashlib.sha256(trajectory_id.encode("utf-8", "surrogatepass")).hexdigest()[:12]
-    kept = re.sub(r"[^a-z0-9._-]+", "_", trajectory_id[:400].lower())[:60]
-    return f"trajectory_{kept}-{digest}.html"
+    readable = re.sub(r"[^a-z0-9._-]+", "_", trajectory_id[:400].lower())[:60]
+    return f"trajectory_{readable}-{digest}.html"
 
 
 def check_folder(out: Path, *, overwrite: bool) -> None:
@@ -82,9 +82,11 @@ async def choose(store: Store, *, step: int | None, every: int, per_step: int) -
         held_out = await store.summaries(step=number, split="eval", limit=per_step)
         if train:
             held_out = held_out[: max(per_step // 2, per_step - len(train))]
-        found = [*train[: per_step - len(held_out)], *held_out]
-        if found:
-            chosen.append(Chosen(number, [(one, page_name(one.id)) for one in found]))
+        summaries = [*train[: per_step - len(held_out)], *held_out]
+        if summaries:
+            chosen.append(
+                Chosen(number, [(summary, page_name(summary.id)) for summary in summaries])
+            )
 
     return chosen
 
@@ -94,7 +96,7 @@ async def _steps(store: Store, every: int) -> list[int]:
     if not first:
         return []
     newest = await store.summaries(newest_first=True, limit=LAST_WRITTEN)
-    last = max(one.step for one in newest)
+    last = max(summary.step for summary in newest)
     return sorted({*range(first[0].step, last + 1, every), last})
 
 
@@ -142,7 +144,7 @@ async def write_pages(
             "trajectories.html",
             run=run,
             num=len(written),
-            steps=[(one.step, one.attempts) for one in chosen],
+            steps=[(chosen_step.step, chosen_step.attempts) for chosen_step in chosen],
         )
         with must_write(out / INDEX, ROOM):
             write_atomic(out / INDEX, index)

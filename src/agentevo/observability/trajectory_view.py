@@ -104,10 +104,10 @@ def outcome(trajectory: Trajectory) -> str:
         logprobs for turn in trajectory.turns if (logprobs := shown_logprobs(turn)) is not None
     ]
     logprob = f"log-prob {sum(map(sum, drawn)):.2f}" if drawn or not turns else "greedy"
-    ended = ", ended by a limit" if trajectory.truncated else ""
+    limit_note = ", ended by a limit" if trajectory.truncated else ""
 
     return (
-        f"{result}{ended}, reward {trajectory.reward:.4g}, {turns} turn{'s' * (turns != 1)}, "
+        f"{result}{limit_note}, reward {trajectory.reward:.4g}, {turns} turn{'s' * (turns != 1)}, "
         f"{tokens} {'sampled ' * (logprob != 'greedy')}tokens ({logprob}), "
         f"{trajectory.duration_s:.2f} s"
     )
@@ -136,19 +136,19 @@ def remote_heading(turn: RemoteTurn) -> str:
 def remote_facts(turn: RemoteTurn) -> str:
     """`34 tokens (24 of the prompt, 12 of them known, and 10 of the answer), cost 0.002, finished
     by stop`."""
-    known = f", {turn.cached_tokens} of them known" if turn.cached_tokens else ""
+    cached_note = f", {turn.cached_tokens} of them known" if turn.cached_tokens else ""
     return (
         f"{turn.prompt_tokens + turn.completion_tokens} tokens ({turn.prompt_tokens} of the prompt"
-        f"{known}, and {turn.completion_tokens} of the answer), cost {turn.cost:.4g}, finished by "
-        f"{turn.finish_reason}"
+        f"{cached_note}, and {turn.completion_tokens} of the answer), cost {turn.cost:.4g}, "
+        f"finished by {turn.finish_reason}"
     )
 
 
 def file_lines(trajectory: Trajectory) -> list[str]:
     """`out/table.csv, 1,234 bytes` of each file that was kept, at most 50 of them."""
     lines = [f"{visible(path)}, {len(file):,} bytes" for path, file in trajectory.files.items()]
-    more = len(lines) - MOST_FILES
-    return [*lines[:MOST_FILES], *([f"and {more} more"] if more > 0 else [])]
+    num_omitted = len(lines) - MOST_FILES
+    return [*lines[:MOST_FILES], *([f"and {num_omitted} more"] if num_omitted > 0 else [])]
 
 
 class TokenLines:

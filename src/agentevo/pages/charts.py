@@ -43,12 +43,12 @@ class Chart:
         """For charts.js, which says what the fields mean."""
         lines = []
         for line in self.lines:
-            told: dict[str, Any] = {"name": one_line(line.name, 160), "values": list(line.values)}
+            fields: dict[str, Any] = {"name": one_line(line.name, 160), "values": list(line.values)}
             if line.low is not None and line.high is not None:
-                told |= {"low": list(line.low), "high": list(line.high)}
+                fields |= {"low": list(line.low), "high": list(line.high)}
             if line.color is not None:
-                told["color"] = line.color
-            lines.append(told)
+                fields["color"] = line.color
+            lines.append(fields)
 
         return {"x": list(self.x), "lines": lines, "share": self.share, "name_of_x": self.name_of_x}
 

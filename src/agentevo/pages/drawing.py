@@ -38,9 +38,9 @@ def for_json(value: object) -> object:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): for_json(one) for key, one in value.items()}
+        return {str(key): for_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [for_json(one) for one in value]
+        return [for_json(item) for item in value]
     return value
 
 
@@ -181,14 +181,14 @@ def line_chart(
         return Markup("")
 
     low, high = _range(finite)
-    left = x[0]
+    x_min = x[0]
     span = (x[-1] - x[0]) or 1.0
     paths = []
     for number, (_, values) in enumerate(lines):
         every = max(1, math.ceil(len(values) / CHART_POINTS))
         points = [
             (
-                48 + (place - left) / span * (width - 56),
+                48 + (place - x_min) / span * (width - 56),
                 8 + (high - value) / (high - low) * (height - 28),
             )
             if math.isfinite(value)

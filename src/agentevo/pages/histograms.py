@@ -43,7 +43,7 @@ def histogram(title: str, bars: Sequence[HistogramBar], *, is_whole: bool = Fals
     for place, bar in enumerate(bars):
         height = max(1.5, bar.size / most * HEIGHT) if bar.size else 0.0
         good = height * bar.good / bar.size if bar.size else 0.0
-        said = (
+        label = (
             f"{title} {_span(bar, is_whole)}: {bar.size:,} attempt{'s' * (bar.size != 1)}, "
             f"{bar.good:,} success{'es' * (bar.good != 1)}"
         )
@@ -51,7 +51,7 @@ def histogram(title: str, bars: Sequence[HistogramBar], *, is_whole: bool = Fals
             drawn.append(
                 _BAR.format(  # of a plain text: Markup's own takes a tenth of a page's time
                     href=escape(bar.href),
-                    said=escape(said),
+                    said=escape(label),
                     now=' aria-current="true"' if bar.is_chosen else "",
                     x=place * width + 0.5,
                     w=max(width - 1, 0.5),

@@ -48,7 +48,7 @@ FILTERS = {
 @cache
 def environment() -> jinja2.Environment:
     """The one environment of all templates."""
-    made = jinja2.Environment(
+    templates = jinja2.Environment(
         loader=jinja2.PackageLoader("agentevo.pages"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -56,8 +56,8 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
         auto_reload=False,
     )
-    made.filters.update(FILTERS)
-    made.globals.update(
+    templates.filters.update(FILTERS)
+    templates.globals.update(
         asset=assets.url,
         query=urlencode,
         run_url=navigation.run_url,
@@ -67,7 +67,7 @@ def environment() -> jinja2.Environment:
         json=drawing.as_json,
     )
 
-    return made
+    return templates
 
 
 def render(template: str, **data: Any) -> str:

@@ -44,13 +44,13 @@ def shown(value: object, limit: int = LIMIT) -> str:
     bytes are read as UTF-8. Of a text longer than `limit` the beginning stays, and the end says how
     long it was."""
     if isinstance(value, (bytes, bytearray, memoryview)):
-        whole = bytes(value[: 4 * limit + 4]).decode("utf-8", "replace")
-        length = max(len(value), len(whole))
+        full_text = bytes(value[: 4 * limit + 4]).decode("utf-8", "replace")
+        length = max(len(value), len(full_text))
     else:
-        whole = value if isinstance(value, str) else str(value)
-        length = len(whole)
+        full_text = value if isinstance(value, str) else str(value)
+        length = len(full_text)
 
-    cut = whole[:limit].replace("\r\n", "\n")
+    cut = full_text[:limit].replace("\r\n", "\n")
     text = _BROKEN.sub("\ufffd", cut).translate(_SYMBOLS)
     return text if length <= limit else f"{text}… ({length:,} characters)"
 

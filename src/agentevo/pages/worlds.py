@@ -61,7 +61,7 @@ NO_LEGEND: Legend = MappingProxyType({})
 def legend_of(texts: Iterable[str]) -> Legend:
     """What a world says its symbols mean, as `Symbols: P player, O hole.`: symbol -> class. The
     same sign is a hole in one world and a goal in another."""
-    found: dict[str, str] = {}
+    legend: dict[str, str] = {}
     for text in texts:
         for line in LEGEND.findall(text):
             for part in line.rstrip(". ").split(","):
@@ -70,16 +70,16 @@ def legend_of(texts: Iterable[str]) -> Legend:
                     (name for name, words in MEANINGS if any(word in meaning for word in words)), ""
                 )
                 if len(symbol) == 1 and kind:
-                    found[symbol] = "lost" if kind == "hole" and "player" in meaning else kind
+                    legend[symbol] = "lost" if kind == "hole" and "player" in meaning else kind
 
-    return found
+    return legend
 
 
 def pieces(text: str, legend: Legend = NO_LEGEND) -> list[WorldPiece]:
     """The message in its order; the texts of all pieces together are the message. `legend`: what
     was said of the symbols before; the message's own counts first."""
     symbols = {**SYMBOLS, **legend, **legend_of([text])}
-    found: list[WorldPiece] = []
+    parts: list[WorldPiece] = []
     plain: list[str] = []
     lines = text.split("\n")
     start = 0
@@ -96,31 +96,31 @@ def pieces(text: str, legend: Legend = NO_LEGEND) -> list[WorldPiece]:
 
         if width and end - start >= MIN_ROWS:
             if plain:
-                found.append(WorldPiece("\n".join(plain), []))
+                parts.append(WorldPiece("\n".join(plain), []))
                 plain = []
 
             rows = [
                 [(symbol, symbols[symbol]) for symbol in _symbols(line)]
                 for line in lines[start:end]
             ]
-            found.append(WorldPiece("\n".join(lines[start:end]), rows))
+            parts.append(WorldPiece("\n".join(lines[start:end]), rows))
             start = end
         else:
             plain.append(lines[start])
             start += 1
 
     if plain:
-        found.append(WorldPiece("\n".join(plain), []))
+        parts.append(WorldPiece("\n".join(plain), []))
 
-    return found
+    return parts
 
 
-def _width(line: str, known: Legend) -> int:
+def _width(line: str, legend: Legend) -> int:
     """Of a line that can be a row of a world; 0 of another one."""
     if not MIN_COLUMNS <= len(line.strip()) <= 4 * MAX_SIDE:
         return 0
     symbols = _symbols(line)
-    if not MIN_COLUMNS <= len(symbols) <= MAX_SIDE or not known.keys() >= set(symbols):
+    if not MIN_COLUMNS <= len(symbols) <= MAX_SIDE or not legend.keys() >= set(symbols):
         return 0
     return len(symbols)
 

@@ -60,7 +60,7 @@ async def export_spans(
     asked and said, and what tools, scorers and programs were given and wrote. Raises StoreError for
     a path that can't be written.
     """
-    made: Spans | None = None
+    spans: Spans | None = None
     conversations = _Conversations(store)
     batch: list[ReadableSpan] = []
     num_spans = num_unended = 0
@@ -76,18 +76,18 @@ async def export_spans(
         async for stored in store.calls():
             call = stored.call
             read.advance()
-            if made is None:
+            if spans is None:
                 run = run._replace(id=kept_run_id(folder) or call.id.rpartition("-")[0])
                 resource = run_resource(of_this_process=False)
-                made = Spans(run, SpanTexts(LENGTH), resource, contents=contents)
+                spans = Spans(run, SpanTexts(LENGTH), resource, contents=contents)
 
             if call.ended_at is None:
                 num_unended += 1
                 continue
 
             trace = trace_of(run.id, attempt_of(call.trajectory_id), 1.0)
-            said = await conversations.said_in(call) if contents else None
-            batch.append(made.of(call, trace, said=said))
+            traced_message = await conversations.said_in(call) if contents else None
+            batch.append(spans.of(call, trace, said=traced_message))
             num_spans += 1
 
             if len(batch) == BATCH:
@@ -139,9 +139,9 @@ class _Conversations:
         turns: list[TracedMessage] = []
         contexts: list[list[Message]] = []
         for turn in trajectory.turns:
-            known = [] if turn.parent is None else contexts[turn.parent]
+            context = [] if turn.parent is None else contexts[turn.parent]
             tools = turn.tools if turn.parent is None else turns[turn.parent].tools
-            contexts.append([*known, *turn.messages])
+            contexts.append([*context, *turn.messages])
             turns.append(_said_in_turn(turn, contexts[-1], tools))
 
         return turns

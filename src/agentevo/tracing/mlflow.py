@@ -101,16 +101,16 @@ def _experiment_id(uri: str, experiment: str, headers: dict[str, str]) -> str:
         return content
 
     name = {"experiment_name": experiment}
-    known = answer("GET", "get-by-name", params=name)
-    if known is None:
+    experiment_reply = answer("GET", "get-by-name", params=name)
+    if experiment_reply is None:
         created = answer("POST", "create", json={"name": experiment})
         if created is not None:
             return str(created["experiment_id"])
-        known = answer("GET", "get-by-name", params=name)
+        experiment_reply = answer("GET", "get-by-name", params=name)
 
-    if known is None:
+    if experiment_reply is None:
         raise MLflowError(f"{where} makes no experiment {experiment!r}")
-    return str(known["experiment"]["experiment_id"])
+    return str(experiment_reply["experiment"]["experiment_id"])
 
 
 def _authorization() -> dict[str, str]:
@@ -132,17 +132,17 @@ class _DatabaseExporter(SpanExporter):
         from mlflow.tracing.client import TracingClient
 
         client = MlflowClient(uri)
-        known = client.get_experiment_by_name(experiment)
-        if known is None:
+        existing = client.get_experiment_by_name(experiment)
+        if existing is None:
             try:
                 self._experiment_id = client.create_experiment(experiment)
             except MlflowException:  # another process has made it
-                known = client.get_experiment_by_name(experiment)
-                if known is None:
+                existing = client.get_experiment_by_name(experiment)
+                if existing is None:
                     raise
 
-        if known is not None:
-            self._experiment_id = known.experiment_id
+        if existing is not None:
+            self._experiment_id = existing.experiment_id
 
         self._client = TracingClient(uri)
 

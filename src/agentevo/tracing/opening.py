@@ -121,8 +121,8 @@ def run_id_of(run_dir: Path) -> str:
 
 def contents_of(section: TracingSection) -> bool:
     """Whether spans hold what was said."""
-    given = section.contents
-    return _is_true(os.environ.get(names.ENV_CONTENTS, "")) if given is None else given
+    setting = section.contents
+    return _is_true(os.environ.get(names.ENV_CONTENTS, "")) if setting is None else setting
 
 
 def length_of(section: TracingSection) -> int:

@@ -163,7 +163,9 @@ class Spans:
         spoken = self._texts.shown(spoken, 200)
         return spoken, SpanKind.CLIENT if is_client else SpanKind.INTERNAL, attributes
 
-    def _call_attributes(self, call: Call, said: TracedMessage | None) -> dict[str, Value]:
+    def _call_attributes(
+        self, call: Call, traced_message: TracedMessage | None
+    ) -> dict[str, Value]:
         """What this span alone has."""
         attributes: dict[str, Value] = {names.CALL_ID: call.id, names.STATUS: call.status or ""}
         facts = call.attributes
@@ -177,13 +179,13 @@ class Spans:
                     attributes[name] = self._texts.shown(text)
 
         # What the call noted that the conventions have no name for.
-        told = _TOLD_OF_SCORER if call.kind == "scorer" else _TOLD
+        named_facts = _TOLD_OF_SCORER if call.kind == "scorer" else _TOLD
         for fact, value in facts.items():
-            if fact not in told and (self._contents or fact not in _OUTPUT):
+            if fact not in named_facts and (self._contents or fact not in _OUTPUT):
                 shown = self._texts.shown(value) if isinstance(value, str) else value
                 attributes[names.OWN + fact] = shown
 
-        return attributes if said is None else attributes | self._said(said)
+        return attributes if traced_message is None else attributes | self._said(traced_message)
 
     def _attempt_facts(self, trajectory_id: str) -> dict[str, Value]:
         """What all spans of a trajectory have."""
@@ -194,39 +196,39 @@ class Spans:
             names.TRAJECTORY_ID: shown,
             names.CONVERSATION_ID: shown,
         }
-        found = _ATTEMPT.fullmatch(trajectory_id)
-        if found is not None:
+        match = _ATTEMPT.fullmatch(trajectory_id)
+        if match is not None:
             attributes |= {
-                names.TASK_ID: self._texts.shown(found["task"]),
+                names.TASK_ID: self._texts.shown(match["task"]),
                 names.GROUP_ID: self._texts.shown(trajectory_id.rpartition("#")[0]),
-                names.LABEL: found["label"],
-                names.STEP: int(found["step"]),
-                names.ATTEMPT: int(found["number"]),
+                names.LABEL: match["label"],
+                names.STEP: int(match["step"]),
+                names.ATTEMPT: int(match["number"]),
             }
 
         return attributes
 
-    def _said(self, said: TracedMessage) -> dict[str, Value]:
+    def _said(self, traced_message: TracedMessage) -> dict[str, Value]:
         attributes: dict[str, Value] = {}
-        if said.finish_reasons:
-            attributes[names.FINISH_REASONS] = list(said.finish_reasons)
-        if said.temperature is not None:
-            attributes[names.REQUEST_TEMPERATURE] = said.temperature
+        if traced_message.finish_reasons:
+            attributes[names.FINISH_REASONS] = list(traced_message.finish_reasons)
+        if traced_message.temperature is not None:
+            attributes[names.REQUEST_TEMPERATURE] = traced_message.temperature
 
         if self._contents:
-            reasons = said.finish_reasons
-            if said.asked:
-                attributes[names.INPUT_MESSAGES] = self._texts.messages(said.asked)
+            reasons = traced_message.finish_reasons
+            if traced_message.asked:
+                attributes[names.INPUT_MESSAGES] = self._texts.messages(traced_message.asked)
 
-            if said.answers:
-                answers = self._texts.messages(said.answers, finish_reasons=reasons)
+            if traced_message.answers:
+                answers = self._texts.messages(traced_message.answers, finish_reasons=reasons)
                 attributes[names.OUTPUT_MESSAGES] = answers
 
-            if said.tools:
-                attributes[names.TOOL_DEFINITIONS] = self._texts.shown(said.tools)
+            if traced_message.tools:
+                attributes[names.TOOL_DEFINITIONS] = self._texts.shown(traced_message.tools)
 
-        if said.texts is not None:
-            prompt, completions = said.texts()
+        if traced_message.texts is not None:
+            prompt, completions = traced_message.texts()
             attributes[names.PROMPT_TEXT] = self._texts.shown(prompt)
             shown = [self._texts.shown(text) for text in completions]
             attributes[names.COMPLETION_TEXT] = shown[0] if len(shown) == 1 else shown
@@ -266,10 +268,10 @@ _TOLD_OF_SCORER = _TOLD | {"reason"}
 
 def attempt_of(trajectory_id: str) -> str:
     """What the trace of a trajectory is of: the attempt, which all of several agents share."""
-    found = _ATTEMPT.fullmatch(trajectory_id)
-    if found is None or found["agent"] is None:
+    match = _ATTEMPT.fullmatch(trajectory_id)
+    if match is None or match["agent"] is None:
         return trajectory_id
-    return f"{found['task']}/{found['label']}@{found['step']}#{found['number']}"
+    return f"{match['task']}/{match['label']}@{match['step']}#{match['number']}"
 
 
 def _kind_of(message: str) -> str:

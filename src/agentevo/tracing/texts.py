@@ -50,8 +50,8 @@ class SpanTexts:
             for name, value in environment.items()
             if _SECRET_NAME.search(name) and len(value) >= SHORTEST_SECRET
         }
-        whole = sorted(values, key=len, reverse=True)
-        self._known = re.compile("|".join(map(re.escape, whole))) if whole else None
+        secret_values = sorted(values, key=len, reverse=True)
+        self._known = re.compile("|".join(map(re.escape, secret_values))) if secret_values else None
 
         # Names, and the messages that every turn of an attempt has again.
         self._remembered = lru_cache(REMEMBERED)(self._without_secrets)
@@ -73,28 +73,28 @@ class SpanTexts:
     def messages(self, messages: Sequence[Message], *, finish_reasons: Sequence[str] = ()) -> str:
         """A chat as the conventions write it: JSON of roles and parts. Of one that is too long the
         newest messages are kept, and of a long message head and tail."""
-        left = self.longest
-        told = list[msgspec.Raw]()
+        remaining = self.longest
+        encoded_messages = list[msgspec.Raw]()
         for number in range(len(messages) - 1, -1, -1):
-            if left <= _MARGIN:
+            if remaining <= _MARGIN:
                 note = _note(f"{number + 1} earlier messages are left out")
-                told.append(msgspec.Raw(msgspec.json.encode(note)))
+                encoded_messages.append(msgspec.Raw(msgspec.json.encode(note)))
                 break
 
-            one = self._message(messages[number], left)
+            record = self._message(messages[number], remaining)
             if finish_reasons:
-                one["finish_reason"] = finish_reasons[min(number, len(finish_reasons) - 1)]
+                record["finish_reason"] = finish_reasons[min(number, len(finish_reasons) - 1)]
 
-            encoded = msgspec.json.encode(one)
-            told.append(msgspec.Raw(encoded))
-            left -= len(encoded)
+            encoded = msgspec.json.encode(record)
+            encoded_messages.append(msgspec.Raw(encoded))
+            remaining -= len(encoded)
 
-        return msgspec.json.encode(told[::-1]).decode()
+        return msgspec.json.encode(encoded_messages[::-1]).decode()
 
     def _message(self, message: Message, longest: int) -> dict[str, Any]:
         """Its parts share `longest`, the first ones first; how many have no room is told."""
         named = {} if message.name is None else {"name": self.shown(message.name, _MARGIN)}
-        told = {"role": message.role, **named}
+        record = {"role": message.role, **named}
         if message.role == "tool":
             response = self.shown(message.text, longest)
             part = {
@@ -102,10 +102,10 @@ class SpanTexts:
                 "id": message.tool_call_id,
                 "response": response,
             }
-            return told | {"parts": [part]}
+            return record | {"parts": [part]}
 
         makers: list[Callable[[int], dict[str, Any]]] = [
-            lambda left, kind=kind, text=text: {"type": kind, "content": self.shown(text, left)}  # type: ignore[misc]
+            lambda limit, kind=kind, text=text: {"type": kind, "content": self.shown(text, limit)}  # type: ignore[misc]
             for kind, text in (("reasoning", message.reasoning), ("text", message.text))
             if text
         ]
@@ -118,15 +118,15 @@ class SpanTexts:
             parts.append(make(longest))
             longest -= len(msgspec.json.encode(parts[-1]))
 
-        return told | {"parts": parts}
+        return record | {"parts": parts}
 
     def _call(self, call: ToolCall, longest: int) -> dict[str, Any]:
-        given = self.shown(call.arguments, longest)
-        arguments: Any = given
+        arguments_text = self.shown(call.arguments, longest)
+        arguments: Any = arguments_text
         with suppress(msgspec.MsgspecError, RecursionError):  # the policy may write no JSON
-            arguments = msgspec.json.decode(given)
-        told = {"type": "tool_call", "name": self.shown(call.name, 200), "arguments": arguments}
-        return told | ({"id": self.shown(call.id, 200)} if call.id else {})
+            arguments = msgspec.json.decode(arguments_text)
+        record = {"type": "tool_call", "name": self.shown(call.name, 200), "arguments": arguments}
+        return record | ({"id": self.shown(call.id, 200)} if call.id else {})
 
 
 LONGEST_SECRET = 4096

@@ -224,8 +224,8 @@ class Tracer:
             why = self._warning.problem or f"the exporter did not end within {self._flush_s:g} s"
 
         exported = self.num_exported
-        if lost := self.num_lost:
-            self._tell(f"tracing: {lost} spans were not exported, {exported} were: {why}")
+        if num_lost := self.num_lost:
+            self._tell(f"tracing: {num_lost} spans were not exported, {exported} were: {why}")
         elif exported:
             self._tell(f"tracing: {exported} spans were exported")
 

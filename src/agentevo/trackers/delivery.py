@@ -56,10 +56,10 @@ class Record:
     def of(self, name: str) -> tuple[str, int]:
         """(id, last step) of a tracker; ("", -1) if it has never begun."""
         entry = self._entries.get(name, {})
-        known = entry.get("id")
+        tracker_id = entry.get("id")
         step = entry.get("step")
-        is_known = isinstance(known, str) and type(step) is int
-        return (str(known), int(step)) if is_known and step is not None else ("", -1)
+        is_known = isinstance(tracker_id, str) and type(step) is int
+        return (str(tracker_id), int(step)) if is_known and step is not None else ("", -1)
 
     def keep(self, name: str, known: str, step: int) -> None:
         """Raises OSError."""
@@ -173,21 +173,21 @@ class TrackerDelivery:
             self._try_call("the end", lambda act=act: act(tracker), attempts=1)  # type: ignore[misc]
 
     def _begun(self) -> Tracker | None:
-        made: list[Tracker] = []
+        trackers: list[Tracker] = []
 
         def begin() -> None:
             tracker = self._make()
-            begun = tracker.begin(self._run)
-            self._id = begun.id
-            if begun.where:
-                self._say(f"{self.name}: {without_passwords(begun.where)}", False)
-            made.append(tracker)
+            started = tracker.begin(self._run)
+            self._id = started.id
+            if started.where:
+                self._say(f"{self.name}: {without_passwords(started.where)}", False)
+            trackers.append(tracker)
 
         if not self._try_call("its beginning", begin):
             return None
 
         self._keep()
-        return made[0]
+        return trackers[0]
 
     def _keep(self) -> None:
         self._try_call("tracking.json", self._kept, attempts=1)
@@ -232,7 +232,7 @@ class TrackerDelivery:
 
 def with_identity(run: TrackedRun, name: str, record: Record, new_id: str) -> TrackedRun:
     """The run as the tracker of that name knows it."""
-    known, step = record.of(name)
+    tracker_id, step = record.of(name)
     return msgspec.structs.replace(
-        run, id=known or new_id, resumed=bool(known), last_step=step if known else -1
+        run, id=tracker_id or new_id, resumed=bool(tracker_id), last_step=step if tracker_id else -1
     )

@@ -29,30 +29,30 @@ SHORTEST = 8
 
 def without_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The same tree of plain values, with `***` in place of every secret."""
-    known = known_secrets()
-    return {str(key): _plain(str(key), value, known) for key, value in tree.items()}
+    secret_values = known_secrets()
+    return {str(key): _plain(str(key), value, secret_values) for key, value in tree.items()}
 
 
 def known_secrets() -> list[str]:
     """The values of the process's environment variables that are called so, the longest first."""
-    found = {
+    secret_values = {
         value
         for name, value in os.environ.items()
         if len(value) >= SHORTEST and _SECRET_NAME.search(name)
     }
-    return sorted(found, key=lambda value: (-len(value), value))
+    return sorted(secret_values, key=lambda value: (-len(value), value))
 
 
-def _plain(name: str, value: Any, known: list[str]) -> Any:
+def _plain(name: str, value: Any, secret_values: list[str]) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _plain(str(key), item, known) for key, item in value.items()}
+        return {str(key): _plain(str(key), item, secret_values) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(name, item, known) for item in value]
+        return [_plain(name, item, secret_values) for item in value]
     if not isinstance(value, str):
         return value
     if _SECRET_NAME.search(name) and value and not REFERENCE.fullmatch(value):
         return HIDDEN
-    return clean_text(value, known)
+    return clean_text(value, secret_values)
 
 
 def clean_text(text: str, known: list[str]) -> str:

@@ -152,10 +152,10 @@ def tracker(name: str) -> Callable[[T], T]:
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A configuration with dotted keys; lists stay values."""
-    found: dict[str, Any] = {}
+    flat_values: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
+            flat_values |= flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            flat_values[f"{prefix}{key}"] = value
+    return flat_values

@@ -118,12 +118,14 @@ def merge_rows(before: TrackedRow | None, row: TrackedRow) -> TrackedRow:
 
 def clean_table(table: TrackedTable) -> TrackedTable:
     """The same without secrets in its texts."""
-    known = known_secrets()
+    secret_values = known_secrets()
     return TrackedTable(
         table.name,
         table.columns,
         tuple(
-            tuple(clean_text(cell, known) if isinstance(cell, str) else cell for cell in row)
+            tuple(
+                clean_text(cell, secret_values) if isinstance(cell, str) else cell for cell in row
+            )
             for row in table.rows
         ),
     )

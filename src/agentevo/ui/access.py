@@ -118,8 +118,8 @@ class Access:
 
     def visitor(self, cookies: str, address: str) -> Visitor:
         """Who has these cookies."""
-        held = cookie_parser(cookies).get(self.control_cookie, "")
-        if not self.control or not _is_same(held, self._control_pass):
+        cookie_value = cookie_parser(cookies).get(self.control_cookie, "")
+        if not self.control or not _is_same(cookie_value, self._control_pass):
             return Visitor(address)
         return Visitor(address, f"control token {self._control_pass[:8]}", self._form_token)
 
@@ -129,10 +129,12 @@ class Access:
 
     def set_cookies(self, *, control: bool) -> list[str]:
         """The values of the headers that give the cookie, or both."""
-        held = [(self.cookie, self._pass)]
-        held += [(self.control_cookie, self._control_pass)] if control else []
+        cookies = [(self.cookie, self._pass)]
+        cookies += [(self.control_cookie, self._control_pass)] if control else []
         secure = "; Secure" if self.secure else ""
-        return [f"{name}={text}; Path=/; HttpOnly; SameSite=Strict{secure}" for name, text in held]
+        return [
+            f"{name}={text}; Path=/; HttpOnly; SameSite=Strict{secure}" for name, text in cookies
+        ]
 
     def url(self, base: str) -> str:
         """What a person opens first."""
@@ -163,9 +165,9 @@ class AccessGuard:
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
-                given = MutableHeaders(scope=message)
+                response_headers = MutableHeaders(scope=message)
                 for name, value in self._headers.items():
-                    given.setdefault(name, value)
+                    response_headers.setdefault(name, value)
 
             async with asyncio.timeout(SEND_S):
                 await send(message)
@@ -254,9 +256,9 @@ def _seal(purpose: str, token: str) -> str:
     return hashlib.sha256(f"agentevo {purpose} {token}".encode()).hexdigest()
 
 
-def _is_same(given: str, secret: str) -> bool:
+def _is_same(token: str, secret: str) -> bool:
     """Takes as long for any wrong one."""
-    return hmac.compare_digest(given.encode("utf-8", "replace"), secret.encode())
+    return hmac.compare_digest(token.encode("utf-8", "replace"), secret.encode())
 
 
 def _address_of(scope: Scope) -> str:

@@ -21,8 +21,8 @@ def session_of(folder: Path, state: str | None = None) -> tuple[ControlSession |
     if state != "running":
         command = resume_command(folder, command_of(folder))
         resume = f"`{command}`" if command else "The command that began it, with --resume,"
-        more = "" if state == "finished" else f". {resume} goes on with it"
-        return None, f"nobody trains there now (it is {state}){more}"
+        resume_hint = "" if state == "finished" else f". {resume} goes on with it"
+        return None, f"nobody trains there now (it is {state}){resume_hint}"
 
     session = read_session(folder)
     if session is None or session.has_ended:

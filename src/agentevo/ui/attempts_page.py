@@ -143,11 +143,11 @@ def _view(reader: IndexReader, selection: Selection, base: str) -> View:
     for name, title in HISTOGRAMS:
         edges = (f"{name}_from", f"{name}_to")
         low, high = selection.ranges.get(name, (math.nan, math.nan))
-        counted = reader.histogram(selection, name)
+        histogram_bars = reader.histogram(selection, name)
         bars = []
-        for bar in counted:
+        for bar in histogram_bars:
             # A value at an edge is counted by the bar that begins there, or by the last one.
-            highest = bar.high if bar is counted[-1] else math.nextafter(bar.high, -math.inf)
+            highest = bar.high if bar is histogram_bars[-1] else math.nextafter(bar.high, -math.inf)
             href = link(**{edges[0]: exact(bar.low), edges[1]: exact(highest)})
             is_chosen = low <= bar.low and highest <= high
             bars.append(
@@ -190,11 +190,13 @@ async def step(request: Request, run: str, step: int) -> HTMLResponse:
 
     def read() -> tuple[View, Any]:
         with reader.steady():
-            groups, more, total = reader.step_groups(selection, after=after)
+            groups, next_after, total = reader.step_groups(selection, after=after)
             shown = _view(reader, selection, base)
             return shown, _StepGroups(
                 [_group(rows) for rows in groups],
-                None if more is None else f"{base}?{urlencode(selection.query(after=more))}",
+                None
+                if next_after is None
+                else f"{base}?{urlencode(selection.query(after=next_after))}",
                 total,
                 _neighbours(reader, step),
             )
@@ -244,15 +246,15 @@ def _group(rows: Sequence[IndexRow]) -> AttemptGroup:
 
 def _neighbours(reader: IndexReader, step: int) -> dict[str, Any]:
     """The committed steps around one, and what is known of it."""
-    known = reader.steps()
-    numbers = [one[0] for one in known]
-    here = next((one for one in known if one[0] == step), None)
+    steps = reader.steps()
+    numbers = [row[0] for row in steps]
+    current = next((row for row in steps if row[0] == step), None)
     return {
         "before": max((n for n in numbers if n < step), default=None),
         "after": min((n for n in numbers if n > step), default=None),
-        "committed_at": here[1] if here else None,
-        "num_trained": here[2] if here else None,
-        "plan": here[3] if here else {},
+        "committed_at": current[1] if current else None,
+        "num_trained": current[2] if current else None,
+        "plan": current[3] if current else {},
     }
 
 
@@ -263,15 +265,15 @@ async def _answer(
     read: Any,
     selection: Selection,
     base: str,
-    **more: Any,
+    **variables: Any,
 ) -> HTMLResponse:
     """The page; without an index it says how far that is."""
     _, (state, trouble) = await ready_index(request, view)
     shown = None
-    found = None
+    content = None
     with suppress(IndexAway):
         if state.at:
-            shown, found = await in_thread(read)
+            shown, content = await in_thread(read)
 
     return run_page(
         request,
@@ -279,13 +281,13 @@ async def _answer(
         view,
         "attempts",
         shown=shown,
-        found=found,
+        found=content,
         index=state,
         trouble=trouble,
         selection=selection,
         base=base,
         kept=_kept(selection),
-        **more,
+        **variables,
     )
 
 

@@ -66,8 +66,8 @@ async def compare(
     watcher = dashboard(request).watcher
     keys = list(dict.fromkeys(run))
     if sweep:
-        found = await in_thread(watcher.sources.runs)
-        keys += [key for key, source in found.items() if source.sweep == sweep]
+        sources = await in_thread(watcher.sources.runs)
+        keys += [key for key, source in sources.items() if source.sweep == sweep]
 
     views = []
     missing = []
@@ -79,13 +79,15 @@ async def compare(
 
     lines = await in_thread(settings_of, views, by)
     names = sorted({name for view in views for name in view.table.columns})
-    wanted = metrics_to_compare(names)
+    chosen_names = metrics_to_compare(names)
     if q:
         words = q.lower().split()
-        wanted = [name for name in names if all(word in name.lower() for word in words)]
+        chosen_names = [name for name in names if all(word in name.lower() for word in words)]
 
     charts = await in_thread(
-        lambda: [one for name in wanted[:MOST_CHARTS] if (one := chart_of(lines, name, x))]
+        lambda: [
+            chart for name in chosen_names[:MOST_CHARTS] if (chart := chart_of(lines, name, x))
+        ]
     )
     differences, num_same = await in_thread(differing, lines)
     return page(
@@ -151,8 +153,8 @@ def _setting(views: list[RunView], config: dict[str, Any], names: list[str]) -> 
 
 def _mean(values: Sequence[float | None]) -> float | None:
     """None if any is missing: means over different runs could not be compared."""
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known and len(known) == len(values) else None
+    present = [value for value in values if value is not None]
+    return statistics.fmean(present) if present and len(present) == len(values) else None
 
 
 def chart_of(settings: Sequence[Setting], metric: str, axis: Axis) -> Chart | None:

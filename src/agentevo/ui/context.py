@@ -42,8 +42,8 @@ class NotFoundError(Exception):
 
 def dashboard(request: Request) -> Dashboard:
     """Of the application that has got this request."""
-    found: Dashboard = request.app.state.dashboard
-    return found
+    shared: Dashboard = request.app.state.dashboard
+    return shared
 
 
 async def run_of(request: Request, run: str) -> RunView:
@@ -53,8 +53,8 @@ async def run_of(request: Request, run: str) -> RunView:
 
 def visitor(request: Request) -> Visitor:
     """Who asks, and whether they may change something."""
-    found: Visitor = request.scope[VISITOR]
-    return found
+    requester: Visitor = request.scope[VISITOR]
+    return requester
 
 
 def form_of(request: Request) -> dict[str, str]:

@@ -49,8 +49,8 @@ def check_from_here(headers: Headers, *, secure: bool) -> None:
     that says nothing at all is refused, too: every browser of today says where a POST is from."""
     site = headers.get("sec-fetch-site")
     origin = headers.get("origin")
-    ours = f"{'https' if secure else 'http'}://{headers.get('host', '')}".lower()
-    is_ours = origin is not None and origin.lower() == ours
+    own_origin = f"{'https' if secure else 'http'}://{headers.get('host', '')}".lower()
+    is_ours = origin is not None and origin.lower() == own_origin
     if site not in (None, "same-origin") or not is_ours:
         raise FormRefusedError(403, "this was not sent by a page of this dashboard")
 

@@ -56,8 +56,10 @@ class HeldOut(NamedTuple):
     def count_words(self, name: str) -> dict[str, int]:
         """Word of `decoding` or `agent` -> how many attempts have it, the most frequent first."""
         counts = np.bincount(getattr(self, name))
-        found = {self.words.get(i, ""): int(counts[i]) for i in np.flatnonzero(counts).tolist()}
-        return dict(sorted(found.items(), key=lambda one: -one[1]))
+        counts_by_word = {
+            self.words.get(i, ""): int(counts[i]) for i in np.flatnonzero(counts).tolist()
+        }
+        return dict(sorted(counts_by_word.items(), key=lambda item: -item[1]))
 
     def of_word(self, name: str, word: str) -> HeldOut:
         """Those that have this word in `decoding` or `agent`."""
@@ -123,15 +125,15 @@ def account(attempts: HeldOut) -> Account:
 
 def by_part(attempts: HeldOut) -> list[tuple[str, str, Account]]:
     """(kind, difficulty, account), in the order of their words, numbers by size."""
-    found = []
+    accounts = []
     pairs = np.stack([attempts.kind, attempts.difficulty], axis=1)
     for kind, difficulty in np.unique(pairs, axis=0).tolist() if len(pairs) else []:
-        own = (attempts.kind == kind) & (attempts.difficulty == difficulty)
+        is_in_part = (attempts.kind == kind) & (attempts.difficulty == difficulty)
         kind_word = attempts.words.get(kind, "")
         difficulty_word = attempts.words.get(difficulty, "")
-        found.append((kind_word, difficulty_word, account(attempts.part(own))))
+        accounts.append((kind_word, difficulty_word, account(attempts.part(is_in_part))))
 
-    return sorted(found, key=lambda one: (one[0], _in_order(one[1])))
+    return sorted(accounts, key=lambda row: (row[0], _in_order(row[1])))
 
 
 def curve(attempts: HeldOut) -> list[tuple[int, Estimate]]:
@@ -144,13 +146,13 @@ def curve(attempts: HeldOut) -> list[tuple[int, Estimate]]:
         places = np.unique(np.linspace(0, len(steps) - 1, most).round().astype(int))
         steps = [steps[place] for place in places.tolist()]
 
-    found = []
+    points = []
     for step in steps:
         success = account_at(attempts, step).success
         if success is not None:
-            found.append((step, success))
+            points.append((step, success))
 
-    return found
+    return points
 
 
 def account_at(attempts: HeldOut, step: int) -> Account:
@@ -168,14 +170,14 @@ def changes(reader: IndexReader, attempts: HeldOut, first: int, last: int) -> Se
         _, places = np.unique(done.task, return_index=True)
         sides.append((tasks, shares, done.place[places]))
 
-    (tasks, before, place_before), (others, after, place_after) = sides
-    both, mine, theirs = np.intersect1d(tasks, others, assume_unique=True, return_indices=True)
+    (tasks, before, place_before), (tasks_after, after, place_after) = sides
+    both, mine, theirs = np.intersect1d(tasks, tasks_after, assume_unique=True, return_indices=True)
     before = before[mine]
 
     after = after[theirs]
     gain = after - before
     order = np.argsort(-np.abs(gain), kind="stable")
-    found: dict[bool, list[SettingChange]] = {}
+    changes_by_direction: dict[bool, list[SettingChange]] = {}
     for is_better in (True, False):
         chosen = order[gain[order] > 0 if is_better else gain[order] < 0][:MOST_CHANGES]
         names = _names(reader, "SELECT number, id FROM tasks WHERE number", both[chosen])
@@ -184,7 +186,7 @@ def changes(reader: IndexReader, attempts: HeldOut, first: int, last: int) -> Se
             "SELECT place, id FROM attempts WHERE place",
             np.concatenate([place_before[mine[chosen]], place_after[theirs[chosen]]]),
         )
-        found[is_better] = [
+        changes_by_direction[is_better] = [
             SettingChange(
                 names.get(int(both[i]), ""),
                 float(before[i]),
@@ -198,21 +200,21 @@ def changes(reader: IndexReader, attempts: HeldOut, first: int, last: int) -> Se
     return SettingChanges(
         _difference(before, after),
         len(both),
-        found[True],
+        changes_by_direction[True],
         int(np.count_nonzero(gain > 0)),
-        found[False],
+        changes_by_direction[False],
         int(np.count_nonzero(gain < 0)),
     )
 
 
 def _names(reader: IndexReader, query: str, numbers: Sequence[int] | np.ndarray) -> dict[int, str]:
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     values = [int(number) for number in numbers]
     for start in range(0, len(values), 500):
         some = values[start : start + 500]
         marks = ", ".join("?" * len(some))
-        found.update((row[0], row[1]) for row in reader.ask(f"{query} IN ({marks})", some))
-    return found
+        names.update((row[0], row[1]) for row in reader.ask(f"{query} IN ({marks})", some))
+    return names
 
 
 def _by_task(done: HeldOut, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -31,10 +31,10 @@ class Indexes:
     def reader(self, url: str, folder: Path | None) -> IndexReader:
         """The index of the store at `url`, which is kept up to date from now on."""
         with self._lock:
-            for other, kept in list(self._kept.items()):
-                if other != url and time.monotonic() - kept.used_at > IDLE_S:
-                    del self._kept[other]
-                    threading.Thread(target=kept.indexer.stop, daemon=True).start()
+            for other_url, entry in list(self._kept.items()):
+                if other_url != url and time.monotonic() - entry.used_at > IDLE_S:
+                    del self._kept[other_url]
+                    threading.Thread(target=entry.indexer.stop, daemon=True).start()
 
             if url not in self._kept:
                 self._kept[url] = _KeptIndex(url, folder)
@@ -45,22 +45,22 @@ class Indexes:
     def state(self, url: str) -> tuple[IndexState, str]:
         """How far the index is, and what keeps it from going on."""
         with self._lock:
-            kept = self._kept.get(url)
+            entry = self._kept.get(url)
 
-        if kept is None:
+        if entry is None:
             return IndexState("listing", 0, 0, 0.0, ""), ""
 
         try:
-            return kept.reader.state(), kept.indexer.trouble
+            return entry.reader.state(), entry.indexer.trouble
         except IndexAway as error:
-            return IndexState("listing", 0, 0, 0.0, ""), kept.indexer.trouble or str(error)
+            return IndexState("listing", 0, 0, 0.0, ""), entry.indexer.trouble or str(error)
 
     def close(self) -> None:
         """Ends all of them; blocks until they have."""
         with self._lock:
-            kept = list(self._kept.values())
+            entries = list(self._kept.values())
             self._kept.clear()
-        for one in kept:
-            one.indexer.stop(0.0)
-        for one in kept:
-            one.indexer.stop(5.0)
+        for entry in entries:
+            entry.indexer.stop(0.0)
+        for entry in entries:
+            entry.indexer.stop(5.0)

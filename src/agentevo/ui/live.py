@@ -80,7 +80,7 @@ async def _events(request: Request, watcher: Watcher, keys: list[str]) -> AsyncI
             yield f"event: run\ndata: {json.dumps({'run': LIST, 'version': view})}\n\n".encode()
             beat = now
         elif view is not None:
-            yield _told(watcher, view)
+            yield _event_of(watcher, view)
             beat = now
         elif now - beat > BEAT_S:
             yield b": still here\n\n"
@@ -90,13 +90,13 @@ async def _events(request: Request, watcher: Watcher, keys: list[str]) -> AsyncI
             return
 
 
-def _told(watcher: Watcher, view: RunView) -> bytes:
+def _event_of(watcher: Watcher, view: RunView) -> bytes:
     """The event, made once for all who hear of it: a view is one moment of a run."""
-    held = watcher.events.get(view.key)
-    if held is not None and held[0] is view:
-        return held[1]
+    cached = watcher.events.get(view.key)
+    if cached is not None and cached[0] is view:
+        return cached[1]
 
-    told = {
+    fields = {
         "run": view.key,
         "version": view.version,
         "step": view.step,
@@ -105,7 +105,7 @@ def _told(watcher: Watcher, view: RunView) -> bytes:
         "at": round(time.time(), 3),
         "now": _doing(view),
     }
-    event = f"event: run\ndata: {json.dumps(told)}\n\n".encode()
+    event = f"event: run\ndata: {json.dumps(fields)}\n\n".encode()
     watcher.events[view.key] = (view, event)
 
     return event

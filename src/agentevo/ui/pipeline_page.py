@@ -90,5 +90,5 @@ def _read(sources: Sources, folder: Path) -> ShownPipeline:
     }
     rows = stage_rows([state]) if state.stages else []
     places = (folder / REPORT, folder.parent / REPORT)
-    report = next((one for one in places if one.is_file()), None)
+    report = next((candidate for candidate in places if candidate.is_file()), None)
     return ShownPipeline(state, rows, urls, measured, report)

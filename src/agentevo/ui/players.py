@@ -75,7 +75,7 @@ class PlayerProcess:
     run: str
     """The key of the run in URLs."""
     process: Process
-    began: float
+    started_at: float
     """Unix time."""
     state: str = "loading"
     """loading, ready, ended"""
@@ -94,7 +94,7 @@ class PlayerProcess:
     @property
     def seconds(self) -> float:
         """Since it began."""
-        return time.time() - self.began
+        return time.time() - self.started_at
 
     @property
     def is_busy(self) -> bool:
@@ -131,7 +131,9 @@ class Players:
 
     def of(self, run: str) -> list[PlayerProcess]:
         """All of them, those of this run first."""
-        return sorted(self._held.values(), key=lambda one: (one.run != run, one.began))
+        return sorted(
+            self._held.values(), key=lambda player: (player.run != run, player.started_at)
+        )
 
     async def ask(
         self, key: PlayerKey, run: str, request: words.Chat | words.Play
@@ -146,8 +148,8 @@ class Players:
         player.listeners[request.id] = queue
         is_done = False
         try:
-            async for told in self._waiting(player):
-                yield told
+            async for status in self._waiting(player):
+                yield status
 
             await self._write(player, request)
             longest = CHAT_S if isinstance(request, words.Chat) else PLAY_S
@@ -216,19 +218,19 @@ class Players:
             if self._closed:
                 raise PlayerError("the dashboard ends")
 
-            found = self._held.get(key)
-            if found is not None and found.state != "ended":
-                return found
-            if found is not None:
-                await self._forget(found)
+            existing = self._held.get(key)
+            if existing is not None and existing.state != "ended":
+                return existing
+            if existing is not None:
+                await self._forget(existing)
 
             if len(self._held) >= MAX_PLAYERS:
-                idle = [one for one in self._held.values() if not one.is_busy]
+                idle = [candidate for candidate in self._held.values() if not candidate.is_busy]
                 if not idle:
                     raise PlayerError(
                         f"{MAX_PLAYERS} checkpoints are at work: stop one, or wait until it is done"
                     )
-                oldest = min(idle, key=lambda one: one.used_at)
+                oldest = min(idle, key=lambda candidate: candidate.used_at)
                 await self.end(oldest, "another checkpoint has taken its place")
 
             player = await self._begin(key, run)
@@ -272,13 +274,13 @@ class Players:
         try:
             while line := await stdout.readline():
                 player.heard_at = time.monotonic()
-                self._told(player, self._read(line))
+                self._handle_event(player, self._read(line))
         except (ValueError, msgspec.DecodeError) as error:
             player.problem = f"the player has said what nobody understands ({error}): ask again"
 
         await self._end(player)
 
-    def _told(self, player: PlayerProcess, event: words.Event) -> None:
+    def _handle_event(self, player: PlayerProcess, event: words.Event) -> None:
         if isinstance(event, words.Beat):
             player.memory_bytes = event.memory_bytes
         elif isinstance(event, words.Loading):
@@ -305,8 +307,8 @@ class Players:
 
         player.kill()
         if not player.problem:
-            said = without_passwords(player.stderr.decode("utf-8", "replace")).strip()
-            last = said.rpartition("\n")[2][-300:]
+            stderr_text = without_passwords(player.stderr.decode("utf-8", "replace")).strip()
+            last = stderr_text.rpartition("\n")[2][-300:]
             how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
             room = ": it may have needed more memory than there is" if code == -9 else ""
             player.problem = f"the player has ended by itself ({how}{room}). {last}".strip()

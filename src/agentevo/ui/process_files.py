@@ -70,30 +70,30 @@ class Weights(NamedTuple):
 
     version: int
     published_at: float
-    kept: list[int]
+    versions: list[int]
     """Versions that lie in the folder."""
 
 
 def engines(source: RunSource) -> list[ListedEngine]:
     """By name. A file that no engine has written is left out."""
-    found = []
+    listed = []
     for path, what in _files(source.file("engines"), ".json"):
         with suppress(OSError, msgspec.MsgspecError):
-            said = msgspec.json.decode(_end(path, MOST_JSON)[0], type=Announcement)
+            announcement = msgspec.json.decode(_end(path, MOST_JSON)[0], type=Announcement)
             lives = abs(time.time() - what.st_mtime) <= DEAD_S
-            found.append(
+            listed.append(
                 ListedEngine(
-                    name=said.name,
-                    url=said.url,
-                    pid=said.pid,
-                    started_at=said.started_at,
+                    name=announcement.name,
+                    url=announcement.url,
+                    pid=announcement.pid,
+                    started_at=announcement.started_at,
                     beaten_at=what.st_mtime,
                     lives=lives,
-                    version=said.version,
+                    version=announcement.version,
                 )
             )
 
-    return sorted(found, key=lambda one: one.name)
+    return sorted(listed, key=lambda engine: engine.name)
 
 
 def weights(source: RunSource) -> Weights | None:
@@ -156,10 +156,10 @@ def _logs(source: RunSource) -> Iterator[tuple[Path, Log]]:
 
     if source.sweep is not None and source.folder is not None:
         # Beside the run: the folder of the sweep is shown as well.
-        own = f"{source.folder.name}.log"
-        for path, what in _files(source.folder.parent / "logs", own):
-            if path.name == own:
-                yield path, Log(f"sweep/{own}", what.st_size, what.st_mtime)
+        log_name = f"{source.folder.name}.log"
+        for path, what in _files(source.folder.parent / "logs", log_name):
+            if path.name == log_name:
+                yield path, Log(f"sweep/{log_name}", what.st_size, what.st_mtime)
 
 
 def _files(folder: Path | None, ending: str) -> Iterator[tuple[Path, os.stat_result]]:

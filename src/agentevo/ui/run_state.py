@@ -70,8 +70,8 @@ class RunView:
     @property
     def name(self) -> str:
         """The run's own name, or its folder's."""
-        given = self.summary.get("name") or self.setting("run", "name")
-        return given if isinstance(given, str) and given else self.source.name
+        run_name = self.summary.get("name") or self.setting("run", "name")
+        return run_name if isinstance(run_name, str) and run_name else self.source.name
 
     @property
     def label(self) -> str:
@@ -162,9 +162,9 @@ class RunReader:
         beat = self.view.beat
         self._read_file(NOW, self._read_moment)
         beat += before is not self._moment
-        seen = replace(self.view, **self._facts(source), is_behind=is_behind)
-        version = self.view.version + (changed or seen != self.view)
-        self.view = replace(seen, version=version, moment=self._moment, beat=beat)
+        new_view = replace(self.view, **self._facts(source), is_behind=is_behind)
+        version = self.view.version + (changed or new_view != self.view)
+        self.view = replace(new_view, version=version, moment=self._moment, beat=beat)
 
     def _facts(self, source: RunSource) -> dict[str, Any]:
         table = self._table

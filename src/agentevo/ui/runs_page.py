@@ -90,13 +90,13 @@ async def runs(
 
 def sweeps_of(views: Sequence[RunView]) -> list[tuple[str, str, int]]:
     """(key, name, number of runs) of the sweeps that have some of these runs."""
-    found: dict[str, tuple[str, int]] = {}
+    sweeps: dict[str, tuple[str, int]] = {}
     for view in views:
         key = view.source.sweep
         folder = view.source.folder
         if key is not None and folder is not None:
-            found[key] = (folder.parent.name, found.get(key, ("", 0))[1] + 1)
-    return sorted((key, name, many) for key, (name, many) in found.items())
+            sweeps[key] = (folder.parent.name, sweeps.get(key, ("", 0))[1] + 1)
+    return sorted((key, name, many) for key, (name, many) in sweeps.items())
 
 
 def row_of(view: RunView) -> RunRow:
@@ -115,7 +115,7 @@ def row_of(view: RunView) -> RunRow:
     return RunRow(
         view=view,
         rewards=list(rewards),
-        about=" · ".join(without_folders(one)[:60] for one in about if one),
+        about=" · ".join(without_folders(fact)[:60] for fact in about if fact),
         **{
             name: value if isinstance(value, (int, float)) else None
             for name, value in figures.items()

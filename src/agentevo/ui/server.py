@@ -63,7 +63,7 @@ async def _serve(
     host: str,
     control: bool,
     stop: Callable[[], bool],
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
     note: Callable[[str], None],
 ) -> None:
     context = door.server_context()
@@ -85,10 +85,10 @@ async def _serve(
     }
     limits = AdmissionLimits(strangers=128, clients=MAX_CONNECTIONS, idle_s=IDLE_S)
     async with serving(app, door.listener, close=close, tls=context, limits=limits, **settings):
-        tell(f"AgentEvo shows {sources.shown} at\n  {access.url(base)}")
+        notify(f"AgentEvo shows {sources.shown} at\n  {access.url(base)}")
         if control:
-            tell("and whoever opens this may try checkpoints and ask runs to stop:")
-            tell(f"  {access.control_url(base)}")
+            notify("and whoever opens this may try checkpoints and ask runs to stop:")
+            notify(f"  {access.control_url(base)}")
         if context is not None:
             note("the certificate is this process's own: a browser asks once whether to trust it")
         while not stop():

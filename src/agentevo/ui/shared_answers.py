@@ -66,7 +66,7 @@ class SharedAnswer(NamedTuple):
 @dataclass
 class _HeldAnswers:
     making: asyncio.Task[SharedAnswer]
-    known: tuple[int, int]
+    watched_state: tuple[int, int]
     """What the watcher knew when it was begun."""
     at: float
     size: int = 0
@@ -85,9 +85,9 @@ class SharedAnswers:
         self._held: dict[AnswerKey, _HeldAnswers] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = PATHS.fullmatch(scope["path"])
+        match = PATHS.fullmatch(scope["path"])
         is_ours = scope["method"] == "GET" and len(scope["query_string"]) <= LONGEST_QUERY
-        if found is None or not is_ours or scope[self._visitor_key].may_change:
+        if match is None or not is_ours or scope[self._visitor_key].may_change:
             await self.app(scope, receive, send)
             return
 
@@ -96,56 +96,65 @@ class SharedAnswers:
         theme = _theme(headers.get(b"cookie", b""))
         key = AnswerKey(scope["path"], scope["query_string"], is_part, theme)
         # Shielded: others wait for it, too.
-        answer = await asyncio.shield(self._making(key, found["run"], scope))
+        answer = await asyncio.shield(self._making(key, match["run"], scope))
         await _send(send, answer, headers.get(b"accept-encoding", b""))
 
     def _making(self, key: AnswerKey, run: str | None, scope: Scope) -> asyncio.Task[SharedAnswer]:
         """What makes the answer, or has made it."""
         now = time.monotonic()
-        known = self._watcher.known(run)
-        held = self._held.get(key)
-        is_fresh = held is not None and (not held.making.done() or now - held.at < KEPT_S)
-        if held is not None and is_fresh and held.known == known:
-            return held.making
+        watched_state = self._watcher.known(run)
+        entry = self._held.get(key)
+        is_fresh = entry is not None and (not entry.making.done() or now - entry.at < KEPT_S)
+        if entry is not None and is_fresh and entry.watched_state == watched_state:
+            return entry.making
 
         self._forget(now)
         making = asyncio.ensure_future(self._made(key, scope))
-        held = self._held[key] = _HeldAnswers(making, known, now)
-        making.add_done_callback(lambda _: self._done(key, held))
+        entry = self._held[key] = _HeldAnswers(making, watched_state, now)
+        making.add_done_callback(lambda _: self._done(key, entry))
 
         return making
 
-    def _done(self, key: AnswerKey, held: _HeldAnswers) -> None:
+    def _done(self, key: AnswerKey, entry: _HeldAnswers) -> None:
         """Keeps what may be kept."""
-        failed = held.making.cancelled() or held.making.exception() is not None
-        if failed or held.making.result().status != 200:
-            if self._held.get(key) is held:
+        failed = entry.making.cancelled() or entry.making.exception() is not None
+        if failed or entry.making.result().status != 200:
+            if self._held.get(key) is entry:
                 del self._held[key]
             return
 
-        answer = held.making.result()
-        held.at = time.monotonic()
-        held.size = len(answer.body) + len(answer.gzipped)
+        answer = entry.making.result()
+        entry.at = time.monotonic()
+        entry.size = len(answer.body) + len(answer.gzipped)
 
     def _forget(self, now: float) -> None:
         """What is old, and the oldest of too much."""
-        for key, held in list(self._held.items()):
-            if held.making.done() and now - held.at >= KEPT_S:
+        for key, entry in list(self._held.items()):
+            if entry.making.done() and now - entry.at >= KEPT_S:
                 del self._held[key]
-        size = sum(held.size for held in self._held.values())
+        size = sum(entry.size for entry in self._held.values())
         while self._held and (len(self._held) >= MOST or size > MOST_BYTES):
             size -= self._held.pop(next(iter(self._held))).size
 
     async def _made(self, key: AnswerKey, scope: Scope) -> SharedAnswer:
         self.num_made += 1
-        told = [(b"host", b"localhost")]
-        told += [(b"hx-request", b"true")] if key.is_part else []
-        told += [(b"cookie", f"{THEME}={key.theme}".encode())] if key.theme else []
-        kept = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "root_path")
-        asked = {name: scope[name] for name in kept if name in scope}
-        asked |= {
+        headers = [(b"host", b"localhost")]
+        headers += [(b"hx-request", b"true")] if key.is_part else []
+        headers += [(b"cookie", f"{THEME}={key.theme}".encode())] if key.theme else []
+        copied_keys = (
+            "type",
+            "asgi",
+            "http_version",
+            "method",
+            "scheme",
+            "path",
+            "raw_path",
+            "root_path",
+        )
+        inner_scope = {name: scope[name] for name in copied_keys if name in scope}
+        inner_scope |= {
             "query_string": key.query,
-            "headers": told,
+            "headers": headers,
             "client": None,
             "server": None,
             self._visitor_key: Visitor(),
@@ -153,37 +162,37 @@ class SharedAnswers:
 
         start: list[Message] = []
         body: list[bytes] = []
-        whole: list[bytes] = []
+        bodies: list[bytes] = []
 
-        async def heard(message: Message) -> None:
+        async def collect(message: Message) -> None:
             if message["type"] == "http.response.start":
                 start.append(message)
             elif message["type"] == "http.response.body":
                 body.append(message.get("body", b""))
                 if not message.get("more_body", False):
-                    whole.append(b"".join(body))
+                    bodies.append(b"".join(body))
 
         try:
             async with asyncio.timeout(MADE_S):
-                await self.app(asked, _nothing_more(), heard)
+                await self.app(inner_scope, _nothing_more(), collect)
         except Exception:
-            if not whole:  # app.py has told of it, and mostly answered
+            if not bodies:  # app.py has told of it, and mostly answered
                 raise
 
         gzipped = b""
-        if len(whole[0]) >= SMALLEST_GZIPPED:
-            gzipped = await in_thread(gzip.compress, whole[0], LEVEL, mtime=0)
+        if len(bodies[0]) >= SMALLEST_GZIPPED:
+            gzipped = await in_thread(gzip.compress, bodies[0], LEVEL, mtime=0)
 
-        return SharedAnswer(start[0]["status"], list(start[0]["headers"]), whole[0], gzipped)
+        return SharedAnswer(start[0]["status"], list(start[0]["headers"]), bodies[0], gzipped)
 
 
 def _nothing_more() -> Receive:
     """A request without a body, from somebody who stays."""
-    left: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
+    messages: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
 
     async def receive() -> Message:
-        if left:
-            return left.pop()
+        if messages:
+            return messages.pop()
         await asyncio.sleep(MADE_S)
         return {"type": "http.disconnect"}
 
@@ -196,8 +205,8 @@ def _theme(cookies: bytes) -> str:
 
 
 def _takes_gzip(header: bytes) -> bool:
-    for one in header.decode("latin-1").lower().split(","):
-        name, _, quality = one.partition(";")
+    for coding in header.decode("latin-1").lower().split(","):
+        name, _, quality = coding.partition(";")
         if name.strip() == "gzip":
             return not re.fullmatch(r"q=0(\.0*)?", quality.strip())
     return False

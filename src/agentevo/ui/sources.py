@@ -130,18 +130,18 @@ class Sources:
         """All runs by their key, newly looked for where the last look is older than SCAN_S. Looks
         at disks: on a thread."""
         if time.monotonic() - self._scanned_at >= SCAN_S:
-            found: dict[str, RunSource] = {}
+            sources_by_key: dict[str, RunSource] = {}
             self._evaluated = {}
             self._found_pipelines = {}
 
             for source in self._find():
-                key = _free_key(source.key, found)
-                found[key] = replace(source, key=key)
-                if len(found) >= MAX_RUNS:
+                key = _free_key(source.key, sources_by_key)
+                sources_by_key[key] = replace(source, key=key)
+                if len(sources_by_key) >= MAX_RUNS:
                     self.is_cut = True
                     break
 
-            self._runs = found
+            self._runs = sources_by_key
             self._results = self._evaluated
             self._pipelines = self._found_pipelines
             self._scanned_at = time.monotonic()
@@ -170,17 +170,19 @@ class Sources:
         folder = source.folder
         if folder is None or folder.parent.name != "stages":
             return None
-        own = folder.parent.parent
-        return next((key for key, place in self._pipelines.items() if place == own), None)
+        pipeline_folder = folder.parent.parent
+        return next(
+            (key for key, place in self._pipelines.items() if place == pipeline_folder), None
+        )
 
     def store_url(self, source: RunSource) -> str:
         """The URL of a run's store. Raises ConfigError for one outside of what was given: whoever
         wrote a run's config.yaml must not choose which server is asked, and which of our
         environment variables it gets as a password (`${env:NAME}`)."""
         url = source.url or run_store_url(source.folder or Path())
-        for given in self._urls:
-            if is_same_place(given, url):  # the password may be in another variable by now
-                return given
+        for root_url in self._urls:
+            if is_same_place(root_url, url):  # the password may be in another variable by now
+                return root_url
 
         if not url.startswith(_SQLITE) or REFERENCE.search(url):
             raise ConfigError(
@@ -191,9 +193,9 @@ class Sources:
         real = os.path.realpath(os.path.expanduser(url.removeprefix(_SQLITE)))
         allowed = [os.path.realpath(root) for root in self._roots]
         allowed += [
-            os.path.realpath(os.path.expanduser(one.removeprefix(_SQLITE)))
-            for one in self._urls
-            if one.startswith(_SQLITE)
+            os.path.realpath(os.path.expanduser(root_url.removeprefix(_SQLITE)))
+            for root_url in self._urls
+            if root_url.startswith(_SQLITE)
         ]
         if any(real == place or real.startswith(place + os.sep) for place in allowed):
             return url
@@ -204,22 +206,22 @@ class Sources:
         )
 
     def _find(self) -> Iterator[RunSource]:
-        left = [MAX_LOOKED]
+        budget = [MAX_LOOKED]
         for root in self._roots:
             prefix = "" if len(self._roots) + len(self._urls) == 1 else root.name
-            yield from self._below(root, root, prefix, MAX_DEPTH, left)
+            yield from self._below(root, root, prefix, MAX_DEPTH, budget)
 
         for url in self._urls:
             name = without_password(url).rstrip("/").rpartition("/")[2].partition("?")[0] or "store"
             yield RunSource(_key(name), name, None, url)
 
-        self.is_cut = left[0] <= 0
+        self.is_cut = budget[0] <= 0
 
     def _below(
-        self, root: Path, folder: Path, prefix: str, depth: int, left: list[int]
+        self, root: Path, folder: Path, prefix: str, depth: int, budget: list[int]
     ) -> Iterator[RunSource]:
-        left[0] -= 1
-        if left[0] <= 0:
+        budget[0] -= 1
+        if budget[0] <= 0:
             return
 
         inner = folder.relative_to(root).as_posix()
@@ -251,12 +253,12 @@ class Sources:
             return
 
         for name in names:
-            yield from self._below(root, folder / name, prefix, depth - 1, left)
+            yield from self._below(root, folder / name, prefix, depth - 1, budget)
 
 
-def _add(found: dict[str, Path], key: str, folder: Path) -> None:
-    if len(found) < MAX_RUNS:
-        found[_free_key(key, found)] = folder
+def _add(folders: dict[str, Path], key: str, folder: Path) -> None:
+    if len(folders) < MAX_RUNS:
+        folders[_free_key(key, folders)] = folder
 
 
 def _free_key(key: str, taken: Container[str]) -> str:

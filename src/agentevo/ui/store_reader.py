@@ -48,7 +48,7 @@ class StoreReader:
         if time.monotonic() < self._rest_until:
             return
 
-        began = time.monotonic()
+        started = time.monotonic()
         problem = ""
         state = self.view.state
         is_behind = False
@@ -59,10 +59,10 @@ class StoreReader:
         except AgentEvoError as error:
             problem = str(error)
 
-        took = time.monotonic() - began
-        self._rest_until = began + took + (0.0 if is_behind else max(LOOK_S, REST * took))
+        took = time.monotonic() - started
+        self._rest_until = started + took + (0.0 if is_behind else max(LOOK_S, REST * took))
 
-        seen = replace(
+        new_view = replace(
             self.view,
             state=state,
             problem=problem,
@@ -73,8 +73,8 @@ class StoreReader:
             changed_at=self._last[1] if self._last else None,
             is_behind=is_behind,
         )
-        if seen != self.view or not self.view.version:
-            self.view = replace(seen, version=self.view.version + 1)
+        if new_view != self.view or not self.view.version:
+            self.view = replace(new_view, version=self.view.version + 1)
 
     async def _read(self, store: Store) -> bool:
         """Whether there is more."""
@@ -110,8 +110,8 @@ class StoreReader:
             self._add_row(record.step, record.committed_at, evaluated)
 
         self._evaluated = evaluated
-        said = progress.get("warnings")
-        self._warnings += [str(text) for text in said] if isinstance(said, list) else []
+        warnings = progress.get("warnings")
+        self._warnings += [str(text) for text in warnings] if isinstance(warnings, list) else []
         self._last = record.step, record.committed_at
 
     def _add_row(self, step: int, at: float | None, metrics: object) -> None:

@@ -87,7 +87,9 @@ def _query(task: Task) -> str:
     if not chat:
         return _cut(task.query or "", MAX_TEXT)
     try:
-        return _cut("\n".join(f"{one.role}: {one.text}" for one in messages_of(chat)), MAX_TEXT)
+        return _cut(
+            "\n".join(f"{message.role}: {message.text}" for message in messages_of(chat)), MAX_TEXT
+        )
     except AgentEvoError:
         return _text(chat, MAX_TEXT)
 

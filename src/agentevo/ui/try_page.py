@@ -77,18 +77,18 @@ async def try_it(request: Request, run: str, mode: str = "chat", task: str = "")
 async def players(request: Request, run: str) -> HTMLResponse:
     """Which checkpoints are loaded."""
     view = await run_of(request, run)
-    found = dashboard(request).players.of(view.key)
-    return part("try_players.html", view=view, players=found, visitor=visitor(request))
+    loaded = dashboard(request).players.of(view.key)
+    return part("try_players.html", view=view, players=loaded, visitor=visitor(request))
 
 
 @router.post("/runs/{run}/try/end")
 async def end(request: Request, run: str) -> Response:
     """Ends a player, which gives its memory back."""
     view = await run_of(request, run)
-    held = dashboard(request).players
-    for player in held.of(view.key):
+    player_pool = dashboard(request).players
+    for player in player_pool.of(view.key):
         if str(player.process.pid) == form_of(request).get("pid", ""):
-            await held.end(player, "somebody has ended it")
+            await player_pool.end(player, "somebody has ended it")
     return RedirectResponse(run_url(view.key, "try"), status_code=303)
 
 
@@ -98,11 +98,11 @@ async def chat(request: Request, run: str) -> Response:
     view = await run_of(request, run)
     form = form_of(request)
     try:
-        given = json.loads(form.get("messages", "[]"))
+        raw_messages = json.loads(form.get("messages", "[]"))
         messages = [
-            Message(one["role"], one["content"])
-            for one in given
-            if one["role"] in ROLES and isinstance(one["content"], str)
+            Message(entry["role"], entry["content"])
+            for entry in raw_messages
+            if entry["role"] in ROLES and isinstance(entry["content"], str)
         ]
         length = sum(len(message.text) for message in messages)
 
@@ -176,7 +176,7 @@ async def _stream(
     form = form_of(request)
     try:
         header = {"type": kind.__struct_config__.tag, "id": secrets.token_hex(8)}
-        asked = msgspec.convert(header | msgspec.to_builtins(fields), kind, strict=False)
+        query = msgspec.convert(header | msgspec.to_builtins(fields), kind, strict=False)
     except msgspec.ValidationError as error:
         return _refusal(f"this can't be asked: {error}")
 
@@ -191,7 +191,7 @@ async def _stream(
     if which == words.START and choices.missing:
         return _refusal(choices.missing)
 
-    return TryEventStream(request, view, PlayerKey(folder, which, device), asked)
+    return TryEventStream(request, view, PlayerKey(folder, which, device), query)
 
 
 def _refusal(text: str, status: int = 422) -> Response:
@@ -204,8 +204,8 @@ async def _choices(view: RunView) -> KeptCheckpoints:
 
 
 def _number(value: Any, otherwise: float) -> float:
-    known = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if known and 0 <= value < 1e6 else otherwise
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and 0 <= value < 1e6 else otherwise
 
 
 class TryEventStream(Response):
@@ -245,8 +245,8 @@ class TryEventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             events = self._shared.players.ask(self._key, self._view.key, self._asked)
-            async with aclosing(events) as told:
-                async for event in told:
+            async with aclosing(events) as stream:
+                async for event in stream:
                     for name, data in self._shown(event):
                         await _tell(send, name, data)
         except PlayerError as error:
@@ -292,13 +292,13 @@ class TryEventStream(Response):
 
         return []
 
-    def _render(self, template: str, event: words.Event, **more: Any) -> str:
+    def _render(self, template: str, event: words.Event, **variables: Any) -> str:
         no_attempt = {"one": {"id": ""}, "leaf": None}
-        return render(template, view=self._view, event=event, **no_attempt, **more)
+        return render(template, view=self._view, event=event, **no_attempt, **variables)
 
 
 def _tokens(block: Any) -> dict[str, Any]:
-    return {"found": TurnTokens([block], None)}
+    return {"turn_tokens": TurnTokens([block], None)}
 
 
 async def _tell(send: Send, name: str, data: Mapping[str, Any]) -> None:

@@ -75,13 +75,15 @@ class Watcher:
         runs = await in_thread(self.sources.runs)
         self._list(runs)
         watched = [self._watch(source) for source in runs.values()]
-        tasks = [asyncio.ensure_future(one.fresh()) for one in watched]
+        tasks = [asyncio.ensure_future(watched_source.fresh()) for watched_source in watched]
         if tasks:
             await asyncio.wait(tasks, timeout=FIRST_S)
 
         return [
-            task.result() if task.done() and task.exception() is None else one.reader.view
-            for task, one in zip(tasks, watched, strict=True)
+            task.result()
+            if task.done() and task.exception() is None
+            else watched_source.reader.view
+            for task, watched_source in zip(tasks, watched, strict=True)
         ]
 
     def version(self, key: str) -> int:
@@ -103,7 +105,7 @@ class Watcher:
             reader: StoreReader | RunReader = (
                 StoreReader(source, self._stores) if source.folder is None else RunReader(source)
             )
-            watched = _WatchedSource(reader, self._heard)
+            watched = _WatchedSource(reader, self._on_change)
 
         self._readers[source.key] = watched  # the newest last
         for key in list(self._readers)[: max(len(self._readers) - MAX_READERS, 0)]:
@@ -115,10 +117,10 @@ class Watcher:
 
     def _list(self, runs: Iterable[str]) -> bool:
         """Whether these are other runs than there were."""
-        found = frozenset(runs)
-        if found == self._listed and self._list_version:
+        keys = frozenset(runs)
+        if keys == self._listed and self._list_version:
             return False
-        self._listed = found
+        self._listed = keys
         self._list_version += 1
         return True
 
@@ -126,7 +128,7 @@ class Watcher:
         """What changes of these runs, all that are known first; a number, the version of the list
         of runs, if LIST is among the keys: runs that begin later are then followed, too. None at
         least every LOOK_S, so that the listener can see to itself. Ends when the dashboard does."""
-        known: dict[str, tuple[int, int]] = {}
+        sent: dict[str, tuple[int, int]] = {}
         keys = list(keys)
         had = self._listed
         listed = -1
@@ -147,8 +149,8 @@ class Watcher:
                     if watched is None:
                         continue
                     view = watched.reader.view
-                    if view.version and known.get(key) != _told(view):
-                        known[key] = _told(view)
+                    if view.version and sent.get(key) != _shown_state(view):
+                        sent[key] = _shown_state(view)
                         yield view
 
                 yield None
@@ -183,10 +185,10 @@ class Watcher:
     async def _follow_list(self) -> None:
         """Looks for new runs on and on."""
         while not self.is_closed:
-            began = time.monotonic()
+            started = time.monotonic()
             if self._list(await in_thread(self.sources.runs)):
                 self._tell()
-            await asyncio.sleep(max(POLL_S, SCAN_REST * (time.monotonic() - began)))
+            await asyncio.sleep(max(POLL_S, SCAN_REST * (time.monotonic() - started)))
 
     async def close(self) -> None:
         """Ends all reading, and every stream of news."""
@@ -196,20 +198,20 @@ class Watcher:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         self._tell()
 
-    def _heard(self, before: RunView, after: RunView) -> None:
+    def _on_change(self, before: RunView, after: RunView) -> None:
         """A run was read, by whomever."""
         self._num_changes += before.version != after.version
-        if _told(before) != _told(after):
+        if _shown_state(before) != _shown_state(after):
             self._tell()
 
     def _tell(self) -> None:
         """Wakes all who wait for news."""
-        told = self._next
+        event = self._next
         self._next = asyncio.Event()
-        told.set()
+        event.set()
 
 
-def _told(view: RunView) -> tuple[int, int]:
+def _shown_state(view: RunView) -> tuple[int, int]:
     return view.version, view.beat
 
 
@@ -217,11 +219,11 @@ class _WatchedSource:
     """One run, read by one caller at a time."""
 
     def __init__(
-        self, reader: RunReader | StoreReader, heard: Callable[[RunView, RunView], None]
+        self, reader: RunReader | StoreReader, on_change: Callable[[RunView, RunView], None]
     ) -> None:
-        """`heard`: of what was known before a reading and what is after it."""
+        """`on_change` gets the view before a reading and the view after it."""
         self.reader = reader
-        self._heard = heard
+        self._on_change = on_change
         self._lock = asyncio.Lock()
         self._read_at = -FRESH_S
 
@@ -235,6 +237,6 @@ class _WatchedSource:
                 else:
                     await in_thread(self.reader.read)
                 self._read_at = time.monotonic()
-                self._heard(before, self.reader.view)
+                self._on_change(before, self.reader.view)
 
         return self.reader.view

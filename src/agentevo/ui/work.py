@@ -75,18 +75,18 @@ class Works:
 
     async def of(self, view: RunView) -> QueuedWork:
         """What is known of a run, asked again if it is old. A store that is away is a sentence."""
-        known = self._known.setdefault(view.key, _KnownWork())
+        entry = self._known.setdefault(view.key, _KnownWork())
         while len(self._known) > MAX_RUNS:
             del self._known[next(iter(self._known))]
 
-        async with known.lock:
-            if time.monotonic() - known.asked_at >= max(FRESH_S, known.rests_s):
-                began = time.monotonic()
-                known.work = await self._ask(view)
-                known.asked_at = time.monotonic()
-                known.rests_s = REST * (known.asked_at - began)
+        async with entry.lock:
+            if time.monotonic() - entry.asked_at >= max(FRESH_S, entry.rests_s):
+                started = time.monotonic()
+                entry.work = await self._ask(view)
+                entry.asked_at = time.monotonic()
+                entry.rests_s = REST * (entry.asked_at - started)
 
-        return known.work
+        return entry.work
 
     async def _ask(self, view: RunView) -> QueuedWork:
         try:

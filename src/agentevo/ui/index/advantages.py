@@ -89,9 +89,9 @@ def step_samples(
     from agentevo.training.batching.step_plan import StepPlan
 
     plan = StepPlan.of(step, record)
-    by_id = {one.id: one for one in stored}
+    by_id = {trajectory.id: trajectory for trajectory in stored}
     final = [plan.final(by_id[name]) for name in plan.ids if name in by_id]
-    rows = [row for one in final for row in trajectory_rows(one)]
+    rows = [row for trajectory in final for row in trajectory_rows(trajectory)]
     if len(rows) * max((len(row.turns) for row in rows), default=0) > MAX_CELLS:
         raise TrainingError(f"step {step} is too large to make its advantages again here")
 
@@ -105,15 +105,15 @@ def step_samples(
 
 def largest(samples: Sequence[Sample]) -> dict[str, float]:
     """Id -> the advantage of a token that is farthest from 0, with its sign."""
-    found: dict[str, float] = {}
+    largest_by_id: dict[str, float] = {}
     for sample in samples:
         trained = sample.advantages[sample.loss_mask]
         if len(trained):
             value = float(trained[abs(trained).argmax()])
-            if abs(value) >= abs(found.get(sample.trajectory_id, 0.0)):
-                found[sample.trajectory_id] = value if abs(value) > ROUNDING else 0.0
+            if abs(value) >= abs(largest_by_id.get(sample.trajectory_id, 0.0)):
+                largest_by_id[sample.trajectory_id] = value if abs(value) > ROUNDING else 0.0
 
-    return found
+    return largest_by_id
 
 
 def config_of(folder: Path | None) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def config_of(folder: Path | None) -> dict[str, Any]:
 
 def rewards_of(config: dict[str, Any]) -> dict[str, tuple[float, bool]]:
     """Name of each reward of a recipe -> its weight, and whether remote models judge."""
-    found: dict[str, tuple[float, bool]] = {}
+    rewards_by_name: dict[str, tuple[float, bool]] = {}
     rewards = config.get("rewards")
     for entry in rewards if isinstance(rewards, list) else []:
         of = {"name": entry} if isinstance(entry, str) else entry
@@ -136,6 +136,6 @@ def rewards_of(config: dict[str, Any]) -> dict[str, tuple[float, bool]]:
             weight = of.get("weight", 1.0)
             is_judge = "models" in of or of["name"] in JUDGES
             if isinstance(weight, int | float) and not isinstance(weight, bool):
-                found[str(of.get("label") or of["name"])] = (float(weight), is_judge)
+                rewards_by_name[str(of.get("label") or of["name"])] = (float(weight), is_judge)
 
-    return found
+    return rewards_by_name

@@ -83,11 +83,11 @@ class IndexColumns:
 
     def table(self, connection: sqlite3.Connection) -> dict[str, np.ndarray]:
         """Name -> column, with all that the index has now. Raises sqlite3.Error."""
-        made = connection.execute("SELECT value FROM facts WHERE name = 'made'").fetchone()[0]
+        index_id = connection.execute("SELECT value FROM facts WHERE name = 'made'").fetchone()[0]
         with self._lock:
-            if made != self._made:
+            if index_id != self._made:
                 self._reset()
-                self._made = made
+                self._made = index_id
 
             cursor = connection.cursor()
             cursor.row_factory = None

@@ -126,8 +126,8 @@ def make(path: Path) -> None:
             connection.execute("INSERT INTO words VALUES (0, '')")
             connection.execute("INSERT INTO facts VALUES ('version', ?)", (VERSION,))
 
-            made = os.urandom(8).hex()
-            connection.execute("INSERT INTO facts VALUES ('made', ?)", (made,))
+            index_id = os.urandom(8).hex()
+            connection.execute("INSERT INTO facts VALUES ('made', ?)", (index_id,))
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
         os.chmod(new, 0o600)

@@ -125,11 +125,11 @@ class Indexer:
         """Until it is stopped, or the store's file is another one."""
         compared = float("-inf")
         while not self._stop.is_set() and _inode(self.url) == inode:
-            began = time.monotonic()
-            due = began - compared > COMPARE_EVERY_S
+            started = time.monotonic()
+            due = started - compared > COMPARE_EVERY_S
             await follower.refresh(compare=due)
-            compared = began if due else compared
-            took = time.monotonic() - began
+            compared = started if due else compared
+            took = time.monotonic() - started
             self.trouble = ""
             unread = follower.num_unread()
             phase = "reading" if unread else ""
@@ -144,25 +144,25 @@ class Indexer:
 
     async def _read_for_a_while(self, follower: StoreFollower, rules: _Rules) -> bool:
         """Whether there was anything to read."""
-        began = time.monotonic()
-        while time.monotonic() - began < SLICE_S and not self._stop.is_set():
-            more = await follower.read_some() > 0 or await follower.move_some(self._folder)
-            if not more and follower.has_steps_to_value():
+        started = time.monotonic()
+        while time.monotonic() - started < SLICE_S and not self._stop.is_set():
+            has_read = await follower.read_some() > 0 or await follower.move_some(self._folder)
+            if not has_read and follower.has_steps_to_value():
                 rule = await rules.get()
-                more = isinstance(rule, Rule) and await follower.value_some(rule)
-            if not more:
+                has_read = isinstance(rule, Rule) and await follower.value_some(rule)
+            if not has_read:
                 return False
 
         if time.time() - follower.newest_written_at() < LIVE_S:
-            await self._sleep(time.monotonic() - began)
+            await self._sleep(time.monotonic() - started)
 
         return True
 
     async def _sleep(self, seconds: float) -> None:
         """Ends early when it is stopped."""
         until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0 and not self._stop.is_set():
-            await asyncio.sleep(min(left, 0.1))
+        while (remaining := until - time.monotonic()) > 0 and not self._stop.is_set():
+            await asyncio.sleep(min(remaining, 0.1))
 
 
 class _Rules:

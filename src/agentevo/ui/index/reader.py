@@ -142,22 +142,22 @@ class IndexReader:
             seq = selection.after[1]
             where = where & ((keys > value) | ((keys == value) & (seqs < seq)))
 
-        found = np.flatnonzero(where)
-        if len(found) > size:  # no sort of a million rows for the first fifty
-            own = keys if len(found) == len(keys) else keys[found]
-            bound = np.partition(own, size)[size]
-            before = found[own < bound]
+        matches = np.flatnonzero(where)
+        if len(matches) > size:  # no sort of a million rows for the first fifty
+            match_keys = keys if len(matches) == len(keys) else keys[matches]
+            bound = np.partition(match_keys, size)[size]
+            before = matches[match_keys < bound]
 
-            equal = found[own == bound]
-            more = size + 1 - len(before)  # of many equal ones the newest
-            if len(equal) > more:
-                equal = equal[np.argpartition(-seqs[equal], more - 1)[:more]]
+            equal = matches[match_keys == bound]
+            num_missing = size + 1 - len(before)  # of many equal ones the newest
+            if len(equal) > num_missing:
+                equal = equal[np.argpartition(-seqs[equal], num_missing - 1)[:num_missing]]
 
-            found = np.concatenate([before, equal])
+            matches = np.concatenate([before, equal])
 
-        found = found[np.lexsort((-seqs[found], keys[found]))]
-        page = found[:size]
-        last = cursor(float(values[page[-1]]), int(seqs[page[-1]])) if len(found) > size else None
+        matches = matches[np.lexsort((-seqs[matches], keys[matches]))]
+        page = matches[:size]
+        last = cursor(float(values[page[-1]]), int(seqs[page[-1]])) if len(matches) > size else None
         rows = self.rows((page + 1).tolist(), selection.text)
         return Listing(rows, total, last, is_cut)
 
@@ -210,8 +210,8 @@ class IndexReader:
         last = None if after is None else keys.get(after, (0.0, _natural(after)))
         start = 0 if last is None else sum(keys[name] <= last for name in ordered)
         page = ordered[start : start + limit]
-        more = page[-1] if start + limit < len(ordered) else None
-        return [self.group(name) for name in page], more, len(ordered)
+        next_after = page[-1] if start + limit < len(ordered) else None
+        return [self.group(name) for name in page], next_after, len(ordered)
 
     def find(self, attempt_id: str) -> IndexRow | None:
         """One attempt by its id."""
@@ -237,10 +237,10 @@ class IndexReader:
             rows = self._all("SELECT number, text FROM words")
             numbers = {int(row[0]): str(row[1]) for row in rows}
 
-        found = [
+        word_counts = [
             (numbers[i], int(counts[i])) for i in np.flatnonzero(counts).tolist() if numbers.get(i)
         ]
-        return sorted(found, key=lambda word: -word[1])[:50]
+        return sorted(word_counts, key=lambda word: -word[1])[:50]
 
     def count(self, selection: Selection) -> tuple[int, int, float | None, float | None]:
         """Number, successes, mean reward and its standard deviation."""
@@ -256,17 +256,17 @@ class IndexReader:
         """Order -> whether any of the selected attempts has a value of it."""
         table = self._table()
         where, _ = self._where(table, selection)
-        found = {}
+        has_value = {}
         for order, (column, _, _) in ORDERS.items():
             values = table[column]
             if column == "age":
-                found[order] = bool((where & (values != NONE)).any())
+                has_value[order] = bool((where & (values != NONE)).any())
             elif values.dtype.kind == "f":
-                found[order] = bool((where & ~np.isnan(values)).any())
+                has_value[order] = bool((where & ~np.isnan(values)).any())
             else:
-                found[order] = bool(where.any())
+                has_value[order] = bool(where.any())
 
-        return found
+        return has_value
 
     def steps(self) -> list[tuple[int, float, int, dict[str, Any]]]:
         """Committed steps: number, when, attempts, facts of the plan."""
@@ -277,16 +277,16 @@ class IndexReader:
 
     def rows(self, places: Sequence[int], text: str = "") -> list[IndexRow]:
         """Rows in this order, with a snippet around what was searched."""
-        found: dict[int, sqlite3.Row] = {}
+        rows_by_place: dict[int, sqlite3.Row] = {}
         for chunk in _chunks(list(places), 500):
             marks = ", ".join("?" * len(chunk))
             query = (
                 "SELECT a.*, w.text AS kind_text FROM attempts a JOIN words w ON w.number = a.kind "
                 f"WHERE place IN ({marks})"
             )
-            found.update((row["place"], row) for row in self._all(query, chunk))
+            rows_by_place.update((row["place"], row) for row in self._all(query, chunk))
 
-        return [self._row(found[place], text) for place in places if place in found]
+        return [self._row(rows_by_place[place], text) for place in places if place in rows_by_place]
 
     def _row(self, row: sqlite3.Row, text: str) -> IndexRow:
         fields = {name: row[name] for name in IndexRow.__struct_fields__[:-2]}
@@ -308,16 +308,16 @@ class IndexReader:
     def _where(self, table: dict[str, np.ndarray], selection: Selection) -> tuple[np.ndarray, bool]:
         """[N] bool: which rows are selected, not to be changed; and whether a search was cut. A
         page asks for the same selection again and again: a steady one is worked out once."""
-        held = getattr(self._local, "held", None)
-        if held is None:
+        cache = getattr(self._local, "held", None)
+        if cache is None:
             return self._select(table, selection)
 
         key = msgspec.json.encode(msgspec.structs.replace(selection, order="newest", after=None))
-        if key not in held:
-            held[key] = self._select(table, selection)
+        if key not in cache:
+            cache[key] = self._select(table, selection)
 
-        found: tuple[np.ndarray, bool] = held[key]
-        return found
+        selected: tuple[np.ndarray, bool] = cache[key]
+        return selected
 
     def _select(
         self, table: dict[str, np.ndarray], selection: Selection
@@ -359,10 +359,10 @@ class IndexReader:
 
     def _search(self, text: str) -> tuple[np.ndarray, bool]:
         """Places in the columns of the newest attempts with the text; whether there are more."""
-        held = getattr(self._local, "held", None)
-        if held is not None and text in held:
-            found: tuple[np.ndarray, bool] = held[text]
-            return found
+        cache = getattr(self._local, "held", None)
+        if cache is not None and text in cache:
+            matches: tuple[np.ndarray, bool] = cache[text]
+            return matches
 
         query = match_of(text)
         places = np.zeros(0, dtype=np.int64)
@@ -376,11 +376,11 @@ class IndexReader:
             if text_of_places:
                 places = np.fromstring(text_of_places, dtype=np.int64, sep=",") - 1
 
-        found = (places[:MAX_FOUND], len(places) > MAX_FOUND)
-        if held is not None:
-            held[text] = found
+        matches = (places[:MAX_FOUND], len(places) > MAX_FOUND)
+        if cache is not None:
+            cache[text] = matches
 
-        return found
+        return matches
 
     @contextmanager
     def steady(self) -> Iterator[None]:
@@ -409,12 +409,12 @@ class IndexReader:
         return self._all(query, values)
 
     def _table(self) -> dict[str, np.ndarray]:
-        held = getattr(self._local, "held", None)
-        if held is None:
+        cache = getattr(self._local, "held", None)
+        if cache is None:
             return self._read_table()
-        if "" not in held:
-            held[""] = self._read_table()
-        table: dict[str, np.ndarray] = held[""]
+        if "" not in cache:
+            cache[""] = self._read_table()
+        table: dict[str, np.ndarray] = cache[""]
         return table
 
     def _read_table(self) -> dict[str, np.ndarray]:
@@ -446,14 +446,14 @@ class IndexReader:
         except OSError as error:
             raise sqlite3.OperationalError("no index") from error
 
-        held = getattr(self._local, "connection", None)
-        if held is None or self._local.inode != inode:
-            if held is not None:
-                held.close()
-            self._local.connection = held = connect(self._path)
+        opened = getattr(self._local, "connection", None)
+        if opened is None or self._local.inode != inode:
+            if opened is not None:
+                opened.close()
+            self._local.connection = opened = connect(self._path)
             self._local.inode = inode
 
-        connection: sqlite3.Connection = held
+        connection: sqlite3.Connection = opened
         return connection
 
 
@@ -465,22 +465,22 @@ def _of(column: np.ndarray, where: np.ndarray) -> np.ndarray:
 def match_of(text: str) -> str:
     """What a person types as FTS5's query: all words must be there, "a phrase" as it stands, the
     beginning of a word with *, -word not. Every word is quoted: nothing typed is syntax."""
-    wanted: list[str] = []
-    unwanted: list[str] = []
+    required: list[str] = []
+    excluded: list[str] = []
     for minus, phrase, word in re.findall(r'(-?)(?:"([^"]*)"|([^\s"]+))', text):
-        said = (phrase or word).strip("*")
-        if not re.search(r"\w", said):
+        term_text = (phrase or word).strip("*")
+        if not re.search(r"\w", term_text):
             continue
-        term = '"' + said.replace('"', "") + '"' + ("*" if word.endswith("*") else "")
-        (unwanted if minus else wanted).append(term)
+        term = '"' + term_text.replace('"', "") + '"' + ("*" if word.endswith("*") else "")
+        (excluded if minus else required).append(term)
 
-    if not wanted:
+    if not required:
         return ""
 
-    return " AND ".join(wanted) + "".join(f" NOT {term}" for term in unwanted)
+    return " AND ".join(required) + "".join(f" NOT {term}" for term in excluded)
 
 
-def _snippet(said: str, text: str) -> tuple[str, ...]:
+def _snippet(content: str, text: str) -> tuple[str, ...]:
     """Text, found word and text in turn, around the first place."""
     words = [w.strip('*"') for w in re.findall(r'"[^"]*"|[^\s"]+', text) if not w.startswith("-")]
     words = [word for word in words if word]
@@ -488,12 +488,12 @@ def _snippet(said: str, text: str) -> tuple[str, ...]:
         return ()
 
     pattern = re.compile("|".join(map(re.escape, words)), re.IGNORECASE)
-    first = pattern.search(said)
+    first = pattern.search(content)
     if first is None:  # the search knows other forms of letters than this does
-        return (said[:SNIPPET],)
+        return (content[:SNIPPET],)
 
     start = max(0, first.start() - SNIPPET // 3)
-    shown = said[start : start + SNIPPET]
+    shown = content[start : start + SNIPPET]
     pieces = ["…" if start else ""]
     end = 0
     for match in pattern.finditer(shown):

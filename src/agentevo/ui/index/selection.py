@@ -80,7 +80,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
             if value:
                 choices[name] = value[:200]
 
-        ranges = {name: found for name in RANGES if (found := _range(name, query)) is not None}
+        ranges = {name: bounds for name in RANGES if (bounds := _range(name, query)) is not None}
         order = query.get("order") or "newest"
         if order not in ORDERS:
             raise ConfigError(f"order={order[:50]!r} is unknown: use one of {', '.join(ORDERS)}")
