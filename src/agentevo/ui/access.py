@@ -1,15 +1,15 @@
 """Who may see the dashboard, and who may change something.
 
-Whoever has the token sees it, from a host that is this one, by GET.
+A visitor with the token sees it by GET, from a host name of this server.
 
-The token comes once, in the first URL (`/?token=...`), and is exchanged for a cookie by a redirect
-to the same URL without it: no page has it in its address, so no referrer, bookmark or log has it
+The token comes once, in the first URL (`/?token=...`). A redirect to the same URL without it
+exchanges it for a cookie: no page has it in its address, so no referrer, bookmark or log has it
 either. Everything needs the cookie, static files too. A name in `Host` that is not ours is refused,
-by which a page elsewhere can't reach this server under a name of its own (DNS rebinding).
+so a page of another site can't reach this server under a name of its own (DNS rebinding).
 
 GET and HEAD change nothing, and without `control` nothing else is answered. With it there is a
-second token, with a URL (`/?control=...`) and a cookie of its own: who has it may POST forms of our
-own pages (forms.py). Who has the first alone is told 403, and sees no buttons.
+second token, with a URL (`/?control=...`) and a cookie of its own: a visitor with it may POST forms
+of our own pages (forms.py). A visitor with only the first gets a 403, and sees no buttons.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ CLOSED_PAGE = (
 
 
 class Access:
-    """See the module. `hosts`: names, beside addresses, by which browsers may call this server;
-    `secure`: whether it encrypts."""
+    """See the module. `hosts`: names, in addition to addresses, by which browsers may call this
+    server; `secure`: whether it encrypts."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Access:
         self._hosts = {"localhost", *(host.lower().rstrip(".") for host in hosts)} - {""}
         self.secure = secure
         self._pass = _seal("ui", self.token)
-        """What the cookie holds: whoever reads it there does not know the token."""
+        """What the cookie holds: it does not reveal the token."""
         self._control_pass = _seal("control", self.control)
         self._form_token = _seal("form", self.control)
         self.cookie = f"agentevo-ui-{self._pass[:8]}"
@@ -124,7 +124,7 @@ class Access:
         return Visitor(address, f"control token {self._control_pass[:8]}", self._form_token)
 
     def is_form_token(self, given: str) -> bool:
-        """Whether a form was made by a page of this dashboard for somebody who may change."""
+        """Whether a page of this dashboard made the form, for a visitor with control."""
         return bool(self.control) and _is_same(given, self._form_token)
 
     def set_cookies(self, *, control: bool) -> list[str]:
@@ -196,7 +196,7 @@ class AccessGuard:
             await answer(scope, receive, sending)
         except TimeoutError:  # the deadline above: the application answers its own
             to_stderr(f"ui: {scope['path']}: no whole answer within {LONGEST_S:g} s")
-        except Exception:  # noqa: BLE001 (app.py has told of it, and answered)
+        except Exception:  # noqa: BLE001 (app.py has reported and answered it)
             pass
         finally:
             if connection is not None:
@@ -248,7 +248,7 @@ class AccessGuard:
 
 
 def new_token() -> str:
-    """One that nobody guesses."""
+    """A token that can't be guessed."""
     return secrets.token_urlsafe(24)
 
 

@@ -1,5 +1,5 @@
-"""One attempt: `/runs/{run}/attempt?id=…` as messages or as tokens, its parts, two attempts beside
-each other, and one token on its way to the gradient."""
+"""One attempt: `/runs/{run}/attempt?id=…` as messages or as tokens, its parts, two attempts side
+by side, and one token on its way to the gradient."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ async def token(request: Request, run: str, id: str, turn: int, position: int) -
 
 @router.get("/runs/{run}/attempts/compare", response_class=HTMLResponse)
 async def compare(request: Request, run: str, a: str, b: str) -> HTMLResponse:
-    """Two attempts beside each other."""
+    """Two attempts, side by side."""
     view = await run_of(request, run)
     async with asyncio.timeout(WITHIN_S):
         left_attempt, _ = await _attempt_of(request, view, a)

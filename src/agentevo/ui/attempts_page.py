@@ -42,7 +42,7 @@ TITLES = {
     "reason": "Dropped for",
 }
 NOT_OF_ALL = ("error", "reason")
-"""Filters of which most attempts have no word: one is already a choice."""
+"""Filters for which most attempts have no word: a single word is already a choice."""
 WHY_NOT = {
     "advantage": "no attempt here was trained on, or its advantages can't be made again",
     "moved": "no attempt here was trained on, or its run has kept none (tracking.token_numbers)",
@@ -210,7 +210,7 @@ def _task(reader: IndexReader, selection: Selection, link: Any) -> tuple[str, in
 
 
 class AttemptGroup(NamedTuple):
-    """The attempts of a task beside each other."""
+    """The attempts of a task, side by side."""
 
     id: str
     rows: list[IndexRow]
@@ -292,7 +292,7 @@ async def _answer(
 
 
 def _kept(selection: Selection) -> dict[str, str]:
-    """What a form of the page sends again beside its own fields."""
+    """What a form of the page sends again in addition to its own fields."""
     free = msgspec.structs.replace(selection, text="", after=None)
     return {name: value for name, value in free.query().items() if name != "step"}
 

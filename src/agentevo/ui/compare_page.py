@@ -132,7 +132,7 @@ def _setting(views: list[RunView], config: dict[str, Any], names: list[str]) -> 
     after = [row.after for row in rows if row.after is not None]
 
     name = views[0].name
-    if names.count(name) > 1:  # the folder tells them apart
+    if names.count(name) > 1:  # the folder distinguishes them
         name = views[0].key
 
     walls = [wall for view in views if (wall := view.summary.get("wall_s"))]

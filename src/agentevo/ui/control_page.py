@@ -1,5 +1,5 @@
-"""`/runs/{run}/control`: what was changed in a run and by whom, and buttons that ask it to stop,
-save, pause or resume, for visitors who may.
+"""`/runs/{run}/control`: the changes of a run with their authors, and buttons that ask it to stop,
+save, pause or resume, for visitors with control.
 
 A button leads to a page that says what will happen; only its form asks the run, once, however often
 it is sent (confirmations.py). access.py and forms.py check a request before it gets here.

@@ -1,5 +1,5 @@
-"""Held-out results of a run: `/runs/{run}/evaluation`, beside those of others (`with`), and what
-changed between two steps (`from`, `to`)."""
+"""Held-out results of a run: `/runs/{run}/evaluation`, next to those of other runs (`with`), and
+what changed between two steps (`from`, `to`)."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ async def series(
 async def _find(
     request: Request, view: RunView, selection: EvaluationQuery
 ) -> tuple[EvaluationAttempts | None, list[str], tuple[Any, str]]:
-    """What the page says, what keeps some of the runs beside from being there, and how far the
-    index is."""
+    """The content of the page, why some of the compared runs are missing, and the progress of the
+    index."""
     reader, state = await ready_index(request, view)
     compared_runs: list[tuple[RunView, IndexReader]] = []
     missing = []
@@ -240,7 +240,7 @@ def _compared_result(
 def _parts(
     attempts: HeldOut, first: int | None, last: int | None
 ) -> list[tuple[str, str, Account | None, Account]]:
-    """Only where the tasks can be told apart."""
+    """Empty unless the tasks have several kinds or difficulties."""
     if last is None:
         return []
 

@@ -29,7 +29,7 @@ class Visitor:
     who: str = ""
     """Which token it has, as a record names it; empty without that of control."""
     form_token: str = ""
-    """What every form has to have; empty for somebody who may change nothing."""
+    """What every form has to have; empty for a visitor who may change nothing."""
 
     @property
     def may_change(self) -> bool:

@@ -1,10 +1,10 @@
-"""What a run's held-out attempts come to, read from the index: success at each step that was
+"""The results of a run's held-out attempts, read from the index: success at each step that was
 evaluated, by kind and difficulty, and what changed between two steps.
 
-A mean is over tasks, of what each task's completed attempts come to, as in `agentevo eval`
-(evaluation/summary.py): what failed is in none, and counted apart. Intervals are those of
-evaluation/estimates.py. They are kept by the values that they are of, since a page is asked for
-again and again.
+A mean is over tasks, of the mean over each task's completed attempts, as in `agentevo eval`
+(evaluation/summary.py): failed attempts are in no mean, and are counted separately. Intervals are
+those of evaluation/estimates.py. They are cached by the values that they describe, since a page is
+requested many times.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class HeldOut(NamedTuple):
 
 
 class Account(NamedTuple):
-    """What some attempts come to."""
+    """The results of some attempts."""
 
     success: Estimate | None
     reward: Estimate | None
@@ -156,7 +156,7 @@ def curve(attempts: HeldOut) -> list[tuple[int, Estimate]]:
 
 
 def account_at(attempts: HeldOut, step: int) -> Account:
-    """What one step has come to."""
+    """The results of one step."""
     return account(attempts.part(attempts.step == step))
 
 
@@ -226,7 +226,7 @@ def _by_task(done: HeldOut, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def _estimate(values: np.ndarray) -> Estimate | None:
-    # In order, so that the same outcomes have the same interval whoever reached them.
+    # In order, so that the same outcomes have the same interval, whichever run reached them.
     return _kept_mean(np.sort(values).tobytes())
 
 

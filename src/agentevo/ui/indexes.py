@@ -1,4 +1,4 @@
-"""The indexes of the stores that are shown: each kept up to date while somebody asks for it."""
+"""The indexes of the stores that are shown: each kept up to date while pages ask for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agentevo.ui.index.indexer import Indexer
 from agentevo.ui.index.reader import IndexAway, IndexReader, IndexState
 
 IDLE_S = 600.0
-"""An index that nobody has asked for so long is left as it is."""
+"""An index that no page has asked for so long is no longer updated."""
 
 
 class _KeptIndex:

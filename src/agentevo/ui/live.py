@@ -1,10 +1,10 @@
-"""Server-sent events: `GET /live?run=KEY&run=...` tells of each change of these runs.
+"""Server-sent events: `GET /live?run=KEY&run=...` reports each change of these runs.
 
     event: run
     data: {"run": "coins", "version": 12, "step": 8, "state": "running", "at": 1795473961.2,
            "now": {"words": "sampling, step 9: 37 of 64 attempts", "share": 0.58, "since": ...}}
 
-The key `*` stands for the list of runs: `{"run": "*", "version": 3}` where it has changed.
+The key `*` means the list of runs: `{"run": "*", "version": 3}` where it has changed.
 
 A page asks for its parts again at a new version, so whatever it shows by its URL (filters, a
 metric) stays. What the run does now is written by the page itself, about once a second. A
@@ -91,7 +91,7 @@ async def _events(request: Request, watcher: Watcher, keys: list[str]) -> AsyncI
 
 
 def _event_of(watcher: Watcher, view: RunView) -> bytes:
-    """The event, made once for all who hear of it: a view is one moment of a run."""
+    """The event, made once for all its listeners: a view is one moment of a run."""
     cached = watcher.events.get(view.key)
     if cached is not None and cached[0] is view:
         return cached[1]

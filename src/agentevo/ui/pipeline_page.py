@@ -34,7 +34,7 @@ class ShownPipeline(NamedTuple):
     measured: dict[str, str]
     """Of the results on the held-out tasks, by stage."""
     report: Path | None
-    """The pipeline's, once it has ended: of several seeds it lies beside their folders."""
+    """The pipeline's report, once it has ended: with several seeds it is next to their folders."""
 
     @property
     def now(self) -> list[str]:

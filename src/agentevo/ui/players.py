@@ -1,10 +1,10 @@
 """Players: processes that hold a checkpoint each (`evaluation/player.py`), at most MAX_PLAYERS of
-them, for those who try a run in the browser.
+them, for visitors who try a run in the browser.
 
-One begins with the first request for its checkpoint and ends after IDLE_S without one, when another
-checkpoint needs its place, and with the dashboard, however that ends. A slow model is slow in its
-own process. A request whose listener is gone is broken off; nothing waits without a deadline; what
-is wrong with a process is told to all who wait for it.
+A player begins with the first request for its checkpoint. It ends after IDLE_S without a request,
+when another checkpoint needs its place, and with the dashboard, however that ends. A slow model is
+slow in its own process. A request whose listener is gone is broken off; nothing waits without a
+deadline; a problem of a process is reported to all requests that wait for it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WRITE_S = 10.0
 GRACE_S = 6.0
 """For an end by itself; then it is killed."""
 TICK_S = 1.0
-"""How often somebody who waits is told how long."""
+"""How often a waiting request gets the time that it has waited."""
 MAX_LINE = 8 * 2**20
 MAX_WAITING = 2_000
 """Events that a listener may be behind."""
@@ -138,8 +138,8 @@ class Players:
     async def ask(
         self, key: PlayerKey, run: str, request: words.Chat | words.Play
     ) -> AsyncGenerator[words.Event | PlayerProcess]:
-        """The events of the request; the player itself about once a second while somebody waits
-        for it. A caller that stops to listen breaks the request off. Raises PlayerError."""
+        """The events of the request; the player itself about once a second while the request waits.
+        A caller that stops listening breaks the request off. Raises PlayerError."""
         player = await self._player(key, run)
         if len(player.listeners) >= MAX_REQUESTS or request.id in player.listeners:
             raise PlayerError("this checkpoint is at work for others: wait, or stop what runs")
@@ -319,7 +319,7 @@ class Players:
                 queue.put_nowait(None)
 
     async def _look(self) -> None:
-        """Ends those that nobody has asked for IDLE_S, and those that are silent."""
+        """Ends players without a request for IDLE_S, and those that are silent."""
         while True:
             await asyncio.sleep(min(LOOK_S, IDLE_S / 4))
             now = time.monotonic()
@@ -334,7 +334,7 @@ class Players:
                     await self.end(player, "nobody asked it any more")
 
     async def end(self, player: PlayerProcess, why: str, *, at_once: bool = False) -> None:
-        """Ends it; whoever waits for it is told why."""
+        """Ends it; all requests that wait for it get the reason."""
         player.problem = player.problem or why
         if at_once:
             player.kill()

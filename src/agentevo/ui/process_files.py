@@ -71,7 +71,7 @@ class Weights(NamedTuple):
     version: int
     published_at: float
     versions: list[int]
-    """Versions that lie in the folder."""
+    """Versions that are in the folder."""
 
 
 def engines(source: RunSource) -> list[ListedEngine]:

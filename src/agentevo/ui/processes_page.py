@@ -21,7 +21,7 @@ STALENESS = "staleness/age_"
 
 
 class KeptProcesses(NamedTuple):
-    """What lies in the run's folder."""
+    """What the run's folder holds."""
 
     engines: list[ListedEngine]
     logs: list[Log]

@@ -1,5 +1,5 @@
-"""One run as its folder tells it: state, progress, numbers, warnings. Reading never raises: what
-can't be read becomes a sentence in `RunView.problem`."""
+"""One run as its folder describes it: state, progress, numbers, warnings. Reading never raises: a
+file that can't be read becomes a sentence in `RunView.problem`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class RunView:
     is_silent: bool = False
     """Whether a process has the run's lock, and gives no sign."""
     moment: Moment | None = field(default=None, compare=False)
-    """What the run does, or did last, as its process has told it."""
+    """What the run does, or did last, as its process reports it."""
     beat: int = field(default=0, compare=False)
     """Grows with each sign of the process, which makes no new version."""
 
@@ -81,7 +81,7 @@ class RunView:
 
     @property
     def reason(self) -> str:
-        """Why the run goes on no more, or gives no sign, in a sentence; else empty."""
+        """Why the run has stopped, or gives no sign, in a sentence; else empty."""
         if self.moment is None or self.state not in ("running", "failed", "interrupted"):
             return ""
         if self.state == "running":
@@ -92,7 +92,7 @@ class RunView:
 
     @property
     def resume_command(self) -> str:
-        """What goes on with the run once it has stopped; empty where that is not known."""
+        """The command that continues the run once it has stopped; empty where it is not known."""
         folder = self.source.folder
         return "" if folder is None else resume_command(folder, self.command)
 

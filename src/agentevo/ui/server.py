@@ -39,8 +39,8 @@ def serve_dashboard(
     """Shows runs and stores until it is asked to stop; blocks. `words`: folders and URLs of stores.
     `tls`: whether it encrypts; None does so where it is reached from other machines. `control`:
     whether checkpoints may be tried and runs asked to stop, by a URL of its own. `nice`: by how
-    much the process lowers its priority. `tell` gets the URLs with their tokens, which are said
-    nowhere else. Raises ConfigError before it listens."""
+    much the process lowers its priority. `notify` gets the URLs with their tokens, which
+    appear nowhere else. Raises ConfigError before it listens."""
     sources = Sources(words)
     sources.check(later=True)
     for folder_to_come in sources.missing:

@@ -1,12 +1,12 @@
-"""One answer for all who look at the same page: fifty viewers cost about what one does.
+"""One answer for all viewers of the same page: fifty viewers cost about as much as one.
 
-Of whoever may only look, the pages of PATHS are made once for an address, a theme and what is
-known of the run at that moment; who asks meanwhile waits for the same one, and who asks within
-KEPT_S gets it again, unless something new is known by then.
+For visitors who may only look, a page of PATHS is made once for an address, a theme and the known
+state of the run. A request that comes while it is made waits for the same page. A request within
+KEPT_S gets it again, unless the state of the run has changed.
 
-Invariants. A shared page is made for nobody: the application sees a request that has the address,
+Invariants. A shared page belongs to no viewer: the application sees a request that has the address,
 whether htmx asks, and the theme, and nothing else that a viewer has sent; so no page can hold what
-belongs to one of them. Whoever may change something gets pages of their own, which are never kept.
+belongs to one of them. Visitors with control get pages of their own, which are never kept.
 At most MOST answers of MOST_BYTES together are kept. A viewer who leaves takes nothing from those
 who wait for the same page.
 """
@@ -67,7 +67,7 @@ class SharedAnswer(NamedTuple):
 class _HeldAnswers:
     making: asyncio.Task[SharedAnswer]
     watched_state: tuple[int, int]
-    """What the watcher knew when it was begun."""
+    """What the watcher knew when the answer was begun."""
     at: float
     size: int = 0
 
@@ -176,7 +176,7 @@ class SharedAnswers:
             async with asyncio.timeout(MADE_S):
                 await self.app(inner_scope, _nothing_more(), collect)
         except Exception:
-            if not bodies:  # app.py has told of it, and mostly answered
+            if not bodies:  # app.py has reported it, and mostly answered
                 raise
 
         gzipped = b""
@@ -187,7 +187,7 @@ class SharedAnswers:
 
 
 def _nothing_more() -> Receive:
-    """A request without a body, from somebody who stays."""
+    """A request without a body, from a client that stays connected."""
     messages: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
 
     async def receive() -> Message:

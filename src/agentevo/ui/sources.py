@@ -101,11 +101,11 @@ class Sources:
 
     @property
     def missing(self) -> list[Path]:
-        """Given folders that are not there, and may come to be: those that hold them are."""
+        """Given folders that do not exist yet, but whose parents do."""
         return [root for root in self._roots if not os.path.lexists(root) and root.parent.is_dir()]
 
     def check(self, *, later: bool = False) -> None:
-        """Raises ConfigError if a given folder is not there. `later`: it may come to be."""
+        """Raises ConfigError if a given folder is not there. `later`: it may be made later."""
         missing = [root for root in self._roots if not os.path.isdir(root)]
         if later:
             missing = [root for root in missing if root not in self.missing]
@@ -176,8 +176,8 @@ class Sources:
         )
 
     def store_url(self, source: RunSource) -> str:
-        """The URL of a run's store. Raises ConfigError for one outside of what was given: whoever
-        wrote a run's config.yaml must not choose which server is asked, and which of our
+        """The URL of a run's store. Raises ConfigError for one outside of what was given: the
+        author of a run's config.yaml must not choose which server is asked, or which of our
         environment variables it gets as a password (`${env:NAME}`)."""
         url = source.url or run_store_url(source.folder or Path())
         for root_url in self._urls:

@@ -1,7 +1,7 @@
-"""A run that is known by its store alone, as its committed steps tell it: their metrics, the
-evaluations that were newest then, and the warnings. Reading never raises, see run_state.py.
+"""A run that is known only by its store, as its committed steps describe it: their metrics, the
+newest evaluations at each step, and the warnings. Reading never raises, see run_state.py.
 
-The store is asked every LOOK_S at most, and then left alone for REST times what that took.
+The reader asks the store every LOOK_S at most, and then rests for REST times as long as that took.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class StoreReader:
 
 
 async def _state(store: Store) -> State:
-    """A store does not say whether its run has an end: it runs, or nobody knows."""
+    """A store does not say whether its run has ended: the run is running, or unknown."""
     async for _ in store.calls(state="running", limit=1):
         return "running"
     return "unknown"

@@ -45,11 +45,11 @@ class TalliedTasks(NamedTuple):
     rows: list[TaskRow]
     total: int
     always: int
-    """Tasks of which every completed attempt succeeds, of those with two at least."""
+    """Tasks at which every completed attempt succeeds, among those with at least two."""
     never: int
     """As above, and none succeeds."""
     failing: int
-    """Tasks of which no attempt was completed."""
+    """Tasks without a completed attempt."""
 
 
 def ledger(reader: IndexReader) -> list[tuple[str, list[tuple[str, int]]]]:

@@ -251,9 +251,9 @@ class TryEventStream(Response):
                         await _tell(send, name, data)
         except PlayerError as error:
             await _tell(send, "failed", {"text": str(error)})
-        except OSError:  # nobody takes the answer any more; also TimeoutError
+        except OSError:  # the browser no longer takes the answer; also TimeoutError
             raise
-        except Exception as error:  # noqa: BLE001 (told to who started the dashboard)
+        except Exception as error:  # noqa: BLE001 (reported where the dashboard was started)
             to_stderr(f"ui: try {self._view.key}: {describe_error(error)}")
             text = "This has failed; the reason is where `agentevo ui` was started."
             await _tell(send, "failed", {"text": text})
@@ -307,6 +307,6 @@ async def _tell(send: Send, name: str, data: Mapping[str, Any]) -> None:
 
 
 async def _gone(receive: Receive) -> None:
-    """Until nobody listens any more."""
+    """Until the listener is gone."""
     while (await receive())["type"] != "http.disconnect":
         pass

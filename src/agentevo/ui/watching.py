@@ -1,8 +1,8 @@
-"""What is known of each run, kept up to date while somebody looks at it.
+"""What is known of each run, kept up to date while a page shows it.
 
-A run's files are read by one task, however many look: when a page asks for a run that was not read
-within FRESH_S, and every POLL_S while pages are subscribed to it. Reading happens on threads, in
-pieces, so a file of any size holds up nothing else. Without viewers nothing is read.
+One task reads a run's files, however many pages show it: when a page asks for a run that was not
+read within FRESH_S, and every POLL_S while pages are subscribed to it. Reading happens on threads,
+in pieces, so a file of any size holds up nothing else. Without viewers nothing is read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FIRST_S = 1.5
 MOST_KEYS = 1000
 """Runs that one stream follows, those that began later among them."""
 MAX_READERS = 1000
-"""Runs that are remembered while nobody looks at them."""
+"""Runs that are remembered while no page shows them."""
 
 
 LIST = "*"
@@ -176,14 +176,14 @@ class Watcher:
                     task.cancel()
 
     async def _follow(self, key: str) -> None:
-        """Reads one run on and on."""
+        """Reads one run every POLL_S."""
         while not self.is_closed:
             with suppress(UnknownRunError):
                 await self.view(key)
             await asyncio.sleep(POLL_S)
 
     async def _follow_list(self) -> None:
-        """Looks for new runs on and on."""
+        """Looks for new runs until the watcher is closed."""
         while not self.is_closed:
             started = time.monotonic()
             if self._list(await in_thread(self.sources.runs)):
@@ -199,13 +199,13 @@ class Watcher:
         self._tell()
 
     def _on_change(self, before: RunView, after: RunView) -> None:
-        """A run was read, by whomever."""
+        """Notes that a run was read."""
         self._num_changes += before.version != after.version
         if _shown_state(before) != _shown_state(after):
             self._tell()
 
     def _tell(self) -> None:
-        """Wakes all who wait for news."""
+        """Wakes all tasks that wait for news."""
         event = self._next
         self._next = asyncio.Event()
         event.set()

@@ -18,7 +18,7 @@ from agentevo.errors import AgentEvoError, TrainingError
 from agentevo.types import Sample, Trajectory
 
 JUDGES = frozenset({"llm_judge", "agentcpm", "ruler", "pairwise"})
-"""Rewards that ask remote models without being told which."""
+"""Rewards that ask remote models although the recipe names none."""
 KNOWN_NEEDS = frozenset({"baseline_rewards", "reward_parts", "turn_parents"})
 
 

@@ -27,7 +27,7 @@ from agentevo.credentials import all_but_password
 from agentevo.files import cache_root, must_write
 
 VERSION = 3
-"""Of the schema; another one is made anew."""
+"""Of the schema; an index with another version is made again."""
 BUSY_S = 30.0
 """How long a reader or the writer waits for the other's lock."""
 TEXT_CHARS = 16_000
@@ -79,7 +79,7 @@ CREATE TABLE gaps (first INTEGER PRIMARY KEY, last INTEGER NOT NULL, since REAL 
 
 
 def cache_file(url: str) -> Path:
-    """Where the index of the store at `url` lies; whoever may read the store may read it."""
+    """The path of the index of the store at `url`; any reader of the store may read it."""
     scheme, _, path = url.partition(":///")
     place = f"sqlite:///{Path(path).resolve()}" if scheme == "sqlite" else all_but_password(url)
     return cache_root() / "dashboard" / f"{hashlib.sha256(place.encode()).hexdigest()[:24]}.sqlite"
@@ -136,7 +136,7 @@ def make(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Deletes an index with the files that SQLite keeps beside it."""
+    """Deletes an index with the files that SQLite keeps next to it."""
     for suffix in ("", "-wal", "-shm"):
         with suppress(FileNotFoundError):
             os.unlink(f"{path}{suffix}")

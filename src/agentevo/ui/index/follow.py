@@ -4,7 +4,7 @@
     settle      what commits and drops made of rows that were open; numbers that were skipped
     sweep       every row from a number on compared with the store: after a rewind, or where the
                 numbers of rows differ
-    read_some   what is read out of the turns of rows that nobody has read yet, newest first
+    read_some   what is read out of the turns of rows that are not read yet, newest first
 
 Invariant: after catch_up and settle every row that the store's commits have touched is as in the
 store. Rows that a rewind has deleted are noticed by the newest step, which is then gone or another
@@ -42,7 +42,7 @@ END = 2**62
 
 
 class StoreFollower:
-    """One store and the index of it. `tell` hears how far it is: (what, done, of)."""
+    """One store and the index of it. `notify` gets its progress: (what, done, of)."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class StoreFollower:
         )
 
     async def read_some(self, limit: int = TURNS) -> int:
-        """Reads the turns of up to `limit` rows that nobody has read, the newest first; returns
+        """Reads the turns of up to `limit` rows that are not read yet, the newest first; returns
         how many."""
         rows = self._db.execute(
             "SELECT place, seq, id, task_id FROM attempts WHERE NOT is_read AND alive "
@@ -290,8 +290,8 @@ class StoreFollower:
         return True
 
     async def move_some(self, folder: Path | None) -> bool:
-        """Takes in how far log-probs have moved in the newest committed step of which that was not
-        looked for; whether there was one. `folder`: of the run, which may have kept it."""
+        """Takes in how far log-probs have moved, for the newest committed step without that
+        number; returns whether there was one. `folder`: the run's, which may hold it."""
         row = self._first_row(
             "SELECT step FROM steps WHERE has_moves = 0 ORDER BY step DESC LIMIT 1"
         )

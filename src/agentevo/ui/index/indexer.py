@@ -1,10 +1,10 @@
 """Keeps the index of one store while a dashboard is open, in a thread of its own.
 
-Of all processes that have the store open one writes the index: the one that holds its lock. When it
-ends another one goes on. It looks at the store at most once in EVERY_S, and rests ten times as long
-as a look took (REST_S at most), however many people watch; what is read out of turns, it reads as
-long as it rested where the run goes on, and without a rest where it does not. A store that is away
-is waited for; an index that can't be read is made again, and says so.
+Of all processes that have the store open, the one that holds the lock of the index writes it. When
+that process ends, another one takes over. It looks at the store at most once in EVERY_S, and rests
+ten times as long as a look took (REST_S at most), however many people watch. It reads turns as long
+as it rested while the run is alive, and without a rest once it is not. It waits for a store that is
+away; an index that can't be read is made again, with a message.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ AGAIN_S = 5.0
 SLICE_S = 0.5
 """How long it reads turns before it looks for new rows again."""
 LIVE_S = 300.0
-"""A run that has written something within so long goes on."""
+"""A run that has written something within so long is alive."""
 NICENESS = 10
 
 
@@ -198,7 +198,7 @@ def _teller(writer: IndexWriter) -> Callable[[str, int, int], None]:
 
 
 def _inode(url: str) -> int | None:
-    """Of a store that is a file; another one when the run was made anew."""
+    """Of a store that is a file; another one when the run was made again."""
     scheme, _, path = url.partition(":///")
     if scheme != "sqlite":
         return None

@@ -266,14 +266,14 @@ GAP_S = 600.0
 
 def decoding_of(row: TrajectorySummary) -> str:
     """How a held-out attempt was decoded (`greedy`, `sampled`), as the run's own evaluation has
-    written it into the group's id, with what tells two evaluations of a step apart; else empty."""
+    written it into the group's id, with what separates two evaluations of a step; else empty."""
     label = row.group_id.rpartition("@")[0].rpartition("/")
     is_labelled = row.split == "eval" and bool(label[1])
     return label[2] if is_labelled and label[2].endswith(("greedy", "sampled")) else ""
 
 
 def mark_of(record: StepRecord) -> str:
-    """What tells one commit of a step from another one."""
+    """What distinguishes one commit of a step from another."""
     return f"{record.committed_at!r} {record.record.get('chain', '')}"
 
 
