@@ -1,4 +1,4 @@
-"""Two attempts beside each other: what they said, turn by turn and message by message, as lines."""
+"""Two attempts side by side: what they said, turn by turn and message by message, as lines."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def _texts(message: Message) -> list[str]:
 
 
 class DiffRow(NamedTuple):
-    """Lines beside each other. `kind`: same, gone, new, changed, skipped, or turn: one begins,
-    which `who` names."""
+    """Two lines side by side. `kind`: same, gone, new, changed, skipped, or turn: the turn that
+    `who` names begins."""
 
     kind: str
     who: str
@@ -59,8 +59,9 @@ class DiffRow(NamedTuple):
 
 
 def diff(left: Played, right: Played) -> list[DiffRow]:
-    """What two attempts said, turn beside turn and line beside line; long stretches that are the
-    same are skipped. Turns behind MAX_LINES of either are not compared, which the last row says."""
+    """What two attempts said, side by side, turn by turn and line by line; long stretches that
+    are the same are skipped. Turns behind MAX_LINES of either are not compared: the last row says
+    so."""
     *ones, one_end = lines_of(left)
     *twos, two_end = lines_of(right)
     sides = ((left[0], ones), (right[0], twos))
@@ -87,8 +88,8 @@ Lines = list[tuple[str, str]]
 
 
 def _pairs(first: Lines, second: Lines) -> list[tuple[Lines, Lines]]:
-    """The lines of each message beside those of the other turn's, where both have the same roles
-    in the same order; else all of them."""
+    """Pairs of the lines of a message in either turn, where both turns have the same roles in the
+    same order; else one pair of all their lines."""
     ones, twos = (
         [(who, list(of)) for who, of in groupby(x, lambda s: s[0])] for x in (first, second)
     )

@@ -53,7 +53,7 @@ class TurnView(NamedTuple):
 
     number: int
     note: str
-    """Where it goes on from, if not from the turn before."""
+    """The turn that it continues, if not the turn before."""
     is_shared: bool
     """Whether another branch has it, too, which is shown before."""
     messages: list[ShownMessage]
@@ -83,7 +83,7 @@ def path_to(turns: Sequence[Turn], leaf: int) -> list[int]:
 
 
 def leaves(turns: Sequence[Turn]) -> list[int]:
-    """Turns that nothing goes on from."""
+    """Turns that no other turn continues."""
     parents = {turn.parent for turn in turns}
     return [turn.index for turn in turns if turn.index not in parents]
 
@@ -351,7 +351,7 @@ _ENDS = {
 
 def limit(trajectory: Trajectory, config: Mapping[str, Any]) -> str:
     """Which limit cut an attempt off, of the run with this configuration: as its agent noted it, or
-    else as its last turn shows. Empty where nobody can tell."""
+    else as its last turn shows. Empty where it is not known."""
     if not trajectory.truncated or not trajectory.turns:
         return ""
 

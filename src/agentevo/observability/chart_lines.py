@@ -31,7 +31,7 @@ COMPARED = (
     "perf/throughput",
     "group/zero_std_ratio",
 )
-"""Metrics in which runs are compared where nobody asks for others, behind held-out success."""
+"""Metrics in which runs are compared by default, after held-out success."""
 TITLES = {
     "critic/score/mean": "Reward",
     "train/success": "Success in training",

@@ -31,8 +31,7 @@ LOSS = "actor/pg_loss"
 LENGTH = "response_length/mean"
 CLIPPED = "response_length/clip_ratio"
 LOST = ("failed", "cancelled", "deadline", "no-tokens", "no-baseline")
-"""Why attempts are dropped that somebody is at fault for, unlike those that a filter of the recipe
-leaves out."""
+"""Why attempts are dropped by a fault, unlike those that a filter of the recipe leaves out."""
 FAILED = "rollout/failed/"
 """Prefix of the counts of failed attempts by their kind."""
 OF_A_REWARD = "scorer_"

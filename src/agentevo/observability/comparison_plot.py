@@ -37,7 +37,7 @@ LOOKS = [
         ("-", "--", ":", "-."), (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY)
     )
 ]
-"""Of the lines, in their order: more can't be told apart."""
+"""Of the lines, in their order: more can't be distinguished."""
 MOST_PANELS = 12
 COLUMNS = 2
 TITLE_WIDTH = 40

@@ -1,8 +1,8 @@
-"""What a person sees while a run goes on.
+"""What a person sees during a run.
 
 On a terminal: a panel that stays at the bottom (phase, progress and time left, learning signals,
 throughput, the last warnings), with evaluations and notes scrolling above it. Anywhere else (CI, a
-log file, a pipe): one plain ASCII line per step that stands on its own.
+log file, a pipe): one plain ASCII line per step, complete in itself.
 
 The panel is drawn by rich's own thread. It only ever reads `LiveView._state`, a frozen snapshot
 that the run's thread replaces whole, so no lock is needed and a slow terminal never holds up
@@ -153,7 +153,7 @@ class ViewState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _nowhere(text: str) -> None:
-    """A record that nobody keeps."""
+    """Discards the text."""
 
 
 def _unseen(stream: TextIO) -> TextIO:
@@ -225,7 +225,7 @@ class LiveView:
         self._seen_phases.add(name)
 
     def stands_at(self, step: int, total: float) -> None:
-        """So many steps are done, of so many; infinity where nobody knows."""
+        """So many steps are done, of so many; infinity where the total is unknown."""
         self._change(step=step, total=int(total) if math.isfinite(total) else 0)
 
     def moment(self) -> Moment:

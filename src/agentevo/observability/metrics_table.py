@@ -7,7 +7,7 @@
 Invariants. Only whole lines are read, and each one once; of a file that was replaced, as a resumed
 run does, or that became shorter, nothing more is read. A line that is no row is left out and
 counted. A column holds the row numbers at which its metric was logged, and the values; null is NaN.
-Columns only grow, so another thread may look at them meanwhile.
+Columns only grow, so another thread may read them at the same time.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from agentevo.errors import AgentEvoError, describe_error, storable
 Ended = Literal["", "finished", "stopped", "failed"]
 
 PAUSED = "paused"
-"""The phase of a run that stands still because somebody has asked it to."""
+"""The phase of a run that was asked to pause."""
 LONGEST_REASON = 2000
 LARGEST_BYTES = 100_000
 """A file that is larger is none of ours."""
@@ -39,19 +39,19 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     """Steps that are done."""
     planned: int | None = None
     done: float | None = None
-    """So much of `total` is done in this phase; None where nobody counts."""
+    """So much of `total` is done in this phase; None where nothing is counted."""
     total: float | None = None
     unit: str = ""
     is_stopping: bool = False
-    """Whether somebody has asked the run to stop."""
+    """Whether the run was asked to stop."""
     heartbeat_at: float = 0.0
     """When the process was last known to live; that of a file."""
     started_at: float = 0.0
-    """When the process began, or went on with, the run."""
+    """When the process began or resumed the run."""
     process: int = 0
     host: str = ""
     ended: Ended = ""
-    """How the run ended; empty while it goes on, or where its process was killed."""
+    """How the run ended; empty while it is alive, or where its process was killed."""
     reason: str = ""
     """Why it failed, in a sentence."""
 
@@ -63,7 +63,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
         return f"{text} (asked to stop)" if self.is_stopping else text
 
     def count_text(self) -> str:
-        """`37 of 64 attempts`; empty where nobody counts."""
+        """`37 of 64 attempts`; empty where nothing is counted."""
         if self.done is None or not self.total:
             return ""
         if self.unit == "bytes":
@@ -81,8 +81,8 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
         return max((time.time() if now is None else now) - self.heartbeat_at, 0.0)
 
     def ending(self, resume: str = "") -> str:
-        """How the run ended, in a sentence; empty while it goes on. `resume`: the command that goes
-        on with it, where it is known."""
+        """How the run ended, in a sentence; empty while it is alive. `resume`: the command that
+        continues it, where it is known."""
         if self.ended == "failed":
             return self.reason or "the run failed"
         when = time.strftime("%H:%M:%S", time.localtime(self.heartbeat_at))

@@ -1,7 +1,7 @@
 """How every panel of a picture looks: colours, fonts, and the parts that panels share.
 
-Colours are Okabe and Ito's, which colour-blind readers tell apart; line style and labels never
-leave it to colour alone.
+Colours are Okabe and Ito's, which colour-blind readers can distinguish; line styles and labels
+repeat what colours say.
 """
 
 from __future__ import annotations

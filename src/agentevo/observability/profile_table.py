@@ -116,8 +116,8 @@ def _operators(threads: Iterable[Sequence[tuple[float, float, str]]]) -> tuple[O
 
 
 def _self_times(spans: Sequence[tuple[float, float, str]]) -> dict[str, float]:
-    """Name -> time of its spans (begin, end, name) without that of the spans inside of them. Spans
-    lie in one another or apart."""
+    """Name -> time of its spans (begin, end, name) without that of the spans inside of them. Two
+    spans are nested or disjoint."""
     self_times: dict[str, float] = defaultdict(float)
     open_spans: list[tuple[float, str]] = []
     for begin, end, name in sorted(spans, key=lambda span: (span[0], -span[1])):

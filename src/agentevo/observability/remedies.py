@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Remedies:
-    """Parts of sentences; the defaults are those of a recipe of which nothing is known."""
+    """Parts of sentences; the defaults fit any recipe."""
 
     answer_shorter: str = "ask for shorter answers in the agent's prompt"
     show_format: str = "show the format with an example in the agent's prompt"

@@ -47,7 +47,7 @@ def write_report(
     decode: Decode | None = None,
     calls: Mapping[str, Sequence[StoredCall]] = NO_CALLS,
 ) -> Path:
-    """Writes `report.html`, draws `plots/*.png` beside it, and returns the page's path.
+    """Writes `report.html`, draws `plots/*.png` next to it, and returns the page's path.
 
     `trajectories` are (caption, trajectory) pairs, as `sample_trajectories` picks them; `calls` are
     those of each of them by its id. Without `decode` tokens are shown as ids.
@@ -111,7 +111,7 @@ def report_from_run(run_dir: Path | str, decode: Decode | None = None) -> Path:
 
 
 async def report_at_end(run_dir: Path, decode: Decode, view: LiveView) -> None:
-    """Makes the report of a run that has ended, beside its event loop, and says where it is."""
+    """Makes the report of a run that has ended, on a thread, and notes where it is."""
     view.phase("reporting")
     try:
         async with asyncio.timeout(DEADLINE_S):

@@ -66,7 +66,7 @@ class ReportCharts(NamedTuple):
 def report_charts(
     run: Measured, rows: Sequence[MetricsRow], summary: Mapping[str, Any]
 ) -> ReportCharts:
-    """All of a run's charts. `rows` are those of which `run` has the columns."""
+    """All of a run's charts. `rows` are those whose columns `run` has."""
     lengths = together(
         run,
         "Tokens of a completion",

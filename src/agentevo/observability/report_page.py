@@ -50,7 +50,7 @@ class Numbers:
 
 
 class ReportResult(NamedTuple):
-    """What changed, on how many tasks, against whom."""
+    """What changed, on how many tasks, and the players that it is compared with."""
 
     before: float | None
     after: float | None

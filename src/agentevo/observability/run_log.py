@@ -33,7 +33,7 @@ class RunLog:
     def __init__(self) -> None:
         self._early: deque[logging.LogRecord] = deque(maxlen=EARLY_LINES)
         self._file: _File | None = None
-        self._lock = threading.RLock()  # whoever can't write says so, and hears it
+        self._lock = threading.RLock()  # a failed write is logged, which calls `write` again
 
     def __enter__(self) -> Self:
         listen(self.write)

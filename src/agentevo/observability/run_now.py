@@ -1,4 +1,4 @@
-"""What a run does at this moment and has come to, as plain data: facts, time left, failures by
+"""What a run does at this moment and has reached, as plain data: facts, time left, failures by
 kind, where the time goes."""
 
 from __future__ import annotations

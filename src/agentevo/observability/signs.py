@@ -1,4 +1,4 @@
-"""The warnings of a run: those that its summary tells, or that its numbers give."""
+"""The warnings of a run: those in its summary, or those that its numbers give."""
 
 from __future__ import annotations
 

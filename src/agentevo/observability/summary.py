@@ -1,4 +1,4 @@
-"""summary.json as a reader finds it: checked, since nobody knows what became of the file."""
+"""summary.json as a reader finds it: checked, since the file may have been changed."""
 
 from __future__ import annotations
 

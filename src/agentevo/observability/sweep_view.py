@@ -1,4 +1,4 @@
-"""What a person sees while a sweep goes on.
+"""What a person sees during a sweep.
 
 On a terminal: a table of the runs under way, each with the last line of its log, below the lines of
 those that have ended. Anywhere else: one plain line for each run that starts and each that ends.

@@ -43,7 +43,7 @@ class RunLine:
     doing: str = field(default="", compare=False)
     """What its process does now."""
     reason: str = field(default="", compare=False)
-    """Why it goes on no more, or gives no sign."""
+    """Why it has stopped, or gives no sign."""
     calls: tuple[str, ...] = field(default=(), compare=False)
     """A line for each attempt under way."""
 

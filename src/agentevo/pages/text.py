@@ -1,4 +1,4 @@
-"""Texts that somebody else wrote, made fit to be shown: whatever they hold, they are only text.
+"""Texts of other authors, made safe to show: whatever they hold, they are only text.
 
 `shown` is the one function for that. What it returns is plain text, which templates escape.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 LIMIT = 20_000
-"""Characters of one text that a page shows, unless told otherwise."""
+"""Characters of one text that a page shows by default."""
 
 _PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 _PICTURES[0x7F] = 0x2421

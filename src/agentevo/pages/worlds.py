@@ -126,6 +126,6 @@ def _width(line: str, legend: Legend) -> int:
 
 
 def _symbols(line: str) -> list[str]:
-    """Cells stand beside each other, or apart by spaces or tabs."""
+    """The cells of a line: single characters, with or without spaces or tabs between them."""
     parts = line.split()
     return parts if len(parts) > 1 and all(len(part) == 1 for part in parts) else list(line.strip())

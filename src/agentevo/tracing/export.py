@@ -133,7 +133,7 @@ class _Conversations:
         except StoreError:  # dropped, or its group has not been written
             return []
 
-        if "num_undelivered" in trajectory.metrics:  # its turns were numbered anew
+        if "num_undelivered" in trajectory.metrics:  # its turns were renumbered
             return []
 
         turns: list[TracedMessage] = []

@@ -66,7 +66,7 @@ class MLflowExporter(SpanExporter):
             self._exporter.shutdown()
 
     def _open_early(self) -> None:
-        with suppress(Exception):  # an export tries again, and its failure is told
+        with suppress(Exception):  # an export tries again, and its failure is reported
             self._opened()
 
     def _opened(self) -> SpanExporter:

@@ -1,4 +1,4 @@
-"""What a recipe's section `tracing` and OpenTelemetry's variables come to: a tracer, or none.
+"""What a recipe's section `tracing` and OpenTelemetry's variables give: a tracer, or none.
 
 The OpenTelemetry SDK is an extra, so no module that imports it is imported before it is needed."""
 
@@ -107,7 +107,7 @@ def load_sdk(needed_by: str) -> None:
 
 
 def run_id_of(run_dir: Path) -> str:
-    """What tells this run from all others, drawn once and kept in its folder: every process of the
+    """What identifies this run, drawn once and kept in its folder: every process of the
     run makes the same trace ids of it."""
     path = run_dir / FOLDER / "run_id"
     try:

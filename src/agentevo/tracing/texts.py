@@ -24,7 +24,7 @@ HIDDEN = "***"
 SHORTEST_SECRET = 8
 """Characters: shorter values are words of any text."""
 REMEMBERED = 1024
-"""Texts of which it is remembered what they are without secrets."""
+"""Texts whose form without secrets is cached."""
 LONGEST_REMEMBERED = 4096
 """Length of the longest of them, in characters."""
 _SECRET_NAME = re.compile(
@@ -92,7 +92,7 @@ class SpanTexts:
         return msgspec.json.encode(encoded_messages[::-1]).decode()
 
     def _message(self, message: Message, longest: int) -> dict[str, Any]:
-        """Its parts share `longest`, the first ones first; how many have no room is told."""
+        """Its parts share `longest`, the first ones first; a note says how many have no room."""
         named = {} if message.name is None else {"name": self.shown(message.name, _MARGIN)}
         record = {"role": message.role, **named}
         if message.role == "tool":

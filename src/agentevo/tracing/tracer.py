@@ -7,10 +7,10 @@ processor, in its thread.
 The attempts never wait for it: of more calls than the queue holds, the oldest are dropped. A span
 is made, and its texts are shortened and searched for secrets, in the thread. What an exporter does
 not take is lost, after the retries that are its own. The end waits `flush_s` for what is left.
-Whatever is lost is counted, and told at the first time and at the end.
+Lost spans are counted, and reported at the first loss and at the end.
 
-Not promised: that all spans of a process that was killed are exported, or that a span of which
-the exporter did not hear in time whether it was taken is exported once.
+Not promised: that all spans of a process that was killed are exported, or that a span is exported
+once where the exporter did not learn in time whether it was taken.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from agentevo.tracing.first_warning import FirstWarning
 from agentevo.tracing.spans import Spans, attempt_of
 
 FLUSH_S = 30.0
-"""How long the end of a run waits for an exporter that goes on taking spans in."""
+"""How long the end of a run waits for an exporter that still takes spans in."""
 PIECE = 2**22
 """Characters of the spans that are exported together: collectors refuse larger requests."""
 _SAMPLED = SpanContext(1, 1, False, TraceFlags(TraceFlags.SAMPLED))
@@ -154,7 +154,8 @@ class Tracer:
         flush_s: float = FLUSH_S,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`tell` hears of what is not exported. `share`: of the attempts that are traced."""
+        """`notify` gets a line about spans that are not exported. `share`: of the attempts that are
+        traced."""
         self.contents = contents
         self.token2text = token2text
         self._make_exporter = make_exporter
@@ -163,7 +164,7 @@ class Tracer:
         self._share = share
         self._limits = limits or TraceLimits()
         self._flush_s = flush_s
-        self._tell = tell
+        self._notify = tell
         self._warning = FirstWarning(tell)
         self._num_ended = 0
         self._is_closing = False
@@ -225,9 +226,9 @@ class Tracer:
 
         exported = self.num_exported
         if num_lost := self.num_lost:
-            self._tell(f"tracing: {num_lost} spans were not exported, {exported} were: {why}")
+            self._notify(f"tracing: {num_lost} spans were not exported, {exported} were: {why}")
         elif exported:
-            self._tell(f"tracing: {exported} spans were exported")
+            self._notify(f"tracing: {exported} spans were exported")
 
     def _end(self) -> None:
         # The processor's shutdown waits 30 s at most for what is left, so the flush comes first.

@@ -1,5 +1,5 @@
-"""Where a run's numbers go beside its own folder: TensorBoard, W&B, MLflow, SwanLab, trackio, and
-those of other packages.
+"""Where a run's numbers go in addition to its folder: TensorBoard, W&B, MLflow, SwanLab, trackio,
+and trackers of other packages.
 
     run's thread ──► Tracking ──► one Delivery (thread, bounded queue) for each ──► Tracker
 

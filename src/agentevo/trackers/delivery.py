@@ -51,7 +51,7 @@ class Record:
                 read = json.loads(path.read_bytes())
                 self._entries = {name: dict(entry) for name, entry in read.items()}
             except (OSError, ValueError, AttributeError, TypeError):
-                self._entries = {}  # it only helps to go on: without it a run is told anew
+                self._entries = {}  # without it a resumed run is a new one
 
     def of(self, name: str) -> tuple[str, int]:
         """(id, last step) of a tracker; ("", -1) if it has never begun."""

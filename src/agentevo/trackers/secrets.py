@@ -56,7 +56,7 @@ def _plain(name: str, value: Any, secret_values: list[str]) -> Any:
 
 
 def clean_text(text: str, known: list[str]) -> str:
-    """A text without the secrets in it. `known`: values to look for."""
+    """A text without the secrets in it. `secret_values`: values to look for."""
     for value in known:
         text = text.replace(value, HIDDEN)
     return _KNOWN_BEGINNING.sub(HIDDEN, without_passwords(text))

@@ -1,4 +1,4 @@
-"""The tracker contract: what one is told of a run, and how it is registered by name.
+"""The tracker contract: what a tracker gets of a run, and how it is registered by name.
 
     begin(run) ─► log(row) ... ─► figure, artifact ... ─► end(state, summary)
 
@@ -40,7 +40,7 @@ class TrackerConfig(pydantic.BaseModel):
 
 
 class TrackedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tracker is told of a run when it begins, or goes on."""
+    """What a tracker gets of a run when the run begins or resumes."""
 
     folder: Path
     """The run's own; a tracker's local files belong below it."""

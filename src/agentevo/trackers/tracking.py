@@ -1,4 +1,4 @@
-"""All trackers of a run, for the run's own thread: it puts rows in, hears what went wrong, and ends
+"""All trackers of a run, for the run's own thread: it puts rows in, gets their problems, and ends
 them together within one deadline."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RECORD = "tracking.json"
 
 class Tracking:
     """Begins at once, on the trackers' threads. Not thread-safe: `note` and `warn` are called by
-    whoever calls its methods."""
+    the thread that calls its methods."""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class Tracking:
         flush_s: float,
         keep_record: bool = True,
     ) -> None:
-        """made: for each tracker its options, and its class. `keep_record`: the run has a folder
-        and may be resumed."""
+        """`makers`: for each tracker its options, and its class. `keep_record`: the run has a
+        folder and may be resumed."""
         self._note = note
         self._warn = warn
         self._flush_s = flush_s

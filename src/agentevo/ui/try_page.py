@@ -248,17 +248,17 @@ class TryEventStream(Response):
             async with aclosing(events) as stream:
                 async for event in stream:
                     for name, data in self._shown(event):
-                        await _tell(send, name, data)
+                        await _send_event(send, name, data)
         except PlayerError as error:
-            await _tell(send, "failed", {"text": str(error)})
+            await _send_event(send, "failed", {"text": str(error)})
         except OSError:  # the browser no longer takes the answer; also TimeoutError
             raise
         except Exception as error:  # noqa: BLE001 (reported where the dashboard was started)
             to_stderr(f"ui: try {self._view.key}: {describe_error(error)}")
             text = "This has failed; the reason is where `agentevo ui` was started."
-            await _tell(send, "failed", {"text": text})
+            await _send_event(send, "failed", {"text": text})
 
-        await _tell(send, "done", {})
+        await _send_event(send, "done", {})
         await send({"type": "http.response.body", "body": b""})
 
     def _shown(self, event: words.Event | PlayerProcess) -> list[tuple[str, Mapping[str, Any]]]:
@@ -301,7 +301,7 @@ def _tokens(block: Any) -> dict[str, Any]:
     return {"turn_tokens": TurnTokens([block], None)}
 
 
-async def _tell(send: Send, name: str, data: Mapping[str, Any]) -> None:
+async def _send_event(send: Send, name: str, data: Mapping[str, Any]) -> None:
     body = f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()
     await send({"type": "http.response.body", "body": body, "more_body": True})
 

@@ -187,7 +187,7 @@ class Watcher:
         while not self.is_closed:
             started = time.monotonic()
             if self._list(await in_thread(self.sources.runs)):
-                self._tell()
+                self._wake()
             await asyncio.sleep(max(POLL_S, SCAN_REST * (time.monotonic() - started)))
 
     async def close(self) -> None:
@@ -196,15 +196,15 @@ class Watcher:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        self._tell()
+        self._wake()
 
     def _on_change(self, before: RunView, after: RunView) -> None:
         """Notes that a run was read."""
         self._num_changes += before.version != after.version
         if _shown_state(before) != _shown_state(after):
-            self._tell()
+            self._wake()
 
-    def _tell(self) -> None:
+    def _wake(self) -> None:
         """Wakes all tasks that wait for news."""
         event = self._next
         self._next = asyncio.Event()

@@ -54,7 +54,7 @@ class StoreFollower:
         self._store = store
         self._db = connection
         self._writer = writer
-        self._tell = tell
+        self._notify = tell
         self._words: dict[str, TaskWords] = {}
         self._looked_at = -1
 
@@ -136,7 +136,7 @@ class StoreFollower:
                 self._writer.put(rows)
 
             first = until + 1
-            self._tell("comparing", min(first, end), end)
+            self._notify("comparing", min(first, end), end)
 
     async def _catch_up(self) -> None:
         """New rows, until there are none."""
@@ -149,7 +149,7 @@ class StoreFollower:
                 )
 
             after = rows[-1][0]
-            self._tell("listing", after, 0)
+            self._notify("listing", after, 0)
             if len(rows) < ROWS:
                 return
 
