@@ -38,7 +38,7 @@ class Signs:
 
     def __init__(self) -> None:
         self._monitor = CollapseMonitor()
-        self._seen = 0
+        self._next_row = 0
         self.found: list[tuple[int | None, str]] = []
 
     def observe(self, table: MetricsTable, config: Mapping[str, Any]) -> None:
@@ -46,11 +46,11 @@ class Signs:
         known."""
         self._monitor.remedies = remedies_of(config)
         steps = table.columns.get(OF_A_STEP)
-        rows = list(steps.rows[bisect_left(steps.rows, self._seen) :]) if steps else []
+        rows = list(steps.rows[bisect_left(steps.rows, self._next_row) :]) if steps else []
         names = [name for name in table.columns if name in WATCHED or name.startswith(COUNTED)]
         for row in rows:
             values = {name: table.value_at(name, row) for name in names if table.has(name, row)}
             warnings = self._monitor.observe(table.steps[row], values)
             self.found += [(warning.step, warning.message) for warning in warnings]
 
-        self._seen = table.num_rows
+        self._next_row = table.num_rows

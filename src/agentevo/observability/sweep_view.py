@@ -33,7 +33,7 @@ class SweepView:
         self.title = title
         self._stream = sys.stdout if stream is None else stream
         self._clock = clock
-        self._began = clock()
+        self._started_at = clock()
         self._ended: set[str] = set()
         self._total = 0
         self._spent: list[float] = []
@@ -114,7 +114,7 @@ class SweepView:
             table,
             title=heading,
             title_align="left",
-            subtitle=format_duration(self._clock() - self._began),
+            subtitle=format_duration(self._clock() - self._started_at),
             subtitle_align="right",
         )
 

@@ -185,7 +185,11 @@ class Spans:
                 shown = self._texts.shown(value) if isinstance(value, str) else value
                 attributes[names.OWN + fact] = shown
 
-        return attributes if traced_message is None else attributes | self._said(traced_message)
+        return (
+            attributes
+            if traced_message is None
+            else attributes | self._message_attributes(traced_message)
+        )
 
     def _attempt_facts(self, trajectory_id: str) -> dict[str, Value]:
         """What all spans of a trajectory have."""
@@ -208,7 +212,7 @@ class Spans:
 
         return attributes
 
-    def _said(self, traced_message: TracedMessage) -> dict[str, Value]:
+    def _message_attributes(self, traced_message: TracedMessage) -> dict[str, Value]:
         attributes: dict[str, Value] = {}
         if traced_message.finish_reasons:
             attributes[names.FINISH_REASONS] = list(traced_message.finish_reasons)

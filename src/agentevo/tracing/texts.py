@@ -51,7 +51,9 @@ class SpanTexts:
             if _SECRET_NAME.search(name) and len(value) >= SHORTEST_SECRET
         }
         secret_values = sorted(values, key=len, reverse=True)
-        self._known = re.compile("|".join(map(re.escape, secret_values))) if secret_values else None
+        self._secret_pattern = (
+            re.compile("|".join(map(re.escape, secret_values))) if secret_values else None
+        )
 
         # Names, and the messages that every turn of an attempt has again.
         self._remembered = lru_cache(REMEMBERED)(self._without_secrets)
@@ -66,8 +68,8 @@ class SpanTexts:
         return storable(shorten_middle(text, longest), longest)
 
     def _without_secrets(self, text: str) -> str:
-        if self._known is not None:
-            text = self._known.sub(HIDDEN, text)
+        if self._secret_pattern is not None:
+            text = self._secret_pattern.sub(HIDDEN, text)
         return _SECRET.sub(HIDDEN, without_passwords(text))
 
     def messages(self, messages: Sequence[Message], *, finish_reasons: Sequence[str] = ()) -> str:

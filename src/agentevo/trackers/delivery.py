@@ -156,7 +156,7 @@ class TrackerDelivery:
         )
 
     def _work(self) -> None:
-        tracker = self._begun()
+        tracker = self._begin_tracker()
         if tracker is None:
             with self._wake:
                 self._given_up = True
@@ -172,7 +172,7 @@ class TrackerDelivery:
         for act in self._last or ():
             self._try_call("the end", lambda act=act: act(tracker), attempts=1)  # type: ignore[misc]
 
-    def _begun(self) -> Tracker | None:
+    def _begin_tracker(self) -> Tracker | None:
         trackers: list[Tracker] = []
 
         def begin() -> None:
@@ -190,9 +190,9 @@ class TrackerDelivery:
         return trackers[0]
 
     def _keep(self) -> None:
-        self._try_call("tracking.json", self._kept, attempts=1)
+        self._try_call("tracking.json", self._write_record, attempts=1)
 
-    def _kept(self) -> None:
+    def _write_record(self) -> None:
         self._record.keep(self.name, self._id, self._step)
 
     def _next(self) -> TrackedRow | None:

@@ -43,7 +43,7 @@ class Tracking:
         self._note = note
         self._warn = warn
         self._flush_s = flush_s
-        self._said: deque[tuple[str, bool]] = deque()
+        self._messages: deque[tuple[str, bool]] = deque()
         record = Record(run.folder / RECORD if keep_record else None)
         self._deliveries = [
             TrackerDelivery(
@@ -51,7 +51,7 @@ class Tracking:
                 lambda make=make, config=config: make(config),  # type: ignore[misc]
                 with_identity(run, config.name, record, secrets.token_hex(8)),
                 record,
-                lambda text, is_warning: self._said.append((text, is_warning)),
+                lambda text, is_warning: self._messages.append((text, is_warning)),
             )
             for config, make in made
         ]
@@ -69,8 +69,8 @@ class Tracking:
         """Passes on what the trackers had to say since."""
         for delivery in self._deliveries:
             delivery.look()
-        while self._said:
-            text, is_warning = self._said.popleft()
+        while self._messages:
+            text, is_warning = self._messages.popleft()
             (self._warn if is_warning else self._note)(text)
 
     def close(

@@ -286,12 +286,12 @@ async def _answer(
         trouble=trouble,
         selection=selection,
         base=base,
-        kept=_kept(selection),
+        kept=_form_keys(selection),
         **variables,
     )
 
 
-def _kept(selection: Selection) -> dict[str, str]:
+def _form_keys(selection: Selection) -> dict[str, str]:
     """What a form of the page sends again in addition to its own fields."""
     free = msgspec.structs.replace(selection, text="", after=None)
     return {name: value for name, value in free.query().items() if name != "step"}

@@ -227,20 +227,20 @@ def _by_task(done: HeldOut, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 def _estimate(values: np.ndarray) -> Estimate | None:
     # In order, so that the same outcomes have the same interval, whichever run reached them.
-    return _kept_mean(np.sort(values).tobytes())
+    return _cached_mean(np.sort(values).tobytes())
 
 
 @lru_cache(maxsize=CACHED)
-def _kept_mean(values: bytes) -> Estimate | None:
+def _cached_mean(values: bytes) -> Estimate | None:
     return mean_of(np.frombuffer(values).tolist())
 
 
 def _difference(before: np.ndarray, after: np.ndarray) -> Estimate | None:
-    return _kept_difference(before.tobytes(), after.tobytes())
+    return _cached_difference(before.tobytes(), after.tobytes())
 
 
 @lru_cache(maxsize=CACHED)
-def _kept_difference(before: bytes, after: bytes) -> Estimate | None:
+def _cached_difference(before: bytes, after: bytes) -> Estimate | None:
     return paired_difference(np.frombuffer(before).tolist(), np.frombuffer(after).tolist())
 
 

@@ -13,7 +13,7 @@ IDLE_S = 600.0
 """An index that no page has asked for so long is no longer updated."""
 
 
-class _KeptIndex:
+class _IndexEntry:
     def __init__(self, url: str, folder: Path | None) -> None:
         self.indexer = Indexer(url, folder)
         self.reader = IndexReader(self.indexer.path)
@@ -25,27 +25,27 @@ class Indexes:
     """May be asked by any thread."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, _KeptIndex] = {}
+        self._entries: dict[str, _IndexEntry] = {}
         self._lock = threading.Lock()
 
     def reader(self, url: str, folder: Path | None) -> IndexReader:
         """The index of the store at `url`, which is kept up to date from now on."""
         with self._lock:
-            for other_url, entry in list(self._kept.items()):
+            for other_url, entry in list(self._entries.items()):
                 if other_url != url and time.monotonic() - entry.used_at > IDLE_S:
-                    del self._kept[other_url]
+                    del self._entries[other_url]
                     threading.Thread(target=entry.indexer.stop, daemon=True).start()
 
-            if url not in self._kept:
-                self._kept[url] = _KeptIndex(url, folder)
+            if url not in self._entries:
+                self._entries[url] = _IndexEntry(url, folder)
 
-            self._kept[url].used_at = time.monotonic()
-            return self._kept[url].reader
+            self._entries[url].used_at = time.monotonic()
+            return self._entries[url].reader
 
     def state(self, url: str) -> tuple[IndexState, str]:
         """How far the index is, and what keeps it from going on."""
         with self._lock:
-            entry = self._kept.get(url)
+            entry = self._entries.get(url)
 
         if entry is None:
             return IndexState("listing", 0, 0, 0.0, ""), ""
@@ -58,8 +58,8 @@ class Indexes:
     def close(self) -> None:
         """Ends all of them; blocks until they have."""
         with self._lock:
-            entries = list(self._kept.values())
-            self._kept.clear()
+            entries = list(self._entries.values())
+            self._entries.clear()
         for entry in entries:
             entry.indexer.stop(0.0)
         for entry in entries:

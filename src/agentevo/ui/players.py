@@ -121,7 +121,7 @@ class Players:
     """See the module. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._held: dict[PlayerKey, PlayerProcess] = {}
+        self._players: dict[PlayerKey, PlayerProcess] = {}
         self._lock = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
         self._read = msgspec.json.Decoder(words.Event).decode
@@ -132,7 +132,7 @@ class Players:
     def of(self, run: str) -> list[PlayerProcess]:
         """All of them, those of this run first."""
         return sorted(
-            self._held.values(), key=lambda player: (player.run != run, player.started_at)
+            self._players.values(), key=lambda player: (player.run != run, player.started_at)
         )
 
     async def ask(
@@ -218,14 +218,14 @@ class Players:
             if self._closed:
                 raise PlayerError("the dashboard ends")
 
-            existing = self._held.get(key)
+            existing = self._players.get(key)
             if existing is not None and existing.state != "ended":
                 return existing
             if existing is not None:
                 await self._forget(existing)
 
-            if len(self._held) >= MAX_PLAYERS:
-                idle = [candidate for candidate in self._held.values() if not candidate.is_busy]
+            if len(self._players) >= MAX_PLAYERS:
+                idle = [candidate for candidate in self._players.values() if not candidate.is_busy]
                 if not idle:
                     raise PlayerError(
                         f"{MAX_PLAYERS} checkpoints are at work: stop one, or wait until it is done"
@@ -234,7 +234,7 @@ class Players:
                 await self.end(oldest, "another checkpoint has taken its place")
 
             player = await self._begin(key, run)
-            self._held[key] = player
+            self._players[key] = player
             if self._looking is None or self._looking.done():
                 self._looking = asyncio.ensure_future(self._look())
 
@@ -323,7 +323,7 @@ class Players:
         while True:
             await asyncio.sleep(min(LOOK_S, IDLE_S / 4))
             now = time.monotonic()
-            for player in list(self._held.values()):
+            for player in list(self._players.values()):
                 if player.state == "ended":
                     # Its problem stays to be seen for as long as an idle one would stay.
                     if now - player.used_at > IDLE_S:
@@ -349,8 +349,8 @@ class Players:
         await self._forget(player)
 
     async def _forget(self, player: PlayerProcess) -> None:
-        if self._held.get(player.key) is player:
-            del self._held[player.key]
+        if self._players.get(player.key) is player:
+            del self._players[player.key]
         done, _ = await asyncio.wait(player.tasks, timeout=GRACE_S)
         for task in player.tasks:
             if task not in done:
@@ -362,7 +362,7 @@ class Players:
         self._closed = True
         if self._looking is not None:
             self._looking.cancel()
-        players = list(self._held.values())
+        players = list(self._players.values())
         await asyncio.gather(
             *(self.end(player, "the dashboard ends") for player in players), return_exceptions=True
         )

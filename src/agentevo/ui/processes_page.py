@@ -33,7 +33,7 @@ class KeptProcesses(NamedTuple):
 async def processes(request: Request, run: str) -> HTMLResponse:
     """Trainer, engines, samplers, gateways, and their logs."""
     view = await run_of(request, run)
-    stored = await in_thread(_kept, view)
+    stored = await in_thread(_read_files, view)
     return run_page(
         request,
         "processes.html",
@@ -73,7 +73,7 @@ async def log(request: Request, run: str, name: str) -> HTMLResponse:
     )
 
 
-def _kept(view: RunView) -> KeptProcesses:
+def _read_files(view: RunView) -> KeptProcesses:
     gateway = view.source.file("gateway")
     return KeptProcesses(
         process_files.engines(view.source),

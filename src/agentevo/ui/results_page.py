@@ -70,32 +70,32 @@ class Changed(NamedTuple):
     worse: list[tuple[str, float, float]]
 
 
-class _KeptResults:
+class _ResultsCache:
     """The folders that were read last, until their files change. May be asked by any thread."""
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._kept: OrderedDict[Path, tuple[object, Results]] = OrderedDict()
+        self._cache: OrderedDict[Path, tuple[object, Results]] = OrderedDict()
 
     def get(self, folder: Path) -> Results:
         """Raises ConfigError for what is no folder of results."""
         signature = [_signature(folder / name) for name in (SETTINGS, RESULTS, SUMMARY)]
         with self._lock:
-            cached = self._kept.get(folder)
+            cached = self._cache.get(folder)
 
         if cached is not None and cached[0] == signature:
             return cached[1]
 
         loaded = _read(folder)
         with self._lock:
-            self._kept[folder] = (signature, loaded)
-            while len(self._kept) > MOST_FOLDERS:
-                self._kept.popitem(last=False)
+            self._cache[folder] = (signature, loaded)
+            while len(self._cache) > MOST_FOLDERS:
+                self._cache.popitem(last=False)
 
         return loaded
 
 
-_kept = _KeptResults()
+_results_cache = _ResultsCache()
 
 
 @router.get("/results/{key}", response_class=HTMLResponse)
@@ -114,7 +114,7 @@ async def results(
     if folder is None:
         raise NotFoundError(f"There is no evaluation {key[:100]} in {sources.shown}.")
 
-    evaluation = await in_thread(_kept.get, folder)
+    evaluation = await in_thread(_results_cache.get, folder)
     labels = [str(model.get("model", "")) for model in evaluation.models]
     first = first if first in labels else (labels[0] if labels else "")
     last = last if last in labels else (labels[-1] if labels else "")

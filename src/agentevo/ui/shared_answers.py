@@ -64,7 +64,7 @@ class SharedAnswer(NamedTuple):
 
 
 @dataclass
-class _HeldAnswers:
+class _AnswerEntry:
     making: asyncio.Task[SharedAnswer]
     watched_state: tuple[int, int]
     """What the watcher knew when the answer was begun."""
@@ -82,7 +82,7 @@ class SharedAnswers:
         """Answers that were made to be shared."""
         self._watcher = watcher
         self._visitor_key = visitor_key
-        self._held: dict[AnswerKey, _HeldAnswers] = {}
+        self._answers: dict[AnswerKey, _AnswerEntry] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match = PATHS.fullmatch(scope["path"])
@@ -103,24 +103,24 @@ class SharedAnswers:
         """What makes the answer, or has made it."""
         now = time.monotonic()
         watched_state = self._watcher.known(run)
-        entry = self._held.get(key)
+        entry = self._answers.get(key)
         is_fresh = entry is not None and (not entry.making.done() or now - entry.at < KEPT_S)
         if entry is not None and is_fresh and entry.watched_state == watched_state:
             return entry.making
 
         self._forget(now)
-        making = asyncio.ensure_future(self._made(key, scope))
-        entry = self._held[key] = _HeldAnswers(making, watched_state, now)
+        making = asyncio.ensure_future(self._make(key, scope))
+        entry = self._answers[key] = _AnswerEntry(making, watched_state, now)
         making.add_done_callback(lambda _: self._done(key, entry))
 
         return making
 
-    def _done(self, key: AnswerKey, entry: _HeldAnswers) -> None:
+    def _done(self, key: AnswerKey, entry: _AnswerEntry) -> None:
         """Keeps what may be kept."""
         failed = entry.making.cancelled() or entry.making.exception() is not None
         if failed or entry.making.result().status != 200:
-            if self._held.get(key) is entry:
-                del self._held[key]
+            if self._answers.get(key) is entry:
+                del self._answers[key]
             return
 
         answer = entry.making.result()
@@ -129,14 +129,14 @@ class SharedAnswers:
 
     def _forget(self, now: float) -> None:
         """What is old, and the oldest of too much."""
-        for key, entry in list(self._held.items()):
+        for key, entry in list(self._answers.items()):
             if entry.making.done() and now - entry.at >= KEPT_S:
-                del self._held[key]
-        size = sum(entry.size for entry in self._held.values())
-        while self._held and (len(self._held) >= MOST or size > MOST_BYTES):
-            size -= self._held.pop(next(iter(self._held))).size
+                del self._answers[key]
+        size = sum(entry.size for entry in self._answers.values())
+        while self._answers and (len(self._answers) >= MOST or size > MOST_BYTES):
+            size -= self._answers.pop(next(iter(self._answers))).size
 
-    async def _made(self, key: AnswerKey, scope: Scope) -> SharedAnswer:
+    async def _make(self, key: AnswerKey, scope: Scope) -> SharedAnswer:
         self.num_made += 1
         headers = [(b"host", b"localhost")]
         headers += [(b"hx-request", b"true")] if key.is_part else []

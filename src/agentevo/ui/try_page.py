@@ -222,7 +222,7 @@ class TryEventStream(Response):
         self._shared = dashboard(request)
         self._view = view
         self._key = key
-        self._asked = asked
+        self._query = asked
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._shared.players.streams >= MAX_STREAMS:
@@ -244,7 +244,7 @@ class TryEventStream(Response):
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
-            events = self._shared.players.ask(self._key, self._view.key, self._asked)
+            events = self._shared.players.ask(self._key, self._view.key, self._query)
             async with aclosing(events) as stream:
                 async for event in stream:
                     for name, data in self._shown(event):

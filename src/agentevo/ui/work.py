@@ -59,7 +59,7 @@ class QueuedWork:
 
 
 @dataclass
-class _KnownWork:
+class _CachedWork:
     work: QueuedWork = field(default_factory=QueuedWork)
     asked_at: float = -1e9
     rests_s: float = 0.0
@@ -71,13 +71,13 @@ class Works:
 
     def __init__(self, stores: Stores) -> None:
         self._stores = stores
-        self._known: dict[str, _KnownWork] = {}
+        self._works: dict[str, _CachedWork] = {}
 
     async def of(self, view: RunView) -> QueuedWork:
         """What is known of a run, asked again if it is old. A store that is away is a sentence."""
-        entry = self._known.setdefault(view.key, _KnownWork())
-        while len(self._known) > MAX_RUNS:
-            del self._known[next(iter(self._known))]
+        entry = self._works.setdefault(view.key, _CachedWork())
+        while len(self._works) > MAX_RUNS:
+            del self._works[next(iter(self._works))]
 
         async with entry.lock:
             if time.monotonic() - entry.asked_at >= max(FRESH_S, entry.rests_s):

@@ -73,7 +73,7 @@ class IndexColumns:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._made = ""
+        self._index_id = ""
         self._reset()
 
     def _reset(self) -> None:
@@ -85,9 +85,9 @@ class IndexColumns:
         """Name -> column, with all that the index has now. Raises sqlite3.Error."""
         index_id = connection.execute("SELECT value FROM facts WHERE name = 'made'").fetchone()[0]
         with self._lock:
-            if index_id != self._made:
+            if index_id != self._index_id:
                 self._reset()
-                self._made = index_id
+                self._index_id = index_id
 
             cursor = connection.cursor()
             cursor.row_factory = None

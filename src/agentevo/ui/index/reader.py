@@ -308,7 +308,7 @@ class IndexReader:
     def _where(self, table: dict[str, np.ndarray], selection: Selection) -> tuple[np.ndarray, bool]:
         """[N] bool: which rows are selected, not to be changed; and whether a search was cut. A
         page asks for the same selection again and again: a steady one is worked out once."""
-        cache = getattr(self._local, "held", None)
+        cache = getattr(self._local, "cache", None)
         if cache is None:
             return self._select(table, selection)
 
@@ -359,7 +359,7 @@ class IndexReader:
 
     def _search(self, text: str) -> tuple[np.ndarray, bool]:
         """Places in the columns of the newest attempts with the text; whether there are more."""
-        cache = getattr(self._local, "held", None)
+        cache = getattr(self._local, "cache", None)
         if cache is not None and text in cache:
             matches: tuple[np.ndarray, bool] = cache[text]
             return matches
@@ -385,11 +385,11 @@ class IndexReader:
     @contextmanager
     def steady(self) -> Iterator[None]:
         """Within it this thread reads the columns, and works out what is selected, only once."""
-        self._local.held = {}
+        self._local.cache = {}
         try:
             yield
         finally:
-            self._local.held = None
+            self._local.cache = None
 
     def columns(self) -> dict[str, np.ndarray]:
         """Name -> column of all rows; who reads them changes nothing in them."""
@@ -409,7 +409,7 @@ class IndexReader:
         return self._all(query, values)
 
     def _table(self) -> dict[str, np.ndarray]:
-        cache = getattr(self._local, "held", None)
+        cache = getattr(self._local, "cache", None)
         if cache is None:
             return self._read_table()
         if "" not in cache:
