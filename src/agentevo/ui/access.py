@@ -45,15 +45,15 @@ CONTROL = "control"
 """The name in the URL of a visitor who controls runs."""
 METHODS = ("GET", "HEAD")
 VISITOR = "agentevo.visitor"
-"""The key of a request's scope for who asks."""
+"""The key of a request's scope for its visitor."""
 FORM = "agentevo.form"
 """The key of a request's scope for the fields of a POST, whose body is read then."""
 ENDLESS = re.compile("/live|/runs/[^/]+/try/(chat|play)")
-"""The paths whose answers go on (live.py, try_page.py); they have deadlines of their own."""
+"""The paths with endless answers (live.py, try_page.py); they have deadlines of their own."""
 LONGEST_S = 60.0
 """The deadline of every other answer."""
 SEND_S = 30.0
-"""How long a client may take nothing of its answer."""
+"""How long a client may leave its answer untaken."""
 POLICY = (
     "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
     "form-action 'self'; frame-ancestors 'none'"
@@ -67,7 +67,7 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "private, no-cache",
 }
-"""Of every answer; a page may set `cache-control` otherwise."""
+"""Headers of every answer; a page may override `cache-control`."""
 CLOSED_PAGE = (
     '<!doctype html><html lang="en"><meta charset="utf-8"><title>AgentEvo</title><h1>AgentEvo</h1>'
     "<p>This dashboard needs its token: open the URL that <code>agentevo ui</code> printed.</p>"
@@ -87,7 +87,7 @@ class Access:
         token: str | None = None,
         control: str | bool = False,
     ) -> None:
-        """`control`: whether anything may be changed, or the token of who may."""
+        """`control`: whether visitors may change anything, or the token that they need."""
         self.token = token or new_token()
         self.control = "" if control is False else new_token() if control is True else control
         self._hosts = {"localhost", *(host.lower().rstrip(".") for host in hosts)} - {""}
@@ -109,7 +109,7 @@ class Access:
         return _is_same(given, self.token)
 
     def is_control_token(self, given: str) -> bool:
-        """Never, where nothing may be changed."""
+        """Whether this is the token of control; false where nothing may be changed."""
         return bool(self.control) and _is_same(given, self.control)
 
     def has_pass(self, cookies: str) -> bool:
@@ -117,7 +117,7 @@ class Access:
         return _is_same(cookie_parser(cookies).get(self.cookie, ""), self._pass)
 
     def visitor(self, cookies: str, address: str) -> Visitor:
-        """Who has these cookies."""
+        """The visitor with these cookies."""
         cookie_value = cookie_parser(cookies).get(self.control_cookie, "")
         if not self.control or not _is_same(cookie_value, self._control_pass):
             return Visitor(address)
@@ -137,11 +137,11 @@ class Access:
         ]
 
     def url(self, base: str) -> str:
-        """What a person opens first."""
+        """The URL that a visitor opens first."""
         return f"{base}/?{TOKEN}={self.token}"
 
     def control_url(self, base: str) -> str:
-        """What a person opens who may change something."""
+        """The URL that a visitor with control opens first."""
         return f"{base}/?{CONTROL}={self.control}"
 
 
@@ -152,7 +152,7 @@ class AccessGuard:
         self._app = app
         self._access = access
         self._headers = dict(HEADERS)
-        if access.control:  # without a referrer browsers don't say either where a form is from
+        if access.control:  # without a referrer, browsers don't name the origin of a form
             self._headers["referrer-policy"] = "same-origin"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -203,7 +203,7 @@ class AccessGuard:
                 connection.leave()
 
     async def _form(self, receive: Receive, headers: Headers, visitor: Visitor) -> dict[str, str]:
-        """Of a request that may change something. Raises FormRefusedError for any other."""
+        """The form of a request that may change something. Raises FormRefusedError otherwise."""
         if not visitor.may_change:
             raise FormRefusedError(403, "that takes the other URL that `agentevo ui` has printed")
         check_from_here(headers, secure=self._access.secure)
@@ -213,7 +213,7 @@ class AccessGuard:
         return form
 
     def _refusal(self, scope: Scope, headers: Headers, cookies: str) -> Response | None:
-        """The answer to a request that gets no further."""
+        """The answer to a request that is refused; None for one that is allowed."""
         access = self._access
         method = scope["method"]
         if not access.is_our_host(headers.get("host", "")):
@@ -257,7 +257,7 @@ def _seal(purpose: str, token: str) -> str:
 
 
 def _is_same(token: str, secret: str) -> bool:
-    """Takes as long for any wrong one."""
+    """Compares in constant time."""
     return hmac.compare_digest(token.encode("utf-8", "replace"), secret.encode())
 
 

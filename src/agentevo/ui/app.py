@@ -1,4 +1,4 @@
-"""The application: its pages, its static files, and what becomes of whatever goes wrong.
+"""The application: its pages, its static files, and its answers to errors.
 
 To add a page: a module with a `router`, its template in `pages/templates`, a line in ROUTERS, and a
 line in `pages/navigation.py` if it belongs to a run.

@@ -1,4 +1,4 @@
-"""What its step made of an attempt: advantages, and which tokens were young enough."""
+"""How a step trained an attempt: advantages, and which tokens were young enough."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from agentevo.ui.index.reader import IndexAway, IndexReader, IndexRow
 from agentevo.ui.run_state import RunView
 
 MAX_ATTEMPTS = 2_048
-"""Attempts of a step that are read for the advantages of one of them."""
+"""The most attempts of a step that are read for the advantages of one of them."""
 
 
 class Tools(NamedTuple):
-    """What the tokens of a run are read with."""
+    """What a page needs to show the tokens of a run."""
 
     decode: Callable[[Sequence[int]], str] | None
     """Ids to text; None where the run's tokenizer is not here."""
     rule: Rule | str
-    """How advantages are made, or why they can't be made again."""
+    """How advantages are computed, or why they can't be computed again."""
 
 
 READY_S = 2.0
-"""How long a page waits for them: torch and the tokenizer take seconds the first time."""
+"""How long a page waits for the tools: torch and the tokenizer take seconds the first time."""
 _tools: OrderedDict[str, asyncio.Task[Tools]] = OrderedDict()
 
 
 async def tools_of(view: RunView) -> Tools | None:
-    """None while they are made ready: ask again."""
+    """None while they are being loaded: ask again."""
     task = _tools.get(view.key)
     is_old = task is not None and (
         task.get_loop() is not asyncio.get_running_loop() or _has_failed(task) or _lacks(task)
@@ -83,7 +83,7 @@ def _make_tools(folder: Path | None) -> Tools:
 
 MAX_STEPS = 2
 _steps = OrderedDict[tuple[str, int], dict[str, list[Sample]]]()
-"""(run, step) -> the samples of each attempt, of the steps that were asked for last."""
+"""(run, step) -> the samples of each attempt, of the steps that were requested last."""
 
 
 async def training_of(
@@ -94,7 +94,7 @@ async def training_of(
     row: IndexRow | None,
     rule: Rule | str,
 ) -> tuple[Training, str]:
-    """And why there are no advantages; empty where there are."""
+    """The training of an attempt, and why there are no advantages; empty where there are."""
     step = stored.trained_step if stored.state == "committed" else None
     if step is None:
         why = f"it was not trained on: {stored.drop_reason or stored.state}"

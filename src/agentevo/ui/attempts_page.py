@@ -52,11 +52,11 @@ WHY_NOT = {
 }
 
 FIRST_S = 1.5
-"""How long a page waits for an index that is made for the first time."""
+"""How long a page waits for the first version of an index."""
 
 
 class AttemptChoice(NamedTuple):
-    """One filter by a word: its values with where each leads."""
+    """One filter by a word: its values with their links."""
 
     title: str
     name: str
@@ -90,8 +90,8 @@ async def reader_of(request: Request, view: RunView) -> tuple[IndexReader, str]:
 async def ready_index(
     request: Request, view: RunView
 ) -> tuple[IndexReader, tuple[IndexState, str]]:
-    """The index of a run, waited for a moment where it is made for the first time; how far it is,
-    and what keeps it from going on. Raises ConfigError."""
+    """The index of a run, after a short wait where it is made for the first time; its progress,
+    and what stops it. Raises ConfigError."""
     shared = dashboard(request)
     reader, url = await reader_of(request, view)
     until = time.monotonic() + FIRST_S
@@ -104,7 +104,7 @@ async def ready_index(
 
 
 def _selection(query: Mapping[str, str]) -> Selection:
-    """Raises NotFoundError, which says what is wrong with the address."""
+    """Raises NotFoundError with the fault of the address."""
     try:
         return Selection.of(query)
     except ConfigError as error:
@@ -146,7 +146,7 @@ def _view(reader: IndexReader, selection: Selection, base: str) -> View:
         histogram_bars = reader.histogram(selection, name)
         bars = []
         for bar in histogram_bars:
-            # A value at an edge is counted by the bar that begins there, or by the last one.
+            # A value at an edge belongs to the bar that begins there, or else to the last bar.
             highest = bar.high if bar is histogram_bars[-1] else math.nextafter(bar.high, -math.inf)
             href = link(**{edges[0]: exact(bar.low), edges[1]: exact(highest)})
             is_chosen = low <= bar.low and highest <= high
@@ -218,7 +218,7 @@ class AttemptGroup(NamedTuple):
     spread: float
     successes: int
     why: str
-    """Why it was not trained on; empty where it was, or may be."""
+    """Why the attempt was not trained on; empty where it was, or still may be."""
 
 
 class _StepGroups(NamedTuple):
@@ -267,7 +267,7 @@ async def _answer(
     base: str,
     **variables: Any,
 ) -> HTMLResponse:
-    """The page; without an index it says how far that is."""
+    """The page; without an index it shows the progress of the index."""
     _, (state, trouble) = await ready_index(request, view)
     shown = None
     content = None
@@ -299,7 +299,7 @@ def _form_keys(selection: Selection) -> dict[str, str]:
 
 @router.get("/runs/{run}/attempts/state", response_class=HTMLResponse)
 async def index_state(request: Request, run: str) -> HTMLResponse:
-    """How far the index is; asked again and again while it is not whole."""
+    """The progress of the index; the page polls it until the index is complete."""
     view = await run_of(request, run)
     _, url = await reader_of(request, view)
     state, trouble = await in_thread(dashboard(request).indexes.state, url)

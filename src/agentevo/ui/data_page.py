@@ -32,7 +32,7 @@ from agentevo.ui.task_tallies import ORDERS, PAGE, TalliedTasks
 router = APIRouter()
 
 MOST_ASIDE = 100
-"""Tasks on a page of those that were set aside."""
+"""Tasks on a page of the list of tasks that were set aside."""
 MOST_EVENTS = 5
 WITHIN_S = 10.0
 MOST_TEXT = 200
@@ -41,7 +41,7 @@ Order = Literal["played", "hardest", "easiest", "worst", "failing"]
 
 
 class TaskSearch(NamedTuple):
-    """What the index says."""
+    """What the index holds of a run's tasks."""
 
     ledger: list[tuple[str, list[tuple[str, int]]]]
     reasons: list[tuple[str, int]]
@@ -140,8 +140,8 @@ def _read(reader: IndexReader, split: str, text: str, order: str, page: int) -> 
 async def _aside(
     request: Request, view: RunView, state: AsideState, after: str
 ) -> tuple[list[Aside], bool, str]:
-    """A page of the poison and then the failed tasks, from behind the one that the page before
-    ended with; whether there are more; and why they can't be read, if so."""
+    """A page of the poison and then the failed tasks, after the last one of the page before;
+    whether there are more; and why they can't be read, if so."""
     tasks_aside: list[Aside] = []
     last: str | None = after or None
     try:
@@ -187,7 +187,7 @@ def _command(view: RunView) -> str:
 
 
 def _target(view: RunView) -> str:
-    """What `agentevo store` takes for this run's store."""
+    """The argument of `agentevo store` for this run's store."""
     if view.source.folder is not None:
         return str(view.source.folder)
     return without_password(view.source.url or "")

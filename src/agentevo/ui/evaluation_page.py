@@ -45,7 +45,7 @@ class EvaluationResult(NamedTuple):
 
 
 class EvaluationAttempts(NamedTuple):
-    """What the page says, once the index is there."""
+    """The content of the page, once the index is there."""
 
     decodings: dict[str, int]
     decoding: str
@@ -62,7 +62,7 @@ class EvaluationAttempts(NamedTuple):
 
 
 class EvaluationQuery(NamedTuple):
-    """What the address asks for."""
+    """The selection in the address."""
 
     decoding: str
     agent: str
@@ -71,7 +71,7 @@ class EvaluationQuery(NamedTuple):
     compared: tuple[str, ...]
 
     def query(self, **changed: Any) -> str:
-        """Of an address that differs in something."""
+        """The query of an address with some changes."""
         values = {
             "decoding": self.decoding,
             "agent": self.agent,

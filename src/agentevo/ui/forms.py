@@ -23,11 +23,11 @@ KIND = "application/x-www-form-urlencoded"
 
 @dataclass(frozen=True)
 class Visitor:
-    """Who asks."""
+    """The sender of a request."""
 
     address: str = ""
     who: str = ""
-    """Which token it has, as a record names it; empty without that of control."""
+    """Its token, as a record names it; empty without control."""
     form_token: str = ""
     """What every form has to have; empty for a visitor who may change nothing."""
 
@@ -45,8 +45,8 @@ class FormRefusedError(Exception):
 
 
 def check_from_here(headers: Headers, *, secure: bool) -> None:
-    """Raises FormRefusedError unless a browser says that one of our own pages has sent this. One
-    that says nothing at all is refused, too: every browser of today says where a POST is from."""
+    """Raises FormRefusedError unless the browser names one of our own pages as the sender. A
+    request without a sender is refused, too: every current browser names the origin of a POST."""
     site = headers.get("sec-fetch-site")
     origin = headers.get("origin")
     own_origin = f"{'https' if secure else 'http'}://{headers.get('host', '')}".lower()

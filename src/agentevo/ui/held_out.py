@@ -24,7 +24,7 @@ MOST_DRAWS = 24_000_000
 """Numbers drawn for the intervals of a chart: with more tasks fewer of its steps are shown."""
 MOST_STEPS = 120
 MOST_CHANGES = 200
-"""Tasks listed as better, and as worse."""
+"""Tasks listed as better, and tasks listed as worse."""
 CACHED = 4_096
 
 
@@ -42,12 +42,12 @@ class HeldOut(NamedTuple):
     reward: np.ndarray
     is_completed: np.ndarray
     place: np.ndarray
-    """In the index."""
+    """Its place in the index."""
     words: dict[int, str]
-    """Of the numbers in decoding, agent, kind and difficulty."""
+    """The words of the numbers in decoding, agent, kind and difficulty."""
 
     def part(self, where: np.ndarray) -> HeldOut:
-        """Only some of the attempts."""
+        """Some of the attempts."""
         columns: dict[str, Any] = {
             name: column[where] for name, column in self._asdict().items() if name != "words"
         }
@@ -62,13 +62,13 @@ class HeldOut(NamedTuple):
         return dict(sorted(counts_by_word.items(), key=lambda item: -item[1]))
 
     def of_word(self, name: str, word: str) -> HeldOut:
-        """Those that have this word in `decoding` or `agent`."""
+        """The attempts with this word in `decoding` or `agent`."""
         numbers = [number for number, text in self.words.items() if text == word]
         return self.part(np.isin(getattr(self, name), numbers))
 
     @property
     def steps(self) -> list[int]:
-        """At which something was evaluated."""
+        """The steps that were evaluated."""
         return [int(step) for step in np.unique(self.step)]
 
 
@@ -92,7 +92,7 @@ class SettingChange(NamedTuple):
 
 
 class SettingChanges(NamedTuple):
-    """Two steps at the tasks that both have completed."""
+    """Two steps compared at the tasks that both have completed."""
 
     difference: Estimate | None
     num_tasks: int
@@ -103,7 +103,7 @@ class SettingChanges(NamedTuple):
 
 
 def held_out(reader: IndexReader) -> HeldOut:
-    """All of a run. Raises IndexAway."""
+    """All held-out attempts of a run. Raises IndexAway."""
     table = reader.columns()
     where = np.flatnonzero(table["alive"] & (table["split"] == SPLITS.index("eval")))
     names = ("step", "task", "decoding", "agent", "kind", "difficulty", "success", "reward")
@@ -137,8 +137,8 @@ def by_part(attempts: HeldOut) -> list[tuple[str, str, Account]]:
 
 
 def curve(attempts: HeldOut) -> list[tuple[int, Estimate]]:
-    """Success at the steps that were evaluated; of very many only some, the first and last among
-    them, evenly apart."""
+    """Success at the steps that were evaluated; of very many only some, evenly spaced, with the
+    first and the last."""
     steps = attempts.steps
     tasks = len(np.unique(attempts.task)) or 1
     most = int(min(max(MOST_DRAWS // (RESAMPLES * tasks), 8), MOST_STEPS))
@@ -253,7 +253,7 @@ def _in_order(word: str) -> tuple[int, float, str]:
 
 
 def first_of(counts: Mapping[str, int], wanted: str, *, preferred: str = "") -> str:
-    """What is asked for where it is there, else the preferred one, else the most frequent."""
+    """The requested word where it exists, else the preferred one, else the most frequent."""
     for word in (wanted, preferred):
         if word in counts:
             return word

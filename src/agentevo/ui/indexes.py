@@ -22,7 +22,7 @@ class _IndexEntry:
 
 
 class Indexes:
-    """May be asked by any thread."""
+    """For any thread."""
 
     def __init__(self) -> None:
         self._entries: dict[str, _IndexEntry] = {}
@@ -43,7 +43,7 @@ class Indexes:
             return self._entries[url].reader
 
     def state(self, url: str) -> tuple[IndexState, str]:
-        """How far the index is, and what keeps it from going on."""
+        """The progress of the index, and what stops it."""
         with self._lock:
             entry = self._entries.get(url)
 
@@ -56,7 +56,7 @@ class Indexes:
             return IndexState("listing", 0, 0, 0.0, ""), entry.indexer.trouble or str(error)
 
     def close(self) -> None:
-        """Ends all of them; blocks until they have."""
+        """Ends all indexers; blocks until they have ended."""
         with self._lock:
             entries = list(self._entries.values())
             self._entries.clear()

@@ -6,10 +6,10 @@
 
 The key `*` means the list of runs: `{"run": "*", "version": 3}` where it has changed.
 
-A page asks for its parts again at a new version, so whatever it shows by its URL (filters, a
-metric) stays. What the run does now is written by the page itself, about once a second. A
-line without meaning comes every BEAT_S, or a client that is gone would never be noticed. A stream
-ends after LONGEST_S; browsers open it again by themselves.
+A page asks for its parts again at a new version, so what its URL selects (filters, a
+metric) stays. The page itself writes what the run does now, about once a second. An empty comment
+line comes every BEAT_S; without it a client that is gone would never be noticed. A stream ends
+after LONGEST_S; browsers open it again by themselves.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ async def live(request: Request) -> Response:
 
 
 class Events(StreamingResponse):
-    """The stream, where fewer than MAX_STREAMS go on at the moment in which it begins."""
+    """The stream, where fewer than MAX_STREAMS are open when it begins."""
 
     def __init__(self, request: Request, watcher: Watcher, keys: list[str]) -> None:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}

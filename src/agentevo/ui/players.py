@@ -29,7 +29,7 @@ from agentevo.evaluation import player_words as words
 
 MAX_PLAYERS = 2
 MAX_REQUESTS = 4
-"""At once, of one player."""
+"""Requests at once, of one player."""
 IDLE_S = 600.0
 LOOK_S = 5.0
 START_S = 60.0
@@ -37,14 +37,14 @@ START_S = 60.0
 LOAD_S = 600.0
 """How long a model may take until it is ready."""
 SILENT_S = 60.0
-"""A player says every few seconds that it lives."""
+"""How long a player may be silent: it sends a beat every few seconds."""
 CHAT_S = 600.0
 """How long a reply may take."""
 PLAY_S = 1800.0
 """How long an attempt may take."""
 WRITE_S = 10.0
 GRACE_S = 6.0
-"""For an end by itself; then it is killed."""
+"""How long a player may take to end by itself; then it is killed."""
 TICK_S = 1.0
 """How often a waiting request gets the time that it has waited."""
 MAX_LINE = 8 * 2**20
@@ -54,17 +54,17 @@ MAX_STDERR = 4_000
 
 
 class PlayerError(AgentEvoError):
-    """A request that no player follows: why, and what to do."""
+    """A request that no player serves: why, and what to do."""
 
 
 class PlayerKey(NamedTuple):
-    """What a player holds."""
+    """What identifies a player."""
 
     folder: Path
     which: str
-    """A step, `start`."""
+    """A step, or `start`."""
     device: str
-    """Empty for the recipe's."""
+    """Empty for the device of the recipe."""
 
 
 @dataclass
@@ -76,7 +76,7 @@ class PlayerProcess:
     """The key of the run in URLs."""
     process: Process
     started_at: float
-    """Unix time."""
+    """When it started, Unix time."""
     state: str = "loading"
     """loading, ready, ended"""
     doing: str = "starting"
@@ -93,7 +93,7 @@ class PlayerProcess:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since it started."""
         return time.time() - self.started_at
 
     @property
@@ -101,7 +101,7 @@ class PlayerProcess:
         return bool(self.listeners)
 
     async def keep_stderr(self) -> None:
-        """Keeps the end of what it writes to standard error, for when it crashes."""
+        """Keeps the end of its standard error, to report a crash."""
         stderr = self.process.stderr
         assert stderr is not None
         while some := await stderr.read(2**16):
@@ -109,8 +109,8 @@ class PlayerProcess:
             del self.stderr[:-MAX_STDERR]
 
     def kill(self) -> None:
-        """Kills the process, and those that it has begun, which would outlive one that crashes:
-        they are a session of their own. Once: later its number may be another's."""
+        """Kills the process and its children, which form a session of their own and would outlive
+        it after a crash. Kills only once: later its id may belong to another process."""
         if not self.is_killed:
             self.is_killed = True
             with suppress(ProcessLookupError, PermissionError):
@@ -130,7 +130,7 @@ class Players:
         """Answers under way, of all players."""
 
     def of(self, run: str) -> list[PlayerProcess]:
-        """All of them, those of this run first."""
+        """All players, those of this run first."""
         return sorted(
             self._players.values(), key=lambda player: (player.run != run, player.started_at)
         )
@@ -172,7 +172,7 @@ class Players:
                     await asyncio.shield(self._write(player, words.Stop(request.id)))
 
     async def _waiting(self, player: PlayerProcess) -> AsyncIterator[PlayerProcess]:
-        """Until its model is loaded."""
+        """Yields the player until its model is loaded."""
         ends = time.monotonic() + LOAD_S
         while player.state == "loading":
             yield player
@@ -213,7 +213,7 @@ class Players:
             raise PlayerError(player.problem or "the player takes no requests") from error
 
     async def _player(self, key: PlayerKey, run: str) -> PlayerProcess:
-        """That of the checkpoint, begun where there is none."""
+        """The player of the checkpoint; starts one where there is none."""
         async with self._lock:
             if self._closed:
                 raise PlayerError("the dashboard ends")
@@ -268,7 +268,7 @@ class Players:
         return player
 
     async def _hear(self, player: PlayerProcess) -> None:
-        """Gives each event to who waits for it, until the process ends."""
+        """Passes each event to its listener, until the process ends."""
         stdout = player.process.stdout
         assert stdout is not None
         try:
@@ -299,7 +299,7 @@ class Players:
                 queue.put_nowait(event)
 
     async def _end(self, player: PlayerProcess) -> None:
-        """Its output has ended: the process, too, or it is killed."""
+        """Ends a player whose output has ended; kills the process if it is still alive."""
         code: int | None = None
         with suppress(TimeoutError):
             async with asyncio.timeout(GRACE_S):
@@ -325,7 +325,7 @@ class Players:
             now = time.monotonic()
             for player in list(self._players.values()):
                 if player.state == "ended":
-                    # Its problem stays to be seen for as long as an idle one would stay.
+                    # Its problem stays visible for as long as an idle player would stay.
                     if now - player.used_at > IDLE_S:
                         await self._forget(player)
                 elif now - player.heard_at > SILENT_S:
@@ -358,7 +358,7 @@ class Players:
         player.state = "ended"
 
     async def close(self) -> None:
-        """Ends all of them."""
+        """Ends all players."""
         self._closed = True
         if self._looking is not None:
             self._looking.cancel()

@@ -90,7 +90,7 @@ def _is_apart(view: RunView, stored: KeptProcesses) -> bool:
 
 
 def ages_of(view: RunView) -> list[tuple[int, float]]:
-    """(age in versions, share of the tokens) of the newest step that has said it."""
+    """(age in versions, share of the tokens) of the newest step that has logged it."""
     ages = []
     for name in list(view.table.columns):
         age = name.removeprefix(STALENESS)

@@ -1,5 +1,5 @@
 """The folder of an `agentevo eval`: `/results/{key}`. Models side by side, with what changed
-between two of them, and each task's attempts. Only its own regular files are read, links are
+between two of them, and each task's attempts. Only its own regular files are read; links are
 not."""
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from agentevo.ui.context import NotFoundError, dashboard, page
 router = APIRouter()
 
 MOST_BYTES = 64 << 20
-"""Of the results that are shown one by one: about 300,000 attempts."""
+"""Size of results that are shown one by one: about 300,000 attempts."""
 MOST_FOLDERS = 4
-"""That are kept in memory."""
+"""Folders whose results are kept in memory."""
 PAGE = 50
 MOST_CHANGES = 200
 MOST_MODELS = 16
 
 
 class Results(NamedTuple):
-    """What a folder says."""
+    """The content of a folder of results."""
 
     settings: dict[str, Any]
     models: list[dict[str, Any]]
@@ -58,11 +58,11 @@ class TaskLine(NamedTuple):
     cells: list[tuple[float | None, int, int]]
     """(share of successes, completed, attempts) of each model."""
     spread: float
-    """Between the models."""
+    """The largest difference between the models."""
 
 
 class Changed(NamedTuple):
-    """Two models at the tasks that both have completed."""
+    """Two models compared at the tasks that both have completed."""
 
     difference: Estimate | None
     num_tasks: int
@@ -71,14 +71,14 @@ class Changed(NamedTuple):
 
 
 class _ResultsCache:
-    """The folders that were read last, until their files change. May be asked by any thread."""
+    """The results that were read last, until their files change. For any thread."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._cache: OrderedDict[Path, tuple[object, Results]] = OrderedDict()
 
     def get(self, folder: Path) -> Results:
-        """Raises ConfigError for what is no folder of results."""
+        """Raises ConfigError for a folder that holds no results."""
         signature = [_signature(folder / name) for name in (SETTINGS, RESULTS, SUMMARY)]
         with self._lock:
             cached = self._cache.get(folder)
@@ -149,7 +149,7 @@ def _link(base: str, keys: Mapping[str, Any], changes: Mapping[str, Any]) -> str
 
 
 def estimate(found: Any) -> Estimate | None:
-    """As summary.json has it; None where it has none, or something else."""
+    """An estimate of summary.json; None where it is missing or malformed."""
     if not isinstance(found, dict):
         return None
     values = [found.get(name) for name in ("value", "low", "high", "tasks")]
@@ -227,7 +227,7 @@ def _dicts(value: object) -> list[dict[str, Any]]:
 
 
 def _summary(folder: Path) -> dict[str, Any] | None:
-    """None before the end. Raises ConfigError where it is damaged."""
+    """None before the evaluation ends. Raises ConfigError for a damaged file."""
     try:
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -241,7 +241,7 @@ def _summary(folder: Path) -> dict[str, Any] | None:
 
 
 def _shown_model(model: Mapping[str, Any]) -> dict[str, Any]:
-    """An account with estimates in the place of their JSON."""
+    """An account with estimates in place of their JSON."""
 
     def read_estimates(record: Any) -> dict[str, Any]:
         passes = _dict(_dict(record).get("pass_at"))
@@ -269,7 +269,7 @@ def _share(lines: Sequence[AttemptLine]) -> float | None:
 
 
 def _tasks(evaluation: Results, labels: Sequence[str], q: str) -> list[TaskLine]:
-    """Those at which the models differ most stand first."""
+    """The tasks at which the models differ most come first."""
     rows = []
     for task, models in evaluation.by_task.items():
         if q and q.lower() not in task.lower():

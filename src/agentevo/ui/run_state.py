@@ -24,7 +24,7 @@ from agentevo.ui.sources import RunSource
 State = Literal["running", "finished", "interrupted", "failed", "damaged", "unknown"]
 
 PIECE_S = 1.0
-"""How long one reading may take, before what was read so far is shown."""
+"""The time of one reading, after which its result so far is shown."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class RunView:
     """Grows whenever something has changed; 0: not read yet."""
     state: State = "unknown"
     problem: str = ""
-    """What can't be read, and what to do about it."""
+    """The files that can't be read, and what to do about them."""
     step: int = 0
     planned: int | None = None
     command: str = "train"
@@ -46,17 +46,17 @@ class RunView:
     table: MetricsTable = field(default_factory=lambda: MetricsTable(Path("metrics.jsonl")))
     num_rows: int = 0
     warnings: tuple[tuple[int | None, str], ...] = ()
-    """(step, what was seen and what to do), the newest first."""
+    """(step, observation and remedy), the newest first."""
     changed_at: float | None = None
     """Unix time of the newest row."""
     is_behind: bool = False
-    """Whether metrics.jsonl has more that is being read."""
+    """Whether more of metrics.jsonl is still to be read."""
     is_silent: bool = False
     """Whether a process has the run's lock, and gives no sign."""
     moment: Moment | None = field(default=None, compare=False)
     """What the run does, or did last, as its process reports it."""
     beat: int = field(default=0, compare=False)
-    """Grows with each sign of the process, which makes no new version."""
+    """Grows with each sign of the process; such a sign makes no new version."""
 
     @property
     def key(self) -> str:
@@ -64,7 +64,7 @@ class RunView:
 
     @property
     def title(self) -> str:
-        """Its folder from the given one, which no other run has, where it has one."""
+        """Its folder relative to the given one, which is unique, where it has a folder."""
         return self.name if self.source.folder is None else self.source.key.replace("~", "/")
 
     @property
@@ -75,7 +75,7 @@ class RunView:
 
     @property
     def label(self) -> str:
-        """Its name, and its place where that is another: runs of one recipe share the name."""
+        """Its name, and its place where the two differ: runs of one recipe share the name."""
         place = self.key.replace("~", "/")
         return self.name if place == self.name else f"{self.name} ({place})"
 
@@ -98,7 +98,7 @@ class RunView:
 
     @property
     def badge(self) -> str:
-        """The state as it is shown: of a run under way also whether it is silent, or paused."""
+        """The state as pages show it: a run under way may also be silent or paused."""
         if self.is_silent:
             return "silent"
         is_paused = self.doing is not None and self.doing.phase == PAUSED
@@ -106,18 +106,18 @@ class RunView:
 
     @property
     def doing(self) -> Moment | None:
-        """What the run does now; None unless it runs, and says so."""
+        """What the run does now; None unless it runs and reports it."""
         lives = self.state == "running" and self.moment is not None and not self.moment.ended
         return self.moment if lives else None
 
     def setting(self, section: str, key: str) -> Any:
-        """A value of config.yaml as it was written; None where there is none."""
+        """A value of config.yaml as written; None where there is none."""
         values = self.config.get(section)
         return values.get(key) if isinstance(values, dict) else None
 
 
 class RunReader:
-    """Reads one run, again and again. One caller at a time; `view` may be read by anybody."""
+    """Reads one run repeatedly. One caller at a time; any thread may read `view`."""
 
     def __init__(self, source: RunSource) -> None:
         self.view = RunView(source)
@@ -200,7 +200,7 @@ class RunReader:
         }
 
     def _warnings(self) -> tuple[tuple[int | None, str], ...]:
-        """Those of the summary, which has all; before the end those that the numbers give."""
+        """The warnings of the summary, which has all; before the end, those of the numbers."""
         if not self._summary:
             return tuple(reversed(self._signs.found))
         return told_warnings(self._summary)
@@ -209,7 +209,7 @@ class RunReader:
         self, source: RunSource, step: int, planned: int | None, changed_at: float | None
     ) -> tuple[State, bool]:
         """The state, and whether a process that has the lock gives no sign. The lock decides where
-        it can be seen; of a process of another machine only the heartbeat is known."""
+        it is visible; a process of another machine shows only its heartbeat."""
         folder = source.folder
         moment = self._moment
         if folder is None or not self._config:
@@ -238,7 +238,7 @@ class RunReader:
         return "interrupted", False
 
     def _read_file(self, name: str, read: Any) -> bool:
-        """Whether the file is another than at the last look; then it was read."""
+        """Whether the file has changed since the last look; if so, reads it."""
         path = self.view.source.file(name)
         signature: object = None
         try:
@@ -283,8 +283,8 @@ class RunReader:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process of this machine trains in that folder. Nothing is locked to find out: that
-    could get into the way of a trainer that starts at this moment."""
+    """Whether a process of this machine trains in that folder. The check locks nothing: a lock
+    could block a trainer that starts at this moment."""
     try:
         what = (folder / LOCK).stat()
     except OSError:

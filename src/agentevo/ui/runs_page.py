@@ -100,7 +100,7 @@ def sweeps_of(views: Sequence[RunView]) -> list[tuple[str, str, int]]:
 
 
 def row_of(view: RunView) -> RunRow:
-    """What the list says of a run: from its summary, else from its newest numbers."""
+    """The row of a run in the list: from its summary, else from its newest numbers."""
     scores = view.summary.get("eval") or {}
     figures = {name: scores.get(name) for name in ("before", "after", "random", "optimal")}
     if not view.summary:
@@ -124,7 +124,7 @@ def row_of(view: RunView) -> RunRow:
 
 
 def newest_evaluation(view: RunView) -> dict[str, float | None]:
-    """Success before and now, and that of the two players, of a run under way."""
+    """Success before and now, and the success of the two players, for a run under way."""
     first: dict[str, float | None] = {}
     last: dict[str, float | None] = {}
     for name in list(view.table.columns):

@@ -22,7 +22,7 @@ from agentevo.ui.sources import Sources
 MAX_CONNECTIONS = 512
 IDLE_S = 60.0
 NICE = 10
-"""By how much the dashboard's priority is lowered, where nothing else is said."""
+"""By how much the dashboard's priority is lowered by default."""
 
 
 def serve_dashboard(

@@ -35,9 +35,9 @@ KEPT_S = 0.5
 MOST = 64
 MOST_BYTES = 32_000_000
 LONGEST_QUERY = 2_000
-"""Bytes of an address that is remembered."""
+"""Bytes of the longest query whose answer is kept."""
 MADE_S = 60.0
-"""How long a page may take that others wait for."""
+"""The deadline of a page that other requests wait for."""
 SMALLEST_GZIPPED = 1_000
 LEVEL = 4
 THEME = "agentevo-theme"
@@ -95,12 +95,12 @@ class SharedAnswers:
         is_part = headers.get(b"hx-request") == b"true"
         theme = _theme(headers.get(b"cookie", b""))
         key = AnswerKey(scope["path"], scope["query_string"], is_part, theme)
-        # Shielded: others wait for it, too.
+        # Shielded: other requests wait for it, too.
         answer = await asyncio.shield(self._making(key, match["run"], scope))
         await _send(send, answer, headers.get(b"accept-encoding", b""))
 
     def _making(self, key: AnswerKey, run: str | None, scope: Scope) -> asyncio.Task[SharedAnswer]:
-        """What makes the answer, or has made it."""
+        """The task that makes the answer, or has made it."""
         now = time.monotonic()
         watched_state = self._watcher.known(run)
         entry = self._answers.get(key)
@@ -116,7 +116,7 @@ class SharedAnswers:
         return making
 
     def _done(self, key: AnswerKey, entry: _AnswerEntry) -> None:
-        """Keeps what may be kept."""
+        """Keeps an answer that may be kept."""
         failed = entry.making.cancelled() or entry.making.exception() is not None
         if failed or entry.making.result().status != 200:
             if self._answers.get(key) is entry:
@@ -128,7 +128,7 @@ class SharedAnswers:
         entry.size = len(answer.body) + len(answer.gzipped)
 
     def _forget(self, now: float) -> None:
-        """What is old, and the oldest of too much."""
+        """Forgets old answers, and the oldest ones above the limits."""
         for key, entry in list(self._answers.items()):
             if entry.making.done() and now - entry.at >= KEPT_S:
                 del self._answers[key]

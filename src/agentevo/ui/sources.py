@@ -1,9 +1,9 @@
-"""Which runs are shown: those in the folders that were given, and stores by their URL.
+"""The runs that are shown: those in the given folders, and stores by their URL.
 
 A folder is that of a run, a sweep or an `agentevo eval`, or one that holds such folders. Links are
 not followed, and nothing outside of the given folders is read: a file of a run that is a link to
-elsewhere is not there, and a store outside has to be given by its URL. What is gone or damaged
-stays a run with a sentence that says so.
+another place counts as missing, and a store outside has to be given by its URL. A run that is gone
+or damaged stays in the list with a sentence that says so.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from agentevo.paths import name_problem
 from agentevo.runs.folder import is_run_folder, is_sweep_folder, run_store_url
 
 MAX_DEPTH = 5
-"""Folders within the given one in which runs are looked for."""
+"""Depth of the folders within the given one that are searched for runs."""
 MAX_LOOKED = 50_000
-"""Folders that are looked into."""
+"""Folders that are searched."""
 MAX_RUNS = 5_000
 SCAN_S = 2.0
-"""How old the list of runs may be."""
+"""The age at which the list of runs is read again."""
 NEVER_RUNS = {"checkpoints", "plots", "tensorboard", "node_modules", "__pycache__"}
 RESULTS_FILE = "eval.json"
-"""Whatever `agentevo eval --out` makes has it first."""
+"""The first file of a folder that `agentevo eval --out` makes."""
 HELD_OUT = "held_out"
-"""Where a pipeline has its own evaluations."""
+"""The folder of a pipeline's own evaluations."""
 PIPELINE_FILE = "pipeline.json"
-"""Where a pipeline stands, with one seed."""
+"""The file with the progress of a pipeline with one seed."""
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _SQLITE = "sqlite:///"
 
@@ -45,13 +45,13 @@ class RunSource:
     """One run, or one store without a folder."""
 
     key: str
-    """What it is called in URLs: its folder from the given one, `~` for each slash."""
+    """Its name in URLs: its folder relative to the given one, `~` for each slash."""
     name: str
     folder: Path | None
     url: str | None = None
-    """Of the store, where there is no folder."""
+    """The URL of the store, where there is no folder."""
     sweep: str | None = None
-    """The key of the sweep whose run it is: that of its folder."""
+    """The key of the sweep that it is a run of: that of the sweep's folder."""
 
     def file(self, name: str) -> Path | None:
         """A file of the run's folder; None where there is no folder, or a link that leads out of
@@ -97,7 +97,7 @@ class Sources:
         self._found_pipelines: dict[str, Path] = {}
         self._scanned_at = -SCAN_S
         self.is_cut = False
-        """Whether there are more folders than are looked into."""
+        """Whether there are more folders than are searched."""
 
     @property
     def missing(self) -> list[Path]:
@@ -127,8 +127,8 @@ class Sources:
         return ", ".join([*map(str, self._roots), *map(without_password, self._urls)])
 
     def runs(self) -> dict[str, RunSource]:
-        """All runs by their key, newly looked for where the last look is older than SCAN_S. Looks
-        at disks: on a thread."""
+        """All runs by their key, searched again where the last search is older than SCAN_S. Reads
+        disks: call it on a thread."""
         if time.monotonic() - self._scanned_at >= SCAN_S:
             sources_by_key: dict[str, RunSource] = {}
             self._evaluated = {}
@@ -154,19 +154,19 @@ class Sources:
         return self._results
 
     def own_results(self) -> list[str]:
-        """The keys of those that are no part of a pipeline."""
+        """The keys of the evaluations that belong to no pipeline."""
         results = self.results()
         inside = {folder / HELD_OUT for folder in self._pipelines.values()}
         return [key for key, folder in results.items() if folder.parent not in inside]
 
     def pipelines(self) -> dict[str, Path]:
-        """The folders of pipelines by their key, likewise."""
+        """The folders of pipelines by their key, as `runs` gives the runs."""
         self.runs()
         return self._pipelines
 
     def pipeline_of(self, source: RunSource) -> str | None:
-        """The key of the pipeline that a run is a stage of, as of the last look; None of another
-        one."""
+        """The key of the pipeline that a run is a stage of, as of the last search; None for any
+        other run."""
         folder = source.folder
         if folder is None or folder.parent.name != "stages":
             return None
@@ -262,18 +262,18 @@ def _add(folders: dict[str, Path], key: str, folder: Path) -> None:
 
 
 def _free_key(key: str, taken: Container[str]) -> str:
-    """That key, or the first of `KEY-2`, `KEY-3`, ... that no other has."""
+    """That key, or the first of `KEY-2`, `KEY-3`, ... that is free."""
     numbered = (f"{key}-{number}" for number in count(2))
     return next(free for free in chain([key], numbered) if free not in taken)
 
 
 def is_results_folder(path: Path) -> bool:
-    """Whether an evaluation was begun there; a link is none."""
+    """Whether the folder holds an evaluation; a link does not count."""
     return is_file_of(path, RESULTS_FILE)
 
 
 def is_file_of(folder: Path, name: str) -> bool:
-    """Whether the folder has such a file; a link is none."""
+    """Whether the folder has such a file; a link does not count."""
     try:
         return stat.S_ISREG((folder / name).lstat().st_mode)
     except OSError:
@@ -281,6 +281,6 @@ def is_file_of(folder: Path, name: str) -> bool:
 
 
 def _key(path: str) -> str:
-    """Fit for one part of a URL's path, and as readable as it can be."""
+    """The text as one part of a URL's path, as readable as possible."""
     text = path.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     return re.sub(r"[^\w.~+=,@-]", "_", text.replace("/", "~"))[:300] or "run"

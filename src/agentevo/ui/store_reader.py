@@ -24,11 +24,11 @@ from agentevo.ui.stores import Stores
 LOOK_S = 1.0
 REST = 5.0
 PAGE = 50
-"""Records that are read at once: each has its step's whole plan."""
+"""Records that one read takes: each holds the whole plan of its step."""
 
 
 class StoreReader:
-    """Reads one store, again and again. One caller at a time; `view` may be read by anybody."""
+    """Reads one store repeatedly. One caller at a time; any thread may read `view`."""
 
     def __init__(self, source: RunSource, stores: Stores) -> None:
         self.view = RunView(source)
@@ -80,7 +80,7 @@ class StoreReader:
         """Whether there is more."""
         newest = await store.last_step()
         if self._last is not None and (newest is None or newest.step < self._last[0]):
-            self._forget()  # the run went back, or another one replaced it
+            self._forget()  # the run was rewound, or another one replaced it
 
         if self._last is not None and newest is not None and newest.step == self._last[0]:
             if newest.committed_at == self._last[1]:
@@ -115,7 +115,7 @@ class StoreReader:
         self._last = record.step, record.committed_at
 
     def _add_row(self, step: int, at: float | None, metrics: object) -> None:
-        """Other values than numbers are left out: the record may be anybody's."""
+        """Leaves out values that are not numbers: any program may have written the record."""
         numbers = {
             str(name): None if value is None else float(value)
             for name, value in _mapping(metrics).items()

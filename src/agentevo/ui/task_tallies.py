@@ -1,5 +1,5 @@
-"""How a run's tasks went, counted from the index: a few passes over its columns in memory, whatever
-the number of attempts."""
+"""The results of a run's tasks, counted from the index: a few passes over its columns in memory,
+whatever the number of attempts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentevo.ui.index.reader import IndexReader
 
 PAGE = 50
 MORE = 1e-9
-"""By which a completed attempt changes the place of a task among equal ones."""
+"""The change of a task's place among equal ones by one completed attempt."""
 ORDERS = {
     "played": "most attempts",
     "hardest": "least success",
@@ -36,7 +36,7 @@ class TaskRow(NamedTuple):
     """Share of the completed attempts."""
     reward: float | None
     last_step: int
-    """For which it was last attempted."""
+    """The step for which it was last attempted."""
 
 
 class TalliedTasks(NamedTuple):
@@ -47,7 +47,7 @@ class TalliedTasks(NamedTuple):
     always: int
     """Tasks at which every completed attempt succeeds, among those with at least two."""
     never: int
-    """As above, and none succeeds."""
+    """The same, but no completed attempt succeeds."""
     failing: int
     """Tasks without a completed attempt."""
 
@@ -113,8 +113,8 @@ def tasks(
 def _keys(
     order: str, attempts: np.ndarray, completed: np.ndarray, share: np.ndarray, mean: np.ndarray
 ) -> np.ndarray:
-    """The smallest stands first, of equal ones what was completed more often; a task without a
-    completed attempt last, where a mean orders."""
+    """Sort keys: the smallest comes first; among equal ones, the task with more completed
+    attempts. Where a mean orders, a task without a completed attempt comes last."""
     if order == "failing":
         return completed.astype(np.float64) - attempts
     if order == "played":

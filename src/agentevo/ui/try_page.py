@@ -1,5 +1,6 @@
 """Try a run: `/runs/{run}/try` to chat with its checkpoints, `?mode=play` to let them play a task;
-below it what the page's script asks: `/chat` and `/play`, whose answers are streams, and `/end`.
+below it the requests of the page's script: `/chat` and `/play`, whose answers are streams, and
+`/end`.
 
     event: state   {"text": ..., "ready": true}   what the player does
     event: text    {"text": ...}                  more of a reply
@@ -8,8 +9,8 @@ below it what the page's script asks: `/chat` and `/play`, whose answers are str
     event: failed  {"text": ...}
     event: done    {}
 
-The script sends the fields of a form (forms.py). What is typed and what is answered is in the page
-alone: nothing of it is written.
+The script sends the fields of a form (forms.py). The conversation is only in the
+page: the dashboard writes nothing of it.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ async def try_it(request: Request, run: str, mode: str = "chat", task: str = "")
 
 @router.get("/runs/{run}/try/players", response_class=HTMLResponse)
 async def players(request: Request, run: str) -> HTMLResponse:
-    """Which checkpoints are loaded."""
+    """The checkpoints that are loaded."""
     view = await run_of(request, run)
     loaded = dashboard(request).players.of(view.key)
     return part("try_players.html", view=view, players=loaded, visitor=visitor(request))
@@ -83,7 +84,7 @@ async def players(request: Request, run: str) -> HTMLResponse:
 
 @router.post("/runs/{run}/try/end")
 async def end(request: Request, run: str) -> Response:
-    """Ends a player, which gives its memory back."""
+    """Ends a player, which frees its memory."""
     view = await run_of(request, run)
     player_pool = dashboard(request).players
     for player in player_pool.of(view.key):
@@ -94,7 +95,7 @@ async def end(request: Request, run: str) -> Response:
 
 @router.post("/runs/{run}/try/chat")
 async def chat(request: Request, run: str) -> Response:
-    """A reply, as it is drawn."""
+    """A reply, streamed as it is drawn."""
     view = await run_of(request, run)
     form = form_of(request)
     try:
@@ -133,7 +134,7 @@ async def chat(request: Request, run: str) -> Response:
 
 @router.post("/runs/{run}/try/play")
 async def play(request: Request, run: str) -> Response:
-    """An attempt, as it is played."""
+    """An attempt, streamed as it is played."""
     view = await run_of(request, run)
     form = form_of(request)
     kind = form.get("kind", "")
@@ -199,7 +200,7 @@ def _refusal(text: str, status: int = 422) -> Response:
 
 
 async def _choices(view: RunView) -> KeptCheckpoints:
-    """What can be tried."""
+    """The checkpoints that can be tried."""
     return await in_thread(kept_checkpoints, view.source.folder or Path(), view.config)
 
 
@@ -209,8 +210,8 @@ def _number(value: Any, otherwise: float) -> float:
 
 
 class TryEventStream(Response):
-    """The stream of one request. It ends, and breaks the request off, as soon as the browser does
-    not listen any more."""
+    """The stream of one request. It ends, and breaks the request off, as soon as the browser is
+    gone."""
 
     def __init__(
         self, request: Request, view: RunView, key: PlayerKey, asked: words.Chat | words.Play

@@ -22,21 +22,21 @@ POLL_S = 0.5
 LOOK_S = 2.0
 FRESH_S = 0.4
 FIRST_S = 1.5
-"""How long a list waits for runs that are read for the first time."""
+"""How long a list waits for the first reading of runs."""
 MOST_KEYS = 1000
-"""Runs that one stream follows, those that began later among them."""
+"""Runs that one stream follows, including those that begin later."""
 MAX_READERS = 1000
 """Runs that are remembered while no page shows them."""
 
 
 LIST = "*"
-"""In place of a run's key: which runs there are. No key has this character."""
+"""In place of a run's key: the list of runs. No key has this character."""
 SCAN_REST = 10.0
-"""How often as long as a look for new runs took its task rests."""
+"""The rest after a look for new runs, as a multiple of the time that the look took."""
 
 
 class UnknownRunError(Exception):
-    """No run goes by that key, or no longer."""
+    """No run has that key, or no longer."""
 
 
 class Watcher:
@@ -50,14 +50,14 @@ class Watcher:
         """Set, and replaced, at the next change."""
         self._num_changes = 0
         self.events: dict[str, tuple[RunView, bytes]] = {}
-        """What live.py has made of a run's newest view."""
+        """The event that live.py has made of a run's newest view."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._viewers: dict[str, int] = {}
         self._listed: frozenset[str] = frozenset()
         self._list_version = 0
         self.is_closed = False
         self.num_streams = 0
-        """Streams of news that go on (live.py)."""
+        """Open streams of news (live.py)."""
 
     async def source(self, key: str) -> RunSource:
         """Raises UnknownRunError."""
@@ -71,7 +71,7 @@ class Watcher:
         return await self._watch(await self.source(key)).fresh()
 
     async def views(self) -> list[RunView]:
-        """Of all runs. Those that can't be read within FIRST_S are there without their numbers."""
+        """The views of all runs. Runs that can't be read within FIRST_S come without numbers."""
         runs = await in_thread(self.sources.runs)
         self._list(runs)
         watched = [self._watch(source) for source in runs.values()]
@@ -87,14 +87,14 @@ class Watcher:
         ]
 
     def version(self, key: str) -> int:
-        """Of what is known of a run, or of the list of them; 0 where nothing is."""
+        """The version of a run's view, or of the list of runs; 0 where nothing is known."""
         if key == LIST:
             return self._list_version
         watched = self._readers.get(key)
         return watched.reader.view.version if watched else 0
 
     def known(self, key: str | None) -> tuple[int, int]:
-        """Another one whenever something new is known of a run; without a key, of any."""
+        """A value that changes with the knowledge of a run; without a key, of any run."""
         if key is None:
             return self._list_version, self._num_changes
         return 0, self.version(key)
@@ -116,7 +116,7 @@ class Watcher:
         return watched
 
     def _list(self, runs: Iterable[str]) -> bool:
-        """Whether these are other runs than there were."""
+        """Whether the list of runs has changed."""
         keys = frozenset(runs)
         if keys == self._listed and self._list_version:
             return False
@@ -125,9 +125,9 @@ class Watcher:
         return True
 
     async def news(self, keys: Sequence[str]) -> AsyncIterator[RunView | int | None]:
-        """What changes of these runs, all that are known first; a number, the version of the list
-        of runs, if LIST is among the keys: runs that begin later are then followed, too. None at
-        least every LOOK_S, so that the listener can see to itself. Ends when the dashboard does."""
+        """Yields the changed views of these runs, all known ones first; a number, the version of
+        the list of runs, if LIST is among the keys: later runs are then followed, too; and None
+        at least every LOOK_S, so that the listener gets control. Ends with the dashboard."""
         sent: dict[str, tuple[int, int]] = {}
         keys = list(keys)
         had = self._listed
@@ -136,7 +136,7 @@ class Watcher:
 
         try:
             while not self.is_closed:
-                changed = self._next  # what changes from here on is not missed
+                changed = self._next  # later changes are not missed
                 if LIST in keys and listed != self._list_version:
                     listed = self._list_version
                     later = sorted(self._listed - had - set(keys))[: max(MOST_KEYS - len(keys), 0)]
@@ -161,7 +161,7 @@ class Watcher:
             self._look(keys, -1)
 
     def _look(self, keys: Iterable[str], by: int) -> None:
-        """So many viewers more."""
+        """Adds a number of viewers."""
         for key in set(keys):
             viewers = self._viewers.get(key, 0) + by
             if viewers > 0:
@@ -228,7 +228,7 @@ class _WatchedSource:
         self._read_at = -FRESH_S
 
     async def fresh(self) -> RunView:
-        """What is known, not older than FRESH_S."""
+        """The view, not older than FRESH_S."""
         async with self._lock:
             if time.monotonic() - self._read_at >= FRESH_S:
                 before = self.reader.view

@@ -1,9 +1,9 @@
 """The advantages of a committed step, made again by the trainer's own functions from its plan: no
 store keeps them.
 
-They are exact where the advantage is a function of rewards, groups and turns. What needed a model
-(a critic, a reference in the reward, process rewards) or a function of the user's is not made
-again, and `why_not` says so.
+They are exact where the advantage is a function of rewards, groups and turns. Advantages that need
+a model (a critic, a reference in the reward, process rewards) or a function of the user are not
+computed again, and `why_not` says so.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROUNDING = 1e-9
 
 
 class Rule(NamedTuple):
-    """How a run makes its advantages."""
+    """How a run computes its advantages."""
 
     section: Any
     """The AlgorithmSection."""
@@ -41,7 +41,7 @@ class Rule(NamedTuple):
 
 
 def rule_of(config: dict[str, Any]) -> Rule | str:
-    """The rule of a run's config.yaml, or why its advantages can't be made again."""
+    """The rule of a run's config.yaml, or why its advantages can't be computed again."""
     from agentevo.algorithms.estimators import bind_advantage
     from agentevo.config import AlgorithmSection
 
@@ -75,7 +75,8 @@ def _why_not(section: Any, advantage: Any) -> str | None:
 
 
 def without_words(trajectory: Trajectory) -> Trajectory:
-    """What advantages are made from: of a step with long texts all attempts are held at once."""
+    """The trajectory without its texts: advantages do not need them, and all attempts of a step
+    are in memory at once."""
     turns = [replace(turn, messages=[], tools="") for turn in trajectory.turns]
     return replace(trajectory, turns=turns, files={}, remote_turns=[])
 
@@ -117,7 +118,7 @@ def largest(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def config_of(folder: Path | None) -> dict[str, Any]:
-    """config.yaml of a run as it is written; empty for a store without a run's folder."""
+    """config.yaml of a run as written; empty for a store without a run's folder."""
     from agentevo.config import sources
 
     if folder is None or not (folder / "config.yaml").is_file():

@@ -12,7 +12,7 @@
     facts      schema, how far it is, what went wrong
 
 One process writes (indexer.py holds its lock), any number read. A file that can't be read, or is of
-another version, is deleted and made again: nothing in it is kept nowhere else.
+another version, is deleted and made again: the store has everything in it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BUSY_S = 30.0
 TEXT_CHARS = 16_000
 """Of an attempt's text: three quarters from its beginning, the rest from its end."""
 MAX_TEXT_BYTES = 4 << 30
-"""Bytes of the file from which on no more texts are taken in: about a million attempts of the
+"""Bytes of the file above which no more texts are taken in: about a million attempts of the
 longest kind, five million of 2,000 characters."""
 
 _SCHEMA = """
@@ -99,7 +99,7 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def is_usable(path: Path) -> bool:
-    """Whether an index of this version lies there and can be read."""
+    """Whether there is an index of this version that can be read."""
     try:
         with closing(connect(path)) as connection:
             version = connection.execute("SELECT value FROM facts WHERE name = 'version'")
@@ -111,8 +111,8 @@ def is_usable(path: Path) -> bool:
 
 
 def make(path: Path) -> None:
-    """An empty index in the place of whatever lies there. Raises DiskError. Only who holds the lock
-    may do that."""
+    """Replaces the file by an empty index. Raises DiskError. Only the holder of the lock may call
+    it."""
     with must_write(path):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         remove(path)

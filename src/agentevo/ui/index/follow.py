@@ -37,7 +37,7 @@ TURNS = 32
 STEPS = 50
 """Records of steps read at once."""
 LOOKED_AT = 2_000
-"""Open rows looked at again at once, where no step was committed; the next ones are next."""
+"""Open rows that one look reads again, where no step was committed; the next look continues."""
 END = 2**62
 
 
@@ -59,7 +59,7 @@ class StoreFollower:
         self._looked_at = -1
 
     async def refresh(self, *, compare: bool = False) -> None:
-        """All but what is read out of turns. `compare`: numbers of rows, too."""
+        """Updates all but what is read out of turns. `compare`: compares numbers of rows, too."""
         back_to = await self._rewound_to()
         if back_to is not None:
             await self._undo(back_to)
@@ -69,7 +69,7 @@ class StoreFollower:
             await self._sweep(0)
 
     async def _rewound_to(self) -> int | None:
-        """The last step that the index and the store have in common, if the store has gone back."""
+        """The last step that the index and the store share, if the store was rewound."""
         last_step = self._first_row("SELECT * FROM steps ORDER BY step DESC LIMIT 1")
         newest = self._first_row(
             "SELECT seq, id, written_at FROM attempts WHERE alive ORDER BY seq DESC LIMIT 1"
@@ -90,7 +90,7 @@ class StoreFollower:
         return None
 
     async def _last_common(self) -> int:
-        """By halving: the steps before a common one are common, too."""
+        """Finds the step by bisection: all steps before a common one are common, too."""
         marks = [
             (row["step"], row["mark"])
             for row in self._db.execute("SELECT * FROM steps ORDER BY step")
@@ -109,7 +109,7 @@ class StoreFollower:
         return marks[low - 1][0] if low else 0
 
     async def _undo(self, step: int) -> None:
-        """After a rewind: compares all that may have been touched."""
+        """Compares, after a rewind, all rows that it may have touched."""
         touched = self._first_row(
             "SELECT min(seq) FROM attempts WHERE alive AND (step > ? OR trained_step > ? "
             "OR seq = (SELECT max(seq) FROM attempts WHERE alive))",
@@ -139,7 +139,7 @@ class StoreFollower:
             self._notify("comparing", min(first, end), end)
 
     async def _catch_up(self) -> None:
-        """New rows, until there are none."""
+        """Takes in new rows, until there are none."""
         after = self._cursor()
         while rows := await self._store.written_summaries(range(after + 1, END), limit=ROWS):
             with self._writer.transaction():
@@ -158,7 +158,7 @@ class StoreFollower:
         return int(row[0] or 0) if row else 0
 
     async def _settle(self) -> None:
-        """Steps that were committed since, rows that were open, numbers that were skipped."""
+        """Takes in newly committed steps, rows that were open, and numbers that were skipped."""
         is_moved = await self._new_steps()
         waiting = "alive AND split = 'train' AND state IN ('ready', 'reserved') AND seq > ?"
         rows = self._db.execute(
@@ -264,8 +264,8 @@ class StoreFollower:
         return self._first_row("SELECT 1 FROM steps WHERE has_advantages = 0 LIMIT 1") is not None
 
     async def value_some(self, rule: Rule) -> bool:
-        """Makes the advantages of the newest committed step that has none yet; whether there was
-        one."""
+        """Computes the advantages of the newest committed step that has none yet; returns whether
+        there was one."""
         row = self._first_row(
             "SELECT step FROM steps WHERE has_advantages = 0 ORDER BY step DESC LIMIT 1"
         )
@@ -320,7 +320,7 @@ class StoreFollower:
         return int(row[0]) if row else 0
 
     def newest_written_at(self) -> float:
-        """When the store got its newest row, in Unix time."""
+        """The time of the store's newest row, in Unix time."""
         row = self._first_row(
             "SELECT written_at FROM attempts WHERE alive ORDER BY seq DESC LIMIT 1"
         )
@@ -337,8 +337,7 @@ class StoreFollower:
 
 
 def _runs(numbers: list[int], slack: int = 16) -> list[tuple[int, int]]:
-    """Ranges that cover the numbers, which stand in order; those that lie near each other share
-    one."""
+    """Ranges that cover the sorted numbers; numbers that are close to each other share one."""
     runs: list[tuple[int, int]] = []
     for number in numbers:
         if runs and number - runs[-1][1] <= slack:

@@ -31,12 +31,12 @@ from agentevo.ui.index.writer import IndexWriter
 
 EVERY_S = 1.0
 REST_S = 10.0
-"""The longest rest: the first look at a million rows takes minutes, and what is committed then is
-to be seen soon."""
+"""The longest rest: the first look at a million rows takes minutes, and rows that are
+committed during it should appear soon."""
 COMPARE_EVERY_S = 120.0
 """How often the numbers of rows are compared, which costs a second at a million of them."""
 AGAIN_S = 5.0
-"""How long it waits after a failure, and for the lock."""
+"""The wait after a failure, and for the lock."""
 SLICE_S = 0.5
 """How long it reads turns before it looks for new rows again."""
 LIVE_S = 300.0
@@ -55,7 +55,7 @@ class Indexer:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.trouble = ""
-        """What keeps it from going on, in words; empty where nothing does."""
+        """What stops it, in words; empty where nothing does."""
 
     def start(self) -> None:
         if self._thread is None:
@@ -63,7 +63,7 @@ class Indexer:
             self._thread.start()
 
     def stop(self, within_s: float = 30.0) -> None:
-        """Ends after what it is doing; nothing is left half done however it ends."""
+        """Ends after the work in progress; nothing is left half done, however it ends."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(within_s)
@@ -166,7 +166,7 @@ class Indexer:
 
 
 class _Rules:
-    """How advantages are made, found out when the first step asks: that takes torch."""
+    """How advantages are computed, read when the first step needs it: that takes torch."""
 
     def __init__(self, writer: IndexWriter, config: dict[str, Any]) -> None:
         self._writer = writer
@@ -185,7 +185,7 @@ class _Rules:
 
 
 def _teller(writer: IndexWriter) -> Callable[[str, int, int], None]:
-    """Writes how far it is into the file, twice a second."""
+    """Writes the progress into the file, twice a second."""
     last = 0.0
 
     def tell(phase: str, done: int, of: int) -> None:

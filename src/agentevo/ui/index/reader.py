@@ -1,4 +1,4 @@
-"""What pages read: only the index, never a store. Any number of threads and processes may."""
+"""What pages read: only the index, never a store. For any number of threads and processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from agentevo.ui.index.selection import CHOICES, ORDERS, RANGES, WORDS, Selectio
 
 PAGE = 50
 MAX_FOUND = 200_000
-"""Attempts that a search for a text gives at most, the newest ones."""
+"""The most attempts that a search for a text finds: the newest ones."""
 SNIPPET = 160
 
 
@@ -34,16 +34,16 @@ class IndexAway(AgentEvoError):
 
 
 class IndexState(NamedTuple):
-    """How far an index is."""
+    """The progress of an index."""
 
     phase: str
     """`listing`, `comparing`, `reading` (texts and log-probs), or empty: it is up to date."""
     done: int
     of: int
     at: float
-    """When all that the store had was last listed, Unix time; 0 before it was."""
+    """When the whole store was last listed, Unix time; 0 before that."""
     no_advantages: str
-    """Why there are none; empty where they are made."""
+    """Why there are no advantages; empty where they are computed."""
 
 
 class IndexRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +112,7 @@ class IndexReader:
         self._local = threading.local()
 
     def state(self) -> IndexState:
-        """How far it is."""
+        """The progress of the index."""
         facts = dict(self._all("SELECT name, value FROM facts"))
         return IndexState(
             phase=str(facts.get("phase") or ("" if "listed_at" in facts else "listing")),
@@ -123,7 +123,7 @@ class IndexReader:
         )
 
     def listing(self, selection: Selection, *, size: int = PAGE) -> Listing:
-        """A page of the attempts that were selected."""
+        """A page of the selected attempts."""
         table = self._table()
         where, is_cut = self._where(table, selection)
         column, descending, _ = ORDERS[selection.order]
@@ -149,7 +149,7 @@ class IndexReader:
             before = matches[match_keys < bound]
 
             equal = matches[match_keys == bound]
-            num_missing = size + 1 - len(before)  # of many equal ones the newest
+            num_missing = size + 1 - len(before)  # among many equal ones, the newest
             if len(equal) > num_missing:
                 equal = equal[np.argpartition(-seqs[equal], num_missing - 1)[:num_missing]]
 
@@ -162,7 +162,8 @@ class IndexReader:
         return Listing(rows, total, last, is_cut)
 
     def histogram(self, selection: Selection, name: str) -> list[IndexBar]:
-        """Bars of `reward`, `tokens` or `age` of what was selected, whatever its range of that."""
+        """Bars of `reward`, `tokens` or `age` of the selected attempts, without the range of that
+        column."""
         ranges = {key: value for key, value in selection.ranges.items() if key != name}
         free = msgspec.structs.replace(selection, ranges=ranges, after=None)
         table = self._table()
@@ -184,9 +185,9 @@ class IndexReader:
     def step_groups(
         self, selection: Selection, *, after: str | None = None, limit: int = 24
     ) -> tuple[list[list[IndexRow]], str | None, int]:
-        """Groups that have an attempt among those selected, whole; the id behind which the next
-        page begins; and how many groups there are. They stand in the order of their ids, or by the
-        mean reward of those that completed where attempts are ordered by reward."""
+        """Whole groups that have a selected attempt; the id after which the next page begins; and
+        the number of groups. They are in the order of their ids, or, where attempts are ordered by
+        reward, of the mean reward of their completed attempts."""
         table = self._table()
         where, _ = self._where(table, selection)
         places = (np.flatnonzero(where) + 1).tolist()
@@ -220,8 +221,8 @@ class IndexReader:
         return rows[0] if rows else None
 
     def words(self, selection: Selection, name: str) -> list[tuple[str, int]]:
-        """The words that a filter chooses from, with how many of the selected attempts have each,
-        whatever was chosen of it."""
+        """The words of a filter, with the number of selected attempts that have each; the filter's
+        own choice is ignored."""
         choices = {key: value for key, value in selection.choices.items() if key != name}
         table = self._table()
         where, _ = self._where(table, msgspec.structs.replace(selection, choices=choices))
@@ -306,8 +307,8 @@ class IndexReader:
         return IndexRow(**fields, snippet=snippet)
 
     def _where(self, table: dict[str, np.ndarray], selection: Selection) -> tuple[np.ndarray, bool]:
-        """[N] bool: which rows are selected, not to be changed; and whether a search was cut. A
-        page asks for the same selection again and again: a steady one is worked out once."""
+        """[N] bool: the selected rows, read-only; and whether a search was cut. A page uses the
+        same selection many times: a steady one is computed once."""
         cache = getattr(self._local, "cache", None)
         if cache is None:
             return self._select(table, selection)
@@ -367,7 +368,7 @@ class IndexReader:
         query = match_of(text)
         places = np.zeros(0, dtype=np.int64)
         if query:
-            # As one text: a row of Python for each of 200,000 places takes four times as long.
+            # One text: a Python row for each of 200,000 places takes four times as long.
             ((text_of_places,),) = self._all(
                 "SELECT group_concat(rowid) FROM (SELECT rowid FROM search WHERE search MATCH ? "
                 "ORDER BY rowid DESC LIMIT ?)",
@@ -384,7 +385,7 @@ class IndexReader:
 
     @contextmanager
     def steady(self) -> Iterator[None]:
-        """Within it this thread reads the columns, and works out what is selected, only once."""
+        """In this block the thread reads the columns, and computes a selection, only once."""
         self._local.cache = {}
         try:
             yield
@@ -392,7 +393,7 @@ class IndexReader:
             self._local.cache = None
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Name -> column of all rows; who reads them changes nothing in them."""
+        """Name -> column of all rows, read-only."""
         return self._table()
 
     def words_by_number(self) -> dict[int, str]:
@@ -440,7 +441,8 @@ class IndexReader:
         return IndexAway(f"the index is not there yet, or is being made again ({error})")
 
     def _connection(self) -> sqlite3.Connection:
-        """One for each thread; another one when the file was made again. Raises sqlite3.Error."""
+        """The connection of this thread; a new one when the file was made again. Raises
+        sqlite3.Error."""
         try:
             inode = self._path.stat().st_ino
         except OSError as error:
@@ -458,13 +460,13 @@ class IndexReader:
 
 
 def _of(column: np.ndarray, where: np.ndarray) -> np.ndarray:
-    """The selected ones; the column itself where that is all of it."""
+    """The selected values; the column itself where all are selected."""
     return column if where.all() else column[where]
 
 
 def match_of(text: str) -> str:
-    """What a person types as FTS5's query: all words must be there, "a phrase" as it stands, the
-    beginning of a word with *, -word not. Every word is quoted: nothing typed is syntax."""
+    """A typed text as FTS5's query: all words must occur, "a phrase" literally, the beginning of a
+    word with *; -word must not. Every word is quoted, so that nothing typed is syntax."""
     required: list[str] = []
     excluded: list[str] = []
     for minus, phrase, word in re.findall(r'(-?)(?:"([^"]*)"|([^\s"]+))', text):
@@ -489,7 +491,7 @@ def _snippet(content: str, text: str) -> tuple[str, ...]:
 
     pattern = re.compile("|".join(map(re.escape, words)), re.IGNORECASE)
     first = pattern.search(content)
-    if first is None:  # the search knows other forms of letters than this does
+    if first is None:  # the search matches more forms of letters than this pattern
         return (content[:SNIPPET],)
 
     start = max(0, first.start() - SNIPPET // 3)

@@ -1,8 +1,8 @@
 """Writing rows of an index. Every method is one transaction, or part of the caller's.
 
 Invariants. (1) `change` of a row is above that of all rows changed before. (2) A row whose
-content is another than it was (it was written at another time, or at another place) has nothing
-left of what was read out of the old one. (3) The search knows the text of a row if and only if
+content has changed (it was written at another time, or at another place) keeps nothing that was
+read out of the old content. (3) The search knows the text of a row if and only if
 `texts` does.
 """
 
@@ -71,7 +71,7 @@ class IndexWriter:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All of the block or nothing."""
+        """A transaction: all of the block or nothing."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -146,7 +146,7 @@ class IndexWriter:
         }
 
     def word(self, text: str) -> int:
-        """The number of a word; what is one too many is OTHER."""
+        """The number of a word; above the limit it is that of OTHER."""
         text = text[:200]
         number = self._words.get(text)
         if number is None:
@@ -159,7 +159,7 @@ class IndexWriter:
         return number
 
     def bury(self, places: Iterable[int]) -> None:
-        """Marks rows that the store has no more, and forgets what was said in them."""
+        """Marks rows that the store no longer has, and deletes their texts."""
         change = self._next_change()
         for place in places:
             self._forget_text(place)
@@ -220,7 +220,7 @@ class IndexWriter:
         )
 
     def forget_steps(self, after: int) -> None:
-        """Of later steps nothing is left, nor of what they made of their attempts."""
+        """Deletes later steps, and what they noted about their attempts."""
         self._db.execute("DELETE FROM steps WHERE step > ?", (after,))
         self._db.execute(
             "UPDATE attempts SET advantage = NULL, moved = NULL, change = ? WHERE trained_step > ?",
@@ -278,7 +278,7 @@ def mark_of(record: StepRecord) -> str:
 
 
 def _plan_facts(record: StepRecord) -> dict[str, Any]:
-    """What a page says of a step's plan without the store."""
+    """The facts of a step's plan that a page shows without the store."""
     plan = record.record.get("plan")
     if not isinstance(plan, dict):
         return {}
