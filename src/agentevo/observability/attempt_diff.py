@@ -11,16 +11,16 @@ from agentevo.store.calls import StoredCall
 from agentevo.types import Message, TextPart, Trajectory
 
 MAX_LINES = 1_500
-"""Of one attempt."""
+"""The most lines of one attempt."""
 CONTEXT = 3
-"""Lines around what differs; longer stretches that are the same are skipped."""
+"""Lines around a difference; longer stretches that are the same are skipped."""
 Played = tuple[Trajectory, Sequence[StoredCall]]
 """An attempt, and the calls that were recorded of it."""
 
 
 def lines_of(attempt: Played) -> list[list[tuple[str, str]]]:
-    """(who, line) of all that was said in each turn, and last what the world showed at the end; at
-    most MAX_LINES."""
+    """(who, line) of all messages of each turn, and last what the world showed at the end; at most
+    MAX_LINES."""
     trajectory, calls = attempt
     turns: list[list[tuple[str, str]]] = []
     budget = MAX_LINES

@@ -1,5 +1,5 @@
-"""One attempt as its page shows it: plain data made of what the store has, a part at a time, so
-that an attempt of any size costs what is looked at."""
+"""One attempt as its page shows it: plain data made from the store, a part at a time, so that the
+cost depends on the part and not on the size of the attempt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_TREE = 150
 
 
 class ShownToolUse(NamedTuple):
-    """A call of a tool: what the policy wrote, and what became of it."""
+    """A call of a tool: what the policy wrote, and its outcome."""
 
     name: str
     arguments: str
@@ -55,7 +55,7 @@ class TurnView(NamedTuple):
     note: str
     """The turn that it continues, if not the turn before."""
     is_shared: bool
-    """Whether another branch has it, too, which is shown before."""
+    """Whether an earlier branch has it, too."""
     messages: list[ShownMessage]
     num_prompt: int
     num_completion: int
@@ -63,7 +63,7 @@ class TurnView(NamedTuple):
     versions: str
     finish: str
     how: str
-    """How it was drawn, where not by the recipe."""
+    """How it was drawn, where that differs from the recipe."""
 
 
 class ShownPart(NamedTuple):
@@ -89,13 +89,13 @@ def leaves(turns: Sequence[Turn]) -> list[int]:
 
 
 def is_branched(turns: Sequence[Turn]) -> bool:
-    """Whether two turns go on from the same one."""
+    """Whether two turns continue the same turn."""
     parents = Counter(turn.parent for turn in turns if turn.parent is not None)
     return any(count > 1 for count in parents.values())
 
 
 def select_turns(turns: Sequence[Turn], leaf: int | None) -> tuple[list[int], set[int]]:
-    """The turns to show, and those of them that an earlier branch has, too."""
+    """The turns to show, and which of them an earlier branch has, too."""
     if leaf is None or not 0 <= leaf < len(turns):
         return list(range(len(turns))), set()
 
@@ -128,7 +128,7 @@ def part_of(
 
 
 def world_of(turns: Sequence[Turn]) -> Legend:
-    """What the symbols of the attempt's world mean, which its first messages say."""
+    """The meaning of the symbols of the attempt's world, from its first messages."""
     messages = turns[0].messages if turns else []
     return legend_of(message.text[:FIRST] for message in messages)
 
@@ -224,7 +224,7 @@ def _tool_use(name: str, arguments: str, call_id: str, call: StoredCall | None) 
 
 
 def pretty(arguments: str) -> str:
-    """JSON on lines of its own; what is no JSON as it was written."""
+    """JSON with indentation; a text that is not JSON unchanged."""
     if len(arguments) > ARGUMENTS:
         return arguments
     try:
@@ -258,8 +258,8 @@ def _uses(trajectory: Trajectory, calls: Sequence[StoredCall]) -> dict[tuple[int
 def text_part(
     trajectory: Trajectory, turn: int, number: int, start: int, *, is_remote: bool = False
 ) -> tuple[str, int]:
-    """MORE characters of a message from `start`, and how many there are behind them. `is_remote`:
-    of the turns of remote models. IndexError for a message that is not there."""
+    """MORE characters of a message from `start`, and how many follow. `is_remote`: of the
+    turns of remote models. Raises IndexError for a message that does not exist."""
     if turn < 0 or number < 0 or start < 0:
         raise IndexError(turn)
     turns = trajectory.remote_turns if is_remote else trajectory.turns
@@ -282,7 +282,7 @@ class CallRow(NamedTuple):
 
 
 def timeline(calls: Sequence[StoredCall]) -> list[CallRow]:
-    """Calls in the order of their starts, each below the one in which it was made."""
+    """Calls in the order of their starts, each below the call that made it."""
     ordered = sorted(calls[:MAX_CALLS], key=lambda stored: stored.call.started_at)
     if not ordered:
         return []
@@ -318,7 +318,7 @@ def timeline(calls: Sequence[StoredCall]) -> list[CallRow]:
 
 
 def ending(trajectory: Trajectory, calls: Sequence[StoredCall]) -> list[WorldPiece]:
-    """What the world showed after the last turn, of the newest try that says so."""
+    """What the world showed after the last turn, from the newest try that recorded it."""
     texts = [
         str(stored.call.attributes["ending"])
         for stored in sorted(calls, key=lambda stored: stored.call.started_at)
@@ -328,7 +328,7 @@ def ending(trajectory: Trajectory, calls: Sequence[StoredCall]) -> list[WorldPie
 
 
 def slips(trajectory: Trajectory) -> str:
-    """`2 invalid actions, 1 answer without an action`: what the world could do nothing with."""
+    """`2 invalid actions, 1 answer without an action`: the answers that the world could not use."""
     parts = []
     for name, singular, plural in (
         ("num_invalid_actions", "invalid action", "invalid actions"),
@@ -382,7 +382,7 @@ def _number(config: Mapping[str, Any], section: str, key: str) -> int | None:
 
 
 class Verdict(NamedTuple):
-    """What a scorer said."""
+    """The verdict of a scorer."""
 
     name: str
     score: float | None
@@ -390,7 +390,7 @@ class Verdict(NamedTuple):
 
 
 def verdicts(calls: Sequence[StoredCall]) -> list[Verdict]:
-    """The words of those who scored it, such as a judge's."""
+    """The words of the scorers of an attempt, such as a judge."""
     scorer_verdicts = []
     for stored in calls:
         if stored.call.kind == "scorer":

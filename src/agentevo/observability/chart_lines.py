@@ -18,7 +18,7 @@ from agentevo.pages.charts import Chart, ChartLine
 
 Axis = Literal["step", "tokens", "time"]
 NAMES = {"step": "step", "tokens": "tokens", "time": "hours"}
-"""What the axis is called."""
+"""The name of each axis."""
 TOKENS = ("trainer/trained_tokens", "sft/tokens", "engine/generated_tokens")
 """Tokens of a step; the first that was logged is counted."""
 COMPARED = (
@@ -44,7 +44,7 @@ TITLES = {
     "perf/throughput": "Tokens a second",
     "staleness/mean": "Staleness: versions of the weights between drawing and training",
 }
-"""What a metric is called above its chart; one that is not here has its name there."""
+"""The title of a metric's chart; a metric that is not listed has its name as title."""
 _HELD_OUT = re.compile(r"val-core/(?P<task>.+)/(?P<what>[^/]+)/(?P<decoding>greedy|sampled)")
 MOST_POINTS = 1500
 PAUSE_S = 6 * 3600.0
@@ -52,7 +52,7 @@ PAUSE_S = 6 * 3600.0
 
 
 def title_of(metric: str) -> str:
-    """What stands above a metric's chart."""
+    """The title of a metric's chart."""
     if match := _HELD_OUT.fullmatch(metric):
         what = match["what"].replace("_", " ")
         return f"Held-out {what}, {match['decoding']}: {match['task']}"
@@ -65,14 +65,14 @@ def is_share(metric: str) -> bool:
 
 
 def metrics_to_compare(names: Sequence[str]) -> list[str]:
-    """Of the metrics that were logged, those that a comparison shows where none are asked for."""
+    """The logged metrics that a comparison shows by default."""
     held_out = [name for name in names if name.startswith("val-core/") and name.endswith("/greedy")]
     rates = [name for name in held_out if is_share(name)]
     return rates + [name for name in COMPARED if name in names]
 
 
 def places(view: Measured, axis: Axis) -> Sequence[float]:
-    """Where each row of the table stands on the axis."""
+    """The place of each row of the table on the axis."""
     table = view.table
     num = view.num_rows
     if axis == "time":
@@ -113,8 +113,8 @@ def line_of(
 def thin_peaks(
     x: list[float], values: list[float], most: int = MOST_POINTS
 ) -> tuple[list[float], list[float]]:
-    """At most about so many points: of each stretch the lowest and the highest, so that no peak is
-    lost."""
+    """Reduces a line to about `most` points: the lowest and the highest of each stretch, so that no
+    peak is lost."""
     if len(values) <= most:
         return x, values
 
@@ -152,7 +152,7 @@ def chart_of(view: Measured, metric: str, title: str = "", axis: Axis = "step") 
 
 
 def _between(line: tuple[list[float], list[float]], where: list[float]) -> list[float]:
-    """A line's values at other places; NaN before its first point and behind its last one."""
+    """A line's values at other places; NaN before its first point and after its last one."""
     finite_points = [(x, value) for x, value in zip(*line, strict=True) if math.isfinite(value)]
     xs = [x for x, _ in finite_points]
     values = [value for _, value in finite_points]
@@ -163,9 +163,9 @@ def band_chart(
     settings: Sequence[tuple[str, Sequence[Measured]]], metric: str, axis: Axis = "step"
 ) -> Chart | None:
     """One line for each setting, which is a name and its runs: their mean where all of them have a
-    value, and the band from the lowest to the highest. By tokens and by time runs are nowhere at
-    the same place: between its points a run is a straight line then. None where the metric was
-    never a number."""
+    value, and the band from the lowest to the highest. By tokens and by time no two runs have the
+    same places: a run is a straight line between its points then. None where the metric was never
+    a number."""
     drawn = [
         [line for view in views if (line := line_of(view, metric, axis))] for _, views in settings
     ]

@@ -43,11 +43,11 @@ COLUMNS = 2
 TITLE_WIDTH = 40
 """Characters of a line above a panel."""
 FEW = 3
-"""Of so many values each is seen as a point."""
+"""A line of fewer values has a dot at each."""
 
 
 def check_picture(path: Path) -> None:
-    """Raises ConfigError where `write_comparison` could not write there."""
+    """Raises ConfigError where `write_comparison` could not write."""
     if path.suffix.lower() != ".png":
         raise ConfigError(f"--out {path}: the name must end in .png")
     if path.is_dir() or not path.parent.is_dir():

@@ -112,7 +112,7 @@ def _draw_held_out(
 def _draw_greedy(
     axes: Axes, points: list[tuple[float, EvaluationMetrics]], color: str, of: str, number: float
 ) -> None:
-    """`number`: how many tasks an evaluation had that does not say so itself."""
+    """`number`: the tasks of an evaluation that does not record their number."""
     greedy = [
         (step, result.success_greedy, result.n)
         for step, result in points

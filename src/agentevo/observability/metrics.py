@@ -1,4 +1,4 @@
-"""The run's numbers on disk: `metrics.jsonl`, one JSON object a line, and on to its trackers.
+"""The run's numbers on disk, `metrics.jsonl`, one JSON object a line; they also go to its trackers.
 
     {"step": 12, "time": 1771234567.8, "actor/entropy": 1.02, "critic/score/mean": 0.41, ...}
 
@@ -65,7 +65,7 @@ class EvaluationMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def success(self) -> float | None:
-        """The headline number: greedy, or sampled where nothing was decoded greedily."""
+        """The main number: greedy, or sampled where nothing was decoded greedily."""
         return self.success_sampled if self.success_greedy is None else self.success_greedy
 
 
@@ -146,7 +146,7 @@ def _read_rows(path: Path) -> list[tuple[MetricsRow, bytes]]:
 
 
 def _is_row(row: object) -> bool:
-    """Whether it is an object of numbers (or nulls) with a whole `step`."""
+    """Whether a row is an object of numbers (or nulls) with a whole `step`."""
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         return False
     return all(value is None or type(value) in (int, float) for value in row.values())
@@ -186,7 +186,7 @@ class MetricsLog:
     def log(
         self, step: int, metrics: Mapping[str, float], tables: Sequence[TrackedTable] = ()
     ) -> None:
-        """Appends one row. Values may be anything `float()` takes. `tables` are for trackers alone.
+        """Appends one row. Values may be anything `float()` takes. `tables` go only to trackers.
         Raises `TrainingError` if the row would break the file's invariants."""
         taken = [key for key in RESERVED if key in metrics]
         if taken:

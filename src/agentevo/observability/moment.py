@@ -20,9 +20,9 @@ PAUSED = "paused"
 """The phase of a run that was asked to pause."""
 LONGEST_REASON = 2000
 LARGEST_BYTES = 100_000
-"""A file that is larger is none of ours."""
+"""A larger file was not written by AgentEvo."""
 LATEST = 1e11
-"""Seconds of Unix time that no run will see."""
+"""Seconds of Unix time later than any run."""
 OLD_S = 20.0
 """A heartbeat that is older is late: it comes every 5 s."""
 
@@ -77,7 +77,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
         return min(max(self.done / self.total, 0.0), 1.0)
 
     def silent_s(self, now: float | None = None) -> float:
-        """How old the heartbeat is. One of the future, by another machine's clock, is new."""
+        """The age of the heartbeat. A future one, by another machine's clock, counts as new."""
         return max((time.time() if now is None else now) - self.heartbeat_at, 0.0)
 
     def ending(self, resume: str = "") -> str:
@@ -91,7 +91,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
         return ""
 
     def death(self, resume: str = "") -> str:
-        """What is to be said where the process is gone and has not said how it ended."""
+        """The message where the process is gone and has not reported how it ended."""
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.heartbeat_at))
         return (
             f"its process ended without a word after {when}, within {self.words()}: it was killed, "
@@ -99,7 +99,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def lateness(self, now: float | None = None) -> str:
-        """What is to be said of a process that has the run's lock and gives no sign."""
+        """The message about a process that has the run's lock and gives no sign."""
         return (
             f"its process {self.process} has not given a sign for "
             f"{format_duration(self.silent_s(now))}, within {self.words()}: it was halted, its "
@@ -120,8 +120,8 @@ def failure(error: BaseException) -> str:
 
 
 def read_moment(path: Path) -> Moment | None:
-    """That of a file; None where there is none, or what is there is none of ours. Raises OSError
-    for a file that can't be read."""
+    """The moment of a file; None where there is no file, or another program wrote it. Raises
+    OSError for a file that can't be read."""
     try:
         what = path.stat()
         if not stat.S_ISREG(what.st_mode) or what.st_size > LARGEST_BYTES:

@@ -27,7 +27,7 @@ INK = "#22262B"
 
 
 FONTS = ("Inter", "Helvetica Neue", "Arial", "Liberation Sans", "DejaVu Sans")
-"""Fonts in the order of preference; matplotlib brings the last one along."""
+"""Fonts in the order of preference; matplotlib includes the last one."""
 CJK_FONTS = (
     "Noto Sans CJK SC",
     "Noto Sans CJK JP",
@@ -89,7 +89,7 @@ STYLE: Any = {
 
 
 LEAST_SPAN = 0.1
-"""Of the largest value: the least height of a panel."""
+"""The least height of a panel, as a share of the largest value."""
 
 
 def noisy_line(axes: Axes, line: Series, color: str, label: str) -> None:

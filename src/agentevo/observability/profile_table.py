@@ -19,7 +19,7 @@ PREFIX = "agentevo::"
 PROFILE_TABLE = "profile/table.txt"
 """Path of the table in the folder of a run."""
 OTHER = "other"
-"""The phase of what no other has. Spans the whole profile."""
+"""The phase of all time that no other phase has. Spans the whole profile."""
 CPU = 0
 """The trace's number for the CPU as a kind of device."""
 CUDA = 1
@@ -141,7 +141,7 @@ def _peaks(
         moments += [
             (end, 0, -begin, ""),
             (begin, 1, -end, name),
-        ]  # at one moment: inner ones end first, outer ones begin first
+        ]  # at one moment inner spans end first, and outer spans begin first
 
     moments += [(time, 2, 0.0, num_bytes) for time, num_bytes in allocations]
     peaks: dict[str, int] = {}

@@ -1,9 +1,9 @@
-"""`report.html`: one self-contained page about a run, for people who weren't there.
+"""`report.html`: one self-contained page about a run, for readers who did not watch it.
 
 It is made from the run folder's files alone (config.yaml, metrics.jsonl, summary.json, store), so
 it can be made again at any time, also of a run that was interrupted and has no summary yet.
 Style, scripts and charts are inside the page (pages/still.py); opening it makes no request. The
-file is replaced in one rename. Of the store a few attempts are read, however many it has.
+file is replaced in one rename. Only a few attempts are read from the store, however many it has.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from agentevo.store import Split, Store, StoredCall, TrajectorySummary
 
 DEADLINE_S = 300.0
-"""How long the end of a run waits for its report."""
+"""The deadline of the report at the end of a run."""
 MOST_OF_A_STEP = 1_000
 NO_CALLS: Mapping[str, Sequence[StoredCall]] = MappingProxyType({})
 AGAIN = "make room there, or make it writable, and make it again with `agentevo report`"
@@ -49,8 +49,8 @@ def write_report(
 ) -> Path:
     """Writes `report.html`, draws `plots/*.png` next to it, and returns the page's path.
 
-    `trajectories` are (caption, trajectory) pairs, as `sample_trajectories` picks them; `calls` are
-    those of each of them by its id. Without `decode` tokens are shown as ids.
+    `trajectories` are (caption, trajectory) pairs, as `sample_trajectories` picks them; `calls`
+    are the calls of each by its id. Without `decode` tokens are shown as ids.
     """
     from agentevo.observability.report_page import report_html
     from agentevo.observability.still_attempt import still_attempt
@@ -126,7 +126,7 @@ async def report_at_end(run_dir: Path, decode: Decode, view: LiveView) -> None:
 
 
 def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
-    """The text, and what it says. Raises ConfigError."""
+    """The text of config.yaml, and its content. Raises ConfigError."""
     text = read_text(path)
     try:
         config = parse_yaml(text)

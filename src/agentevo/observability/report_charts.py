@@ -54,7 +54,7 @@ MOST_PARTS = 8
 
 
 class ReportCharts(NamedTuple):
-    """By section; an empty list where nothing of it was logged."""
+    """The charts by section; an empty list where none of its metrics was logged."""
 
     learning: list[Chart]
     rewards: list[Chart]
@@ -148,7 +148,7 @@ def together(
 
 def _held_out(rows: Sequence[MetricsRow], number: float) -> list[Chart]:
     """Success on held-out tasks: a chart for each environment, with 95% intervals and the two
-    players. `number`: how many tasks an evaluation had that does not say so itself."""
+    players. `number`: the tasks of an evaluation that does not record their number."""
     charts = []
     environments = held_out(rows)
     for environment, points in environments.items():

@@ -1,4 +1,4 @@
-"""What a report says: pure functions from a run's records to the plain data of report.html.
+"""The content of a report: pure functions from a run's records to the plain data of report.html.
 
 Everything is text until the template escapes it; numbers are written here where their place is a
 cell of a table.
@@ -125,7 +125,7 @@ def report_html(
 def _warnings(
     run: Numbers, summary: Mapping[str, Any], config_yaml: str
 ) -> Sequence[tuple[int | None, str]]:
-    """Those of the summary; of a run that has none yet those that its numbers give."""
+    """The warnings of the summary; of a run without a summary, those of its numbers."""
     if "warnings" in summary:
         return told_warnings(summary)
     config: Any = None
@@ -182,7 +182,7 @@ def result(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> ReportResu
 
 
 def facts(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(label, value, unit) of what it took."""
+    """(label, value, unit) of the cost of the run."""
     tokens: Mapping[str, Any] = summary.get("tokens") or {}
     best: Mapping[str, Any] = summary.get("best") or {}
     wall = _number(summary.get("wall_s"))
@@ -209,8 +209,8 @@ def _best(value: float | None, best: Mapping[str, Any], summary: Mapping[str, An
 
 
 def rows_of_data(summary: Mapping[str, Any]) -> list[Table]:
-    """What became of the rows of `agentevo sft`, and how well the held-out conversations are
-    foretold."""
+    """The use of the rows of `agentevo sft`, and how well the held-out conversations are
+    predicted."""
     kinds: Mapping[str, Any] = summary.get("data") or {}
     if not kinds:
         return []
@@ -239,8 +239,8 @@ def rows_of_data(summary: Mapping[str, Any]) -> list[Table]:
 
 
 def evaluations(rows: Sequence[MetricsRow]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """(environment, header, rows): each evaluation of the agent, with the players that give its
-    numbers a meaning."""
+    """(environment, header, rows): each evaluation of the agent, with the players to compare
+    it with."""
     tables = []
     for environment, points in held_out(rows).items():
         measured = [
@@ -309,7 +309,7 @@ def timings(rows: Sequence[MetricsRow]) -> Table | None:
 
 
 def remote_models(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]], str] | None:
-    """What each role has asked of each remote model, and what is left of the budgets."""
+    """The requests of each role to each remote model, and the remaining budgets."""
     usage_rows: Sequence[Mapping[str, Any]] = (summary.get("remote_models") or {}).get(
         "asked"
     ) or ()

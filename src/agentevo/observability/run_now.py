@@ -14,9 +14,9 @@ from agentevo.observability.signs import OF_A_STEP
 from agentevo.pages import words
 
 PACE_STEPS = 20
-"""The last so many steps say how fast the run is."""
+"""The last steps that measure the pace of the run."""
 SHOWN_STEPS = 40
-"""Of the timeline."""
+"""Steps of the timeline."""
 PHASES = (
     ("gen", "sampling"),
     ("adv", "rewards and advantages"),
@@ -39,11 +39,11 @@ NOW = (
     ("Groups under way", "sampler/groups_running", words.count, ""),
     ("Memory", "perf/cpu_memory_used_gb", words.number, "GiB"),
 )
-"""(label, metric, how it is written, unit) of what is shown where it was logged."""
+"""(label, metric, format, unit) of the facts, each shown where its metric was logged."""
 
 
 class RunUnderWay(Measured, Protocol):
-    """A run that may go on."""
+    """A run that may still be running."""
 
     @property
     def state(self) -> str: ...
@@ -66,8 +66,8 @@ def facts(view: Measured) -> list[tuple[str, str, str]]:
 
 
 def seconds_left(view: RunUnderWay, now: float | None = None) -> float | None:
-    """By the pace of the last steps, what lies between them included; None of a run that does not
-    run, or has no end."""
+    """The time left by the pace of the last steps, including the time between them; None for a run
+    that does not run, or has no end."""
     if view.state != "running" or not view.planned or view.step >= view.planned:
         return None
 

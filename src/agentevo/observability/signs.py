@@ -19,7 +19,7 @@ _AT_STEP = re.compile(r"step (\d{1,12}): (.*)", re.DOTALL)
 
 
 def told_warnings(summary: Mapping[str, Any]) -> tuple[tuple[int | None, str], ...]:
-    """(step, what was seen and what to do) of the warnings of summary.json, the newest first."""
+    """(step, observation and remedy) of the warnings of summary.json, the newest first."""
     warnings: list[tuple[int | None, str]] = []
     for entry in summary.get("warnings") or []:
         if isinstance(entry, Mapping):
@@ -34,7 +34,7 @@ def told_warnings(summary: Mapping[str, Any]) -> tuple[tuple[int | None, str], .
 
 
 class Signs:
-    """What the monitor of a run says of its numbers (collapse.py), read on."""
+    """The warnings that the monitor (collapse.py) gives for a run's numbers, as they grow."""
 
     def __init__(self) -> None:
         self._monitor = CollapseMonitor()
@@ -42,8 +42,8 @@ class Signs:
         self.found: list[tuple[int | None, str]] = []
 
     def observe(self, table: MetricsTable, config: Mapping[str, Any]) -> None:
-        """Looks at the rows since the last call. `config`: the run's config.yaml, as far as it is
-        known."""
+        """Looks at the rows since the last call. `config`: the known part of the run's
+        config.yaml."""
         self._monitor.remedies = remedies_of(config)
         steps = table.columns.get(OF_A_STEP)
         rows = list(steps.rows[bisect_left(steps.rows, self._next_row) :]) if steps else []

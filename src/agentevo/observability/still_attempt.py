@@ -1,5 +1,5 @@
-"""One attempt for a page that is a file: everything that the dashboard's page of it has, cut where
-a browser would become slow."""
+"""One attempt for a page that is a file: the content of the dashboard's page, cut where a browser
+would become slow."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHOWN_REWARDS = 60
 
 
 class ShownTokens(NamedTuple):
-    """Tokens, and how many more there are."""
+    """Tokens, and the number of those that are not shown."""
 
     turn_tokens: TurnTokens
     rest: int

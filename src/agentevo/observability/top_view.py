@@ -23,7 +23,7 @@ HELP = "j/k choose   enter calls   q quit"
 
 @dataclass(frozen=True)
 class RunLine:
-    """What one row says."""
+    """The content of one row."""
 
     name: str
     state: str
@@ -62,7 +62,7 @@ class RunLine:
         )
 
     def words(self) -> list[str]:
-        """What it does, and what went wrong, the newest last."""
+        """What it does, and its problems, the newest last."""
         warning_lines = [f"! {visible(text)}" for text in self.warnings[-SHOWN_WARNINGS:]]
         wrong = [f"! {visible(text)}" for text in (self.reason, self.problem) if text]
         return [*([visible(self.doing)] if self.doing else []), *wrong, *warning_lines]
@@ -86,8 +86,8 @@ def plain_lines(runs: Sequence[RunLine], *, calls: bool = False) -> list[str]:
 def draw(
     runs: Sequence[RunLine], chosen: int, *, calls: bool, height: int, width: int = 120
 ) -> RenderableType:
-    """The table for a terminal of that size, the chosen run marked, and what belongs to it below.
-    A narrow one has the first columns, whole."""
+    """The table for a terminal of that size, the chosen run marked, and its details below.
+    A narrow terminal shows only the first columns."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

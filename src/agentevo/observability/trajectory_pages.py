@@ -1,8 +1,8 @@
 """Attempts as files: `OUT/step_N/trajectory_ID.html`, and `OUT/index.html` that leads to them.
 
-Each page stands alone (pages/still.py) and leads to its neighbours by relative links, so a folder
-works from a disk and from any web server. A page appears whole or not at all, and the index comes
-last. A folder with something else in it is refused; one of an earlier call is renewed.
+Each page is self-contained (pages/still.py) and links to its neighbours by relative links, so a
+folder works from a disk and from any web server. A page appears whole or not at all, and the index
+comes last. A folder with other files is refused; a folder of an earlier call is replaced.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PAGE = re.compile(r"trajectory_.*\.html")
 _PLAIN = re.compile(r"[a-z0-9._-]{1,80}")
 ROOM = "make room there, or give another --out"
 LAST_WRITTEN = 200
-"""Of so many attempts that were written last the step is the last one."""
+"""The newest attempts among which the last step is searched."""
 
 
 class Chosen(NamedTuple):
@@ -39,8 +39,8 @@ class Chosen(NamedTuple):
 
 
 def page_name(trajectory_id: str) -> str:
-    """The name of its file: an id that no file system could mistake stays as it is, of any other
-    what can stay, with its digest."""
+    """The name of its file: an id that is safe on every file system is unchanged; any other id
+    keeps its safe characters, with a digest."""
     if _PLAIN.fullmatch(trajectory_id):
         return f"trajectory_{trajectory_id}.html"
     digest = hashlib.sha256(trajectory_id.encode("utf-8", "surrogatepass")).hexdigest()[:12]
@@ -109,9 +109,9 @@ async def write_pages(
     decode: Decode | None,
     advance: Callable[[], None],
 ) -> int:
-    """Writes the pages, then the index, and takes away pages of an earlier call; returns how many
-    pages there are. `advance` is called after each. Where it fails, a folder without an index has
-    none of them."""
+    """Writes the pages, then the index, and removes pages of an earlier call; returns the number
+    of pages. `advance` is called after each. Where it fails, a folder without an index has none
+    of them."""
     with _all_or_none(out):
         written: set[Path] = set()
         for step, attempts in chosen:
@@ -155,7 +155,7 @@ async def write_pages(
 
 @contextmanager
 def _all_or_none(out: Path) -> Iterator[None]:
-    """Takes the pages away again where the block fails and no index leads to them."""
+    """Removes the pages where the block fails and no index links to them."""
     try:
         yield
     except BaseException:

@@ -1,4 +1,4 @@
-"""What a chart shows, as plain data: for uPlot in a browser, and as a still picture for readers
+"""The content of a chart, as plain data: for uPlot in a browser, and as a still picture for readers
 without a script."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Chart:
 
     @property
     def told(self) -> dict[str, Any]:
-        """For charts.js, which says what the fields mean."""
+        """The data for charts.js, which documents the fields."""
         lines = []
         for line in self.lines:
             fields: dict[str, Any] = {"name": one_line(line.name, 160), "values": list(line.values)}
@@ -54,7 +54,7 @@ class Chart:
 
     @property
     def picture(self) -> Markup:
-        """The still one."""
+        """The still picture."""
         colors = [
             place if line.color is None else line.color for place, line in enumerate(self.lines)
         ]

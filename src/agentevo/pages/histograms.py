@@ -33,7 +33,7 @@ class HistogramBar(NamedTuple):
 
 
 def histogram(title: str, bars: Sequence[HistogramBar], *, is_whole: bool = False) -> Markup:
-    """An SVG; successes stand at the bottom of each bar."""
+    """An SVG; successes are at the bottom of each bar."""
     most = max((bar.size for bar in bars), default=0)
     if not most:
         return Markup("")
@@ -49,7 +49,7 @@ def histogram(title: str, bars: Sequence[HistogramBar], *, is_whole: bool = Fals
         )
         if bar.size:
             drawn.append(
-                _BAR.format(  # of a plain text: Markup's own takes a tenth of a page's time
+                _BAR.format(  # a plain text: Markup.format takes a tenth of a page's time
                     href=escape(bar.href),
                     said=escape(label),
                     now=' aria-current="true"' if bar.is_chosen else "",

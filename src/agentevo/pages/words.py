@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 NONE = "–"
-"""What stands where there is no number."""
+"""The text in place of a missing number."""
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -110,5 +110,5 @@ def moment(then: float | None) -> str:
         return NONE
     try:
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(then))
-    except (ValueError, OverflowError, OSError):  # a time of no calendar, out of a damaged file
+    except (ValueError, OverflowError, OSError):  # a time outside the calendar, from a damaged file
         return NONE

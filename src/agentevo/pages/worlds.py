@@ -1,5 +1,5 @@
 """Worlds in the text of a message: rows of symbols, as the grid worlds of RAGEN and AgentEvo write
-them, drawn as the grids that they are. The text stays the text: only how it is set differs."""
+them, drawn as grids. The text is unchanged: only its layout differs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SYMBOLS = {
     "H": "hole",
     "F": "floor",
 }
-"""Symbol -> the class that it is drawn with, where the world does not say what it means."""
+"""Symbol -> the class that it is drawn with, where the world has no legend for it."""
 MEANINGS = (
     ("hole", ("hole",)),
     ("player", ("player on target",)),
@@ -47,7 +47,7 @@ MIN_COLUMNS = 3
 
 
 class WorldPiece(NamedTuple):
-    """Of a message: running text, or the rows of a world."""
+    """A piece of a message: running text, or the rows of a world."""
 
     text: str
     rows: list[list[tuple[str, str]]]
@@ -59,8 +59,8 @@ NO_LEGEND: Legend = MappingProxyType({})
 
 
 def legend_of(texts: Iterable[str]) -> Legend:
-    """What a world says its symbols mean, as `Symbols: P player, O hole.`: symbol -> class. The
-    same sign is a hole in one world and a goal in another."""
+    """The legend of a world, such as `Symbols: P player, O hole.`: symbol -> class. The same sign
+    is a hole in one world and a goal in another."""
     legend: dict[str, str] = {}
     for text in texts:
         for line in LEGEND.findall(text):
@@ -76,8 +76,8 @@ def legend_of(texts: Iterable[str]) -> Legend:
 
 
 def pieces(text: str, legend: Legend = NO_LEGEND) -> list[WorldPiece]:
-    """The message in its order; the texts of all pieces together are the message. `legend`: what
-    was said of the symbols before; the message's own counts first."""
+    """The message in its order; the texts of all pieces together are the message. `legend`: that of
+    earlier messages; the message's own legend has priority."""
     symbols = {**SYMBOLS, **legend, **legend_of([text])}
     parts: list[WorldPiece] = []
     plain: list[str] = []
@@ -116,7 +116,7 @@ def pieces(text: str, legend: Legend = NO_LEGEND) -> list[WorldPiece]:
 
 
 def _width(line: str, legend: Legend) -> int:
-    """Of a line that can be a row of a world; 0 of another one."""
+    """The width of a line that can be a row of a world; 0 for any other line."""
     if not MIN_COLUMNS <= len(line.strip()) <= 4 * MAX_SIDE:
         return 0
     symbols = _symbols(line)

@@ -35,7 +35,7 @@ class MLflowError(AgentEvoError):
 
 
 def check_mlflow(uri: str) -> None:
-    """Raises MissingExtraError where a database needs MLflow's package and that is not there."""
+    """Raises MissingExtraError where a database needs MLflow's package and it is missing."""
     if not uri.startswith(("http://", "https://")) and find_spec("mlflow") is None:
         raise MissingExtraError(
             "tracing.backend=mlflow without a server needs the package 'mlflow': pip install "
@@ -85,11 +85,11 @@ def _server_exporter(uri: str, experiment: str) -> SpanExporter:
 
 
 def _experiment_id(uri: str, experiment: str, headers: dict[str, str]) -> str:
-    """That of the experiment, which another process may make at this moment."""
+    """The id of the experiment, which another process may make at the same time."""
     where = f"MLflow at {without_password(uri)}"
 
     def answer(method: str, what: str, **options: Any) -> dict[str, Any] | None:
-        """None where there is no such experiment, or it is there already."""
+        """The reply; None where there is no such experiment, or it exists already."""
         url = f"{uri}/api/2.0/mlflow/experiments/{what}"
         reply = httpx.request(method, url, headers=headers, timeout=TIMEOUT_S, **options)
         if reply.status_code in (400, 404) and "RESOURCE_" in reply.text:

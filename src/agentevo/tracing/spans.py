@@ -42,7 +42,7 @@ Value = str | bool | int | float | list[str]
 
 
 class RunFacts(NamedTuple):
-    """What holds of every span of a run."""
+    """The facts that all spans of a run share."""
 
     name: str
     id: str
@@ -53,7 +53,7 @@ class RunFacts(NamedTuple):
 
 
 def run_resource(*, of_this_process: bool = True) -> Resource:
-    """Where spans come from: what OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME say, else us."""
+    """The source of spans: OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME, else AgentEvo."""
     attributes = {names.SERVICE_NAME: names.SCOPE}
     if of_this_process:
         attributes["process.pid"] = str(os.getpid())
@@ -61,8 +61,8 @@ def run_resource(*, of_this_process: bool = True) -> Resource:
 
 
 class Spans:
-    """Makes spans of calls, with the ids of trace_context.py. `contents`: they hold what was
-    said."""
+    """Makes spans of calls, with the ids of trace_context.py. `contents`: they hold the
+    messages."""
 
     def __init__(
         self, run: RunFacts, texts: SpanTexts, resource: Resource, *, contents: bool
@@ -85,8 +85,8 @@ class Spans:
         asker: TracePlace | None = None,
         around: int | None = None,
     ) -> ReadableSpan:
-        """The span of a call that has ended. `around`: the id of the span around it, where its
-        record names none."""
+        """The span of a call that has ended. `around`: the id of the enclosing span, where the
+        call's record names none."""
         parent_id = around if call.parent is None else self._span_of(call.parent)
         links: tuple[Link, ...] = ()
         if asker is not None and asker.trace_id == trace.trace_id:
@@ -132,8 +132,8 @@ class Spans:
         )
 
     def _described_once(self, kind: str, name: str) -> tuple[str, SpanKind, dict[str, Value]]:
-        """The span's name and kind, and what the conventions say of all calls of a kind and name.
-        Without a kind it is the opening of a tool."""
+        """The span's name and kind, and the attributes that the conventions give all calls of a
+        kind and name. Without a kind it is the opening of a tool."""
         model = self._run.model
         spoken = f"{ {'scorer': 'score'}.get(kind, kind) } {name}".strip()
         is_client = False
@@ -166,7 +166,7 @@ class Spans:
     def _call_attributes(
         self, call: Call, traced_message: TracedMessage | None
     ) -> dict[str, Value]:
-        """What this span alone has."""
+        """The attributes of this span alone."""
         attributes: dict[str, Value] = {names.CALL_ID: call.id, names.STATUS: call.status or ""}
         facts = call.attributes
         if call.kind in ("policy", "remote"):
@@ -178,7 +178,7 @@ class Spans:
                 if isinstance(text := facts.get(fact), str):
                     attributes[name] = self._texts.shown(text)
 
-        # What the call noted that the conventions have no name for.
+        # Facts of the call that the conventions have no name for.
         named_facts = _TOLD_OF_SCORER if call.kind == "scorer" else _TOLD
         for fact, value in facts.items():
             if fact not in named_facts and (self._contents or fact not in _OUTPUT):
@@ -192,7 +192,7 @@ class Spans:
         )
 
     def _attempt_facts(self, trajectory_id: str) -> dict[str, Value]:
-        """What all spans of a trajectory have."""
+        """The attributes that all spans of a trajectory have."""
         shown = self._texts.shown(trajectory_id)
         attributes: dict[str, Value] = {
             names.RUN_NAME: self._run.name,
@@ -271,7 +271,7 @@ _TOLD_OF_SCORER = _TOLD | {"reason"}
 
 
 def attempt_of(trajectory_id: str) -> str:
-    """What the trace of a trajectory is of: the attempt, which all of several agents share."""
+    """The attempt that the trace of a trajectory belongs to; all its agents share the trace."""
     match = _ATTEMPT.fullmatch(trajectory_id)
     if match is None or match["agent"] is None:
         return trajectory_id

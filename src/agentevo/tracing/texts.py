@@ -1,8 +1,8 @@
 """Texts as spans hold them: of bounded length, and without credentials.
 
-Left out are passwords in URLs (credentials.py), the values of environment variables whose names
-speak of keys, secrets, tokens or passwords, and what looks like a key anywhere. Not promised: that
-a secret is recognised which looks like any other word and is in no such variable.
+It leaves out passwords in URLs (credentials.py), the values of environment variables whose names
+contain words such as key, secret, token or password, and texts in the form of a key. Not promised:
+that a secret is recognised that looks like any other word and is in no such variable.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from agentevo.types import Message, ToolCall
 
 HIDDEN = "***"
 SHORTEST_SECRET = 8
-"""Characters: shorter values are words of any text."""
+"""Characters: a shorter value may be an ordinary word."""
 REMEMBERED = 1024
 """Texts whose form without secrets is cached."""
 LONGEST_REMEMBERED = 4096
@@ -37,7 +37,7 @@ _SECRET = re.compile(
     r"|(?i:(?<=\bauthorization: )(?:basic|token)\s)[A-Za-z0-9._~+/=-]+"
 )
 _MARGIN = 64
-"""Characters of a text besides what is said, such as the count of what is left out."""
+"""Characters for everything but the content, such as the number of omitted characters."""
 
 
 class SpanTexts:
@@ -55,13 +55,13 @@ class SpanTexts:
             re.compile("|".join(map(re.escape, secret_values))) if secret_values else None
         )
 
-        # Names, and the messages that every turn of an attempt has again.
+        # Names, and the messages that every turn of an attempt repeats.
         self._remembered = lru_cache(REMEMBERED)(self._without_secrets)
 
     def shown(self, text: str, longest: int | None = None) -> str:
         """The text without credentials, storable, and shortened in its middle."""
         longest = self.longest if longest is None else longest
-        # What is cut is looked at first, so that half a secret is none that is left.
+        # The search covers the text near the cut, so that no half of a secret remains.
         text = shorten_middle(text, longest + 2 * LONGEST_SECRET)
         short = len(text) <= LONGEST_REMEMBERED
         text = self._remembered(text) if short else self._without_secrets(text)
@@ -73,8 +73,8 @@ class SpanTexts:
         return _SECRET.sub(HIDDEN, without_passwords(text))
 
     def messages(self, messages: Sequence[Message], *, finish_reasons: Sequence[str] = ()) -> str:
-        """A chat as the conventions write it: JSON of roles and parts. Of one that is too long the
-        newest messages are kept, and of a long message head and tail."""
+        """A chat as the conventions write it: JSON of roles and parts. A chat that is too long
+        keeps its newest messages, and a long message its head and tail."""
         remaining = self.longest
         encoded_messages = list[msgspec.Raw]()
         for number in range(len(messages) - 1, -1, -1):

@@ -1,11 +1,11 @@
-"""One tracker on a thread of its own, so that what it does costs the run nothing.
+"""One tracker on a thread of its own, so that its work costs the run nothing.
 
     put ─► bounded queue ─► thread: begin, log, ..., end ─► record of what was delivered
 
-Invariants: `put` returns at once; at most MAX_WAITING rows wait, and the oldest goes where there
-would be more; a row is tried ATTEMPTS times and then left out; whatever goes wrong is said once.
-`close` waits for a deadline that it is given and leaves the thread behind, which is a daemon. Not
-promised: that a row that a tracker was just given, when the process was killed, is in it.
+Invariants: `put` returns at once; at most MAX_WAITING rows wait, and the oldest is dropped
+above that; a row is tried ATTEMPTS times and then left out; each problem is reported once. `close`
+waits until a given deadline and leaves the thread behind, which is a daemon. Not promised: that a
+tracker keeps a row that it was just given when the process was killed.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ MAX_WAITING = 1000
 """Rows that a slow tracker may be behind."""
 ATTEMPTS = 6
 FIRST_PAUSE_S = 1.0
-"""Between the first two attempts at one call; twice as long each time."""
+"""The wait between the first two attempts at one call; it doubles each time."""
 HANG_S = 60.0
-"""After so long in one call a tracker is said to hang."""
+"""The time in one call after which a tracker is reported as hanging."""
 LONGEST_WORDS = 300
 """Characters of an error that a warning shows."""
 
 
 class Record:
-    """tracking.json in the run's folder: what each tracker calls the run, and the last step that it
-    has. Written by the trackers' threads."""
+    """tracking.json in the run's folder: each tracker's id of the run, and the last step that it
+    has. The trackers' threads write it."""
 
     def __init__(self, path: Path | None) -> None:
-        """None: nothing is kept, as for a run that is never resumed."""
+        """None: nothing is written, as for a run that is never resumed."""
         self._path = path
         self._lock = threading.Lock()
 
@@ -101,7 +101,7 @@ class TrackerDelivery:
         self._thread.start()
 
     def put(self, row: TrackedRow) -> None:
-        """Rows come in rising order of steps; what the tracker has is passed over."""
+        """Rows come in rising order of steps; rows that the tracker already has are skipped."""
         with self._wake:
             if self._given_up or self._last is not None or row.step <= self._run.last_step:
                 return
@@ -123,13 +123,13 @@ class TrackerDelivery:
             self._warn(f"{busy[1]} has not come back for {HANG_S:g} s")
 
     def finish(self, last: list[Callable[[Tracker], None]]) -> None:
-        """No more rows: `last` is done after those that wait, and then the thread ends."""
+        """Ends the rows: `last` runs after the rows that wait, and then the thread ends."""
         with self._wake:
             self._last = last
             self._wake.notify()
 
     def wait(self, until: float) -> None:
-        """Waits for the end, until that time of the monotonic clock; says what is not delivered."""
+        """Waits for the end, until that time of the monotonic clock; reports rows not delivered."""
         self._thread.join(max(until - time.monotonic(), 0.0))
         missing = self._left_out + len(self._rows)
         if self._thread.is_alive():
@@ -144,7 +144,7 @@ class TrackerDelivery:
             self._say(f"{self.name}: {missing} steps are not in it; metrics.jsonl has them", False)
 
     def _warn(self, what: str) -> None:
-        """Once in the life of a run: a tracker is not worth more of a person's attention."""
+        """Warns once in the life of a run: further warnings are not worth the attention."""
         if self._warned:
             return
 

@@ -1,9 +1,9 @@
-"""A configuration as trackers may have it: without keys, tokens and passwords, in whatever way they
-came into it.
+"""A configuration as trackers may have it: without keys, tokens and passwords, whatever their
+source.
 
-Taken out are the values of keys that are called so, passwords in URLs, what follows `Bearer` or a
-known beginning of keys, and every value of an environment variable that is called so, wherever it
-stands. `${env:NAME}` stays: it says where a secret is, and not which.
+It removes the values of keys with the name of a secret, passwords in URLs, texts after `Bearer` or
+a known prefix of keys, and, in any place, the value of every environment variable with the name of
+a secret. `${env:NAME}` stays: it says where a secret is, and not which.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KNOWN_BEGINNING = re.compile(
     r"(?i)\b(bearer\s+|basic\s+)\S+|\b(sk-|hf_|ghp_|github_pat_|xox[a-z]-|glpat-|AKIA)[\w-]{12,}"
 )
 SHORTEST = 8
-"""Characters: a shorter value of an environment variable would be found in innocent texts."""
+"""Characters: a shorter value of an environment variable would match ordinary texts."""
 
 
 def without_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,7 +34,8 @@ def without_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def known_secrets() -> list[str]:
-    """The values of the process's environment variables that are called so, the longest first."""
+    """The values of the process's environment variables with the name of a secret, the longest
+    first."""
     secret_values = {
         value
         for name, value in os.environ.items()

@@ -60,13 +60,13 @@ class Tracking:
         return bool(self._deliveries)
 
     def put(self, row: TrackedRow) -> None:
-        """Hands a step over, which the run never takes back. Returns at once."""
+        """Hands over a step, which the run never takes back. Returns at once."""
         for delivery in self._deliveries:
             delivery.put(row)
         self.hear()
 
     def hear(self) -> None:
-        """Passes on what the trackers had to say since."""
+        """Passes on the messages of the trackers since the last call."""
         for delivery in self._deliveries:
             delivery.look()
         while self._messages:
@@ -81,8 +81,8 @@ class Tracking:
         figures: Mapping[str, Path] | None = None,
         artifacts: Mapping[str, Path] | None = None,
     ) -> None:
-        """Gives the trackers what belongs to the end, and so long as `flush_s` for all that is not
-        delivered; then they are left alone."""
+        """Gives the trackers the end of the run, and `flush_s` to deliver the rest; after that it
+        waits for them no longer."""
         last = [
             *(
                 lambda tracker, name=name, path=path: tracker.figure(name, path)
@@ -105,7 +105,7 @@ class Tracking:
 
 
 def merge_rows(before: TrackedRow | None, row: TrackedRow) -> TrackedRow:
-    """Two rows of one step as one: of a name that both have, the later value."""
+    """Two rows of one step as one: for a name in both, the later value."""
     if before is None:
         return row
     return TrackedRow(
@@ -117,7 +117,7 @@ def merge_rows(before: TrackedRow | None, row: TrackedRow) -> TrackedRow:
 
 
 def clean_table(table: TrackedTable) -> TrackedTable:
-    """The same without secrets in its texts."""
+    """The table without secrets in its texts."""
     secret_values = known_secrets()
     return TrackedTable(
         table.name,

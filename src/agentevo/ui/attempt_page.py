@@ -63,7 +63,7 @@ async def _attempt_of(
 
 
 async def _annotations(view: RunView) -> Annotations:
-    """What people have said of the run's attempts; nothing where it has no folder here."""
+    """The annotations of the run's attempts; none where the run has no folder here."""
     folder = view.source.folder
     if folder is None:
         return Annotations({}, {}, ())
@@ -72,7 +72,7 @@ async def _annotations(view: RunView) -> Annotations:
 
 
 async def _siblings(request: Request, view: RunView, row: IndexRow | None) -> list[IndexRow]:
-    """The attempts of its group, itself among them; none where the index has none."""
+    """The attempts of its group, including itself; none where the index has none."""
     if row is None:
         return []
     reader, _ = await reader_of(request, view)
@@ -154,7 +154,7 @@ async def _tokens(
     leaf: int | None,
     tools: Tools,
 ) -> dict[str, Any]:
-    """A part of the tokens, with why what is missing is missing."""
+    """A part of the tokens, and why some of their numbers are missing."""
     reader, _ = await reader_of(request, view)
     async with dashboard(request).stores.reading(view.source) as store:
         training, why = await training_of(view, store, reader, stored, row, tools.rule)
@@ -269,7 +269,7 @@ async def text(
 
 @router.get("/runs/{run}/attempt/token", response_class=HTMLResponse)
 async def token(request: Request, run: str, id: str, turn: int, position: int) -> HTMLResponse:
-    """One token from its draw to its gradient step: what `agentevo audit --token` says."""
+    """One token from its draw to its gradient step, as `agentevo audit --token` shows it."""
     from agentevo.audit.token_history import follow
 
     view = await run_of(request, run)

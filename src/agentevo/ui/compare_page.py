@@ -29,7 +29,7 @@ MOST_KEYS = 400
 
 @dataclass(frozen=True)
 class Setting:
-    """Runs that are one line: they differ in nothing but their seed, or there is one."""
+    """Runs that are one line: runs that differ only in their seed, or a single run."""
 
     name: str
     views: tuple[RunView, ...]
@@ -46,7 +46,7 @@ class Setting:
 
     @property
     def gain(self) -> float | None:
-        """What the training has brought."""
+        """The gain of the training."""
         if self.before is None or self.after is None:
             return None
         return self.after - self.before
@@ -163,7 +163,7 @@ def chart_of(settings: Sequence[Setting], metric: str, axis: Axis) -> Chart | No
 
 
 def differing(settings: Sequence[Setting]) -> tuple[list[tuple[str, list[str]]], int]:
-    """The keys in which configurations differ, with each one's value; and how many are the same."""
+    """The keys in which configurations differ, with their values; and the number of equal keys."""
     places = set(PLACE_KEYS) - {"run.seed"} if _are_single(settings) else set(PLACE_KEYS)
     keys = sorted({key for setting in settings for key in setting.config} - places)
     differences = []

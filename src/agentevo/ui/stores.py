@@ -77,7 +77,7 @@ class Stores:
                         await opened.store.close()
 
     async def close(self) -> None:
-        """Closes all of them."""
+        """Closes all stores."""
         if self._sweeping is not None:
             self._sweeping.cancel()
         for opened in self._opened.values():
