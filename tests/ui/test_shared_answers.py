@@ -211,13 +211,13 @@ def test_what_is_kept_is_bounded(lake: Path, long: None) -> None:
         async with visitors(lake, 1) as (memory, (viewer,), _):
             for number in range(shared_answers.MOST + 10):
                 await viewer.get("/runs/lake", params={"a": number})
-            assert len(memory._held) <= shared_answers.MOST
+            assert len(memory._answers) <= shared_answers.MOST
             await viewer.get("/runs/lake", params={"a": "x" * (shared_answers.LONGEST_QUERY + 1)})
-            assert all(len(key.query) <= shared_answers.LONGEST_QUERY for key in memory._held)
+            assert all(len(key.query) <= shared_answers.LONGEST_QUERY for key in memory._answers)
             memory._watcher._num_changes += 1
             shared_answers.KEPT_S = 0.0  # the fixture puts it back
             await viewer.get("/")
-            assert len(memory._held) <= 1
+            assert len(memory._answers) <= 1
 
     asyncio.run(scenario())
 

@@ -270,9 +270,9 @@ def test_players_end_crash_and_are_stopped_as_they_should(runs_folder, monkeypat
     async def visit() -> None:
         held = Players()
         told: list[Any] = []
-        hear = held._told
+        hear = held._handle_event
         monkeypatch.setattr(
-            held, "_told", lambda one, event: (told.append(event), hear(one, event))
+            held, "_handle_event", lambda one, event: (told.append(event), hear(one, event))
         )
         try:
             events = await heard(held, key, chat("a"))
@@ -353,7 +353,7 @@ def test_no_more_than_two_are_held_and_a_third_takes_an_idle_ones_place(tmp_path
             for number, key in enumerate(keys[:2]):
                 task = asyncio.ensure_future(heard(held, key, chat(f"a{number}")))
                 waiting.append(task)
-                await until(lambda key=key: key in held._held and held._held[key].is_busy)
+                await until(lambda key=key: key in held._players and held._players[key].is_busy)
 
             with pytest.raises(PlayerError, match="2 checkpoints are at work"):
                 await heard(held, keys[2], chat("b"))
@@ -362,17 +362,17 @@ def test_no_more_than_two_are_held_and_a_third_takes_an_idle_ones_place(tmp_path
             for number in range(3):
                 waiting.append(asyncio.ensure_future(heard(held, keys[0], chat(f"c{number}"))))
 
-            await until(lambda: len(held._held[keys[0]].listeners) == 4)
+            await until(lambda: len(held._players[keys[0]].listeners) == 4)
             for number in range(1000):
                 with pytest.raises(PlayerError, match="at work"):
                     await heard(held, keys[0], chat(f"d{number}"))
             assert len(held.of("")) == 2
 
             waiting[1].cancel()
-            await until(lambda: not held._held[keys[1]].is_busy)
+            await until(lambda: not held._players[keys[1]].is_busy)
             third = asyncio.ensure_future(heard(held, keys[2], chat("e")))
-            await until(lambda: keys[2] in held._held)
-            assert set(held._held) == {keys[0], keys[2]}
+            await until(lambda: keys[2] in held._players)
+            assert set(held._players) == {keys[0], keys[2]}
 
             for task in (third, *waiting):
                 task.cancel()

@@ -1,4 +1,4 @@
-"""Two attempts beside each other: what they said, turn by turn and message by message, as lines."""
+"""Two attempts side by side: what they said, turn by turn and message by message, as lines."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from agentevo.store.calls import StoredCall
 from agentevo.types import Message, TextPart, Trajectory
 
 MAX_LINES = 1_500
-"""Of one attempt."""
+"""The most lines of one attempt."""
 CONTEXT = 3
-"""Lines around what differs; longer stretches that are the same are skipped."""
+"""Lines around a difference; longer stretches that are the same are skipped."""
 Played = tuple[Trajectory, Sequence[StoredCall]]
 """An attempt, and the calls that were recorded of it."""
 
 
 def lines_of(attempt: Played) -> list[list[tuple[str, str]]]:
-    """(who, line) of all that was said in each turn, and last what the world showed at the end; at
-    most MAX_LINES."""
+    """(who, line) of all messages of each turn, and last what the world showed at the end; at most
+    MAX_LINES."""
     trajectory, calls = attempt
     turns: list[list[tuple[str, str]]] = []
-    left = MAX_LINES
+    budget = MAX_LINES
     for turn in trajectory.turns:
         lines: list[tuple[str, str]] = []
         for message in turn.messages:
             texts = [message.reasoning or "", *_texts(message)]
             texts += [f"{call.name} {call.arguments}" for call in message.tool_calls]
             for text in filter(None, texts):
-                lines += [(message.role, line) for line in text[:MORE].split("\n")][:left]
+                lines += [(message.role, line) for line in text[:MORE].split("\n")][:budget]
 
-        turns.append(lines[:left])
-        left -= len(turns[-1])
-        if left <= 0:
+        turns.append(lines[:budget])
+        budget -= len(turns[-1])
+        if budget <= 0:
             break
 
     end = "\n".join(piece.text for piece in ending(trajectory, calls))
@@ -48,8 +48,8 @@ def _texts(message: Message) -> list[str]:
 
 
 class DiffRow(NamedTuple):
-    """Lines beside each other. `kind`: same, gone, new, changed, skipped, or turn: one begins,
-    which `who` names."""
+    """Two lines side by side. `kind`: same, gone, new, changed, skipped, or turn: the turn that
+    `who` names begins."""
 
     kind: str
     who: str
@@ -59,8 +59,9 @@ class DiffRow(NamedTuple):
 
 
 def diff(left: Played, right: Played) -> list[DiffRow]:
-    """What two attempts said, turn beside turn and line beside line; long stretches that are the
-    same are skipped. Turns behind MAX_LINES of either are not compared, which the last row says."""
+    """What two attempts said, side by side, turn by turn and line by line; long stretches that
+    are the same are skipped. Turns behind MAX_LINES of either are not compared: the last row says
+    so."""
     *ones, one_end = lines_of(left)
     *twos, two_end = lines_of(right)
     sides = ((left[0], ones), (right[0], twos))
@@ -68,17 +69,17 @@ def diff(left: Played, right: Played) -> list[DiffRow]:
     rows: list[DiffRow] = []
     for number in range(min(cut, default=max(len(ones), len(twos)))):
         rows.append(DiffRow("turn", f"Turn {number}", "", ""))
-        one = ones[number] if number < len(ones) else []
-        two = twos[number] if number < len(twos) else []
-        for own, other in _pairs(one, two):
-            rows += _beside(own, other)
+        first_turn = ones[number] if number < len(ones) else []
+        second_turn = twos[number] if number < len(twos) else []
+        for first_lines, second_lines in _pairs(first_turn, second_turn):
+            rows += _compare_lines(first_lines, second_lines)
 
     if cut:
         rest = f"Turns from {min(cut)} on are too long to be compared"
         rows.append(DiffRow("turn", rest, "", ""))
 
     if one_end or two_end:
-        rows += [DiffRow("turn", "At the end", "", ""), *_beside(one_end, two_end)]
+        rows += [DiffRow("turn", "At the end", "", ""), *_compare_lines(one_end, two_end)]
 
     return rows
 
@@ -86,28 +87,33 @@ def diff(left: Played, right: Played) -> list[DiffRow]:
 Lines = list[tuple[str, str]]
 
 
-def _pairs(one: Lines, two: Lines) -> list[tuple[Lines, Lines]]:
-    """The lines of each message beside those of the other turn's, where both have the same roles
-    in the same order; else all of them."""
-    ones, twos = ([(who, list(of)) for who, of in groupby(x, lambda s: s[0])] for x in (one, two))
+def _pairs(first: Lines, second: Lines) -> list[tuple[Lines, Lines]]:
+    """Pairs of the lines of a message in either turn, where both turns have the same roles in the
+    same order; else one pair of all their lines."""
+    ones, twos = (
+        [(who, list(of)) for who, of in groupby(x, lambda s: s[0])] for x in (first, second)
+    )
     if [who for who, _ in ones] != [who for who, _ in twos]:
-        return [(one, two)]
-    return [(own, other) for (_, own), (_, other) in zip(ones, twos, strict=True)]
+        return [(first, second)]
+    return [
+        (first_lines, second_lines)
+        for (_, first_lines), (_, second_lines) in zip(ones, twos, strict=True)
+    ]
 
 
-def _beside(one: Lines, two: Lines) -> list[DiffRow]:
+def _compare_lines(first: Lines, second: Lines) -> list[DiffRow]:
     from difflib import SequenceMatcher
 
     rows: list[DiffRow] = []
-    is_long = max(len(one), len(two)) > 300
-    for kind, a, b, c, d in SequenceMatcher(None, one, two, autojunk=is_long).get_opcodes():
+    is_long = max(len(first), len(second)) > 300
+    for kind, a, b, c, d in SequenceMatcher(None, first, second, autojunk=is_long).get_opcodes():
         if kind == "equal":
-            rows += _same(one[a:b])
+            rows += _same(first[a:b])
             continue
 
         for place in range(max(b - a, d - c)):
-            old = one[a + place] if a + place < b else None
-            new = two[c + place] if c + place < d else None
+            old = first[a + place] if a + place < b else None
+            new = second[c + place] if c + place < d else None
             who = (old or new or ("", ""))[0]
             what = "changed" if old and new else "gone" if old else "new"
             rows.append(DiffRow(what, who, old[1] if old else "", new[1] if new else ""))

@@ -16,7 +16,7 @@ from agentevo.types import Trajectory, Turn
 TOKENS = 1_500
 """Drawn tokens in one part of the page."""
 PROMPT = 4_000
-"""Characters of a prompt that stand before them."""
+"""Characters of the prompt that are shown before the tokens."""
 LEVELS = (0.9, 0.5, 0.2, 0.05, 0.01)
 """Probabilities: a token below the n-th of them is shaded by n or more."""
 
@@ -41,7 +41,7 @@ class TokenBlock(NamedTuple):
 
 
 class TurnTokens(NamedTuple):
-    """A part, and where the next one begins: (place among the turns, token)."""
+    """A part, and the start of the next one: (place among the turns, token)."""
 
     blocks: list[TokenBlock]
     next: tuple[int, int] | None
@@ -53,9 +53,9 @@ class Training(NamedTuple):
     step: int | None
     """The step that it was committed to."""
     bound: int | None
-    """The oldest age that it trained on; None where its plan does not say."""
+    """The oldest age that it trained on; None where its plan does not have it."""
     advantages: dict[int, np.ndarray] | float | None
-    """By turn, or one for all of its tokens."""
+    """By turn, or one advantage for all of its tokens."""
     moved: Mapping[int, np.ndarray] = NONE
     """Turn -> how far the log-prob of each token has moved by the end of the update, nan where it
     was not trained."""
@@ -81,17 +81,17 @@ def tokens_part(
     """About `most` tokens from `start` on. Without `decode` tokens are their ids."""
     order, shared = select_turns(trajectory.turns, leaf)
     blocks: list[TokenBlock] = []
-    left = most
+    budget = most
     for place in range(start[0], len(order)):
         turn = trajectory.turns[order[place]]
         first = start[1] if place == start[0] else 0
-        if left <= 0:
+        if budget <= 0:
             return TurnTokens(blocks, (place, 0))
 
-        size = min(left, len(turn.completion_ids) - first)
+        size = min(budget, len(turn.completion_ids) - first)
         before = order[place - 1] if place else None
         blocks.append(block_of(turn, first, size, before, order[place] in shared, decode, training))
-        left -= size + 20
+        budget -= size + 20
 
         if first + size < len(turn.completion_ids):
             return TurnTokens(blocks, (place, first + size))

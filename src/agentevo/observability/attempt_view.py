@@ -1,5 +1,5 @@
-"""One attempt as its page shows it: plain data made of what the store has, a part at a time, so
-that an attempt of any size costs what is looked at."""
+"""One attempt as its page shows it: plain data made from the store, a part at a time, so that the
+cost depends on the part and not on the size of the attempt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_TREE = 150
 
 
 class ShownToolUse(NamedTuple):
-    """A call of a tool: what the policy wrote, and what became of it."""
+    """A call of a tool: what the policy wrote, and its outcome."""
 
     name: str
     arguments: str
@@ -53,9 +53,9 @@ class TurnView(NamedTuple):
 
     number: int
     note: str
-    """Where it goes on from, if not from the turn before."""
+    """The turn that it continues, if not the turn before."""
     is_shared: bool
-    """Whether another branch has it, too, which is shown before."""
+    """Whether an earlier branch has it, too."""
     messages: list[ShownMessage]
     num_prompt: int
     num_completion: int
@@ -63,7 +63,7 @@ class TurnView(NamedTuple):
     versions: str
     finish: str
     how: str
-    """How it was drawn, where not by the recipe."""
+    """How it was drawn, where that differs from the recipe."""
 
 
 class ShownPart(NamedTuple):
@@ -83,27 +83,27 @@ def path_to(turns: Sequence[Turn], leaf: int) -> list[int]:
 
 
 def leaves(turns: Sequence[Turn]) -> list[int]:
-    """Turns that nothing goes on from."""
+    """Turns that no other turn continues."""
     parents = {turn.parent for turn in turns}
     return [turn.index for turn in turns if turn.index not in parents]
 
 
 def is_branched(turns: Sequence[Turn]) -> bool:
-    """Whether two turns go on from the same one."""
+    """Whether two turns continue the same turn."""
     parents = Counter(turn.parent for turn in turns if turn.parent is not None)
     return any(count > 1 for count in parents.values())
 
 
 def select_turns(turns: Sequence[Turn], leaf: int | None) -> tuple[list[int], set[int]]:
-    """The turns to show, and those of them that an earlier branch has, too."""
+    """The turns to show, and which of them an earlier branch has, too."""
     if leaf is None or not 0 <= leaf < len(turns):
         return list(range(len(turns))), set()
 
     path = path_to(turns, leaf)
     earlier: set[int] = set()
-    for other in leaves(turns):
-        if other < leaf:
-            earlier.update(path_to(turns, other))
+    for other_leaf in leaves(turns):
+        if other_leaf < leaf:
+            earlier.update(path_to(turns, other_leaf))
 
     return path, earlier & set(path)
 
@@ -123,12 +123,12 @@ def part_of(
     page = shown[start : start + most]
     before = dict(zip(shown[1:], shown, strict=False))
     views = [turn_view(trajectory.turns[i], before.get(i), i in shared, uses, legend) for i in page]
-    more = start + most
-    return ShownPart(views, more if more < len(shown) else None, len(shown))
+    next_start = start + most
+    return ShownPart(views, next_start if next_start < len(shown) else None, len(shown))
 
 
 def world_of(turns: Sequence[Turn]) -> Legend:
-    """What the symbols of the attempt's world mean, which its first messages say."""
+    """The meaning of the symbols of the attempt's world, from its first messages."""
     messages = turns[0].messages if turns else []
     return legend_of(message.text[:FIRST] for message in messages)
 
@@ -224,7 +224,7 @@ def _tool_use(name: str, arguments: str, call_id: str, call: StoredCall | None) 
 
 
 def pretty(arguments: str) -> str:
-    """JSON on lines of its own; what is no JSON as it was written."""
+    """JSON with indentation; a text that is not JSON unchanged."""
     if len(arguments) > ARGUMENTS:
         return arguments
     try:
@@ -236,30 +236,30 @@ def pretty(arguments: str) -> str:
 def _uses(trajectory: Trajectory, calls: Sequence[StoredCall]) -> dict[tuple[int, int], StoredCall]:
     """(turn, number of the call in it) -> the recorded call, where a tool was called as often as
     the messages say: calls do not say which message asked for them."""
-    asked: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    requested: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for turn in trajectory.turns:
         names = [call.name for message in turn.messages for call in message.tool_calls]
         for place, name in enumerate(names):
-            asked[name].append((turn.index, place))
+            requested[name].append((turn.index, place))
 
-    made: dict[str, list[StoredCall]] = defaultdict(list)
-    for stored in sorted(calls, key=lambda one: one.call.started_at):
+    recorded: dict[str, list[StoredCall]] = defaultdict(list)
+    for stored in sorted(calls, key=lambda stored: stored.call.started_at):
         if stored.call.kind == "tool":
-            made[stored.call.name].append(stored)
+            recorded[stored.call.name].append(stored)
 
     return {
         place: stored
-        for name, places in asked.items()
-        if len(places) == len(made[name])
-        for place, stored in zip(places, made[name], strict=True)
+        for name, places in requested.items()
+        if len(places) == len(recorded[name])
+        for place, stored in zip(places, recorded[name], strict=True)
     }
 
 
 def text_part(
     trajectory: Trajectory, turn: int, number: int, start: int, *, is_remote: bool = False
 ) -> tuple[str, int]:
-    """MORE characters of a message from `start`, and how many there are behind them. `is_remote`:
-    of the turns of remote models. IndexError for a message that is not there."""
+    """MORE characters of a message from `start`, and how many follow. `is_remote`: of the
+    turns of remote models. Raises IndexError for a message that does not exist."""
     if turn < 0 or number < 0 or start < 0:
         raise IndexError(turn)
     turns = trajectory.remote_turns if is_remote else trajectory.turns
@@ -282,13 +282,13 @@ class CallRow(NamedTuple):
 
 
 def timeline(calls: Sequence[StoredCall]) -> list[CallRow]:
-    """Calls in the order of their starts, each below the one in which it was made."""
+    """Calls in the order of their starts, each below the call that made it."""
     ordered = sorted(calls[:MAX_CALLS], key=lambda stored: stored.call.started_at)
     if not ordered:
         return []
 
     begin = ordered[0].call.started_at
-    end = max(one.call.ended_at or one.call.started_at for one in ordered)
+    end = max(stored.call.ended_at or stored.call.started_at for stored in ordered)
     span = max(end - begin, 1e-6)
     depths: dict[str, int] = {}
     rows = []
@@ -318,26 +318,26 @@ def timeline(calls: Sequence[StoredCall]) -> list[CallRow]:
 
 
 def ending(trajectory: Trajectory, calls: Sequence[StoredCall]) -> list[WorldPiece]:
-    """What the world showed after the last turn, of the newest try that says so."""
-    told = [
+    """What the world showed after the last turn, from the newest try that recorded it."""
+    texts = [
         str(stored.call.attributes["ending"])
-        for stored in sorted(calls, key=lambda one: one.call.started_at)
+        for stored in sorted(calls, key=lambda stored: stored.call.started_at)
         if stored.call.kind == "attempt" and stored.call.attributes.get("ending")
     ]
-    return pieces(told[-1], world_of(trajectory.turns)) if told else []
+    return pieces(texts[-1], world_of(trajectory.turns)) if texts else []
 
 
 def slips(trajectory: Trajectory) -> str:
-    """`2 invalid actions, 1 answer without an action`: what the world could do nothing with."""
-    told = []
-    for name, one, many in (
+    """`2 invalid actions, 1 answer without an action`: the answers that the world could not use."""
+    parts = []
+    for name, singular, plural in (
         ("num_invalid_actions", "invalid action", "invalid actions"),
         ("num_format_errors", "answer without an action", "answers without an action"),
     ):
         if number := round(trajectory.metrics.get(name, 0.0)):
-            told.append(f"{number:,} {one if number == 1 else many}")
+            parts.append(f"{number:,} {singular if number == 1 else plural}")
 
-    return ", ".join(told)
+    return ", ".join(parts)
 
 
 _ENDS = {
@@ -351,7 +351,7 @@ _ENDS = {
 
 def limit(trajectory: Trajectory, config: Mapping[str, Any]) -> str:
     """Which limit cut an attempt off, of the run with this configuration: as its agent noted it, or
-    else as its last turn shows. Empty where nobody can tell."""
+    else as its last turn shows. Empty where it is not known."""
     if not trajectory.truncated or not trajectory.turns:
         return ""
 
@@ -382,7 +382,7 @@ def _number(config: Mapping[str, Any], section: str, key: str) -> int | None:
 
 
 class Verdict(NamedTuple):
-    """What a scorer said."""
+    """The verdict of a scorer."""
 
     name: str
     score: float | None
@@ -390,16 +390,18 @@ class Verdict(NamedTuple):
 
 
 def verdicts(calls: Sequence[StoredCall]) -> list[Verdict]:
-    """The words of those who scored it, such as a judge's."""
-    found = []
+    """The words of the scorers of an attempt, such as a judge."""
+    scorer_verdicts = []
     for stored in calls:
         if stored.call.kind == "scorer":
             score = stored.call.attributes.get("score")
             reason = stored.call.attributes.get("reason", "")
             number = float(score) if isinstance(score, int | float) else None
-            found.append(Verdict(stored.call.name, number, str(reason or stored.call.error or "")))
+            scorer_verdicts.append(
+                Verdict(stored.call.name, number, str(reason or stored.call.error or ""))
+            )
 
-    return found
+    return scorer_verdicts
 
 
 class TreeNode(NamedTuple):

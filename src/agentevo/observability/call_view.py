@@ -1,4 +1,4 @@
-"""Calls for people, as lines of plain text: what is running now, and the calls of one attempt as a
+"""Calls as lines of plain text: the calls that are running now, and the calls of one attempt as a
 tree with durations."""
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from agentevo.observability.trajectory_view import visible
 from agentevo.store import StoredCall
 
 MAX_SHOWN = 40
-"""Attempts in one picture of what is running."""
+"""The most attempts in one list of running calls."""
 LONG = 300
-"""Characters: of longer attributes the number is shown."""
+"""Characters: a longer attribute is shown as its length."""
 
 
 def duration(seconds: float) -> str:
@@ -23,7 +23,7 @@ def duration(seconds: float) -> str:
 
 
 def running_lines(calls: Sequence[StoredCall], now: float) -> list[str]:
-    """A line for each attempt that is under way, the oldest first: for how long, and what it waits
+    """A line for each attempt under way, the oldest first: its duration so far, and what it waits
     for. `now` is Unix time."""
     inner = {stored.call.parent for stored in calls}
     attempts = [stored.call for stored in calls if stored.call.kind == "attempt"]
@@ -77,13 +77,13 @@ def _title(stored: StoredCall) -> str:
 
 
 def _short(value: str | float) -> str:
-    """An attribute in one line; what a process wrote is counted."""
+    """An attribute in one line; a process's output is shown as its length."""
     text = str(value)
     return text if len(text) <= LONG else f"{len(text)} characters"
 
 
 def _facts(stored: StoredCall, now: float) -> str:
-    """`12 ms  turn=3 completion_tokens=9`, with what went wrong, if anything."""
+    """`12 ms  turn=3 completion_tokens=9`, with the error, if any."""
     call = stored.call
     if stored.state == "lost":
         time = "lost"

@@ -18,7 +18,7 @@ from agentevo.pages.charts import Chart, ChartLine
 
 Axis = Literal["step", "tokens", "time"]
 NAMES = {"step": "step", "tokens": "tokens", "time": "hours"}
-"""What the axis is called."""
+"""The name of each axis."""
 TOKENS = ("trainer/trained_tokens", "sft/tokens", "engine/generated_tokens")
 """Tokens of a step; the first that was logged is counted."""
 COMPARED = (
@@ -31,7 +31,7 @@ COMPARED = (
     "perf/throughput",
     "group/zero_std_ratio",
 )
-"""Metrics in which runs are compared where nobody asks for others, behind held-out success."""
+"""Metrics in which runs are compared by default, after held-out success."""
 TITLES = {
     "critic/score/mean": "Reward",
     "train/success": "Success in training",
@@ -44,7 +44,7 @@ TITLES = {
     "perf/throughput": "Tokens a second",
     "staleness/mean": "Staleness: versions of the weights between drawing and training",
 }
-"""What a metric is called above its chart; one that is not here has its name there."""
+"""The title of a metric's chart; a metric that is not listed has its name as title."""
 _HELD_OUT = re.compile(r"val-core/(?P<task>.+)/(?P<what>[^/]+)/(?P<decoding>greedy|sampled)")
 MOST_POINTS = 1500
 PAUSE_S = 6 * 3600.0
@@ -52,7 +52,7 @@ PAUSE_S = 6 * 3600.0
 
 
 def title_of(metric: str) -> str:
-    """What stands above a metric's chart."""
+    """The title of a metric's chart."""
     if match := _HELD_OUT.fullmatch(metric):
         what = match["what"].replace("_", " ")
         return f"Held-out {what}, {match['decoding']}: {match['task']}"
@@ -65,14 +65,14 @@ def is_share(metric: str) -> bool:
 
 
 def metrics_to_compare(names: Sequence[str]) -> list[str]:
-    """Of the metrics that were logged, those that a comparison shows where none are asked for."""
-    held_out = [one for one in names if one.startswith("val-core/") and one.endswith("/greedy")]
-    rates = [one for one in held_out if is_share(one)]
+    """The logged metrics that a comparison shows by default."""
+    held_out = [name for name in names if name.startswith("val-core/") and name.endswith("/greedy")]
+    rates = [name for name in held_out if is_share(name)]
     return rates + [name for name in COMPARED if name in names]
 
 
 def places(view: Measured, axis: Axis) -> Sequence[float]:
-    """Where each row of the table stands on the axis."""
+    """The place of each row of the table on the axis."""
     table = view.table
     num = view.num_rows
     if axis == "time":
@@ -88,8 +88,8 @@ def places(view: Measured, axis: Axis) -> Sequence[float]:
         if name is not None:
             rows, values = table.series(name)
             sums = list(accumulate((v if math.isfinite(v) else 0.0) for v in values))
-            counted = [bisect_right(rows, row) for row in range(num)]
-            return [sums[place - 1] if place else 0.0 for place in counted]
+            num_before = [bisect_right(rows, row) for row in range(num)]
+            return [sums[place - 1] if place else 0.0 for place in num_before]
 
     return [float(step) for step in table.steps[:num]]
 
@@ -113,13 +113,13 @@ def line_of(
 def thin_peaks(
     x: list[float], values: list[float], most: int = MOST_POINTS
 ) -> tuple[list[float], list[float]]:
-    """At most about so many points: of each stretch the lowest and the highest, so that no peak is
-    lost."""
+    """Reduces a line to about `most` points: the lowest and the highest of each stretch, so that no
+    peak is lost."""
     if len(values) <= most:
         return x, values
 
     stretch = math.ceil(2 * len(values) / most)
-    kept: set[int] = {0, len(values) - 1}
+    chosen_places: set[int] = {0, len(values) - 1}
     for start in range(0, len(values), stretch):
         finite = [
             place
@@ -127,9 +127,12 @@ def thin_peaks(
             if math.isfinite(values[place])
         ]
         if finite:
-            kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
+            chosen_places |= {
+                min(finite, key=values.__getitem__),
+                max(finite, key=values.__getitem__),
+            }
 
-    order = sorted(kept)
+    order = sorted(chosen_places)
     return [x[place] for place in order], [values[place] for place in order]
 
 
@@ -149,10 +152,10 @@ def chart_of(view: Measured, metric: str, title: str = "", axis: Axis = "step") 
 
 
 def _between(line: tuple[list[float], list[float]], where: list[float]) -> list[float]:
-    """A line's values at other places; NaN before its first point and behind its last one."""
-    known = [(x, value) for x, value in zip(*line, strict=True) if math.isfinite(value)]
-    xs = [x for x, _ in known]
-    values = [value for _, value in known]
+    """A line's values at other places; NaN before its first point and after its last one."""
+    finite_points = [(x, value) for x, value in zip(*line, strict=True) if math.isfinite(value)]
+    xs = [x for x, _ in finite_points]
+    values = [value for _, value in finite_points]
     return np.interp(where, xs, values, left=math.nan, right=math.nan).tolist()
 
 
@@ -160,9 +163,9 @@ def band_chart(
     settings: Sequence[tuple[str, Sequence[Measured]]], metric: str, axis: Axis = "step"
 ) -> Chart | None:
     """One line for each setting, which is a name and its runs: their mean where all of them have a
-    value, and the band from the lowest to the highest. By tokens and by time runs are nowhere at
-    the same place: between its points a run is a straight line then. None where the metric was
-    never a number."""
+    value, and the band from the lowest to the highest. By tokens and by time no two runs have the
+    same places: a run is a straight line between its points then. None where the metric was never
+    a number."""
     drawn = [
         [line for view in views if (line := line_of(view, metric, axis))] for _, views in settings
     ]
@@ -177,21 +180,31 @@ def band_chart(
     at = {x: place for place, x in enumerate(where)}
     shown = []
     for color, ((name, _), lines) in enumerate(zip(settings, drawn, strict=True)):
-        found: list[list[float]] = [[] for _ in where]
+        values_at: list[list[float]] = [[] for _ in where]
         for xs, values in lines:
             for x, value in zip(xs, values, strict=True):
                 if math.isfinite(value):
-                    found[at[x]].append(value)
+                    values_at[at[x]].append(value)
 
-        whole = len(lines)
-        full = [one if whole and len(one) >= whole else [] for one in found]
-        bands = whole > 1
+        num_runs = len(lines)
+        full = [
+            point_values if num_runs and len(point_values) >= num_runs else []
+            for point_values in values_at
+        ]
+        bands = num_runs > 1
         shown.append(
             ChartLine(
                 name,
-                [statistics.fmean(one) if one else math.nan for one in full],
-                low=[min(one) if one else math.nan for one in full] if bands else None,
-                high=[max(one) if one else math.nan for one in full] if bands else None,
+                [
+                    statistics.fmean(point_values) if point_values else math.nan
+                    for point_values in full
+                ],
+                low=[min(point_values) if point_values else math.nan for point_values in full]
+                if bands
+                else None,
+                high=[max(point_values) if point_values else math.nan for point_values in full]
+                if bands
+                else None,
                 color=color,
             )
         )

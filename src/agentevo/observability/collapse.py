@@ -31,8 +31,7 @@ LOSS = "actor/pg_loss"
 LENGTH = "response_length/mean"
 CLIPPED = "response_length/clip_ratio"
 LOST = ("failed", "cancelled", "deadline", "no-tokens", "no-baseline")
-"""Why attempts are dropped that somebody is at fault for, unlike those that a filter of the recipe
-leaves out."""
+"""Why attempts are dropped by a fault, unlike those that a filter of the recipe leaves out."""
 FAILED = "rollout/failed/"
 """Prefix of the counts of failed attempts by their kind."""
 OF_A_REWARD = "scorer_"
@@ -260,15 +259,15 @@ class CollapseMonitor:
     def _rollouts_lost(self, metrics: Mapping[str, float | None]) -> str | None:
         total = _finite(metrics, "rollout/in") or 0.0
         prefix = "rollout/dropped/"
-        lost = {
+        lost_counts = {
             reason: count
             for reason in sorted(LOST)
             if (count := _finite(metrics, f"{prefix}{reason}"))
         }
-        if total == 0 or sum(lost.values()) < self.limits.lost_rollouts * total:
+        if total == 0 or sum(lost_counts.values()) < self.limits.lost_rollouts * total:
             return None
 
-        reasons = ", ".join(f"{count:.0f} {reason}" for reason, count in lost.items())
+        reasons = ", ".join(f"{count:.0f} {reason}" for reason, count in lost_counts.items())
         kinds = {
             key.removeprefix(FAILED): f"{count:.0f} {key.removeprefix(FAILED)}"
             for key in sorted(metrics)
@@ -277,8 +276,8 @@ class CollapseMonitor:
         late = any(kind.endswith("timeout") for kind in kinds)
 
         return (
-            f"{sum(lost.values()):.0f} of {total:.0f} trajectories were dropped ({reasons}): "
-            f"{_at_fault(kinds)} is at fault rather than the policy. "
+            f"{sum(lost_counts.values()):.0f} of {total:.0f} trajectories were dropped "
+            f"({reasons}): {_at_fault(kinds)} is at fault rather than the policy. "
             + (f"Those that failed: {', '.join(kinds.values())}. " if kinds else "")
             + "`agentevo trajectories show` gives each one's error"
             + ("; raise agent.timeout_s for those that ran out of time." if late else ".")
@@ -324,10 +323,10 @@ class CollapseMonitor:
         ):
             return None
 
-        seen = [f"their spread is {spread:.2g}, was {peak:.2g}"] if spread is not None else []
-        seen += [f"{ratio:.0%} of groups have none at all"] if ratio is not None else []
+        findings = [f"their spread is {spread:.2g}, was {peak:.2g}"] if spread is not None else []
+        findings += [f"{ratio:.0%} of groups have none at all"] if ratio is not None else []
         return (
-            f"Attempts at the same task now earn nearly the same reward ({'; '.join(seen)}) "
+            f"Attempts at the same task now earn nearly the same reward ({'; '.join(findings)}) "
             f"while {self._success_words()}: such groups "
             "teach nothing, and the agent may be repeating one answer everywhere. Raise "
             f"sampling.temperature or trainer.group_size, {self.remedies.explore}, or choose tasks "
@@ -394,13 +393,13 @@ class CollapseMonitor:
             return None
 
         gained = state.best_score - state.first_score
-        lost = state.best_score - score
+        drop = state.best_score - score
         size = max(abs(state.best_score), abs(score), state.highest_spread)
         if (
             gained <= 0
-            or lost < self.limits.reward_share * size
-            or lost < self.limits.reward_drop * gained
-            or lost < self.limits.reward_noise * state.means[SCORE].deviation
+            or drop < self.limits.reward_share * size
+            or drop < self.limits.reward_drop * gained
+            or drop < self.limits.reward_noise * state.means[SCORE].deviation
         ):
             return None
 

@@ -37,17 +37,17 @@ LOOKS = [
         ("-", "--", ":", "-."), (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY)
     )
 ]
-"""Of the lines, in their order: more can't be told apart."""
+"""Of the lines, in their order: more can't be distinguished."""
 MOST_PANELS = 12
 COLUMNS = 2
 TITLE_WIDTH = 40
 """Characters of a line above a panel."""
 FEW = 3
-"""Of so many values each is seen as a point."""
+"""A line of fewer values has a dot at each."""
 
 
 def check_picture(path: Path) -> None:
-    """Raises ConfigError where `write_comparison` could not write there."""
+    """Raises ConfigError where `write_comparison` could not write."""
     if path.suffix.lower() != ".png":
         raise ConfigError(f"--out {path}: the name must end in .png")
     if path.is_dir() or not path.parent.is_dir():
@@ -88,9 +88,9 @@ def write_comparison(charts: Sequence[Chart], path: Path) -> None:
         for axes, chart in zip(grid, charts, strict=False):
             for (color, dashes), line in zip(LOOKS, chart.lines, strict=False):
                 # Between its own values: others may have some at other places.
-                known = [n for n, value in enumerate(line.values) if math.isfinite(value)]
-                x, values = ([of[n] for n in known] for of in (chart.x, line.values))
-                dot = "o" if len(known) < FEW else None
+                finite_places = [n for n, value in enumerate(line.values) if math.isfinite(value)]
+                x, values = ([of[n] for n in finite_places] for of in (chart.x, line.values))
+                dot = "o" if len(finite_places) < FEW else None
                 axes.plot(
                     x,
                     values,
@@ -101,7 +101,7 @@ def write_comparison(charts: Sequence[Chart], path: Path) -> None:
                     label=_plain(line.name),
                 )
                 if line.low is not None and line.high is not None:
-                    low, high = ([of[n] for n in known] for of in (line.low, line.high))
+                    low, high = ([of[n] for n in finite_places] for of in (line.low, line.high))
                     axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
 
             if chart.share:

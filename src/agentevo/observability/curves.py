@@ -30,9 +30,9 @@ def smooth(values: Sequence[float]) -> list[float]:
     smoothed = []
     for index, value in enumerate(values):
         near = [
-            other
-            for other in values[max(index - SMOOTHING, 0) : index + SMOOTHING + 1]
-            if math.isfinite(other)
+            neighbour
+            for neighbour in values[max(index - SMOOTHING, 0) : index + SMOOTHING + 1]
+            if math.isfinite(neighbour)
         ]
         smoothed.append(sum(near) / len(near) if math.isfinite(value) else math.nan)
 

@@ -112,7 +112,7 @@ def _draw_held_out(
 def _draw_greedy(
     axes: Axes, points: list[tuple[float, EvaluationMetrics]], color: str, of: str, number: float
 ) -> None:
-    """`number`: how many tasks an evaluation had that does not say so itself."""
+    """`number`: the tasks of an evaluation that does not record their number."""
     greedy = [
         (step, result.success_greedy, result.n)
         for step, result in points
@@ -245,15 +245,17 @@ def _annotate_before_after(
         axes.set_title(text, loc="right", color=BLUE)
 
 
-def _make_room(axes: Axes, left: float, right: float) -> None:
+def _make_room(axes: Axes, x_min: float, x_max: float) -> None:
     """Widens the x axis for the labels at both ends, and keeps its ticks to steps that exist."""
     from matplotlib.ticker import FixedLocator, MaxNLocator
 
-    room = 0.13 * max(right - left, 1)
-    axes.set_xlim(left - room, right + room)
+    room = 0.13 * max(x_max - x_min, 1)
+    axes.set_xlim(x_min - room, x_max + room)
     ticks = [
         tick
-        for tick in MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True).tick_values(left, right)
-        if left <= tick <= right
+        for tick in MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True).tick_values(
+            x_min, x_max
+        )
+        if x_min <= tick <= x_max
     ]
     axes.xaxis.set_major_locator(FixedLocator(ticks))

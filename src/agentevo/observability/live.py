@@ -1,8 +1,8 @@
-"""What a person sees while a run goes on.
+"""What a person sees during a run.
 
 On a terminal: a panel that stays at the bottom (phase, progress and time left, learning signals,
 throughput, the last warnings), with evaluations and notes scrolling above it. Anywhere else (CI, a
-log file, a pipe): one plain ASCII line per step that stands on its own.
+log file, a pipe): one plain ASCII line per step, complete in itself.
 
 The panel is drawn by rich's own thread. It only ever reads `LiveView._state`, a frozen snapshot
 that the run's thread replaces whole, so no lock is needed and a slow terminal never holds up
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 HEARTBEAT_S = 15.0
 """Plain mode: a phase seen before is printed again only after this much silence."""
 LEAST_SPAN = 0.02
-"""Of the largest value: what differs by less is drawn as equal."""
+"""A share of the largest value: values that differ by less are drawn as equal."""
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -58,8 +58,8 @@ def format_drops(
 
 
 def step_facts(metrics: Mapping[str, float | None]) -> dict[str, str]:
-    """The metrics of one step that people follow, as label -> text; what is missing is left out,
-    what is not a number is `nan`."""
+    """The most watched metrics of one step, as label -> text; a missing one is left out, and one
+    that is not a number is `nan`."""
     shown = [
         ("reward", "critic/score/mean", "{:.3f}"),
         ("success", "train/success", "{:.0%}"),
@@ -108,8 +108,7 @@ def _first(metrics: Mapping[str, float | None], *keys: str) -> str:
 
 
 def evaluation_rows(result: EvaluationMetrics) -> list[tuple[str, str, str]]:
-    """(player, success, reward) as texts: the agent, and the two players that say what its number
-    is worth."""
+    """(player, success, reward) as texts: the agent, and the two players to compare it with."""
 
     def cell(value: float | None, pattern: str) -> str:
         return "" if value is None else pattern.format(value)
@@ -153,11 +152,11 @@ class ViewState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _nowhere(text: str) -> None:
-    """A record that nobody keeps."""
+    """Discards the text."""
 
 
 def _unseen(stream: TextIO) -> TextIO:
-    """In place of a stream that takes nothing any more; what it still holds goes nowhere, too."""
+    """A replacement of a stream that takes nothing any more; what it still holds is discarded."""
     nowhere = Path(os.devnull).open("w")  # noqa: SIM115 (for the rest of the run)
     with suppress(OSError, ValueError):
         os.dup2(nowhere.fileno(), stream.fileno())
@@ -178,7 +177,7 @@ class LiveView:
     ) -> None:
         self.title = title
         self.record: Callable[[str], None] = _nowhere
-        """Hears in plain words what is shown."""
+        """Gets in plain words what is shown."""
         self._stream = sys.stdout if stream is None else stream
         self._clock = clock
         self._state = ViewState(started_at=clock(), phase_since=time.time())
@@ -225,7 +224,7 @@ class LiveView:
         self._seen_phases.add(name)
 
     def stands_at(self, step: int, total: float) -> None:
-        """So many steps are done, of so many; infinity where nobody knows."""
+        """So many steps are done, of so many; infinity where the total is unknown."""
         self._change(step=step, total=int(total) if math.isfinite(total) else 0)
 
     def moment(self) -> Moment:
@@ -235,7 +234,7 @@ class LiveView:
         total = None if bar is None else bar.total
         done = None
         if bar is not None and total is not None:
-            with suppress(OSError):  # of a file that is gone by now
+            with suppress(OSError):  # the file may be gone by now
                 done = bar.counted_now()
 
         return Moment(
@@ -418,7 +417,7 @@ def _draw(title: str, state: ViewState, now: float) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    left = (
+    time_left = (
         ""
         if state.eta_s is None
         else f"about {format_duration(max(state.eta_s - (now - state.last_step_at), 0))} left"
@@ -430,7 +429,7 @@ def _draw(title: str, state: ViewState, now: float) -> RenderableType:
     progress.add_row(
         f"step {state.step}/{state.total or '?'}",
         ProgressBar(total=max(state.total, 1), completed=state.step),
-        left,
+        time_left,
     )
 
     facts = step_facts(state.metrics)

@@ -1,11 +1,11 @@
-"""The run's numbers on disk: `metrics.jsonl`, one JSON object a line, and on to its trackers.
+"""The run's numbers on disk, `metrics.jsonl`, one JSON object a line; they also go to its trackers.
 
     {"step": 12, "time": 1771234567.8, "actor/entropy": 1.02, "critic/score/mean": 0.41, ...}
 
 Invariants: a line is written whole and flushed before `log` returns; `step` never decreases along
 the file; after `resume(s)` no row has `step > s`, so a resumed run has each row once. Metric names
 are verl's; names are sorted; a non-finite number is written as null, because JSON has no NaN and a
-reader must not break on a diverged run. Trackers hear of a step once, all its rows as one, when
+reader must not break on a diverged run. Trackers get a step once, all its rows as one, when
 `hand_over` says that the run won't take it back. Not guaranteed: that the last line survives a
 power cut (it isn't fsynced).
 """
@@ -32,8 +32,8 @@ from agentevo.trackers import TrackedRow, TrackedTable, Tracking
 from agentevo.trackers.tracking import merge_rows
 
 MetricsRow = dict[str, float | None]
-"""One line of metrics.jsonl: `step`, `time` (Unix seconds) and metrics; None stands for a number
-that was not finite."""
+"""One line of metrics.jsonl: `step`, `time` (Unix seconds) and metrics; None means a number that
+was not finite."""
 
 RESERVED = ("step", "time")
 EVALUATION_KEY = re.compile(
@@ -41,13 +41,13 @@ EVALUATION_KEY = re.compile(
     r"(?P<name>(?:success|reward|failed)/(?:greedy|sampled)|random|optimal|n)$"
 )
 MAX_FAILED_SHARE = 0.02
-"""Above it, what the failed attempts would have come to may be all the difference between two
-evaluations."""
+"""Above it, the outcomes that the failed attempts would have had may explain all the difference
+between two evaluations."""
 
 
 class EvaluationMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """The agent on the held-out tasks of one environment, beside the two reference players (success
-    is 0..1)."""
+    """The agent and the two reference players on the held-out tasks of one environment (success is
+    0..1)."""
 
     environment: str
     success_greedy: float | None = None
@@ -65,7 +65,7 @@ class EvaluationMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def success(self) -> float | None:
-        """The headline number: greedy, or sampled where nothing was decoded greedily."""
+        """The main number: greedy, or sampled where nothing was decoded greedily."""
         return self.success_sampled if self.success_greedy is None else self.success_greedy
 
 
@@ -146,7 +146,7 @@ def _read_rows(path: Path) -> list[tuple[MetricsRow, bytes]]:
 
 
 def _is_row(row: object) -> bool:
-    """Whether it is an object of numbers (or nulls) with a whole `step`."""
+    """Whether a row is an object of numbers (or nulls) with a whole `step`."""
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         return False
     return all(value is None or type(value) in (int, float) for value in row.values())
@@ -166,9 +166,9 @@ class MetricsLog:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self.tracking: Tracking | None = None
-        """The run's trackers, which somebody else ends."""
+        """The run's trackers, which their owner ends."""
         self._ahead: dict[int, TrackedRow] = {}
-        """Step -> what trackers have not heard of it."""
+        """Step -> the row that trackers have not got yet."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rows = _read_rows(self.path)
         self._last_step = int(rows[-1][0]["step"] or 0) if rows else 0
@@ -186,7 +186,7 @@ class MetricsLog:
     def log(
         self, step: int, metrics: Mapping[str, float], tables: Sequence[TrackedTable] = ()
     ) -> None:
-        """Appends one row. Values may be anything `float()` takes. `tables` are for trackers alone.
+        """Appends one row. Values may be anything `float()` takes. `tables` go only to trackers.
         Raises `TrainingError` if the row would break the file's invariants."""
         taken = [key for key in RESERVED if key in metrics]
         if taken:
@@ -220,8 +220,8 @@ class MetricsLog:
             self._ahead[step] = merge_rows(self._ahead.get(step), new)
 
     def hand_over(self, step: int) -> None:
-        """Trackers hear of every step up to this one, which is committed."""
-        for ready in sorted(one for one in self._ahead if one <= step):
+        """Hands trackers every step up to this one, which is committed."""
+        for ready in sorted(ahead_step for ahead_step in self._ahead if ahead_step <= step):
             row = self._ahead.pop(ready)
             if self.tracking is not None:
                 self.tracking.put(row)
@@ -229,12 +229,12 @@ class MetricsLog:
             self.tracking.hear()
 
     def resume(self, step: int) -> None:
-        """Forgets every row after `step`: the run goes on from the checkpoint of that step.
+        """Forgets every row after `step`: the run resumes from the checkpoint of that step.
         Trackers are offered the others again, and take those that they lack."""
         self._file.close()
         rows = [(row, line) for row, line in _read_rows(self.path) if (row["step"] or 0) <= step]
-        kept = [line for _, line in rows]
-        self._rewrite(kept)
+        lines = [line for _, line in rows]
+        self._rewrite(lines)
         self._ahead.clear()
 
         for row in (row for row, _ in rows) if self.tracking else ():
@@ -249,7 +249,7 @@ class MetricsLog:
             self._ahead[old.step] = merge_rows(self._ahead.get(old.step), old)
 
         self.hand_over(step)
-        self._begin_at(kept)
+        self._begin_at(lines)
         self._last_step = min(self._last_step, step)
 
     def close(self) -> None:

@@ -1,13 +1,13 @@
-"""metrics.jsonl as columns, read on while a run writes it.
+"""metrics.jsonl as columns, read while a run writes it.
 
     table = MetricsTable(path)
     while table.read_more(): ...
     if table.is_replaced: table = MetricsTable(path)
 
-Invariants. Only whole lines are read, and each one once; of a file that was replaced, as a resumed
-run does, or that became shorter, nothing more is read. A line that is no row is left out and
+Invariants. Only whole lines are read, and each one once; of a file that was replaced, as by a
+resumed run, or that became shorter, nothing more is read. A line that is no row is left out and
 counted. A column holds the row numbers at which its metric was logged, and the values; null is NaN.
-Columns only grow, so another thread may look at them meanwhile.
+Columns only grow, so another thread may read them at the same time.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import msgspec
 from agentevo.observability.metrics import RESERVED
 
 CHUNK_BYTES = 8 * 2**20
-"""Read at once; a line that is longer is no row."""
+"""Bytes of one read; a longer line is not a row."""
 MAX_METRICS = 20_000
-"""Names of metrics that are kept."""
+"""The most names of metrics that are kept."""
 
 _DECODER: msgspec.json.Decoder[dict[str, float | None]] = msgspec.json.Decoder(
     dict[str, float | None]
@@ -70,7 +70,7 @@ class MetricsTable:
         self._place = 0
         self._inode: tuple[int, int] | None = None
         self.is_replaced = False
-        """Whether the file is another one now, or none."""
+        """Whether the file was replaced or deleted."""
         self._rest = b""
 
     @property
@@ -112,7 +112,7 @@ class MetricsTable:
     def _add(self, read: bytes) -> bool:
         lines = (self._rest + read).split(b"\n")
         self._rest = lines.pop()
-        if len(self._rest) > CHUNK_BYTES:  # its end will be no row either
+        if len(self._rest) > CHUNK_BYTES:  # its end will not be a row either
             self._rest = b"!"
 
         for line in lines:
@@ -135,7 +135,7 @@ class MetricsTable:
                 self.first_bad_line = self._num_lines
 
     def add_row(self, step: int, time: float | None, row: Mapping[str, float | None]) -> None:
-        """Adds a row that was read elsewhere. Raises OverflowError for a step that no run makes."""
+        """Adds a row from another source. Raises OverflowError for a step beyond any run's."""
         self.steps.append(step)
         self.times.append(math.nan if time is None else time)
 

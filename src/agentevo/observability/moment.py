@@ -17,12 +17,12 @@ from agentevo.errors import AgentEvoError, describe_error, storable
 Ended = Literal["", "finished", "stopped", "failed"]
 
 PAUSED = "paused"
-"""The phase of a run that stands still because somebody has asked it to."""
+"""The phase of a run that was asked to pause."""
 LONGEST_REASON = 2000
 LARGEST_BYTES = 100_000
-"""A file that is larger is none of ours."""
+"""A larger file was not written by AgentEvo."""
 LATEST = 1e11
-"""Seconds of Unix time that no run will see."""
+"""Seconds of Unix time later than any run."""
 OLD_S = 20.0
 """A heartbeat that is older is late: it comes every 5 s."""
 
@@ -39,31 +39,31 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     """Steps that are done."""
     planned: int | None = None
     done: float | None = None
-    """So much of `total` is done in this phase; None where nobody counts."""
+    """So much of `total` is done in this phase; None where nothing is counted."""
     total: float | None = None
     unit: str = ""
     is_stopping: bool = False
-    """Whether somebody has asked the run to stop."""
+    """Whether the run was asked to stop."""
     heartbeat_at: float = 0.0
     """When the process was last known to live; that of a file."""
     started_at: float = 0.0
-    """When the process began, or went on with, the run."""
+    """When the process began or resumed the run."""
     process: int = 0
     host: str = ""
     ended: Ended = ""
-    """How the run ended; empty while it goes on, or where its process was killed."""
+    """How the run ended; empty while it is alive, or where its process was killed."""
     reason: str = ""
     """Why it failed, in a sentence."""
 
     def words(self) -> str:
         """`sampling, step 12: 37 of 64 attempts`."""
         text = f"{self.phase}, {self.detail}" if self.detail else self.phase
-        if counted := self.count_text():
-            text = f"{text}: {counted}"
+        if count_text := self.count_text():
+            text = f"{text}: {count_text}"
         return f"{text} (asked to stop)" if self.is_stopping else text
 
     def count_text(self) -> str:
-        """`37 of 64 attempts`; empty where nobody counts."""
+        """`37 of 64 attempts`; empty where nothing is counted."""
         if self.done is None or not self.total:
             return ""
         if self.unit == "bytes":
@@ -77,12 +77,12 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
         return min(max(self.done / self.total, 0.0), 1.0)
 
     def silent_s(self, now: float | None = None) -> float:
-        """How old the heartbeat is. One of the future, by another machine's clock, is new."""
+        """The age of the heartbeat. A future one, by another machine's clock, counts as new."""
         return max((time.time() if now is None else now) - self.heartbeat_at, 0.0)
 
     def ending(self, resume: str = "") -> str:
-        """How the run ended, in a sentence; empty while it goes on. `resume`: the command that goes
-        on with it, where it is known."""
+        """How the run ended, in a sentence; empty while it is alive. `resume`: the command that
+        continues it, where it is known."""
         if self.ended == "failed":
             return self.reason or "the run failed"
         when = time.strftime("%H:%M:%S", time.localtime(self.heartbeat_at))
@@ -91,7 +91,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
         return ""
 
     def death(self, resume: str = "") -> str:
-        """What is to be said where the process is gone and has not said how it ended."""
+        """The message where the process is gone and has not reported how it ended."""
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.heartbeat_at))
         return (
             f"its process ended without a word after {when}, within {self.words()}: it was killed, "
@@ -99,7 +99,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def lateness(self, now: float | None = None) -> str:
-        """What is to be said of a process that has the run's lock and gives no sign."""
+        """The message about a process that has the run's lock and gives no sign."""
         return (
             f"its process {self.process} has not given a sign for "
             f"{format_duration(self.silent_s(now))}, within {self.words()}: it was halted, its "
@@ -114,14 +114,14 @@ def _goes_on(resume: str) -> str:
 
 def failure(error: BaseException) -> str:
     """The sentence of an error, for `reason`."""
-    said = storable(str(error)) if isinstance(error, AgentEvoError) else describe_error(error)
-    text = " ".join(said.split())
+    message = storable(str(error)) if isinstance(error, AgentEvoError) else describe_error(error)
+    text = " ".join(message.split())
     return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}..."
 
 
 def read_moment(path: Path) -> Moment | None:
-    """That of a file; None where there is none, or what is there is none of ours. Raises OSError
-    for a file that can't be read."""
+    """The moment of a file; None where there is no file, or another program wrote it. Raises
+    OSError for a file that can't be read."""
     try:
         what = path.stat()
         if not stat.S_ISREG(what.st_mode) or what.st_size > LARGEST_BYTES:
@@ -134,7 +134,7 @@ def read_moment(path: Path) -> Moment | None:
 
     times = (moment.since, moment.heartbeat_at, moment.started_at)
     counts = (moment.done, moment.total)
-    sane = all(0 <= one <= LATEST for one in times) and all(
+    sane = all(0 <= unix_time <= LATEST for unix_time in times) and all(
         math.isfinite(count) for count in counts if count is not None
     )
     return moment if sane else None

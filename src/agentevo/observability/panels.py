@@ -1,7 +1,7 @@
 """How every panel of a picture looks: colours, fonts, and the parts that panels share.
 
-Colours are Okabe and Ito's, which colour-blind readers tell apart; line style and labels never
-leave it to colour alone.
+Colours are Okabe and Ito's, which colour-blind readers can distinguish; line styles and labels
+repeat what colours say.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INK = "#22262B"
 
 
 FONTS = ("Inter", "Helvetica Neue", "Arial", "Liberation Sans", "DejaVu Sans")
-"""Fonts in the order of preference; matplotlib brings the last one along."""
+"""Fonts in the order of preference; matplotlib includes the last one."""
 CJK_FONTS = (
     "Noto Sans CJK SC",
     "Noto Sans CJK JP",
@@ -89,7 +89,7 @@ STYLE: Any = {
 
 
 LEAST_SPAN = 0.1
-"""Of the largest value: the least height of a panel."""
+"""The least height of a panel, as a share of the largest value."""
 
 
 def noisy_line(axes: Axes, line: Series, color: str, label: str) -> None:
@@ -103,10 +103,10 @@ def leave_room(axes: Axes, least: float = 0.0) -> None:
     """Makes the axis so high that changes that mean nothing do not fill it: `LEAST_SPAN` of the
     largest value, and `least` in the panel's own unit."""
     low, high = axes.get_ylim()
-    wanted = max(LEAST_SPAN * max(abs(low), abs(high)), least)
-    if high - low < wanted:
+    least_span = max(LEAST_SPAN * max(abs(low), abs(high)), least)
+    if high - low < least_span:
         middle = (low + high) / 2
-        axes.set_ylim(middle - wanted / 2, middle + wanted / 2)
+        axes.set_ylim(middle - least_span / 2, middle + least_span / 2)
 
 
 def finish(axes: Axes, title: str, unit: str, *, steps: bool = True) -> None:
@@ -114,9 +114,9 @@ def finish(axes: Axes, title: str, unit: str, *, steps: bool = True) -> None:
 
     axes.set_title(title)
     axes.set_ylabel(unit)
-    left, right = axes.get_xlim()
-    if right - left < 1:  # one step only
-        axes.set_xlim(left - 1, right + 1)
+    x_min, x_max = axes.get_xlim()
+    if x_max - x_min < 1:  # one step only
+        axes.set_xlim(x_min - 1, x_max + 1)
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True))
     if steps:

@@ -85,7 +85,7 @@ def _draw_supervised(
     """Draws a run of `agentevo sft`: the loss of the batches and of the held-out conversations, and
     the share of held-out tokens that the model ranks first."""
     loss = series(rows, "sft/loss")
-    held = series(rows, "sft/eval/loss")
+    held_out_loss = series(rows, "sft/eval/loss")
     right = series(rows, "sft/eval/token_accuracy")
 
     if not has_numbers(loss[1]):
@@ -93,9 +93,9 @@ def _draw_supervised(
 
     panels = figure.subplots(1, 1 + has_numbers(right[1]), squeeze=False)[0]
     noisy_line(panels[0], loss, SKY, "batches")
-    if has_numbers(held[1]):
+    if has_numbers(held_out_loss[1]):
         panels[0].plot(
-            *held,
+            *held_out_loss,
             color=BLUE,
             marker="o",
             markersize=6,
@@ -170,7 +170,7 @@ def _optimisation(figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[s
 
     limits = [axes.get_xlim() for axes in grid[: len(shown)]]
     for axes in grid[: len(shown)]:  # a step without an update has no gradient, but it is a step
-        axes.set_xlim(min(left for left, _ in limits), max(right for _, right in limits))
+        axes.set_xlim(min(lower for lower, _ in limits), max(upper for _, upper in limits))
 
     return True
 
@@ -180,17 +180,17 @@ def _lengths(figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[str, A
     if not has_numbers(response[1]):
         return False
 
-    others = [
+    other_panels = [
         ("prompt_length/mean", "prompt", "tokens", PURPLE),
         ("num_turns/mean", "turns per attempt", "turns", GREEN),
         ("response_length/clip_ratio", "cut by the token limit", "share of completions", RED),
     ]
-    others = [panel for panel in others if has_numbers(series(rows, panel[0])[1])]
-    figure.set_size_inches(8, 2.9 + (2.1 if others else 0))
-    mosaic: Any = [["main"] * max(len(others), 1)] + (
-        [[key for key, *_ in others]] if others else []
+    other_panels = [panel for panel in other_panels if has_numbers(series(rows, panel[0])[1])]
+    figure.set_size_inches(8, 2.9 + (2.1 if other_panels else 0))
+    mosaic: Any = [["main"] * max(len(other_panels), 1)] + (
+        [[key for key, *_ in other_panels]] if other_panels else []
     )
-    grid = figure.subplot_mosaic(mosaic, height_ratios=[1.35, 1] if others else [1])
+    grid = figure.subplot_mosaic(mosaic, height_ratios=[1.35, 1] if other_panels else [1])
     low = series(rows, "response_length/min")
     high = series(rows, "response_length/max")
     if low[0] == high[0] and low[0]:
@@ -207,9 +207,9 @@ def _lengths(figure: Figure, rows: Sequence[MetricsRow], summary: Mapping[str, A
     noisy_line(grid["main"], response, BLUE, "mean")
     grid["main"].set_ylim(bottom=0)
     grid["main"].legend(loc="upper right", ncols=2)
-    finish(grid["main"], "response length", "tokens", steps=not others)
+    finish(grid["main"], "response length", "tokens", steps=not other_panels)
 
-    for key, title, unit, color in others:
+    for key, title, unit, color in other_panels:
         noisy_line(grid[key], series(rows, key), color, title)
         leave_room(grid[key], 0.01)
         finish(grid[key], title, unit)

@@ -19,7 +19,7 @@ PREFIX = "agentevo::"
 PROFILE_TABLE = "profile/table.txt"
 """Path of the table in the folder of a run."""
 OTHER = "other"
-"""The phase of what no other has. Spans the whole profile."""
+"""The phase of all time that no other phase has. Spans the whole profile."""
 CPU = 0
 """The trace's number for the CPU as a kind of device."""
 CUDA = 1
@@ -88,46 +88,47 @@ def read_profile(events: Iterable[Event], *, gpu: bool = False, base_bytes: int 
 def _phases(
     spans: Sequence[tuple[float, float, str]], allocations: Sequence[tuple[float, int]], base: int
 ) -> tuple[Phase, ...]:
-    own = _self_times(spans)
+    self_times = _self_times(spans)
     times = Counter(name for _, _, name in spans)
     peaks = _peaks(spans, sorted(allocations), base) if allocations else {}
-    whole = sum(own.values()) or 1.0
+    total = sum(self_times.values()) or 1.0
     phases = [
-        Phase(name, spent / 1e6, spent / whole, times[name], peaks.get(name))
-        for name, spent in own.items()
+        Phase(name, spent / 1e6, spent / total, times[name], peaks.get(name))
+        for name, spent in self_times.items()
     ]
     return tuple(sorted(phases, key=lambda phase: -phase.seconds))
 
 
 def _operators(threads: Iterable[Sequence[tuple[float, float, str]]]) -> tuple[Operator, ...]:
-    own: dict[str, float] = defaultdict(float)
+    self_times: dict[str, float] = defaultdict(float)
     calls: Counter[str] = Counter()
     for spans in threads:
         for name, spent in _self_times(spans).items():
-            own[name] += spent
+            self_times[name] += spent
         calls.update(name for _, _, name in spans)
 
-    whole = sum(own.values()) or 1.0
+    total = sum(self_times.values()) or 1.0
     operators = [
-        Operator(name, spent / 1e6, spent / whole, calls[name]) for name, spent in own.items()
+        Operator(name, spent / 1e6, spent / total, calls[name])
+        for name, spent in self_times.items()
     ]
     return tuple(sorted(operators, key=lambda operator: -operator.seconds))
 
 
 def _self_times(spans: Sequence[tuple[float, float, str]]) -> dict[str, float]:
-    """Name -> time of its spans (begin, end, name) without that of the spans inside of them. Spans
-    lie in one another or apart."""
-    own: dict[str, float] = defaultdict(float)
+    """Name -> time of its spans (begin, end, name) without that of the spans inside of them. Two
+    spans are nested or disjoint."""
+    self_times: dict[str, float] = defaultdict(float)
     open_spans: list[tuple[float, str]] = []
     for begin, end, name in sorted(spans, key=lambda span: (span[0], -span[1])):
         while open_spans and open_spans[-1][0] <= begin:
             open_spans.pop()
         if open_spans:
-            own[open_spans[-1][1]] -= end - begin
-        own[name] += end - begin
+            self_times[open_spans[-1][1]] -= end - begin
+        self_times[name] += end - begin
         open_spans.append((end, name))
 
-    return dict(own)
+    return dict(self_times)
 
 
 def _peaks(
@@ -140,22 +141,22 @@ def _peaks(
         moments += [
             (end, 0, -begin, ""),
             (begin, 1, -end, name),
-        ]  # at one moment: inner ones end first, outer ones begin first
+        ]  # at one moment inner spans end first, and outer spans begin first
 
-    moments += [(time, 2, 0.0, held) for time, held in allocations]
+    moments += [(time, 2, 0.0, num_bytes) for time, num_bytes in allocations]
     peaks: dict[str, int] = {}
     open_phases: list[str] = []
-    held = 0
+    held_bytes = 0
     for _, kind, _, what in sorted(moments, key=lambda moment: moment[:3]):
         if kind == 2:
-            held = int(what)
+            held_bytes = int(what)
         elif kind == 1:
             open_phases.append(str(what))
         else:
             open_phases.pop()
 
         if open_phases:
-            peaks[open_phases[-1]] = max(peaks.get(open_phases[-1], 0), held + base)
+            peaks[open_phases[-1]] = max(peaks.get(open_phases[-1], 0), held_bytes + base)
 
     return peaks
 

@@ -1,5 +1,5 @@
-"""What a warning or a check may advise, by what the recipe has: no key that the recipe refuses, and
-none that is set already."""
+"""Advice of warnings and checks that fits the recipe: no key that the recipe refuses, and none that
+is set already."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Remedies:
-    """Parts of sentences; the defaults are those of a recipe of which nothing is known."""
+    """Parts of sentences; the defaults fit any recipe."""
 
     answer_shorter: str = "ask for shorter answers in the agent's prompt"
     show_format: str = "show the format with an example in the agent's prompt"
@@ -33,8 +33,8 @@ class Remedies:
 
 
 def remedies_of(tree: Mapping[str, Any]) -> Remedies:
-    """Those of a resolved recipe (config.yaml, or `RunConfig.model_dump`); whatever is not there,
-    or damaged, counts as unknown."""
+    """The remedies of a resolved recipe (config.yaml, or `RunConfig.model_dump`); a missing or
+    damaged value counts as unknown."""
     if not isinstance(tree.get("agent"), Mapping):
         return Remedies()
 

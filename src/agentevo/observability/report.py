@@ -1,9 +1,9 @@
-"""`report.html`: one self-contained page about a run, for people who weren't there.
+"""`report.html`: one self-contained page about a run, for readers who did not watch it.
 
 It is made from the run folder's files alone (config.yaml, metrics.jsonl, summary.json, store), so
 it can be made again at any time, also of a run that was interrupted and has no summary yet.
 Style, scripts and charts are inside the page (pages/still.py); opening it makes no request. The
-file is replaced in one rename. Of the store a few attempts are read, however many it has.
+file is replaced in one rename. Only a few attempts are read from the store, however many it has.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from agentevo.store import Split, Store, StoredCall, TrajectorySummary
 
 DEADLINE_S = 300.0
-"""How long the end of a run waits for its report."""
+"""The deadline of the report at the end of a run."""
 MOST_OF_A_STEP = 1_000
 NO_CALLS: Mapping[str, Sequence[StoredCall]] = MappingProxyType({})
 AGAIN = "make room there, or make it writable, and make it again with `agentevo report`"
@@ -47,18 +47,20 @@ def write_report(
     decode: Decode | None = None,
     calls: Mapping[str, Sequence[StoredCall]] = NO_CALLS,
 ) -> Path:
-    """Writes `report.html`, draws `plots/*.png` beside it, and returns the page's path.
+    """Writes `report.html`, draws `plots/*.png` next to it, and returns the page's path.
 
-    `trajectories` are (caption, trajectory) pairs, as `sample_trajectories` picks them; `calls` are
-    those of each of them by its id. Without `decode` tokens are shown as ids.
+    `trajectories` are (caption, trajectory) pairs, as `sample_trajectories` picks them; `calls`
+    are the calls of each by its id. Without `decode` tokens are shown as ids.
     """
     from agentevo.observability.report_page import report_html
     from agentevo.observability.still_attempt import still_attempt
 
     run_dir = Path(run_dir)
     attempts = [
-        still_attempt(one, calls.get(one.id, ()), decode, caption=caption, anchor=f"a{number}-")
-        for number, (caption, one) in enumerate(trajectories)
+        still_attempt(
+            trajectory, calls.get(trajectory.id, ()), decode, caption=caption, anchor=f"a{number}-"
+        )
+        for number, (caption, trajectory) in enumerate(trajectories)
     ]
     table_file = run_dir / PROFILE_TABLE
 
@@ -109,7 +111,7 @@ def report_from_run(run_dir: Path | str, decode: Decode | None = None) -> Path:
 
 
 async def report_at_end(run_dir: Path, decode: Decode, view: LiveView) -> None:
-    """Makes the report of a run that has ended, beside its event loop, and says where it is."""
+    """Makes the report of a run that has ended, on a thread, and notes where it is."""
     view.phase("reporting")
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -124,7 +126,7 @@ async def report_at_end(run_dir: Path, decode: Decode, view: LiveView) -> None:
 
 
 def _read_config(path: Path) -> tuple[str, dict[str, Any]]:
-    """The text, and what it says. Raises ConfigError."""
+    """The text of config.yaml, and its content. Raises ConfigError."""
     text = read_text(path)
     try:
         config = parse_yaml(text)
@@ -156,8 +158,10 @@ async def _read_samples(
     ) as store:
         chosen = await sample_trajectories(store)
         calls = {
-            one.id: [call async for call in store.calls(trajectory_id=one.id, limit=MAX_CALLS)]
-            for _, one in chosen
+            trajectory.id: [
+                call async for call in store.calls(trajectory_id=trajectory.id, limit=MAX_CALLS)
+            ]
+            for _, trajectory in chosen
         }
         return chosen, calls
 
@@ -190,7 +194,7 @@ async def sample_trajectories(store: Store) -> list[tuple[str, Trajectory]]:
 async def _ends(store: Store, split: Split) -> list[tuple[int, list[TrajectorySummary]]] | None:
     """The steps of the oldest and of the newest attempt of the split that came to its end, each
     with its attempts by reward; None where there are none."""
-    found = []
+    ends = []
     for newest in (False, True):
         end = await store.summaries(split=split, status="completed", limit=1, newest_first=newest)
         if not end:
@@ -200,9 +204,9 @@ async def _ends(store: Store, split: Split) -> list[tuple[int, list[TrajectorySu
         those = await store.summaries(
             split=split, status="completed", step=step, limit=MOST_OF_A_STEP
         )
-        found.append((step, sorted(those or end, key=_by_reward)))
+        ends.append((step, sorted(those or end, key=_by_reward)))
 
-    return found
+    return ends
 
 
 def _by_reward(summary: TrajectorySummary) -> tuple[float, str]:

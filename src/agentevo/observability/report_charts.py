@@ -54,7 +54,7 @@ MOST_PARTS = 8
 
 
 class ReportCharts(NamedTuple):
-    """By section; an empty list where nothing of it was logged."""
+    """The charts by section; an empty list where none of its metrics was logged."""
 
     learning: list[Chart]
     rewards: list[Chart]
@@ -66,7 +66,7 @@ class ReportCharts(NamedTuple):
 def report_charts(
     run: Measured, rows: Sequence[MetricsRow], summary: Mapping[str, Any]
 ) -> ReportCharts:
-    """All of a run's charts. `rows` are those of which `run` has the columns."""
+    """All of a run's charts. `rows` are those whose columns `run` has."""
     lengths = together(
         run,
         "Tokens of a completion",
@@ -92,12 +92,12 @@ def report_charts(
         optimisation=_singles(run, OPTIMISATION),
         lengths=[*([lengths] if lengths else []), *_singles(run, LENGTHS)],
         speed=[
-            one
-            for one in (
+            chart
+            for chart in (
                 together(run, "Tokens a second", SPEED),
                 together(run, "Seconds a step", TIMES),
             )
-            if one
+            if chart
         ],
     )
 
@@ -148,7 +148,7 @@ def together(
 
 def _held_out(rows: Sequence[MetricsRow], number: float) -> list[Chart]:
     """Success on held-out tasks: a chart for each environment, with 95% intervals and the two
-    players. `number`: how many tasks an evaluation had that does not say so itself."""
+    players. `number`: the tasks of an evaluation that does not record their number."""
     charts = []
     environments = held_out(rows)
     for environment, points in environments.items():
@@ -163,15 +163,15 @@ def _evaluation_chart(
     x = [step for step, _ in points]
     lines: list[ChartLine] = []
     for name, rates in (
-        ("greedy", [one.success_greedy for _, one in points]),
-        ("sampled", [one.success_sampled for _, one in points]),
+        ("greedy", [evaluated.success_greedy for _, evaluated in points]),
+        ("sampled", [evaluated.success_sampled for _, evaluated in points]),
     ):
         if any(rate is not None for rate in rates):
             ends = [
-                wilson_interval(rate, one.n or number)
-                if rate is not None and (one.n or number)
+                wilson_interval(rate, evaluated.n or number)
+                if rate is not None and (evaluated.n or number)
                 else (math.nan, math.nan)
-                for rate, (_, one) in zip(rates, points, strict=True)
+                for rate, (_, evaluated) in zip(rates, points, strict=True)
             ]
             is_first = not lines  # two bands over each other say nothing
             lines.append(

@@ -1,4 +1,4 @@
-"""What a report says: pure functions from a run's records to the plain data of report.html.
+"""The content of a report: pure functions from a run's records to the plain data of report.html.
 
 Everything is text until the template escapes it; numbers are written here where their place is a
 cell of a table.
@@ -50,7 +50,7 @@ class Numbers:
 
 
 class ReportResult(NamedTuple):
-    """What changed, on how many tasks, against whom."""
+    """What changed, on how many tasks, and the players that it is compared with."""
 
     before: float | None
     after: float | None
@@ -90,7 +90,7 @@ def report_html(
         )
         for segment in segments
     ]
-    found = _warnings(run, summary, config_yaml)
+    all_warnings = _warnings(run, summary, config_yaml)
 
     return render_still(
         "report.html",
@@ -102,8 +102,8 @@ def report_html(
         made_at=time.time(),
         result=result(rows, summary),
         facts=facts(rows, summary),
-        warnings=found[:SHOWN_WARNINGS],
-        num_more_warnings=max(0, len(found) - SHOWN_WARNINGS),
+        warnings=all_warnings[:SHOWN_WARNINGS],
+        num_more_warnings=max(0, len(all_warnings) - SHOWN_WARNINGS),
         charts=report_charts(run, rows, summary),
         evaluations=evaluations(rows),
         data=rows_of_data(summary),
@@ -125,7 +125,7 @@ def report_html(
 def _warnings(
     run: Numbers, summary: Mapping[str, Any], config_yaml: str
 ) -> Sequence[tuple[int | None, str]]:
-    """Those of the summary; of a run that has none yet those that its numbers give."""
+    """The warnings of the summary; of a run without a summary, those of its numbers."""
     if "warnings" in summary:
         return told_warnings(summary)
     config: Any = None
@@ -182,21 +182,21 @@ def result(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> ReportResu
 
 
 def facts(rows: Sequence[MetricsRow], summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(label, value, unit) of what it took."""
+    """(label, value, unit) of the cost of the run."""
     tokens: Mapping[str, Any] = summary.get("tokens") or {}
     best: Mapping[str, Any] = summary.get("best") or {}
     wall = _number(summary.get("wall_s"))
     best_value = _number(best.get("value"))
     steps = summary.get("steps", max((row["step"] or 0 for row in rows), default=0))
     label = "optimizer steps" if summary.get("command") == "sft" else "RL steps"
-    told = [
+    entries = [
         (label, f"{steps}"),
         ("wall time", "" if wall is None else format_duration(wall)),
         ("tokens generated", f"{tokens['generated']:,}" if "generated" in tokens else ""),
         ("tokens trained on", f"{tokens['trained']:,}" if "trained" in tokens else ""),
         ("best evaluation", _best(best_value, best, summary)),
     ]
-    return [(label, value, "") for label, value in told if value]
+    return [(label, value, "") for label, value in entries if value]
 
 
 def _best(value: float | None, best: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
@@ -209,8 +209,8 @@ def _best(value: float | None, best: Mapping[str, Any], summary: Mapping[str, An
 
 
 def rows_of_data(summary: Mapping[str, Any]) -> list[Table]:
-    """What became of the rows of `agentevo sft`, and how well the held-out conversations are
-    foretold."""
+    """The use of the rows of `agentevo sft`, and how well the held-out conversations are
+    predicted."""
     kinds: Mapping[str, Any] = summary.get("data") or {}
     if not kinds:
         return []
@@ -222,16 +222,16 @@ def rows_of_data(summary: Mapping[str, Any]) -> list[Table]:
         for reason, left_out in counts["left_out"].items()
     ]
     tables: list[Table] = [(["data", "what became of them", "rows", "the first"], body)]
-    held: Mapping[str, Any] = summary.get("held_out") or {}
-    if held.get("after"):
+    held_out_summary: Mapping[str, Any] = summary.get("held_out") or {}
+    if held_out_summary.get("after"):
         measured = [
-            [when, *(f"{held[when][key]:.4g}" for key in held[when])]
+            [when, *(f"{held_out_summary[when][key]:.4g}" for key in held_out_summary[when])]
             for when in ("before", "after")
-            if held.get(when)
+            if held_out_summary.get(when)
         ]
         header = [
-            f"{held['conversations']} held-out conversations",
-            *(key.replace("_", " ") for key in held["after"]),
+            f"{held_out_summary['conversations']} held-out conversations",
+            *(key.replace("_", " ") for key in held_out_summary["after"]),
         ]
         tables.append((header, measured))
 
@@ -239,8 +239,8 @@ def rows_of_data(summary: Mapping[str, Any]) -> list[Table]:
 
 
 def evaluations(rows: Sequence[MetricsRow]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """(environment, header, rows): each evaluation of the agent, with the players that give its
-    numbers a meaning."""
+    """(environment, header, rows): each evaluation of the agent, with the players to compare
+    it with."""
     tables = []
     for environment, points in held_out(rows).items():
         measured = [
@@ -249,20 +249,22 @@ def evaluations(rows: Sequence[MetricsRow]) -> list[tuple[str, list[str], list[l
             for evaluated in read_evaluations(row)
             if evaluated.environment == environment
         ]
-        some_failed = any(one.failed_greedy or one.failed_sampled for _, one in measured)
+        some_failed = any(
+            evaluated.failed_greedy or evaluated.failed_sampled for _, evaluated in measured
+        )
         columns = 8 if some_failed else 7
         body = [
             [
-                f"{step:.0f}" if (step, one) in points else "before the cold start",
-                _percent(one.success_greedy),
-                _percent(one.success_sampled),
-                "" if one.reward_greedy is None else f"{one.reward_greedy:.3f}",
-                "" if one.reward_sampled is None else f"{one.reward_sampled:.3f}",
-                _percent(one.random),
-                _percent(one.optimal),
-                _percent(max(one.failed_greedy or 0.0, one.failed_sampled or 0.0)),
+                f"{step:.0f}" if (step, evaluated) in points else "before the cold start",
+                _percent(evaluated.success_greedy),
+                _percent(evaluated.success_sampled),
+                "" if evaluated.reward_greedy is None else f"{evaluated.reward_greedy:.3f}",
+                "" if evaluated.reward_sampled is None else f"{evaluated.reward_sampled:.3f}",
+                _percent(evaluated.random),
+                _percent(evaluated.optimal),
+                _percent(max(evaluated.failed_greedy or 0.0, evaluated.failed_sampled or 0.0)),
             ][:columns]
-            for step, one in measured
+            for step, evaluated in measured
         ]
         header = [
             "step",
@@ -291,7 +293,7 @@ def timings(rows: Sequence[MetricsRow]) -> Table | None:
     if not spent:
         return None
 
-    whole = sum(sum(values) for name, values in spent.items() if name != "step") or 1.0
+    total_s = sum(sum(values) for name, values in spent.items() if name != "step") or 1.0
     body = [
         [
             name,
@@ -299,7 +301,7 @@ def timings(rows: Sequence[MetricsRow]) -> Table | None:
             f"{statistics.fmean(values):.3f}",
             f"{max(values):.3f}",
             format_duration(sum(values)),
-            "" if name == "step" else f"{sum(values) / whole:.1%}",
+            "" if name == "step" else f"{sum(values) / total_s:.1%}",
         ]
         for name, values in sorted(spent.items(), key=lambda item: -sum(item[1]))
     ]
@@ -307,9 +309,11 @@ def timings(rows: Sequence[MetricsRow]) -> Table | None:
 
 
 def remote_models(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]], str] | None:
-    """What each role has asked of each remote model, and what is left of the budgets."""
-    asked: Sequence[Mapping[str, Any]] = (summary.get("remote_models") or {}).get("asked") or ()
-    if not asked:
+    """The requests of each role to each remote model, and the remaining budgets."""
+    usage_rows: Sequence[Mapping[str, Any]] = (summary.get("remote_models") or {}).get(
+        "asked"
+    ) or ()
+    if not usage_rows:
         return None
 
     body = [
@@ -322,15 +326,15 @@ def remote_models(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]
             f"{row['tokens']:,}",
             f"{row['cost']:.4g}",
         ]
-        for row in asked
+        for row in usage_rows
     ]
     header = ["model", "asked by", "answers", "from the cache", "failed requests", "tokens", "cost"]
     budgets: Mapping[str, Any] = summary["remote_models"].get("budget_left") or {}
-    left = [
+    budget_texts = [
         f"{name}: " + ", ".join(f"{value:,.4g} {what}" for what, value in budget.items())
         for name, budget in budgets.items()
     ]
-    return header, body, "; ".join(left)
+    return header, body, "; ".join(budget_texts)
 
 
 def rollouts(rows: Sequence[MetricsRow]) -> tuple[str, list[str], list[list[str]]] | None:

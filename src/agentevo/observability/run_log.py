@@ -1,10 +1,10 @@
-"""RUN/logs/train.log: what a run says, line by line with its time, and the traceback that it ended
-with.
+"""RUN/logs/train.log: the messages of a run, line by line with their time, and the traceback that
+ended it.
 
-It has what the live view says in plain words, whether or not a terminal drew it, and the lines on
-stderr, such as tracebacks of a user's code. What is said before the folder is there is kept and
-written then; a run that ends before has no file. It never has more than MAX_BYTES, and one older
-file of that size (train.log.1); no password of a URL is in it.
+It has the plain lines of the live view, whether or not a terminal drew it, and the lines on stderr,
+such as tracebacks of a user's code. Lines that come before the folder exists are kept and written
+then; a run that ends before that has no file. The file never has more than MAX_BYTES, nor has the
+one older file (train.log.1); no password of a URL is in it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agentevo.credentials import without_passwords
 
 MAX_BYTES = 16 * 2**20
 EARLY_LINES = 1000
-"""Texts that are kept before there is a file."""
+"""The most texts that are kept until the file exists."""
 FILE = "train.log"
 
 
@@ -33,7 +33,7 @@ class RunLog:
     def __init__(self) -> None:
         self._early: deque[logging.LogRecord] = deque(maxlen=EARLY_LINES)
         self._file: _File | None = None
-        self._lock = threading.RLock()  # whoever can't write says so, and hears it
+        self._lock = threading.RLock()  # a failed write is logged, which calls `write` again
 
     def __enter__(self) -> Self:
         listen(self.write)
@@ -58,7 +58,7 @@ class RunLog:
             self._early.clear()
 
     def write(self, text: str) -> None:
-        """A line, or several."""
+        """Writes one line or several."""
         record = logging.makeLogRecord({"msg": without_passwords(text)})
         with self._lock:
             if self._file is None:
@@ -67,8 +67,8 @@ class RunLog:
                 self._file.emit(record)
 
     def begin(self, run_dir: Path, words: str) -> None:
-        """The folder is there: lines go to its log from here on. `words` is its first line, of a
-        resumed run the first of those that are added."""
+        """Starts the log file: the folder exists, and lines go to its log from now on. `words` is
+        the first line, or, of a resumed run, the first line that is added."""
         file = _File(run_dir / "logs" / FILE)
         with self._lock:
             file.emit(logging.makeLogRecord({"msg": words}))

@@ -1,4 +1,4 @@
-"""What a run does at this moment and has come to, as plain data: facts, time left, failures by
+"""What a run does at this moment and has reached, as plain data: facts, time left, failures by
 kind, where the time goes."""
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from agentevo.observability.signs import OF_A_STEP
 from agentevo.pages import words
 
 PACE_STEPS = 20
-"""The last so many steps say how fast the run is."""
+"""The last steps that measure the pace of the run."""
 SHOWN_STEPS = 40
-"""Of the timeline."""
+"""Steps of the timeline."""
 PHASES = (
     ("gen", "sampling"),
     ("adv", "rewards and advantages"),
@@ -39,11 +39,11 @@ NOW = (
     ("Groups under way", "sampler/groups_running", words.count, ""),
     ("Memory", "perf/cpu_memory_used_gb", words.number, "GiB"),
 )
-"""(label, metric, how it is written, unit) of what is shown where it was logged."""
+"""(label, metric, format, unit) of the facts, each shown where its metric was logged."""
 
 
 class RunUnderWay(Measured, Protocol):
-    """A run that may go on."""
+    """A run that may still be running."""
 
     @property
     def state(self) -> str: ...
@@ -57,17 +57,17 @@ class RunUnderWay(Measured, Protocol):
 
 def facts(view: Measured) -> list[tuple[str, str, str]]:
     """(label, value, unit) of the newest step."""
-    found = []
+    entries = []
     for label, metric, written, unit in NOW:
         value = view.table.latest(metric)
         if value is not None:
-            found.append((label, written(value), unit))
-    return found
+            entries.append((label, written(value), unit))
+    return entries
 
 
 def seconds_left(view: RunUnderWay, now: float | None = None) -> float | None:
-    """By the pace of the last steps, what lies between them included; None of a run that does not
-    run, or has no end."""
+    """The time left by the pace of the last steps, including the time between them; None for a run
+    that does not run, or has no end."""
     if view.state != "running" or not view.planned or view.step >= view.planned:
         return None
 
@@ -88,7 +88,7 @@ def counts_below(view: Measured, prefix: str) -> list[tuple[str, float, float]]:
     """(kind, in the newest step, in all) of the counts that are logged as PREFIX/kind, the most
     frequent first."""
     newest, _ = view.table.series(OF_A_STEP)
-    found = []
+    counts = []
     for name in sorted(view.table.columns):
         if not name.startswith(prefix):
             continue
@@ -96,9 +96,9 @@ def counts_below(view: Measured, prefix: str) -> list[tuple[str, float, float]]:
         total = sum(value for value in values if math.isfinite(value))
         last = view.table.value_at(name, newest[-1]) if newest else None
         if total:
-            found.append((name.removeprefix(prefix), last or 0.0, total))
+            counts.append((name.removeprefix(prefix), last or 0.0, total))
 
-    return sorted(found, key=lambda one: -one[2])
+    return sorted(counts, key=lambda count: -count[2])
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,12 @@ def timeline(view: Measured) -> list[RunSegment]:
     rows, lasted = view.table.series(OF_A_STEP)
     shown = list(zip(rows, lasted, strict=False))[-SHOWN_STEPS:]
     segments: list[RunSegment] = []
-    for row, whole in shown:
+    for row, duration_s in shown:
         end = view.table.times[row]
-        if not (math.isfinite(end) and math.isfinite(whole)):
+        if not (math.isfinite(end) and math.isfinite(duration_s)):
             continue
 
-        at = end - whole
+        at = end - duration_s
         for place, (name, words_of_it) in enumerate(PHASES):
             value = view.table.value_at(f"timing_s/{name}", row)
             if value is None or value <= 0:
@@ -162,8 +162,9 @@ def shares(segments: Sequence[RunSegment]) -> list[tuple[str, int, float]]:
     less than half a percent."""
     total = sum(segment.lasted_s for segment in segments)
     sums: dict[tuple[str, int], float] = {}
-    for one in segments:
-        sums[one.phase, one.place] = sums.get((one.phase, one.place), 0.0) + one.lasted_s
+    for segment in segments:
+        key = segment.phase, segment.place
+        sums[key] = sums.get(key, 0.0) + segment.lasted_s
     return [
         (phase, place, seconds / total)
         for (phase, place), seconds in sorted(sums.items(), key=lambda item: item[0][1])

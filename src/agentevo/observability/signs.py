@@ -1,4 +1,4 @@
-"""The warnings of a run: those that its summary tells, or that its numbers give."""
+"""The warnings of a run: those in its summary, or those that its numbers give."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ _AT_STEP = re.compile(r"step (\d{1,12}): (.*)", re.DOTALL)
 
 
 def told_warnings(summary: Mapping[str, Any]) -> tuple[tuple[int | None, str], ...]:
-    """(step, what was seen and what to do) of the warnings of summary.json, the newest first."""
-    found: list[tuple[int | None, str]] = []
-    for one in summary.get("warnings") or []:
-        if isinstance(one, Mapping):
-            step = one.get("step")
+    """(step, observation and remedy) of the warnings of summary.json, the newest first."""
+    warnings: list[tuple[int | None, str]] = []
+    for entry in summary.get("warnings") or []:
+        if isinstance(entry, Mapping):
+            step = entry.get("step")
             step = step if isinstance(step, int) else None
-            found.append((step, str(one.get("message", ""))))
+            warnings.append((step, str(entry.get("message", ""))))
             continue
-        match = _AT_STEP.match(str(one))
-        found.append((int(match[1]), match[2]) if match else (None, str(one)))
+        match = _AT_STEP.match(str(entry))
+        warnings.append((int(match[1]), match[2]) if match else (None, str(entry)))
 
-    return tuple(reversed(found))
+    return tuple(reversed(warnings))
 
 
 class Signs:
-    """What the monitor of a run says of its numbers (collapse.py), read on."""
+    """The warnings that the monitor (collapse.py) gives for a run's numbers, as they grow."""
 
     def __init__(self) -> None:
         self._monitor = CollapseMonitor()
-        self._seen = 0
+        self._next_row = 0
         self.found: list[tuple[int | None, str]] = []
 
     def observe(self, table: MetricsTable, config: Mapping[str, Any]) -> None:
-        """Looks at the rows since the last call. `config`: the run's config.yaml, as far as it is
-        known."""
+        """Looks at the rows since the last call. `config`: the known part of the run's
+        config.yaml."""
         self._monitor.remedies = remedies_of(config)
         steps = table.columns.get(OF_A_STEP)
-        rows = list(steps.rows[bisect_left(steps.rows, self._seen) :]) if steps else []
+        rows = list(steps.rows[bisect_left(steps.rows, self._next_row) :]) if steps else []
         names = [name for name in table.columns if name in WATCHED or name.startswith(COUNTED)]
         for row in rows:
             values = {name: table.value_at(name, row) for name in names if table.has(name, row)}
             warnings = self._monitor.observe(table.steps[row], values)
             self.found += [(warning.step, warning.message) for warning in warnings]
 
-        self._seen = table.num_rows
+        self._next_row = table.num_rows

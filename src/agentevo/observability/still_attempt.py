@@ -1,5 +1,5 @@
-"""One attempt for a page that is a file: everything that the dashboard's page of it has, cut where
-a browser would become slow."""
+"""One attempt for a page that is a file: the content of the dashboard's page, cut where a browser
+would become slow."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ SHOWN_REWARDS = 60
 
 
 class ShownTokens(NamedTuple):
-    """Tokens, and how many more there are."""
+    """Tokens, and the number of those that are not shown."""
 
-    found: TurnTokens
+    turn_tokens: TurnTokens
     rest: int
 
 
@@ -42,7 +42,7 @@ class StillAttempt(NamedTuple):
     caption: str
     anchor: str
     """What the ids of its turns begin with, so that a page may have several attempts."""
-    one: Trajectory
+    trajectory: Trajectory
     outcome: str
     part: ShownPart
     tokens: ShownTokens
@@ -65,20 +65,20 @@ def still_attempt(
     anchor: str = "",
 ) -> StillAttempt:
     """`calls`: those that were recorded of it. Without `decode` tokens are shown as ids."""
-    found = tokens_part(
+    turn_tokens = tokens_part(
         trajectory,
         None if decode is None else lambda ids: "".join(map(decode, ids)),
         Training(None, None, None),
         most=SHOWN_TOKENS,
     )
-    shown = sum(len(block.tokens) for block in found.blocks)
+    shown = sum(len(block.tokens) for block in turn_tokens.blocks)
     return StillAttempt(
         caption=caption,
         anchor=anchor,
-        one=trajectory,
+        trajectory=trajectory,
         outcome=outcome(trajectory),
         part=part_of(trajectory, calls, most=SHOWN_TURNS),
-        tokens=ShownTokens(found, trajectory.num_completion_tokens() - shown),
+        tokens=ShownTokens(turn_tokens, trajectory.num_completion_tokens() - shown),
         can_decode=decode is not None,
         remote=remote_part(trajectory.remote_turns),
         verdicts=verdicts(calls),

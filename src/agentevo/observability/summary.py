@@ -1,4 +1,4 @@
-"""summary.json as a reader finds it: checked, since nobody knows what became of the file."""
+"""summary.json as a reader finds it: checked, since the file may have been changed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Summary(msgspec.Struct):
     model: str | None = None
     planned_steps: int | None = None
     stopped_early: str | None = None
-    """Why the run has ended before its last step, as its recipe says it should."""
+    """Why the run has ended before its last step, as its recipe provides."""
     warnings: list[str | dict[str, Any]] = []
     tokens: dict[str, int] = {}
     best: dict[str, float | None] = {}
@@ -58,12 +58,12 @@ class _Summary(msgspec.Struct):
 
 
 def is_complete(summary: Mapping[str, Any], planned_steps: int) -> bool:
-    """Whether a run has done all of its steps, or ended early as its recipe says."""
+    """Whether a run has done all of its steps, or ended early as its recipe provides."""
     return summary["steps"] >= planned_steps or bool(summary.get("stopped_early"))
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """The contents of a summary.json. Raises ConfigError for one that was damaged."""
+    """The contents of a summary.json. Raises ConfigError for a damaged file."""
     summary = read_json_object(path)
     try:
         msgspec.convert(summary, _Summary)

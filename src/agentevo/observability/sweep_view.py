@@ -1,4 +1,4 @@
-"""What a person sees while a sweep goes on.
+"""What a person sees during a sweep.
 
 On a terminal: a table of the runs under way, each with the last line of its log, below the lines of
 those that have ended. Anywhere else: one plain line for each run that starts and each that ends.
@@ -33,7 +33,7 @@ class SweepView:
         self.title = title
         self._stream = sys.stdout if stream is None else stream
         self._clock = clock
-        self._began = clock()
+        self._started_at = clock()
         self._ended: set[str] = set()
         self._total = 0
         self._spent: list[float] = []
@@ -106,15 +106,15 @@ class SweepView:
         for name, (seconds, line) in runs.items():
             table.add_row(Text(name, "bold"), format_duration(seconds), Text(line, "dim"))
 
-        left = self._time_left(runs)
+        time_left = self._time_left(runs)
         heading = f"{self.title}  {len(self._ended)} of {self._total} ended" + (
-            "" if left is None else f", about {format_duration(left)} left"
+            "" if time_left is None else f", about {format_duration(time_left)} left"
         )
         return Panel(
             table,
             title=heading,
             title_align="left",
-            subtitle=format_duration(self._clock() - self._began),
+            subtitle=format_duration(self._clock() - self._started_at),
             subtitle_align="right",
         )
 

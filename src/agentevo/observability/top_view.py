@@ -23,7 +23,7 @@ HELP = "j/k choose   enter calls   q quit"
 
 @dataclass(frozen=True)
 class RunLine:
-    """What one row says."""
+    """The content of one row."""
 
     name: str
     state: str
@@ -43,7 +43,7 @@ class RunLine:
     doing: str = field(default="", compare=False)
     """What its process does now."""
     reason: str = field(default="", compare=False)
-    """Why it goes on no more, or gives no sign."""
+    """Why it has stopped, or gives no sign."""
     calls: tuple[str, ...] = field(default=(), compare=False)
     """A line for each attempt under way."""
 
@@ -62,10 +62,10 @@ class RunLine:
         )
 
     def words(self) -> list[str]:
-        """What it does, and what went wrong, the newest last."""
-        found = [f"! {visible(text)}" for text in self.warnings[-SHOWN_WARNINGS:]]
+        """What it does, and its problems, the newest last."""
+        warning_lines = [f"! {visible(text)}" for text in self.warnings[-SHOWN_WARNINGS:]]
         wrong = [f"! {visible(text)}" for text in (self.reason, self.problem) if text]
-        return [*([visible(self.doing)] if self.doing else []), *wrong, *found]
+        return [*([visible(self.doing)] if self.doing else []), *wrong, *warning_lines]
 
 
 def plain_lines(runs: Sequence[RunLine], *, calls: bool = False) -> list[str]:
@@ -77,8 +77,8 @@ def plain_lines(runs: Sequence[RunLine], *, calls: bool = False) -> list[str]:
         for row in rows
     ]
     for run in runs:
-        own = [*run.words(), *(run.calls if calls else ())]
-        lines += [f"{visible(run.name)[:LONGEST_NAME]}: {line}" for line in own]
+        run_lines = [*run.words(), *(run.calls if calls else ())]
+        lines += [f"{visible(run.name)[:LONGEST_NAME]}: {line}" for line in run_lines]
 
     return lines
 
@@ -86,8 +86,8 @@ def plain_lines(runs: Sequence[RunLine], *, calls: bool = False) -> list[str]:
 def draw(
     runs: Sequence[RunLine], chosen: int, *, calls: bool, height: int, width: int = 120
 ) -> RenderableType:
-    """The table for a terminal of that size, the chosen run marked, and what belongs to it below.
-    A narrow one has the first columns, whole."""
+    """The table for a terminal of that size, the chosen run marked, and its details below.
+    A narrow terminal shows only the first columns."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -115,10 +115,14 @@ def draw(
         below += [Text(line, "yellow") for line in run.words()]
         if calls:
             shown = list(run.calls) or ["nothing is running"]
-            left = max(height - room - len(below) - 6, 3)
-            below += [Text(), Text(visible(run.name), "bold"), *(Text(one) for one in shown[:left])]
-            if len(shown) > left:
-                below.append(Text(f"and {len(shown) - left} more", "dim"))
+            num_shown = max(height - room - len(below) - 6, 3)
+            below += [
+                Text(),
+                Text(visible(run.name), "bold"),
+                *(Text(line) for line in shown[:num_shown]),
+            ]
+            if len(shown) > num_shown:
+                below.append(Text(f"and {len(shown) - num_shown} more", "dim"))
 
     return Group(table, Text(), *below, Text(), Text(HELP, "dim"))
 

@@ -1,8 +1,8 @@
 """Attempts as files: `OUT/step_N/trajectory_ID.html`, and `OUT/index.html` that leads to them.
 
-Each page stands alone (pages/still.py) and leads to its neighbours by relative links, so a folder
-works from a disk and from any web server. A page appears whole or not at all, and the index comes
-last. A folder with something else in it is refused; one of an earlier call is renewed.
+Each page is self-contained (pages/still.py) and links to its neighbours by relative links, so a
+folder works from a disk and from any web server. A page appears whole or not at all, and the index
+comes last. A folder with other files is refused; a folder of an earlier call is replaced.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PAGE = re.compile(r"trajectory_.*\.html")
 _PLAIN = re.compile(r"[a-z0-9._-]{1,80}")
 ROOM = "make room there, or give another --out"
 LAST_WRITTEN = 200
-"""Of so many attempts that were written last the step is the last one."""
+"""The newest attempts among which the last step is searched."""
 
 
 class Chosen(NamedTuple):
@@ -39,13 +39,13 @@ class Chosen(NamedTuple):
 
 
 def page_name(trajectory_id: str) -> str:
-    """The name of its file: an id that no file system could mistake stays as it is, of any other
-    what can stay, with its digest."""
+    """The name of its file: an id that is safe on every file system is unchanged; any other id
+    keeps its safe characters, with a digest."""
     if _PLAIN.fullmatch(trajectory_id):
         return f"trajectory_{trajectory_id}.html"
     digest = hashlib.sha256(trajectory_id.encode("utf-8", "surrogatepass")).hexdigest()[:12]
-    kept = re.sub(r"[^a-z0-9._-]+", "_", trajectory_id[:400].lower())[:60]
-    return f"trajectory_{kept}-{digest}.html"
+    readable = re.sub(r"[^a-z0-9._-]+", "_", trajectory_id[:400].lower())[:60]
+    return f"trajectory_{readable}-{digest}.html"
 
 
 def check_folder(out: Path, *, overwrite: bool) -> None:
@@ -82,9 +82,11 @@ async def choose(store: Store, *, step: int | None, every: int, per_step: int) -
         held_out = await store.summaries(step=number, split="eval", limit=per_step)
         if train:
             held_out = held_out[: max(per_step // 2, per_step - len(train))]
-        found = [*train[: per_step - len(held_out)], *held_out]
-        if found:
-            chosen.append(Chosen(number, [(one, page_name(one.id)) for one in found]))
+        summaries = [*train[: per_step - len(held_out)], *held_out]
+        if summaries:
+            chosen.append(
+                Chosen(number, [(summary, page_name(summary.id)) for summary in summaries])
+            )
 
     return chosen
 
@@ -94,7 +96,7 @@ async def _steps(store: Store, every: int) -> list[int]:
     if not first:
         return []
     newest = await store.summaries(newest_first=True, limit=LAST_WRITTEN)
-    last = max(one.step for one in newest)
+    last = max(summary.step for summary in newest)
     return sorted({*range(first[0].step, last + 1, every), last})
 
 
@@ -107,9 +109,9 @@ async def write_pages(
     decode: Decode | None,
     advance: Callable[[], None],
 ) -> int:
-    """Writes the pages, then the index, and takes away pages of an earlier call; returns how many
-    pages there are. `advance` is called after each. Where it fails, a folder without an index has
-    none of them."""
+    """Writes the pages, then the index, and removes pages of an earlier call; returns the number
+    of pages. `advance` is called after each. Where it fails, a folder without an index has none
+    of them."""
     with _all_or_none(out):
         written: set[Path] = set()
         for step, attempts in chosen:
@@ -142,7 +144,7 @@ async def write_pages(
             "trajectories.html",
             run=run,
             num=len(written),
-            steps=[(one.step, one.attempts) for one in chosen],
+            steps=[(chosen_step.step, chosen_step.attempts) for chosen_step in chosen],
         )
         with must_write(out / INDEX, ROOM):
             write_atomic(out / INDEX, index)
@@ -153,7 +155,7 @@ async def write_pages(
 
 @contextmanager
 def _all_or_none(out: Path) -> Iterator[None]:
-    """Takes the pages away again where the block fails and no index leads to them."""
+    """Removes the pages where the block fails and no index links to them."""
     try:
         yield
     except BaseException:

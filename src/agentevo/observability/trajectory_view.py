@@ -1,5 +1,5 @@
-"""A trajectory for people: turn by turn, every sampled token with the probability that it was drawn
-with.
+"""A trajectory as readable text: turn by turn, every sampled token with the probability that it was
+drawn with.
 
 `render_trajectory` gives a rich renderable; `report.py` shows the same in HTML. Both colour tokens
 by the same five levels of probability, and both show what the store holds: the text of a prompt
@@ -26,7 +26,7 @@ LEVELS = ((0.9, "certain"), (0.5, "likely"), (0.2, "open"), (0.05, "unlikely"), 
 """(lowest probability, name) of each level, most probable first."""
 STYLES = ("default", "green", "cyan", "yellow", "bold red")
 MOST_FILES = 50
-"""How many of the files that were kept are named."""
+"""The most kept files that are named."""
 ROLE_STYLES = {"system": "magenta", "user": "blue", "tool": "magenta", "assistant": "green"}
 
 
@@ -40,8 +40,8 @@ def probability_level(logprob: float) -> int:
 
 
 def shown_logprobs(turn: Turn) -> list[float] | None:
-    """The log-probs that say how sure the policy was of its tokens; None for a greedy turn, whose
-    tokens were not drawn: the recorded 0 is that of a point mass."""
+    """The log-probs of the drawn tokens; None for a greedy turn, whose tokens were not drawn: the
+    recorded 0 is that of a point mass."""
     return list(turn.logprobs) if turn.temperature > 0 else None
 
 
@@ -68,7 +68,7 @@ def prompt_texts(turn: Turn, decode: Decode) -> list[tuple[str, str]]:
 
 
 def message_text(message: Message) -> str:
-    """A message for people: its thought, its text with images by digest, its tool calls. The
+    """A message as readable text: its thought, its text with images by digest, its tool calls. The
     result of a tool says whose it is."""
     source = [f"result of {message.name}"] if message.role == "tool" and message.name else []
     source += [f"of call {message.tool_call_id}"] if message.tool_call_id else []
@@ -104,10 +104,10 @@ def outcome(trajectory: Trajectory) -> str:
         logprobs for turn in trajectory.turns if (logprobs := shown_logprobs(turn)) is not None
     ]
     logprob = f"log-prob {sum(map(sum, drawn)):.2f}" if drawn or not turns else "greedy"
-    ended = ", ended by a limit" if trajectory.truncated else ""
+    limit_note = ", ended by a limit" if trajectory.truncated else ""
 
     return (
-        f"{result}{ended}, reward {trajectory.reward:.4g}, {turns} turn{'s' * (turns != 1)}, "
+        f"{result}{limit_note}, reward {trajectory.reward:.4g}, {turns} turn{'s' * (turns != 1)}, "
         f"{tokens} {'sampled ' * (logprob != 'greedy')}tokens ({logprob}), "
         f"{trajectory.duration_s:.2f} s"
     )
@@ -136,19 +136,19 @@ def remote_heading(turn: RemoteTurn) -> str:
 def remote_facts(turn: RemoteTurn) -> str:
     """`34 tokens (24 of the prompt, 12 of them known, and 10 of the answer), cost 0.002, finished
     by stop`."""
-    known = f", {turn.cached_tokens} of them known" if turn.cached_tokens else ""
+    cached_note = f", {turn.cached_tokens} of them known" if turn.cached_tokens else ""
     return (
         f"{turn.prompt_tokens + turn.completion_tokens} tokens ({turn.prompt_tokens} of the prompt"
-        f"{known}, and {turn.completion_tokens} of the answer), cost {turn.cost:.4g}, finished by "
-        f"{turn.finish_reason}"
+        f"{cached_note}, and {turn.completion_tokens} of the answer), cost {turn.cost:.4g}, "
+        f"finished by {turn.finish_reason}"
     )
 
 
 def file_lines(trajectory: Trajectory) -> list[str]:
     """`out/table.csv, 1,234 bytes` of each file that was kept, at most 50 of them."""
     lines = [f"{visible(path)}, {len(file):,} bytes" for path, file in trajectory.files.items()]
-    more = len(lines) - MOST_FILES
-    return [*lines[:MOST_FILES], *([f"and {more} more"] if more > 0 else [])]
+    num_omitted = len(lines) - MOST_FILES
+    return [*lines[:MOST_FILES], *([f"and {num_omitted} more"] if num_omitted > 0 else [])]
 
 
 class TokenLines:
@@ -198,8 +198,8 @@ def render_trajectory(trajectory: Trajectory, decode: Decode, credit: str = "") 
     turns were credited, in words.
 
     Each turn: what the prompt added, the completion's tokens over their log-probs (natural log),
-    then the turn's reward, finish reason and policy version. What remote models said comes behind
-    them, then a legend of the colours.
+    then the turn's reward, finish reason and policy version. The turns of remote models follow,
+    then a legend of the colours.
     """
     from rich.console import Group
     from rich.rule import Rule

@@ -1,6 +1,6 @@
 """Style sheet and scripts, as files to serve and as text inside one file.
 
-The URL of a file has a digest of what it holds, so browsers keep it for good.
+The URL of a file has a digest of its content, so browsers cache it for good.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ UPLOT = "vendor/uplot-1.6.32.min.js"
 
 @cache
 def contents(name: str) -> bytes:
-    """Of one file below static/, whose name is one that a template gives."""
+    """The content of a file below static/; a template gives its name."""
     return files("agentevo.pages").joinpath("static", *name.split("/")).read_bytes()
 
 
 @cache
 def names() -> frozenset[str]:
-    """Every file that may be asked for."""
+    """Every file that is served."""
     static = files("agentevo.pages").joinpath("static")
     return frozenset(
         f"{folder}{entry.name}"
@@ -33,7 +33,7 @@ def names() -> frozenset[str]:
 
 
 def kind(name: str) -> str | None:
-    """The media type of a file that is served; None of another, such as a licence."""
+    """The media type of a file that is served; None for any other, such as a licence."""
     return next((media for ending, media in KINDS.items() if name.endswith(ending)), None)
 
 
@@ -44,17 +44,17 @@ def digest(name: str) -> str:
 
 
 def url(name: str) -> str:
-    """Where the dashboard serves it."""
+    """The URL at which the dashboard serves the file."""
     return f"{PREFIX}/{digest(name)}/{name}"
 
 
 def inline_style(*names: str) -> str:
-    """These style sheets, to stand in a `<style>` of a file that is alone. No text in them ends
-    that element."""
+    """These style sheets, for a `<style>` of a self-contained file. No text in them ends that
+    element."""
     return "\n".join(contents(name).decode() for name in names).replace("</style", "<\\/style")
 
 
 def inline_script(*names: str) -> str:
-    """These scripts, to stand in a `<script>` of a file that is alone. No text in them ends that
+    """These scripts, for a `<script>` of a self-contained file. No text in them ends that
     element."""
     return "\n".join(contents(name).decode() for name in names).replace("</script", "<\\/script")

@@ -1,4 +1,4 @@
-"""What a chart shows, as plain data: for uPlot in a browser, and as a still picture for readers
+"""The content of a chart, as plain data: for uPlot in a browser, and as a still picture for readers
 without a script."""
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ class Chart:
 
     @property
     def told(self) -> dict[str, Any]:
-        """For charts.js, which says what the fields mean."""
+        """The data for charts.js, which documents the fields."""
         lines = []
         for line in self.lines:
-            told: dict[str, Any] = {"name": one_line(line.name, 160), "values": list(line.values)}
+            fields: dict[str, Any] = {"name": one_line(line.name, 160), "values": list(line.values)}
             if line.low is not None and line.high is not None:
-                told |= {"low": list(line.low), "high": list(line.high)}
+                fields |= {"low": list(line.low), "high": list(line.high)}
             if line.color is not None:
-                told["color"] = line.color
-            lines.append(told)
+                fields["color"] = line.color
+            lines.append(fields)
 
         return {"x": list(self.x), "lines": lines, "share": self.share, "name_of_x": self.name_of_x}
 
     @property
     def picture(self) -> Markup:
-        """The still one."""
+        """The still picture."""
         colors = [
             place if line.color is None else line.color for place, line in enumerate(self.lines)
         ]

@@ -1,6 +1,6 @@
 """Pictures that need no script: sparklines, the scale from random to optimal play, and small line
-charts that stand where a browser draws larger ones with uPlot. All sizes are SVG's own; colours are
-classes of the style sheet."""
+charts in the places where a browser draws larger ones with uPlot. All sizes are SVG's own; colours
+are classes of the style sheet."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HUGE = 1e150
 TINY = 1e-150
 """Numbers from it on are drawn to scale."""
 LEAST_SPAN = 0.02
-"""Of the largest value: what differs by less is drawn as equal."""
+"""A share of the largest value: values that differ by less are drawn as equal."""
 
 
 def as_json(value: object) -> Markup:
@@ -38,14 +38,14 @@ def for_json(value: object) -> object:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): for_json(one) for key, one in value.items()}
+        return {str(key): for_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [for_json(one) for one in value]
+        return [for_json(item) for item in value]
     return value
 
 
 def thin_means(values: Sequence[float], most: int) -> list[float]:
-    """At most so many values: the mean of each stretch."""
+    """Reduces values to a number of points: the mean of each stretch."""
     if len(values) <= most:
         return list(values)
 
@@ -59,8 +59,8 @@ def thin_means(values: Sequence[float], most: int) -> list[float]:
 
 
 def sparkline(values: Sequence[float], width: int = 120, height: int = 24) -> Markup:
-    """A line without axes, from the lowest to the highest value; all in the middle where these are
-    as good as equal. Nothing where there are fewer than two numbers."""
+    """A line without axes, from the lowest to the highest value; in the middle where these are
+    nearly equal. Empty for fewer than two numbers."""
     points = thin_means([_drawable(value) for value in values], SPARK_POINTS)
     finite = [value for value in points if math.isfinite(value)]
     if len(finite) < 2:
@@ -181,14 +181,14 @@ def line_chart(
         return Markup("")
 
     low, high = _range(finite)
-    left = x[0]
+    x_min = x[0]
     span = (x[-1] - x[0]) or 1.0
     paths = []
     for number, (_, values) in enumerate(lines):
         every = max(1, math.ceil(len(values) / CHART_POINTS))
         points = [
             (
-                48 + (place - left) / span * (width - 56),
+                48 + (place - x_min) / span * (width - 56),
                 8 + (high - value) / (high - low) * (height - 28),
             )
             if math.isfinite(value)
@@ -223,7 +223,7 @@ def line_chart(
 def timeline(
     segments: Sequence[tuple[float, float, int, str]], width: int = 1200, height: int = 44
 ) -> Markup:
-    """(start, length, number of the colour, what it is) of stretches of time on one line."""
+    """(start, length, number of the colour, label) of stretches of time on one line."""
     end = max((start + length for start, length, _, _ in segments), default=0.0)
     if not end or not math.isfinite(end):
         return Markup("")

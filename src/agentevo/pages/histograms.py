@@ -33,7 +33,7 @@ class HistogramBar(NamedTuple):
 
 
 def histogram(title: str, bars: Sequence[HistogramBar], *, is_whole: bool = False) -> Markup:
-    """An SVG; successes stand at the bottom of each bar."""
+    """An SVG; successes are at the bottom of each bar."""
     most = max((bar.size for bar in bars), default=0)
     if not most:
         return Markup("")
@@ -43,15 +43,15 @@ def histogram(title: str, bars: Sequence[HistogramBar], *, is_whole: bool = Fals
     for place, bar in enumerate(bars):
         height = max(1.5, bar.size / most * HEIGHT) if bar.size else 0.0
         good = height * bar.good / bar.size if bar.size else 0.0
-        said = (
+        label = (
             f"{title} {_span(bar, is_whole)}: {bar.size:,} attempt{'s' * (bar.size != 1)}, "
             f"{bar.good:,} success{'es' * (bar.good != 1)}"
         )
         if bar.size:
             drawn.append(
-                _BAR.format(  # of a plain text: Markup's own takes a tenth of a page's time
+                _BAR.format(  # a plain text: Markup.format takes a tenth of a page's time
                     href=escape(bar.href),
-                    said=escape(said),
+                    said=escape(label),
                     now=' aria-current="true"' if bar.is_chosen else "",
                     x=place * width + 0.5,
                     w=max(width - 1, 0.5),

@@ -1,4 +1,4 @@
-"""Templates, rendered: everything is escaped, and a name that a page does not give is an error."""
+"""Renders templates: everything is escaped, and a name that a page does not give is an error."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from agentevo.pages.text import LIMIT, one_line, shown, without_folders
 
 
 def mark_code(value: object, limit: int = LIMIT) -> Markup:
-    """`shown` as HTML, escaped, in which what stands between two backticks is code. A backtick
-    without its second stays."""
+    """`shown` as escaped HTML, in which the text between two backticks is code. A backtick without
+    its pair is unchanged."""
     pieces = shown(value, limit).split("`")
     if len(pieces) % 2 == 0:
         pieces[-2:] = ["`".join(pieces[-2:])]
@@ -42,13 +42,13 @@ FILTERS = {
     "points": intervals.points,
     "token_words": words.token_words,
 }
-"""What templates may do with a value; all but `marked` give plain text."""
+"""The filters of templates; all but `marked` give plain text."""
 
 
 @cache
 def environment() -> jinja2.Environment:
     """The one environment of all templates."""
-    made = jinja2.Environment(
+    templates = jinja2.Environment(
         loader=jinja2.PackageLoader("agentevo.pages"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -56,8 +56,8 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
         auto_reload=False,
     )
-    made.filters.update(FILTERS)
-    made.globals.update(
+    templates.filters.update(FILTERS)
+    templates.globals.update(
         asset=assets.url,
         query=urlencode,
         run_url=navigation.run_url,
@@ -67,7 +67,7 @@ def environment() -> jinja2.Environment:
         json=drawing.as_json,
     )
 
-    return made
+    return templates
 
 
 def render(template: str, **data: Any) -> str:

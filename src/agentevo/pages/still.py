@@ -1,7 +1,7 @@
-"""A page that is one file: style, scripts and pictures are inside, and it asks for nothing.
+"""A page that is one file: style, scripts and pictures are inside, and it makes no request.
 
-Its content security policy names the digests of these scripts and this style, so nothing else runs
-or colours anything, whatever a text in the page says.
+Its content security policy names the digests of these scripts and this style, so no other script
+or style applies, whatever the texts in the page are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentevo.pages.rendering import render
 
 STYLES = ("agentevo.css", "attempts.css", "still.css")
 CHARTS = (assets.UPLOT, "charts.js")
-"""The scripts of charts."""
+"""The scripts that charts need."""
 SCRIPTS = ("still.js", "agentevo.js", "tokens.js")
 """Those of every page."""
 

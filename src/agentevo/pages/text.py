@@ -1,4 +1,4 @@
-"""Texts that somebody else wrote, made fit to be shown: whatever they hold, they are only text.
+"""Texts of other authors, made safe to show: whatever they hold, they are only text.
 
 `shown` is the one function for that. What it returns is plain text, which templates escape.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 LIMIT = 20_000
-"""Characters of one text that a page shows, unless told otherwise."""
+"""Characters of one text that a page shows by default."""
 
 _PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 _PICTURES[0x7F] = 0x2421
@@ -26,7 +26,7 @@ _TURNING = {
     0x2068: "FSI",
     0x2069: "PDI",
 }
-"""Marks that turn the direction of writing, by which a text could look like another."""
+"""Marks that change the direction of writing, with which a text could imitate another."""
 _SYMBOLS: dict[int, str | int] = {
     **_PICTURES,
     **{code: f"⟨{name}⟩" for code, name in _TURNING.items()},
@@ -39,18 +39,17 @@ _BROKEN = re.compile("[\ud800-\udfff\ufffe\uffff]")
 
 
 def shown(value: object, limit: int = LIMIT) -> str:
-    """`value` as text for a page. Control characters, ANSI escapes among them, and marks that turn
-    the direction of writing become symbols that can be seen; what is no character becomes U+FFFD;
-    bytes are read as UTF-8. Of a text longer than `limit` the beginning stays, and the end says how
-    long it was."""
+    """`value` as text for a page. Control characters, including ANSI escapes, and marks that change
+    the direction of writing become visible symbols; an invalid character becomes U+FFFD; bytes are
+    read as UTF-8. A text longer than `limit` is cut, and its end gives its length."""
     if isinstance(value, (bytes, bytearray, memoryview)):
-        whole = bytes(value[: 4 * limit + 4]).decode("utf-8", "replace")
-        length = max(len(value), len(whole))
+        full_text = bytes(value[: 4 * limit + 4]).decode("utf-8", "replace")
+        length = max(len(value), len(full_text))
     else:
-        whole = value if isinstance(value, str) else str(value)
-        length = len(whole)
+        full_text = value if isinstance(value, str) else str(value)
+        length = len(full_text)
 
-    cut = whole[:limit].replace("\r\n", "\n")
+    cut = full_text[:limit].replace("\r\n", "\n")
     text = _BROKEN.sub("\ufffd", cut).translate(_SYMBOLS)
     return text if length <= limit else f"{text}… ({length:,} characters)"
 
@@ -61,6 +60,6 @@ def one_line(value: object, limit: int = 200) -> str:
 
 
 def without_folders(value: object) -> str:
-    """A text in which absolute paths are the names of what lies there: `/runs/a/step-7` is
+    """A text in which absolute paths are replaced by their last names: `/runs/a/step-7` is
     `step-7`."""
     return re.sub(r"(?<![^\s@])/(?:[^/\s@]+/)+(?=[^/\s@])", "", str(value))

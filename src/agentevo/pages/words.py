@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 NONE = "–"
-"""What stands where there is no number."""
+"""The text in place of a missing number."""
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -25,7 +25,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
     if size >= 100 or value == int(value):
         text = f"{value:,.0f}"
-    elif size < 10 ** (1 - digits):  # of which fixed places would leave nothing or one figure
+    elif size < 10 ** (1 - digits):  # fixed places would leave at most one figure of it
         text = f"{value:.{max(digits - 1, 1)}g}"
     else:
         text = f"{value:.{max(digits - (size >= 1) - (size >= 10), 1)}f}"
@@ -42,7 +42,7 @@ def percent(value: float | None) -> str:
 
 
 def chance(logprob: float | None) -> str:
-    """The probability that a natural log-prob stands for: `41%`, `0.020%`, `3e-05%`."""
+    """The probability of a natural log-prob: `41%`, `0.020%`, `3e-05%`."""
     if logprob is None or not math.isfinite(logprob):
         return NONE
     share = 100 * math.exp(min(logprob, 0.0))
@@ -110,5 +110,5 @@ def moment(then: float | None) -> str:
         return NONE
     try:
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(then))
-    except (ValueError, OverflowError, OSError):  # a time of no calendar, out of a damaged file
+    except (ValueError, OverflowError, OSError):  # a time outside the calendar, from a damaged file
         return NONE

@@ -1,5 +1,5 @@
 """Worlds in the text of a message: rows of symbols, as the grid worlds of RAGEN and AgentEvo write
-them, drawn as the grids that they are. The text stays the text: only how it is set differs."""
+them, drawn as grids. The text is unchanged: only its layout differs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SYMBOLS = {
     "H": "hole",
     "F": "floor",
 }
-"""Symbol -> the class that it is drawn with, where the world does not say what it means."""
+"""Symbol -> the class that it is drawn with, where the world has no legend for it."""
 MEANINGS = (
     ("hole", ("hole",)),
     ("player", ("player on target",)),
@@ -47,7 +47,7 @@ MIN_COLUMNS = 3
 
 
 class WorldPiece(NamedTuple):
-    """Of a message: running text, or the rows of a world."""
+    """A piece of a message: running text, or the rows of a world."""
 
     text: str
     rows: list[list[tuple[str, str]]]
@@ -59,9 +59,9 @@ NO_LEGEND: Legend = MappingProxyType({})
 
 
 def legend_of(texts: Iterable[str]) -> Legend:
-    """What a world says its symbols mean, as `Symbols: P player, O hole.`: symbol -> class. The
-    same sign is a hole in one world and a goal in another."""
-    found: dict[str, str] = {}
+    """The legend of a world, such as `Symbols: P player, O hole.`: symbol -> class. The same sign
+    is a hole in one world and a goal in another."""
+    legend: dict[str, str] = {}
     for text in texts:
         for line in LEGEND.findall(text):
             for part in line.rstrip(". ").split(","):
@@ -70,16 +70,16 @@ def legend_of(texts: Iterable[str]) -> Legend:
                     (name for name, words in MEANINGS if any(word in meaning for word in words)), ""
                 )
                 if len(symbol) == 1 and kind:
-                    found[symbol] = "lost" if kind == "hole" and "player" in meaning else kind
+                    legend[symbol] = "lost" if kind == "hole" and "player" in meaning else kind
 
-    return found
+    return legend
 
 
 def pieces(text: str, legend: Legend = NO_LEGEND) -> list[WorldPiece]:
-    """The message in its order; the texts of all pieces together are the message. `legend`: what
-    was said of the symbols before; the message's own counts first."""
+    """The message in its order; the texts of all pieces together are the message. `legend`: that of
+    earlier messages; the message's own legend has priority."""
     symbols = {**SYMBOLS, **legend, **legend_of([text])}
-    found: list[WorldPiece] = []
+    parts: list[WorldPiece] = []
     plain: list[str] = []
     lines = text.split("\n")
     start = 0
@@ -96,36 +96,36 @@ def pieces(text: str, legend: Legend = NO_LEGEND) -> list[WorldPiece]:
 
         if width and end - start >= MIN_ROWS:
             if plain:
-                found.append(WorldPiece("\n".join(plain), []))
+                parts.append(WorldPiece("\n".join(plain), []))
                 plain = []
 
             rows = [
                 [(symbol, symbols[symbol]) for symbol in _symbols(line)]
                 for line in lines[start:end]
             ]
-            found.append(WorldPiece("\n".join(lines[start:end]), rows))
+            parts.append(WorldPiece("\n".join(lines[start:end]), rows))
             start = end
         else:
             plain.append(lines[start])
             start += 1
 
     if plain:
-        found.append(WorldPiece("\n".join(plain), []))
+        parts.append(WorldPiece("\n".join(plain), []))
 
-    return found
+    return parts
 
 
-def _width(line: str, known: Legend) -> int:
-    """Of a line that can be a row of a world; 0 of another one."""
+def _width(line: str, legend: Legend) -> int:
+    """The width of a line that can be a row of a world; 0 for any other line."""
     if not MIN_COLUMNS <= len(line.strip()) <= 4 * MAX_SIDE:
         return 0
     symbols = _symbols(line)
-    if not MIN_COLUMNS <= len(symbols) <= MAX_SIDE or not known.keys() >= set(symbols):
+    if not MIN_COLUMNS <= len(symbols) <= MAX_SIDE or not legend.keys() >= set(symbols):
         return 0
     return len(symbols)
 
 
 def _symbols(line: str) -> list[str]:
-    """Cells stand beside each other, or apart by spaces or tabs."""
+    """The cells of a line: single characters, with or without spaces or tabs between them."""
     parts = line.split()
     return parts if len(parts) > 1 and all(len(part) == 1 for part in parts) else list(line.strip())

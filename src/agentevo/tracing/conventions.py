@@ -2,7 +2,7 @@
 version, and our own.
 
 All of gen_ai.* has the status "Development": names move between versions. A test compares these
-with the package of the pinned version; what is not there is ours and begins with `agentevo.`.
+with the package of the pinned version; all other names are ours and begin with `agentevo.`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SCHEMA_URL: Final = f"https://opentelemetry.io/schemas/{VERSION}"
 SCOPE: Final = "agentevo"
 """The instrumentation scope, and the service's name where the environment gives none."""
 PROVIDER: Final = "agentevo"
-"""Of a policy; gen_ai.provider.name takes any name where none of the known ones holds."""
+"""The provider of a policy; gen_ai.provider.name takes any name where no known one applies."""
 
 # Operations
 CHAT: Final = "chat"
@@ -57,7 +57,7 @@ ATTEMPT: Final = "agentevo.attempt"
 """The number of the attempt in its group."""
 STEP: Final = "agentevo.step"
 LABEL: Final = "agentevo.label"
-"""What the attempt was made for: train, greedy, sampled."""
+"""The purpose of the attempt: train, greedy, sampled."""
 CALL_ID: Final = "agentevo.call.id"
 """In `agentevo trajectories watch` and Store.calls."""
 STATUS: Final = "agentevo.status"
@@ -65,7 +65,7 @@ PROMPT_TEXT: Final = "agentevo.prompt.text"
 """The prompt's tokens as a text (token2text)."""
 COMPLETION_TEXT: Final = "agentevo.completion.text"
 OWN: Final = "agentevo."
-"""Begins a fact of a call that the conventions have no name for."""
+"""Prefix of a fact of a call that the conventions have no name for."""
 
 # The variables of the environment that mean the same as our keys
 ENV_CONTENTS: Final = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"

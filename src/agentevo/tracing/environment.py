@@ -1,4 +1,4 @@
-"""Processes without a recipe, such as `agentevo mcp serve`: OpenTelemetry's variables alone say
+"""Processes without a recipe, such as `agentevo mcp serve`: only OpenTelemetry's variables decide
 whether they are traced, and where the spans go."""
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ ASKED_BY = (
 @contextmanager
 def traced_as_environment() -> Iterator[None]:
     """A block whose spans are exported where the environment asks for that: OTEL_TRACES_EXPORTER is
-    `otlp`, or there is an endpoint and it is not set. What this process's packages trace by
-    OpenTelemetry's own API, such as the MCP SDK, goes over OTLP then. Raises MissingExtraError."""
-    asked = next((name for name in ASKED_BY if os.environ.get(name)), None)
+    `otlp`, or there is an endpoint and it is not set. The spans that this process's packages make
+    by OpenTelemetry's own API, such as the MCP SDK's, then go over OTLP. Raises
+    MissingExtraError."""
+    variable = next((name for name in ASKED_BY if os.environ.get(name)), None)
     exporter = os.environ.get("OTEL_TRACES_EXPORTER") or "otlp"
     is_off = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
-    if asked is None or is_off or exporter.strip().lower() != "otlp":
+    if variable is None or is_off or exporter.strip().lower() != "otlp":
         yield
         return
 
-    load_sdk(f"the environment variable {asked}")
+    load_sdk(f"the environment variable {variable}")
     from opentelemetry import trace
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace import TracerProvider

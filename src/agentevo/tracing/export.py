@@ -1,13 +1,13 @@
 """Stored calls as spans in a file, for a run that was not traced while it ran.
 
-Names, trace ids and span ids are those that the run's own tracer gives (tracing/spans.py), so what
-is exported twice, or was traced as well, are the same spans. Of a run that was never traced the
-trace ids are made from the name of its first process, which no other run has.
+Names, trace ids and span ids are those that the run's own tracer gives (tracing/spans.py), so a
+second export, or a trace of the run, has the same spans. The trace ids of a run that was never
+traced are made from the name of its first process, which is unique.
 
 With `contents` a call of the policy has the messages of its turn, so `agentevo data import` reads
-what was said. Not promised: what only a tracer sees. A stored call does not know of the request
-that asked for it at the gateway, or of the attempt of several agents that it is part of; and the
-messages of an attempt that lost answers on their way, or is not in the store, are left out.
+them. Not promised: facts that only a tracer sees. A stored call does not have the request that
+caused it at the gateway, or the attempt of several agents that it belongs to; and the messages of
+an attempt that lost answers on their way, or is not in the store, are left out.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from agentevo.tracing.texts import SpanTexts
 from agentevo.types import Call, Message, Turn
 
 REMEMBERED = 512
-"""Attempts whose messages are kept while calls are read: as many as run at one time."""
+"""Attempts whose messages are cached while calls are read: as many as run at one time."""
 
 
 class Exported(NamedTuple):
-    """How many calls became spans, and how many have no end: they run, or their process was
-    killed."""
+    """The numbers of calls that became spans, and of those without an end: they run, or their
+    process was killed."""
 
     spans: int
     unended: int
@@ -56,11 +56,11 @@ async def export_spans(
     """Writes the calls that have ended to `out` (.jsonl or .jsonl.gz), which appears whole or not
     at all: a line is a request of up to BATCH spans, in OTLP's JSON, or one span.
 
-    `run.id` is left out: `folder` has it, or the calls. `contents`: spans hold what the policy was
-    asked and said, and what tools, scorers and programs were given and wrote. Raises StoreError for
+    `run.id` is left out: `folder` has it, or the calls. `contents`: spans hold the messages of the
+    policy, and the inputs and outputs of tools, scorers and programs. Raises StoreError for
     a path that can't be written.
     """
-    made: Spans | None = None
+    spans: Spans | None = None
     conversations = _Conversations(store)
     batch: list[ReadableSpan] = []
     num_spans = num_unended = 0
@@ -76,18 +76,18 @@ async def export_spans(
         async for stored in store.calls():
             call = stored.call
             read.advance()
-            if made is None:
+            if spans is None:
                 run = run._replace(id=kept_run_id(folder) or call.id.rpartition("-")[0])
                 resource = run_resource(of_this_process=False)
-                made = Spans(run, SpanTexts(LENGTH), resource, contents=contents)
+                spans = Spans(run, SpanTexts(LENGTH), resource, contents=contents)
 
             if call.ended_at is None:
                 num_unended += 1
                 continue
 
             trace = trace_of(run.id, attempt_of(call.trajectory_id), 1.0)
-            said = await conversations.said_in(call) if contents else None
-            batch.append(made.of(call, trace, said=said))
+            traced_message = await conversations.said_in(call) if contents else None
+            batch.append(spans.of(call, trace, said=traced_message))
             num_spans += 1
 
             if len(batch) == BATCH:
@@ -104,10 +104,10 @@ class _Conversations:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._turns: dict[str, list[TracedMessage]] = {}
-        """Attempt -> what was said in each of its turns; the oldest are forgotten."""
+        """Attempt -> the messages of each of its turns; the oldest are forgotten."""
 
     async def said_in(self, call: Call) -> TracedMessage | None:
-        """None for what is no call of the policy, and where its turns are not known."""
+        """The messages of a call; None if it is not the policy's, or its turns are unknown."""
         first = call.attributes.get("turn")
         count = call.attributes.get("completions")
         if call.kind != "policy" or not isinstance(first, int) or not isinstance(count, int):
@@ -133,15 +133,15 @@ class _Conversations:
         except StoreError:  # dropped, or its group has not been written
             return []
 
-        if "num_undelivered" in trajectory.metrics:  # its turns were numbered anew
+        if "num_undelivered" in trajectory.metrics:  # its turns were renumbered
             return []
 
         turns: list[TracedMessage] = []
         contexts: list[list[Message]] = []
         for turn in trajectory.turns:
-            known = [] if turn.parent is None else contexts[turn.parent]
+            context = [] if turn.parent is None else contexts[turn.parent]
             tools = turn.tools if turn.parent is None else turns[turn.parent].tools
-            contexts.append([*known, *turn.messages])
+            contexts.append([*context, *turn.messages])
             turns.append(_said_in_turn(turn, contexts[-1], tools))
 
         return turns

@@ -1,4 +1,4 @@
-"""What OpenTelemetry's packages log of failures is told once, and not at each failure."""
+"""Reports the first failure that OpenTelemetry's packages log, and not each one."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from agentevo.credentials import without_passwords
 from agentevo.errors import describe_error
 
 LONGEST_WORDS = 500
-"""Characters of a failure that are told: it may be a server's answer."""
+"""Characters of a failure that are reported: it may be a server's answer."""
 _PACKAGE = logging.getLogger("opentelemetry")
 _HEADERS_LOGGER = "opentelemetry.util.re"
 """Logs a header that it can't read, with its value, which may be a key."""
 
 
 class FirstWarning(logging.Handler):
-    """Between `open` and `close` the first warning of OpenTelemetry's loggers is told, and none of
-    them reaches the handlers of the program."""
+    """Between `open` and `close` it reports the first warning of OpenTelemetry's loggers, and no
+    warning reaches the handlers of the program."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
         self.problem = ""
-        """What was told."""
-        self._tell = tell
+        """The failure that was reported."""
+        self._notify = tell
 
     def open(self) -> Self:
         """Listens from now on."""
@@ -46,15 +46,15 @@ class FirstWarning(logging.Handler):
             self.warn(record.getMessage())
 
     def warn(self, problem: str | Exception) -> None:
-        """Tells a problem, if it is the first."""
+        """Reports a problem, if it is the first."""
         if self.problem:
             return
 
         words = problem if isinstance(problem, str) else describe_error(problem)
         words = without_passwords(words)[:LONGEST_WORDS]
         self.problem = "".join(c if c.isprintable() else "?" for c in words)
-        self._tell(f"tracing: spans may be missing (told once): {self.problem}")
+        self._notify(f"tracing: spans may be missing (told once): {self.problem}")
 
     def mute(self) -> None:
-        """From now on nothing is told."""
-        self._tell = lambda line: None
+        """Reports nothing from now on."""
+        self._notify = lambda line: None

@@ -35,7 +35,7 @@ class MLflowError(AgentEvoError):
 
 
 def check_mlflow(uri: str) -> None:
-    """Raises MissingExtraError where a database needs MLflow's package and that is not there."""
+    """Raises MissingExtraError where a database needs MLflow's package and it is missing."""
     if not uri.startswith(("http://", "https://")) and find_spec("mlflow") is None:
         raise MissingExtraError(
             "tracing.backend=mlflow without a server needs the package 'mlflow': pip install "
@@ -66,7 +66,7 @@ class MLflowExporter(SpanExporter):
             self._exporter.shutdown()
 
     def _open_early(self) -> None:
-        with suppress(Exception):  # an export tries again, and its failure is told
+        with suppress(Exception):  # an export tries again, and its failure is reported
             self._opened()
 
     def _opened(self) -> SpanExporter:
@@ -85,11 +85,11 @@ def _server_exporter(uri: str, experiment: str) -> SpanExporter:
 
 
 def _experiment_id(uri: str, experiment: str, headers: dict[str, str]) -> str:
-    """That of the experiment, which another process may make at this moment."""
+    """The id of the experiment, which another process may make at the same time."""
     where = f"MLflow at {without_password(uri)}"
 
     def answer(method: str, what: str, **options: Any) -> dict[str, Any] | None:
-        """None where there is no such experiment, or it is there already."""
+        """The reply; None where there is no such experiment, or it exists already."""
         url = f"{uri}/api/2.0/mlflow/experiments/{what}"
         reply = httpx.request(method, url, headers=headers, timeout=TIMEOUT_S, **options)
         if reply.status_code in (400, 404) and "RESOURCE_" in reply.text:
@@ -101,16 +101,16 @@ def _experiment_id(uri: str, experiment: str, headers: dict[str, str]) -> str:
         return content
 
     name = {"experiment_name": experiment}
-    known = answer("GET", "get-by-name", params=name)
-    if known is None:
+    experiment_reply = answer("GET", "get-by-name", params=name)
+    if experiment_reply is None:
         created = answer("POST", "create", json={"name": experiment})
         if created is not None:
             return str(created["experiment_id"])
-        known = answer("GET", "get-by-name", params=name)
+        experiment_reply = answer("GET", "get-by-name", params=name)
 
-    if known is None:
+    if experiment_reply is None:
         raise MLflowError(f"{where} makes no experiment {experiment!r}")
-    return str(known["experiment"]["experiment_id"])
+    return str(experiment_reply["experiment"]["experiment_id"])
 
 
 def _authorization() -> dict[str, str]:
@@ -132,17 +132,17 @@ class _DatabaseExporter(SpanExporter):
         from mlflow.tracing.client import TracingClient
 
         client = MlflowClient(uri)
-        known = client.get_experiment_by_name(experiment)
-        if known is None:
+        existing = client.get_experiment_by_name(experiment)
+        if existing is None:
             try:
                 self._experiment_id = client.create_experiment(experiment)
             except MlflowException:  # another process has made it
-                known = client.get_experiment_by_name(experiment)
-                if known is None:
+                existing = client.get_experiment_by_name(experiment)
+                if existing is None:
                     raise
 
-        if known is not None:
-            self._experiment_id = known.experiment_id
+        if existing is not None:
+            self._experiment_id = existing.experiment_id
 
         self._client = TracingClient(uri)
 

@@ -1,4 +1,4 @@
-"""What a recipe's section `tracing` and OpenTelemetry's variables come to: a tracer, or none.
+"""What a recipe's section `tracing` and OpenTelemetry's variables give: a tracer, or none.
 
 The OpenTelemetry SDK is an extra, so no module that imports it is imported before it is needed."""
 
@@ -32,13 +32,13 @@ LENGTH = 16384
 QUEUE = 4096
 BATCH = 512
 FILE_DELAY_MS = 1000
-"""The longest that a span waits for others before it is written to a file, which is near."""
+"""The longest wait of a span before it is written to a file, which is cheap."""
 DELAY_MS = 5000
-"""The longest that it waits otherwise: OpenTelemetry's default, as each request costs
+"""The longest wait before a request: OpenTelemetry's default, as each request costs
 milliseconds."""
 _UNSAFE = re.compile(r"[^\w.-]")
 _TRUE = ("true", "1", "yes", "on", "span_only", "span_and_event", "event_only")
-"""Of the variable for contents, in all spellings that instrumentations know."""
+"""Values of the variable for contents, in all spellings that instrumentations know."""
 
 
 def open_tracing(
@@ -49,9 +49,9 @@ def open_tracing(
     is_remote: bool,
 ) -> AbstractAsyncContextManager[Tracer | None]:
     """A tracer of this process, for an `async with`; None where the run is not traced. `process`
-    says which one it is, in the name of its file; `is_remote`: the engine is another process.
+    is its name in the name of its file; `is_remote`: the engine is another process.
 
-    The run's folder is there. Raises ConfigError, MissingExtraError and DiskError.
+    The run's folder exists. Raises ConfigError, MissingExtraError and DiskError.
     """
     section = config.tracing
     if _is_off(section):
@@ -107,7 +107,7 @@ def load_sdk(needed_by: str) -> None:
 
 
 def run_id_of(run_dir: Path) -> str:
-    """What tells this run from all others, drawn once and kept in its folder: every process of the
+    """What identifies this run, drawn once and kept in its folder: every process of the
     run makes the same trace ids of it."""
     path = run_dir / FOLDER / "run_id"
     try:
@@ -120,9 +120,9 @@ def run_id_of(run_dir: Path) -> str:
 
 
 def contents_of(section: TracingSection) -> bool:
-    """Whether spans hold what was said."""
-    given = section.contents
-    return _is_true(os.environ.get(names.ENV_CONTENTS, "")) if given is None else given
+    """Whether spans hold messages."""
+    setting = section.contents
+    return _is_true(os.environ.get(names.ENV_CONTENTS, "")) if setting is None else setting
 
 
 def length_of(section: TracingSection) -> int:
@@ -133,7 +133,7 @@ def length_of(section: TracingSection) -> int:
 
 
 def kept_run_id(run_dir: Path) -> str | None:
-    """`run_id_of` of a run that is only read; None of one that has never been traced."""
+    """`run_id_of` of a run that is only read; None for a run that was never traced."""
     path = run_dir / FOLDER / "run_id"
     try:
         return path.read_text().strip() if path.is_file() else None
@@ -181,7 +181,7 @@ def _limits(section: TracingSection) -> TraceLimits:
 
 
 def _number(name: str) -> int | None:
-    """A variable of the environment. Raises ConfigError for what is no such number."""
+    """A number of the environment. Raises ConfigError for any other text."""
     text = os.environ.get(name, "").strip()
     if not text:
         return None

@@ -1,8 +1,8 @@
 """Spans for a collector, by the OpenTelemetry SDK's exporter over HTTP, and for files, where a line
 is one request in OTLP's JSON (https://opentelemetry.io/docs/specs/otel/protocol/file-exporter/).
 
-What the recipe does not say, the SDK reads from OTEL_EXPORTER_OTLP_*. A file is appended to and
-never changed; if the process is killed, its last line may be incomplete.
+The SDK reads all settings that the recipe lacks from OTEL_EXPORTER_OTLP_*. A file is only
+appended to; if the process is killed, its last line may be incomplete.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def check_collector(endpoint: str | None) -> None:
 
 
 def _variable(name: str) -> str:
-    """What the environment says for traces, or for all signals."""
+    """The environment's value for traces, or for all signals."""
     general = os.environ.get(f"OTEL_EXPORTER_OTLP_{name}")
     return (os.environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or general or "").strip()
 
@@ -79,11 +79,11 @@ def _is_http(endpoint: str) -> bool:
 
 
 def _bounded_session() -> requests.Session:
-    """A session that reads LONGEST_ANSWER of an answer and no more, however long it is."""
+    """A session that reads at most LONGEST_ANSWER of an answer."""
 
     def read_head(answer: requests.Response, *_: Any, **__: Any) -> None:
         answer.raw.read(LONGEST_ANSWER)
-        answer.close()  # which keeps the connection where the answer was read to its end
+        answer.close()  # keeps the connection where the whole answer was read
 
     session = requests.Session()
     session.stream = True
@@ -121,7 +121,7 @@ def request_json(spans: Sequence[ReadableSpan]) -> bytes:
     scope_spans = {
         "scope": {"name": scope.name, "version": scope.version},
         "schemaUrl": scope.schema_url,
-        # Each on its own, or Python looks for garbage in so many containers at once.
+        # One by one, or Python's garbage collector runs over very many containers.
         "spans": [msgspec.Raw(msgspec.json.encode(_span_json(span))) for span in spans],
     }
     resource_spans = {

@@ -35,14 +35,14 @@ _ATTEMPT = re.compile(
 )
 """Of a trajectory's id, which sampler.group_name and types.group_of_agent make."""
 _OUTPUT = ("stdout", "stderr", "whole_result", "summary_problem", "ending")
-"""Facts of a call that are what somebody wrote, besides those that have a name."""
+"""Facts of a call that are written texts, in addition to those that have a name."""
 _NANO = 10**9
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 Value = str | bool | int | float | list[str]
 
 
 class RunFacts(NamedTuple):
-    """What holds of every span of a run."""
+    """The facts that all spans of a run share."""
 
     name: str
     id: str
@@ -53,7 +53,7 @@ class RunFacts(NamedTuple):
 
 
 def run_resource(*, of_this_process: bool = True) -> Resource:
-    """Where spans come from: what OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME say, else us."""
+    """The source of spans: OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME, else AgentEvo."""
     attributes = {names.SERVICE_NAME: names.SCOPE}
     if of_this_process:
         attributes["process.pid"] = str(os.getpid())
@@ -61,8 +61,8 @@ def run_resource(*, of_this_process: bool = True) -> Resource:
 
 
 class Spans:
-    """Makes spans of calls, with the ids of trace_context.py. `contents`: they hold what was
-    said."""
+    """Makes spans of calls, with the ids of trace_context.py. `contents`: they hold the
+    messages."""
 
     def __init__(
         self, run: RunFacts, texts: SpanTexts, resource: Resource, *, contents: bool
@@ -85,8 +85,8 @@ class Spans:
         asker: TracePlace | None = None,
         around: int | None = None,
     ) -> ReadableSpan:
-        """The span of a call that has ended. `around`: the id of the span around it, where its
-        record names none."""
+        """The span of a call that has ended. `around`: the id of the enclosing span, where the
+        call's record names none."""
         parent_id = around if call.parent is None else self._span_of(call.parent)
         links: tuple[Link, ...] = ()
         if asker is not None and asker.trace_id == trace.trace_id:
@@ -132,8 +132,8 @@ class Spans:
         )
 
     def _described_once(self, kind: str, name: str) -> tuple[str, SpanKind, dict[str, Value]]:
-        """The span's name and kind, and what the conventions say of all calls of a kind and name.
-        Without a kind it is the opening of a tool."""
+        """The span's name and kind, and the attributes that the conventions give all calls of a
+        kind and name. Without a kind it is the opening of a tool."""
         model = self._run.model
         spoken = f"{ {'scorer': 'score'}.get(kind, kind) } {name}".strip()
         is_client = False
@@ -163,8 +163,10 @@ class Spans:
         spoken = self._texts.shown(spoken, 200)
         return spoken, SpanKind.CLIENT if is_client else SpanKind.INTERNAL, attributes
 
-    def _call_attributes(self, call: Call, said: TracedMessage | None) -> dict[str, Value]:
-        """What this span alone has."""
+    def _call_attributes(
+        self, call: Call, traced_message: TracedMessage | None
+    ) -> dict[str, Value]:
+        """The attributes of this span alone."""
         attributes: dict[str, Value] = {names.CALL_ID: call.id, names.STATUS: call.status or ""}
         facts = call.attributes
         if call.kind in ("policy", "remote"):
@@ -176,17 +178,21 @@ class Spans:
                 if isinstance(text := facts.get(fact), str):
                     attributes[name] = self._texts.shown(text)
 
-        # What the call noted that the conventions have no name for.
-        told = _TOLD_OF_SCORER if call.kind == "scorer" else _TOLD
+        # Facts of the call that the conventions have no name for.
+        named_facts = _TOLD_OF_SCORER if call.kind == "scorer" else _TOLD
         for fact, value in facts.items():
-            if fact not in told and (self._contents or fact not in _OUTPUT):
+            if fact not in named_facts and (self._contents or fact not in _OUTPUT):
                 shown = self._texts.shown(value) if isinstance(value, str) else value
                 attributes[names.OWN + fact] = shown
 
-        return attributes if said is None else attributes | self._said(said)
+        return (
+            attributes
+            if traced_message is None
+            else attributes | self._message_attributes(traced_message)
+        )
 
     def _attempt_facts(self, trajectory_id: str) -> dict[str, Value]:
-        """What all spans of a trajectory have."""
+        """The attributes that all spans of a trajectory have."""
         shown = self._texts.shown(trajectory_id)
         attributes: dict[str, Value] = {
             names.RUN_NAME: self._run.name,
@@ -194,39 +200,39 @@ class Spans:
             names.TRAJECTORY_ID: shown,
             names.CONVERSATION_ID: shown,
         }
-        found = _ATTEMPT.fullmatch(trajectory_id)
-        if found is not None:
+        match = _ATTEMPT.fullmatch(trajectory_id)
+        if match is not None:
             attributes |= {
-                names.TASK_ID: self._texts.shown(found["task"]),
+                names.TASK_ID: self._texts.shown(match["task"]),
                 names.GROUP_ID: self._texts.shown(trajectory_id.rpartition("#")[0]),
-                names.LABEL: found["label"],
-                names.STEP: int(found["step"]),
-                names.ATTEMPT: int(found["number"]),
+                names.LABEL: match["label"],
+                names.STEP: int(match["step"]),
+                names.ATTEMPT: int(match["number"]),
             }
 
         return attributes
 
-    def _said(self, said: TracedMessage) -> dict[str, Value]:
+    def _message_attributes(self, traced_message: TracedMessage) -> dict[str, Value]:
         attributes: dict[str, Value] = {}
-        if said.finish_reasons:
-            attributes[names.FINISH_REASONS] = list(said.finish_reasons)
-        if said.temperature is not None:
-            attributes[names.REQUEST_TEMPERATURE] = said.temperature
+        if traced_message.finish_reasons:
+            attributes[names.FINISH_REASONS] = list(traced_message.finish_reasons)
+        if traced_message.temperature is not None:
+            attributes[names.REQUEST_TEMPERATURE] = traced_message.temperature
 
         if self._contents:
-            reasons = said.finish_reasons
-            if said.asked:
-                attributes[names.INPUT_MESSAGES] = self._texts.messages(said.asked)
+            reasons = traced_message.finish_reasons
+            if traced_message.asked:
+                attributes[names.INPUT_MESSAGES] = self._texts.messages(traced_message.asked)
 
-            if said.answers:
-                answers = self._texts.messages(said.answers, finish_reasons=reasons)
+            if traced_message.answers:
+                answers = self._texts.messages(traced_message.answers, finish_reasons=reasons)
                 attributes[names.OUTPUT_MESSAGES] = answers
 
-            if said.tools:
-                attributes[names.TOOL_DEFINITIONS] = self._texts.shown(said.tools)
+            if traced_message.tools:
+                attributes[names.TOOL_DEFINITIONS] = self._texts.shown(traced_message.tools)
 
-        if said.texts is not None:
-            prompt, completions = said.texts()
+        if traced_message.texts is not None:
+            prompt, completions = traced_message.texts()
             attributes[names.PROMPT_TEXT] = self._texts.shown(prompt)
             shown = [self._texts.shown(text) for text in completions]
             attributes[names.COMPLETION_TEXT] = shown[0] if len(shown) == 1 else shown
@@ -265,11 +271,11 @@ _TOLD_OF_SCORER = _TOLD | {"reason"}
 
 
 def attempt_of(trajectory_id: str) -> str:
-    """What the trace of a trajectory is of: the attempt, which all of several agents share."""
-    found = _ATTEMPT.fullmatch(trajectory_id)
-    if found is None or found["agent"] is None:
+    """The attempt that the trace of a trajectory belongs to; all its agents share the trace."""
+    match = _ATTEMPT.fullmatch(trajectory_id)
+    if match is None or match["agent"] is None:
         return trajectory_id
-    return f"{found['task']}/{found['label']}@{found['step']}#{found['number']}"
+    return f"{match['task']}/{match['label']}@{match['step']}#{match['number']}"
 
 
 def _kind_of(message: str) -> str:

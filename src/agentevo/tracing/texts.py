@@ -1,8 +1,8 @@
 """Texts as spans hold them: of bounded length, and without credentials.
 
-Left out are passwords in URLs (credentials.py), the values of environment variables whose names
-speak of keys, secrets, tokens or passwords, and what looks like a key anywhere. Not promised: that
-a secret is recognised which looks like any other word and is in no such variable.
+It leaves out passwords in URLs (credentials.py), the values of environment variables whose names
+contain words such as key, secret, token or password, and texts in the form of a key. Not promised:
+that a secret is recognised that looks like any other word and is in no such variable.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from agentevo.types import Message, ToolCall
 
 HIDDEN = "***"
 SHORTEST_SECRET = 8
-"""Characters: shorter values are words of any text."""
+"""Characters: a shorter value may be an ordinary word."""
 REMEMBERED = 1024
-"""Texts of which it is remembered what they are without secrets."""
+"""Texts whose form without secrets is cached."""
 LONGEST_REMEMBERED = 4096
 """Length of the longest of them, in characters."""
 _SECRET_NAME = re.compile(
@@ -37,7 +37,7 @@ _SECRET = re.compile(
     r"|(?i:(?<=\bauthorization: )(?:basic|token)\s)[A-Za-z0-9._~+/=-]+"
 )
 _MARGIN = 64
-"""Characters of a text besides what is said, such as the count of what is left out."""
+"""Characters for everything but the content, such as the number of omitted characters."""
 
 
 class SpanTexts:
@@ -50,51 +50,53 @@ class SpanTexts:
             for name, value in environment.items()
             if _SECRET_NAME.search(name) and len(value) >= SHORTEST_SECRET
         }
-        whole = sorted(values, key=len, reverse=True)
-        self._known = re.compile("|".join(map(re.escape, whole))) if whole else None
+        secret_values = sorted(values, key=len, reverse=True)
+        self._secret_pattern = (
+            re.compile("|".join(map(re.escape, secret_values))) if secret_values else None
+        )
 
-        # Names, and the messages that every turn of an attempt has again.
+        # Names, and the messages that every turn of an attempt repeats.
         self._remembered = lru_cache(REMEMBERED)(self._without_secrets)
 
     def shown(self, text: str, longest: int | None = None) -> str:
         """The text without credentials, storable, and shortened in its middle."""
         longest = self.longest if longest is None else longest
-        # What is cut is looked at first, so that half a secret is none that is left.
+        # The search covers the text near the cut, so that no half of a secret remains.
         text = shorten_middle(text, longest + 2 * LONGEST_SECRET)
         short = len(text) <= LONGEST_REMEMBERED
         text = self._remembered(text) if short else self._without_secrets(text)
         return storable(shorten_middle(text, longest), longest)
 
     def _without_secrets(self, text: str) -> str:
-        if self._known is not None:
-            text = self._known.sub(HIDDEN, text)
+        if self._secret_pattern is not None:
+            text = self._secret_pattern.sub(HIDDEN, text)
         return _SECRET.sub(HIDDEN, without_passwords(text))
 
     def messages(self, messages: Sequence[Message], *, finish_reasons: Sequence[str] = ()) -> str:
-        """A chat as the conventions write it: JSON of roles and parts. Of one that is too long the
-        newest messages are kept, and of a long message head and tail."""
-        left = self.longest
-        told = list[msgspec.Raw]()
+        """A chat as the conventions write it: JSON of roles and parts. A chat that is too long
+        keeps its newest messages, and a long message its head and tail."""
+        remaining = self.longest
+        encoded_messages = list[msgspec.Raw]()
         for number in range(len(messages) - 1, -1, -1):
-            if left <= _MARGIN:
+            if remaining <= _MARGIN:
                 note = _note(f"{number + 1} earlier messages are left out")
-                told.append(msgspec.Raw(msgspec.json.encode(note)))
+                encoded_messages.append(msgspec.Raw(msgspec.json.encode(note)))
                 break
 
-            one = self._message(messages[number], left)
+            record = self._message(messages[number], remaining)
             if finish_reasons:
-                one["finish_reason"] = finish_reasons[min(number, len(finish_reasons) - 1)]
+                record["finish_reason"] = finish_reasons[min(number, len(finish_reasons) - 1)]
 
-            encoded = msgspec.json.encode(one)
-            told.append(msgspec.Raw(encoded))
-            left -= len(encoded)
+            encoded = msgspec.json.encode(record)
+            encoded_messages.append(msgspec.Raw(encoded))
+            remaining -= len(encoded)
 
-        return msgspec.json.encode(told[::-1]).decode()
+        return msgspec.json.encode(encoded_messages[::-1]).decode()
 
     def _message(self, message: Message, longest: int) -> dict[str, Any]:
-        """Its parts share `longest`, the first ones first; how many have no room is told."""
+        """Its parts share `longest`, the first ones first; a note says how many have no room."""
         named = {} if message.name is None else {"name": self.shown(message.name, _MARGIN)}
-        told = {"role": message.role, **named}
+        record = {"role": message.role, **named}
         if message.role == "tool":
             response = self.shown(message.text, longest)
             part = {
@@ -102,10 +104,10 @@ class SpanTexts:
                 "id": message.tool_call_id,
                 "response": response,
             }
-            return told | {"parts": [part]}
+            return record | {"parts": [part]}
 
         makers: list[Callable[[int], dict[str, Any]]] = [
-            lambda left, kind=kind, text=text: {"type": kind, "content": self.shown(text, left)}  # type: ignore[misc]
+            lambda limit, kind=kind, text=text: {"type": kind, "content": self.shown(text, limit)}  # type: ignore[misc]
             for kind, text in (("reasoning", message.reasoning), ("text", message.text))
             if text
         ]
@@ -118,15 +120,15 @@ class SpanTexts:
             parts.append(make(longest))
             longest -= len(msgspec.json.encode(parts[-1]))
 
-        return told | {"parts": parts}
+        return record | {"parts": parts}
 
     def _call(self, call: ToolCall, longest: int) -> dict[str, Any]:
-        given = self.shown(call.arguments, longest)
-        arguments: Any = given
+        arguments_text = self.shown(call.arguments, longest)
+        arguments: Any = arguments_text
         with suppress(msgspec.MsgspecError, RecursionError):  # the policy may write no JSON
-            arguments = msgspec.json.decode(given)
-        told = {"type": "tool_call", "name": self.shown(call.name, 200), "arguments": arguments}
-        return told | ({"id": self.shown(call.id, 200)} if call.id else {})
+            arguments = msgspec.json.decode(arguments_text)
+        record = {"type": "tool_call", "name": self.shown(call.name, 200), "arguments": arguments}
+        return record | ({"id": self.shown(call.id, 200)} if call.id else {})
 
 
 LONGEST_SECRET = 4096

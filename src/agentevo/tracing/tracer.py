@@ -4,13 +4,13 @@ processor, in its thread.
     async with tracer:                  the exporter is made; the thread begins, and ends
         tracer.end_span(call)              from the event loop: puts the call into the queue
 
-The attempts never wait for it: of more calls than the queue holds, the oldest are dropped. A span
-is made, and its texts are shortened and searched for secrets, in the thread. What an exporter does
-not take is lost, after the retries that are its own. The end waits `flush_s` for what is left.
-Whatever is lost is counted, and told at the first time and at the end.
+The attempts never wait for it: when the queue is full, the oldest calls are dropped. The thread
+makes the span, shortens its texts and searches them for secrets. Spans that an exporter does not
+take, after its own retries, are lost. The end waits `flush_s` for the remaining spans.
+Lost spans are counted, and reported at the first loss and at the end.
 
-Not promised: that all spans of a process that was killed are exported, or that a span of which
-the exporter did not hear in time whether it was taken is exported once.
+Not promised: that all spans of a process that was killed are exported, or that a span is exported
+once where the exporter did not learn in time whether it was taken.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from agentevo.tracing.first_warning import FirstWarning
 from agentevo.tracing.spans import Spans, attempt_of
 
 FLUSH_S = 30.0
-"""How long the end of a run waits for an exporter that goes on taking spans in."""
+"""How long the end of a run waits for an exporter that still takes spans in."""
 PIECE = 2**22
 """Characters of the spans that are exported together: collectors refuse larger requests."""
 _SAMPLED = SpanContext(1, 1, False, TraceFlags(TraceFlags.SAMPLED))
-"""Of every call that waits: the processor takes sampled spans only."""
+"""The context of every waiting call: the processor takes only sampled spans."""
 _NO_RESOURCE = Resource({})
 
 
 class TraceLimits:
-    """How much waits, and for how long."""
+    """How many spans wait, and for how long."""
 
     def __init__(self, *, queue: int = 4096, batch: int = 512, delay_s: float = 1.0) -> None:
         """At most `queue` spans wait; up to `batch` of them are exported together, at the latest
@@ -59,8 +59,8 @@ class WaitingCall(ReadableSpan):
 
 
 class CallExporter(SpanExporter):
-    """Makes the spans of calls that waited, and gives them to an exporter, which may be slow and
-    raise whatever it likes. One thread uses it."""
+    """Makes the spans of the waiting calls, and gives them to an exporter, which may be slow and
+    raise anything. One thread uses it."""
 
     def __init__(self, exporter: SpanExporter, spans: Spans, warning: FirstWarning) -> None:
         self.num_exported = 0
@@ -81,7 +81,7 @@ class CallExporter(SpanExporter):
             assert isinstance(waiting, WaitingCall)
             try:
                 span = self._span(waiting.call)
-            except Exception as error:  # noqa: BLE001 (a bug of ours costs that span alone)
+            except Exception as error:  # noqa: BLE001 (a bug of ours costs only that span)
                 self._warning.warn(error)
                 continue
 
@@ -154,7 +154,8 @@ class Tracer:
         flush_s: float = FLUSH_S,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`tell` hears of what is not exported. `share`: of the attempts that are traced."""
+        """`notify` gets a line about spans that are not exported. `share`: of the attempts that are
+        traced."""
         self.contents = contents
         self.token2text = token2text
         self._make_exporter = make_exporter
@@ -163,7 +164,7 @@ class Tracer:
         self._share = share
         self._limits = limits or TraceLimits()
         self._flush_s = flush_s
-        self._tell = tell
+        self._notify = tell
         self._warning = FirstWarning(tell)
         self._num_ended = 0
         self._is_closing = False
@@ -211,7 +212,7 @@ class Tracer:
         await in_thread(self.close)
 
     def close(self) -> None:
-        """Exports what waits, for `flush_s` at most; what is left then is dropped."""
+        """Exports the waiting spans, for `flush_s` at most, and drops the rest."""
         self._is_closing = True
         self._exporter.is_ending = True
         ending = threading.Thread(target=self._end, name="agentevo-tracing-end", daemon=True)
@@ -224,13 +225,13 @@ class Tracer:
             why = self._warning.problem or f"the exporter did not end within {self._flush_s:g} s"
 
         exported = self.num_exported
-        if lost := self.num_lost:
-            self._tell(f"tracing: {lost} spans were not exported, {exported} were: {why}")
+        if num_lost := self.num_lost:
+            self._notify(f"tracing: {num_lost} spans were not exported, {exported} were: {why}")
         elif exported:
-            self._tell(f"tracing: {exported} spans were exported")
+            self._notify(f"tracing: {exported} spans were exported")
 
     def _end(self) -> None:
-        # The processor's shutdown waits 30 s at most for what is left, so the flush comes first.
+        # The processor's shutdown waits at most 30 s for the rest, so the flush comes first.
         self._processor.force_flush()
         self._processor.shutdown()
         self._warning.close()

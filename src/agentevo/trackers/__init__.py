@@ -1,10 +1,10 @@
-"""Where a run's numbers go beside its own folder: TensorBoard, W&B, MLflow, SwanLab, trackio, and
-those of other packages.
+"""Where a run's numbers go in addition to its folder: TensorBoard, W&B, MLflow, SwanLab, trackio,
+and trackers of other packages.
 
     run's thread ──► Tracking ──► one Delivery (thread, bounded queue) for each ──► Tracker
 
-The run's thread never waits for a tracker but for `flush_s` at its end. What is delivered is
-committed: a row for each step, once, also by a run that is resumed.
+The run's thread never waits for a tracker but for `flush_s` at its end. Delivered rows are
+committed: one row for each step, once, also by a run that is resumed.
 """
 
 from agentevo.trackers.tracker import (

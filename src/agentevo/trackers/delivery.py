@@ -1,11 +1,11 @@
-"""One tracker on a thread of its own, so that what it does costs the run nothing.
+"""One tracker on a thread of its own, so that its work costs the run nothing.
 
     put ─► bounded queue ─► thread: begin, log, ..., end ─► record of what was delivered
 
-Invariants: `put` returns at once; at most MAX_WAITING rows wait, and the oldest goes where there
-would be more; a row is tried ATTEMPTS times and then left out; whatever goes wrong is said once.
-`close` waits for a deadline that it is given and leaves the thread behind, which is a daemon. Not
-promised: that a row that a tracker was just given, when the process was killed, is in it.
+Invariants: `put` returns at once; at most MAX_WAITING rows wait, and the oldest is dropped
+above that; a row is tried ATTEMPTS times and then left out; each problem is reported once. `close`
+waits until a given deadline and leaves the thread behind, which is a daemon. Not promised: that a
+tracker keeps a row that it was just given when the process was killed.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ MAX_WAITING = 1000
 """Rows that a slow tracker may be behind."""
 ATTEMPTS = 6
 FIRST_PAUSE_S = 1.0
-"""Between the first two attempts at one call; twice as long each time."""
+"""The wait between the first two attempts at one call; it doubles each time."""
 HANG_S = 60.0
-"""After so long in one call a tracker is said to hang."""
+"""The time in one call after which a tracker is reported as hanging."""
 LONGEST_WORDS = 300
 """Characters of an error that a warning shows."""
 
 
 class Record:
-    """tracking.json in the run's folder: what each tracker calls the run, and the last step that it
-    has. Written by the trackers' threads."""
+    """tracking.json in the run's folder: each tracker's id of the run, and the last step that it
+    has. The trackers' threads write it."""
 
     def __init__(self, path: Path | None) -> None:
-        """None: nothing is kept, as for a run that is never resumed."""
+        """None: nothing is written, as for a run that is never resumed."""
         self._path = path
         self._lock = threading.Lock()
 
@@ -51,15 +51,15 @@ class Record:
                 read = json.loads(path.read_bytes())
                 self._entries = {name: dict(entry) for name, entry in read.items()}
             except (OSError, ValueError, AttributeError, TypeError):
-                self._entries = {}  # it only helps to go on: without it a run is told anew
+                self._entries = {}  # without it a resumed run is a new one
 
     def of(self, name: str) -> tuple[str, int]:
         """(id, last step) of a tracker; ("", -1) if it has never begun."""
         entry = self._entries.get(name, {})
-        known = entry.get("id")
+        tracker_id = entry.get("id")
         step = entry.get("step")
-        is_known = isinstance(known, str) and type(step) is int
-        return (str(known), int(step)) if is_known and step is not None else ("", -1)
+        is_known = isinstance(tracker_id, str) and type(step) is int
+        return (str(tracker_id), int(step)) if is_known and step is not None else ("", -1)
 
     def keep(self, name: str, known: str, step: int) -> None:
         """Raises OSError."""
@@ -101,7 +101,7 @@ class TrackerDelivery:
         self._thread.start()
 
     def put(self, row: TrackedRow) -> None:
-        """Rows come in rising order of steps; what the tracker has is passed over."""
+        """Rows come in rising order of steps; rows that the tracker already has are skipped."""
         with self._wake:
             if self._given_up or self._last is not None or row.step <= self._run.last_step:
                 return
@@ -123,13 +123,13 @@ class TrackerDelivery:
             self._warn(f"{busy[1]} has not come back for {HANG_S:g} s")
 
     def finish(self, last: list[Callable[[Tracker], None]]) -> None:
-        """No more rows: `last` is done after those that wait, and then the thread ends."""
+        """Ends the rows: `last` runs after the rows that wait, and then the thread ends."""
         with self._wake:
             self._last = last
             self._wake.notify()
 
     def wait(self, until: float) -> None:
-        """Waits for the end, until that time of the monotonic clock; says what is not delivered."""
+        """Waits for the end, until that time of the monotonic clock; reports rows not delivered."""
         self._thread.join(max(until - time.monotonic(), 0.0))
         missing = self._left_out + len(self._rows)
         if self._thread.is_alive():
@@ -144,7 +144,7 @@ class TrackerDelivery:
             self._say(f"{self.name}: {missing} steps are not in it; metrics.jsonl has them", False)
 
     def _warn(self, what: str) -> None:
-        """Once in the life of a run: a tracker is not worth more of a person's attention."""
+        """Warns once in the life of a run: further warnings are not worth the attention."""
         if self._warned:
             return
 
@@ -156,7 +156,7 @@ class TrackerDelivery:
         )
 
     def _work(self) -> None:
-        tracker = self._begun()
+        tracker = self._begin_tracker()
         if tracker is None:
             with self._wake:
                 self._given_up = True
@@ -172,27 +172,27 @@ class TrackerDelivery:
         for act in self._last or ():
             self._try_call("the end", lambda act=act: act(tracker), attempts=1)  # type: ignore[misc]
 
-    def _begun(self) -> Tracker | None:
-        made: list[Tracker] = []
+    def _begin_tracker(self) -> Tracker | None:
+        trackers: list[Tracker] = []
 
         def begin() -> None:
             tracker = self._make()
-            begun = tracker.begin(self._run)
-            self._id = begun.id
-            if begun.where:
-                self._say(f"{self.name}: {without_passwords(begun.where)}", False)
-            made.append(tracker)
+            started = tracker.begin(self._run)
+            self._id = started.id
+            if started.where:
+                self._say(f"{self.name}: {without_passwords(started.where)}", False)
+            trackers.append(tracker)
 
         if not self._try_call("its beginning", begin):
             return None
 
         self._keep()
-        return made[0]
+        return trackers[0]
 
     def _keep(self) -> None:
-        self._try_call("tracking.json", self._kept, attempts=1)
+        self._try_call("tracking.json", self._write_record, attempts=1)
 
-    def _kept(self) -> None:
+    def _write_record(self) -> None:
         self._record.keep(self.name, self._id, self._step)
 
     def _next(self) -> TrackedRow | None:
@@ -232,7 +232,7 @@ class TrackerDelivery:
 
 def with_identity(run: TrackedRun, name: str, record: Record, new_id: str) -> TrackedRun:
     """The run as the tracker of that name knows it."""
-    known, step = record.of(name)
+    tracker_id, step = record.of(name)
     return msgspec.structs.replace(
-        run, id=known or new_id, resumed=bool(known), last_step=step if known else -1
+        run, id=tracker_id or new_id, resumed=bool(tracker_id), last_step=step if tracker_id else -1
     )

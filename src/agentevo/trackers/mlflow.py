@@ -58,7 +58,7 @@ class MLflow(Tracker):
             return TrackingBegun(self._id)
 
         experiment = client.get_experiment_by_name(run.project)
-        known = client.create_experiment(run.project) if experiment is None else None
+        experiment_id = client.create_experiment(run.project) if experiment is None else None
 
         tags = {"agentevo.kind": run.kind, "mlflow.note.content": run.notes}
         tags |= {f"agentevo.tag.{tag}": "true" for tag in run.tags}
@@ -66,7 +66,7 @@ class MLflow(Tracker):
             tags["agentevo.group"] = run.group
 
         created = client.create_run(
-            known if experiment is None else experiment.experiment_id,
+            experiment_id if experiment is None else experiment.experiment_id,
             run_name=run.name,
             tags={name: value for name, value in tags.items() if value},
         )

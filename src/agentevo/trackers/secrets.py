@@ -1,9 +1,9 @@
-"""A configuration as trackers may have it: without keys, tokens and passwords, in whatever way they
-came into it.
+"""A configuration as trackers may have it: without keys, tokens and passwords, whatever their
+source.
 
-Taken out are the values of keys that are called so, passwords in URLs, what follows `Bearer` or a
-known beginning of keys, and every value of an environment variable that is called so, wherever it
-stands. `${env:NAME}` stays: it says where a secret is, and not which.
+It removes the values of keys with the name of a secret, passwords in URLs, texts after `Bearer` or
+a known prefix of keys, and, in any place, the value of every environment variable with the name of
+a secret. `${env:NAME}` stays: it says where a secret is, and not which.
 """
 
 from __future__ import annotations
@@ -24,39 +24,40 @@ _KNOWN_BEGINNING = re.compile(
     r"(?i)\b(bearer\s+|basic\s+)\S+|\b(sk-|hf_|ghp_|github_pat_|xox[a-z]-|glpat-|AKIA)[\w-]{12,}"
 )
 SHORTEST = 8
-"""Characters: a shorter value of an environment variable would be found in innocent texts."""
+"""Characters: a shorter value of an environment variable would match ordinary texts."""
 
 
 def without_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The same tree of plain values, with `***` in place of every secret."""
-    known = known_secrets()
-    return {str(key): _plain(str(key), value, known) for key, value in tree.items()}
+    secret_values = known_secrets()
+    return {str(key): _plain(str(key), value, secret_values) for key, value in tree.items()}
 
 
 def known_secrets() -> list[str]:
-    """The values of the process's environment variables that are called so, the longest first."""
-    found = {
+    """The values of the process's environment variables with the name of a secret, the longest
+    first."""
+    secret_values = {
         value
         for name, value in os.environ.items()
         if len(value) >= SHORTEST and _SECRET_NAME.search(name)
     }
-    return sorted(found, key=lambda value: (-len(value), value))
+    return sorted(secret_values, key=lambda value: (-len(value), value))
 
 
-def _plain(name: str, value: Any, known: list[str]) -> Any:
+def _plain(name: str, value: Any, secret_values: list[str]) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _plain(str(key), item, known) for key, item in value.items()}
+        return {str(key): _plain(str(key), item, secret_values) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(name, item, known) for item in value]
+        return [_plain(name, item, secret_values) for item in value]
     if not isinstance(value, str):
         return value
     if _SECRET_NAME.search(name) and value and not REFERENCE.fullmatch(value):
         return HIDDEN
-    return clean_text(value, known)
+    return clean_text(value, secret_values)
 
 
 def clean_text(text: str, known: list[str]) -> str:
-    """A text without the secrets in it. `known`: values to look for."""
+    """A text without the secrets in it. `secret_values`: values to look for."""
     for value in known:
         text = text.replace(value, HIDDEN)
     return _KNOWN_BEGINNING.sub(HIDDEN, without_passwords(text))

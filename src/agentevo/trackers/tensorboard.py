@@ -45,7 +45,7 @@ class TensorBoard(Tracker):
         self._writer: EventFileWriter = EventFileWriter(str(folder))
         self._step = max(run.last_step, 0)
 
-        if run.resumed:  # TensorBoard hides what older files say of this step and later ones
+        if run.resumed:  # TensorBoard hides the values of older files from this step on
             start = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(step=run.last_step + 1, session_log=start))
         else:
@@ -88,8 +88,8 @@ class TensorBoard(Tracker):
 
 
 def _wait_for_a_later_name(folder: Path) -> None:
-    """Event files are read in the order of their names, which begin with the second they were made
-    in: what a resumed run writes must not come before what it resumes."""
+    """Event files are read in the order of their names, which begin with the second of their
+    creation: the file of a resumed run must come after the files that it continues."""
     now = time.time()
     if any(folder.glob(f"events.out.tfevents.{int(now):010d}.*")):
         time.sleep(math.ceil(now) - now)

@@ -1,4 +1,4 @@
-"""The tracker contract: what one is told of a run, and how it is registered by name.
+"""The tracker contract: what a tracker gets of a run, and how it is registered by name.
 
     begin(run) ─► log(row) ... ─► figure, artifact ... ─► end(state, summary)
 
@@ -40,7 +40,7 @@ class TrackerConfig(pydantic.BaseModel):
 
 
 class TrackedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What a tracker is told of a run when it begins, or goes on."""
+    """What a tracker gets of a run when the run begins or resumes."""
 
     folder: Path
     """The run's own; a tracker's local files belong below it."""
@@ -54,11 +54,10 @@ class TrackedRun(msgspec.Struct, frozen=True, kw_only=True):
     config: Mapping[str, Any] = {}
     """The resolved configuration, without secrets."""
     id: str = ""
-    """What the tracker called the run when it began; of a new run, a random one that the tracker
-    may take."""
+    """The tracker's id of the run; for a new run, a random id that the tracker may take."""
     resumed: bool = False
     last_step: int = -1
-    """The last step that the tracker has of it."""
+    """The last step of the run that the tracker has."""
 
 
 class TrackedTable(msgspec.Struct, frozen=True):
@@ -70,7 +69,7 @@ class TrackedTable(msgspec.Struct, frozen=True):
 
 
 class TrackedRow(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a run says of one step."""
+    """All numbers and tables of one step."""
 
     step: int
     time: float
@@ -81,12 +80,12 @@ class TrackedRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrackingBegun(msgspec.Struct, frozen=True):
-    """What came of `begin`."""
+    """The result of `begin`."""
 
     id: str
-    """Under which a resumed run finds it again."""
+    """The id by which a resumed run finds it again."""
     where: str = ""
-    """Where a person sees it: a URL, or the command that shows it."""
+    """Where to see it: a URL, or the command that shows it."""
 
 
 class Tracker(ABC):
@@ -101,8 +100,8 @@ class Tracker(ABC):
 
     @classmethod
     def check(cls, config: Any) -> None:
-        """Refuses what can't work, at once and without a network: called before a run creates
-        anything. Raises MissingExtraError or ConfigError."""
+        """Refuses settings that can't work, at once and without a network: called before a run
+        creates anything. Raises MissingExtraError or ConfigError."""
         for module, package in cls.packages:
             if importlib.util.find_spec(module) is None:
                 raise MissingExtraError(
@@ -112,11 +111,11 @@ class Tracker(ABC):
 
     @abstractmethod
     def begin(self, run: TrackedRun) -> TrackingBegun:
-        """Opens the run there, or the one of `run.id` where `run.resumed`."""
+        """Opens a new run in the tracker, or the run `run.id` where `run.resumed`."""
 
     @abstractmethod
     def log(self, row: TrackedRow) -> None:
-        """One step."""
+        """Logs one step."""
 
     def figure(self, name: str, path: Path) -> None:  # noqa: B027
         """A picture of the run's end, as a PNG file. Default: it is not shown."""
@@ -126,7 +125,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def end(self, state: State, summary: Mapping[str, Any]) -> None:
-        """The run has ended, and everything is to be delivered now."""
+        """Delivers everything: the run has ended."""
 
 
 T = TypeVar("T", bound=type[Tracker])
@@ -152,10 +151,10 @@ def tracker(name: str) -> Callable[[T], T]:
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A configuration with dotted keys; lists stay values."""
-    found: dict[str, Any] = {}
+    flat_values: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
+            flat_values |= flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            flat_values[f"{prefix}{key}"] = value
+    return flat_values

@@ -1,4 +1,4 @@
-"""All trackers of a run, for the run's own thread: it puts rows in, hears what went wrong, and ends
+"""All trackers of a run, for the run's own thread: it puts rows in, gets their problems, and ends
 them together within one deadline."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RECORD = "tracking.json"
 
 class Tracking:
     """Begins at once, on the trackers' threads. Not thread-safe: `note` and `warn` are called by
-    whoever calls its methods."""
+    the thread that calls its methods."""
 
     def __init__(
         self,
@@ -38,12 +38,12 @@ class Tracking:
         flush_s: float,
         keep_record: bool = True,
     ) -> None:
-        """made: for each tracker its options, and its class. `keep_record`: the run has a folder
-        and may be resumed."""
+        """`makers`: for each tracker its options, and its class. `keep_record`: the run has a
+        folder and may be resumed."""
         self._note = note
         self._warn = warn
         self._flush_s = flush_s
-        self._said: deque[tuple[str, bool]] = deque()
+        self._messages: deque[tuple[str, bool]] = deque()
         record = Record(run.folder / RECORD if keep_record else None)
         self._deliveries = [
             TrackerDelivery(
@@ -51,7 +51,7 @@ class Tracking:
                 lambda make=make, config=config: make(config),  # type: ignore[misc]
                 with_identity(run, config.name, record, secrets.token_hex(8)),
                 record,
-                lambda text, is_warning: self._said.append((text, is_warning)),
+                lambda text, is_warning: self._messages.append((text, is_warning)),
             )
             for config, make in made
         ]
@@ -60,17 +60,17 @@ class Tracking:
         return bool(self._deliveries)
 
     def put(self, row: TrackedRow) -> None:
-        """Hands a step over, which the run never takes back. Returns at once."""
+        """Hands over a step, which the run never takes back. Returns at once."""
         for delivery in self._deliveries:
             delivery.put(row)
         self.hear()
 
     def hear(self) -> None:
-        """Passes on what the trackers had to say since."""
+        """Passes on the messages of the trackers since the last call."""
         for delivery in self._deliveries:
             delivery.look()
-        while self._said:
-            text, is_warning = self._said.popleft()
+        while self._messages:
+            text, is_warning = self._messages.popleft()
             (self._warn if is_warning else self._note)(text)
 
     def close(
@@ -81,8 +81,8 @@ class Tracking:
         figures: Mapping[str, Path] | None = None,
         artifacts: Mapping[str, Path] | None = None,
     ) -> None:
-        """Gives the trackers what belongs to the end, and so long as `flush_s` for all that is not
-        delivered; then they are left alone."""
+        """Gives the trackers the end of the run, and `flush_s` to deliver the rest; after that it
+        waits for them no longer."""
         last = [
             *(
                 lambda tracker, name=name, path=path: tracker.figure(name, path)
@@ -105,7 +105,7 @@ class Tracking:
 
 
 def merge_rows(before: TrackedRow | None, row: TrackedRow) -> TrackedRow:
-    """Two rows of one step as one: of a name that both have, the later value."""
+    """Two rows of one step as one: for a name in both, the later value."""
     if before is None:
         return row
     return TrackedRow(
@@ -117,13 +117,15 @@ def merge_rows(before: TrackedRow | None, row: TrackedRow) -> TrackedRow:
 
 
 def clean_table(table: TrackedTable) -> TrackedTable:
-    """The same without secrets in its texts."""
-    known = known_secrets()
+    """The table without secrets in its texts."""
+    secret_values = known_secrets()
     return TrackedTable(
         table.name,
         table.columns,
         tuple(
-            tuple(clean_text(cell, known) if isinstance(cell, str) else cell for cell in row)
+            tuple(
+                clean_text(cell, secret_values) if isinstance(cell, str) else cell for cell in row
+            )
             for row in table.rows
         ),
     )

@@ -95,12 +95,12 @@ class WandB(Tracker):
     def artifact(self, name: str, path: Path) -> None:
         import wandb
 
-        kept = wandb.Artifact(
+        artifact = wandb.Artifact(
             f"{self._run.id}-{name}".replace("/", "-"),
             type="model" if path.is_dir() else "run",
         )
-        kept.add_dir(str(path)) if path.is_dir() else kept.add_file(str(path))
-        self._run.log_artifact(kept)
+        artifact.add_dir(str(path)) if path.is_dir() else artifact.add_file(str(path))
+        self._run.log_artifact(artifact)
 
     def end(self, state: State, summary: Mapping[str, Any]) -> None:
         self._run.summary.update({f"run/{key}": value for key, value in summary.items()})

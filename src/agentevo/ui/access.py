@@ -1,15 +1,15 @@
 """Who may see the dashboard, and who may change something.
 
-Whoever has the token sees it, from a host that is this one, by GET.
+A visitor with the token sees it by GET, from a host name of this server.
 
-The token comes once, in the first URL (`/?token=...`), and is exchanged for a cookie by a redirect
-to the same URL without it: no page has it in its address, so no referrer, bookmark or log has it
+The token comes once, in the first URL (`/?token=...`). A redirect to the same URL without it
+exchanges it for a cookie: no page has it in its address, so no referrer, bookmark or log has it
 either. Everything needs the cookie, static files too. A name in `Host` that is not ours is refused,
-by which a page elsewhere can't reach this server under a name of its own (DNS rebinding).
+so a page of another site can't reach this server under a name of its own (DNS rebinding).
 
 GET and HEAD change nothing, and without `control` nothing else is answered. With it there is a
-second token, with a URL (`/?control=...`) and a cookie of its own: who has it may POST forms of our
-own pages (forms.py). Who has the first alone is told 403, and sees no buttons.
+second token, with a URL (`/?control=...`) and a cookie of its own: a visitor with it may POST forms
+of our own pages (forms.py). A visitor with only the first gets a 403, and sees no buttons.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ CONTROL = "control"
 """The name in the URL of a visitor who controls runs."""
 METHODS = ("GET", "HEAD")
 VISITOR = "agentevo.visitor"
-"""The key of a request's scope for who asks."""
+"""The key of a request's scope for its visitor."""
 FORM = "agentevo.form"
 """The key of a request's scope for the fields of a POST, whose body is read then."""
 ENDLESS = re.compile("/live|/runs/[^/]+/try/(chat|play)")
-"""The paths whose answers go on (live.py, try_page.py); they have deadlines of their own."""
+"""The paths with endless answers (live.py, try_page.py); they have deadlines of their own."""
 LONGEST_S = 60.0
 """The deadline of every other answer."""
 SEND_S = 30.0
-"""How long a client may take nothing of its answer."""
+"""How long a client may leave its answer untaken."""
 POLICY = (
     "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
     "form-action 'self'; frame-ancestors 'none'"
@@ -67,7 +67,7 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "private, no-cache",
 }
-"""Of every answer; a page may set `cache-control` otherwise."""
+"""Headers of every answer; a page may override `cache-control`."""
 CLOSED_PAGE = (
     '<!doctype html><html lang="en"><meta charset="utf-8"><title>AgentEvo</title><h1>AgentEvo</h1>'
     "<p>This dashboard needs its token: open the URL that <code>agentevo ui</code> printed.</p>"
@@ -76,8 +76,8 @@ CLOSED_PAGE = (
 
 
 class Access:
-    """See the module. `hosts`: names, beside addresses, by which browsers may call this server;
-    `secure`: whether it encrypts."""
+    """See the module. `hosts`: names, in addition to addresses, by which browsers may call this
+    server; `secure`: whether it encrypts."""
 
     def __init__(
         self,
@@ -87,13 +87,13 @@ class Access:
         token: str | None = None,
         control: str | bool = False,
     ) -> None:
-        """`control`: whether anything may be changed, or the token of who may."""
+        """`control`: whether visitors may change anything, or the token that they need."""
         self.token = token or new_token()
         self.control = "" if control is False else new_token() if control is True else control
         self._hosts = {"localhost", *(host.lower().rstrip(".") for host in hosts)} - {""}
         self.secure = secure
         self._pass = _seal("ui", self.token)
-        """What the cookie holds: whoever reads it there does not know the token."""
+        """What the cookie holds: it does not reveal the token."""
         self._control_pass = _seal("control", self.control)
         self._form_token = _seal("form", self.control)
         self.cookie = f"agentevo-ui-{self._pass[:8]}"
@@ -109,7 +109,7 @@ class Access:
         return _is_same(given, self.token)
 
     def is_control_token(self, given: str) -> bool:
-        """Never, where nothing may be changed."""
+        """Whether this is the token of control; false where nothing may be changed."""
         return bool(self.control) and _is_same(given, self.control)
 
     def has_pass(self, cookies: str) -> bool:
@@ -117,29 +117,31 @@ class Access:
         return _is_same(cookie_parser(cookies).get(self.cookie, ""), self._pass)
 
     def visitor(self, cookies: str, address: str) -> Visitor:
-        """Who has these cookies."""
-        held = cookie_parser(cookies).get(self.control_cookie, "")
-        if not self.control or not _is_same(held, self._control_pass):
+        """The visitor with these cookies."""
+        cookie_value = cookie_parser(cookies).get(self.control_cookie, "")
+        if not self.control or not _is_same(cookie_value, self._control_pass):
             return Visitor(address)
         return Visitor(address, f"control token {self._control_pass[:8]}", self._form_token)
 
     def is_form_token(self, given: str) -> bool:
-        """Whether a form was made by a page of this dashboard for somebody who may change."""
+        """Whether a page of this dashboard made the form, for a visitor with control."""
         return bool(self.control) and _is_same(given, self._form_token)
 
     def set_cookies(self, *, control: bool) -> list[str]:
         """The values of the headers that give the cookie, or both."""
-        held = [(self.cookie, self._pass)]
-        held += [(self.control_cookie, self._control_pass)] if control else []
+        cookies = [(self.cookie, self._pass)]
+        cookies += [(self.control_cookie, self._control_pass)] if control else []
         secure = "; Secure" if self.secure else ""
-        return [f"{name}={text}; Path=/; HttpOnly; SameSite=Strict{secure}" for name, text in held]
+        return [
+            f"{name}={text}; Path=/; HttpOnly; SameSite=Strict{secure}" for name, text in cookies
+        ]
 
     def url(self, base: str) -> str:
-        """What a person opens first."""
+        """The URL that a visitor opens first."""
         return f"{base}/?{TOKEN}={self.token}"
 
     def control_url(self, base: str) -> str:
-        """What a person opens who may change something."""
+        """The URL that a visitor with control opens first."""
         return f"{base}/?{CONTROL}={self.control}"
 
 
@@ -150,7 +152,7 @@ class AccessGuard:
         self._app = app
         self._access = access
         self._headers = dict(HEADERS)
-        if access.control:  # without a referrer browsers don't say either where a form is from
+        if access.control:  # without a referrer, browsers don't name the origin of a form
             self._headers["referrer-policy"] = "same-origin"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -163,9 +165,9 @@ class AccessGuard:
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
-                given = MutableHeaders(scope=message)
+                response_headers = MutableHeaders(scope=message)
                 for name, value in self._headers.items():
-                    given.setdefault(name, value)
+                    response_headers.setdefault(name, value)
 
             async with asyncio.timeout(SEND_S):
                 await send(message)
@@ -194,14 +196,14 @@ class AccessGuard:
             await answer(scope, receive, sending)
         except TimeoutError:  # the deadline above: the application answers its own
             to_stderr(f"ui: {scope['path']}: no whole answer within {LONGEST_S:g} s")
-        except Exception:  # noqa: BLE001 (app.py has told of it, and answered)
+        except Exception:  # noqa: BLE001 (app.py has reported and answered it)
             pass
         finally:
             if connection is not None:
                 connection.leave()
 
     async def _form(self, receive: Receive, headers: Headers, visitor: Visitor) -> dict[str, str]:
-        """Of a request that may change something. Raises FormRefusedError for any other."""
+        """The form of a request that may change something. Raises FormRefusedError otherwise."""
         if not visitor.may_change:
             raise FormRefusedError(403, "that takes the other URL that `agentevo ui` has printed")
         check_from_here(headers, secure=self._access.secure)
@@ -211,7 +213,7 @@ class AccessGuard:
         return form
 
     def _refusal(self, scope: Scope, headers: Headers, cookies: str) -> Response | None:
-        """The answer to a request that gets no further."""
+        """The answer to a request that is refused; None for one that is allowed."""
         access = self._access
         method = scope["method"]
         if not access.is_our_host(headers.get("host", "")):
@@ -246,7 +248,7 @@ class AccessGuard:
 
 
 def new_token() -> str:
-    """One that nobody guesses."""
+    """A token that can't be guessed."""
     return secrets.token_urlsafe(24)
 
 
@@ -254,9 +256,9 @@ def _seal(purpose: str, token: str) -> str:
     return hashlib.sha256(f"agentevo {purpose} {token}".encode()).hexdigest()
 
 
-def _is_same(given: str, secret: str) -> bool:
-    """Takes as long for any wrong one."""
-    return hmac.compare_digest(given.encode("utf-8", "replace"), secret.encode())
+def _is_same(token: str, secret: str) -> bool:
+    """Compares in constant time."""
+    return hmac.compare_digest(token.encode("utf-8", "replace"), secret.encode())
 
 
 def _address_of(scope: Scope) -> str:

@@ -1,4 +1,4 @@
-"""The application: its pages, its static files, and what becomes of whatever goes wrong.
+"""The application: its pages, its static files, and its answers to errors.
 
 To add a page: a module with a `router`, its template in `pages/templates`, a line in ROUTERS, and a
 line in `pages/navigation.py` if it belongs to a run.
@@ -121,7 +121,9 @@ async def _late(request: Request, error: Exception) -> Response:
 async def _wrong_words(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     wrong = "; ".join(
-        f"{one['loc'][-1]}: {one['msg']}" for one in error.errors()[:5] if one.get("loc")
+        f"{problem['loc'][-1]}: {problem['msg']}"
+        for problem in error.errors()[:5]
+        if problem.get("loc")
     )
     return _problem(request, 422, "This address is not right", wrong)
 

@@ -1,4 +1,4 @@
-"""Whether a run can be asked for something now, and by which session."""
+"""Whether a run takes requests now, and the session that takes them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from agentevo.ui.sources import RunSource
 
 
 def session_of(folder: Path, state: str | None = None) -> tuple[ControlSession | None, str]:
-    """The session of the process that trains there now; None with the reason. `state`: that of the
-    run, where it is known. Reads files."""
+    """The session of the process that trains in the folder now; None with the reason. `state`: the
+    run's, where it is known. Reads files."""
     if state is None:
         reader = RunReader(RunSource(folder.name, folder.name, folder))
         reader.read()
@@ -21,8 +21,8 @@ def session_of(folder: Path, state: str | None = None) -> tuple[ControlSession |
     if state != "running":
         command = resume_command(folder, command_of(folder))
         resume = f"`{command}`" if command else "The command that began it, with --resume,"
-        more = "" if state == "finished" else f". {resume} goes on with it"
-        return None, f"nobody trains there now (it is {state}){more}"
+        resume_hint = "" if state == "finished" else f". {resume} goes on with it"
+        return None, f"nobody trains there now (it is {state}){resume_hint}"
 
     session = read_session(folder)
     if session is None or session.has_ended:

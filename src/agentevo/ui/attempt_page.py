@@ -1,5 +1,5 @@
-"""One attempt: `/runs/{run}/attempt?id=…` as messages or as tokens, its parts, two attempts beside
-each other, and one token on its way to the gradient."""
+"""One attempt: `/runs/{run}/attempt?id=…` as messages or as tokens, its parts, two attempts side
+by side, and one token on its way to the gradient."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def _attempt_of(
 
 
 async def _annotations(view: RunView) -> Annotations:
-    """What people have said of the run's attempts; nothing where it has no folder here."""
+    """The annotations of the run's attempts; none where the run has no folder here."""
     folder = view.source.folder
     if folder is None:
         return Annotations({}, {}, ())
@@ -72,7 +72,7 @@ async def _annotations(view: RunView) -> Annotations:
 
 
 async def _siblings(request: Request, view: RunView, row: IndexRow | None) -> list[IndexRow]:
-    """The attempts of its group, itself among them; none where the index has none."""
+    """The attempts of its group, including itself; none where the index has none."""
     if row is None:
         return []
     reader, _ = await reader_of(request, view)
@@ -154,34 +154,34 @@ async def _tokens(
     leaf: int | None,
     tools: Tools,
 ) -> dict[str, Any]:
-    """A part of the tokens, with why what is missing is missing."""
+    """A part of the tokens, and why some of their numbers are missing."""
     reader, _ = await reader_of(request, view)
     async with dashboard(request).stores.reading(view.source) as store:
         training, why = await training_of(view, store, reader, stored, row, tools.rule)
 
-    found = await in_thread(
+    page_part = await in_thread(
         lambda: attempt_tokens.tokens_part(
             stored.trajectory, tools.decode, training, start=start, leaf=leaf
         )
     )
-    return {"found": found, "why": why, "training": training}
+    return {"turn_tokens": page_part, "why": why, "training": training}
 
 
 def _shades(tokens: dict[str, Any]) -> list[tuple[str, str, str]]:
     """(name, title, why it can't be chosen) of each way to shade tokens."""
-    blocks = tokens["found"].blocks
+    blocks = tokens["turn_tokens"].blocks
     greedy = "every turn was greedy: nothing was drawn"
     has_logprobs = any(block.numbers["lp"] is not None for block in blocks)
     has_advantages = tokens["training"].advantages is not None
-    kept = "" if tokens["training"].entropies else _not_kept(tokens["training"])
+    why_not = "" if tokens["training"].entropies else _not_kept(tokens["training"])
 
     return [
         ("lp", "log-prob", "" if has_logprobs else greedy),
         ("adv", "advantage", "" if has_advantages else tokens["why"]),
         ("ver", "version", ""),
         ("on", "trained", ""),
-        ("ent", "entropy", kept),
-        ("mov", "ratio", kept),
+        ("ent", "entropy", why_not),
+        ("mov", "ratio", why_not),
     ]
 
 
@@ -204,13 +204,18 @@ async def turns(
     async with asyncio.timeout(WITHIN_S):
         stored, _ = await _attempt_of(request, view, id)
         calls = await _calls(request, view, id)
-        found = await in_thread(
+        shown_turns = await in_thread(
             lambda: attempt_view.part_of(stored.trajectory, calls, start=max(start, 0), leaf=leaf)
         )
 
     end = attempt_view.ending(stored.trajectory, calls)
     return part(
-        "attempt_turns.html", view=view, part=found, one=stored.trajectory, leaf=leaf, ending=end
+        "attempt_turns.html",
+        view=view,
+        part=shown_turns,
+        one=stored.trajectory,
+        leaf=leaf,
+        ending=end,
     )
 
 
@@ -226,9 +231,11 @@ async def tokens(
         if tools is None:
             raise TimeoutError
         start = (max(turn, 0), max(at, 0))
-        found = await _tokens(request, view, stored, row, start, leaf, tools)
+        shown_tokens = await _tokens(request, view, stored, row, start, leaf, tools)
 
-    return part("attempt_tokens.html", view=view, tokens=found, one=stored.trajectory, leaf=leaf)
+    return part(
+        "attempt_tokens.html", view=view, tokens=shown_tokens, one=stored.trajectory, leaf=leaf
+    )
 
 
 @router.get("/runs/{run}/attempt/text", response_class=HTMLResponse)
@@ -247,7 +254,7 @@ async def text(
         stored, _ = await _attempt_of(request, view, id)
 
     try:
-        more, rest = attempt_view.text_part(
+        excerpt, rest = attempt_view.text_part(
             stored.trajectory, turn, message, start, is_remote=remote
         )
     except IndexError:
@@ -255,12 +262,14 @@ async def text(
 
     after = start + attempt_view.MORE
     data = {"turn": turn, "message": message, "start": after, "remote": remote}
-    return part("attempt_text.html", view=view, one=stored.trajectory, text=more, rest=rest, **data)
+    return part(
+        "attempt_text.html", view=view, one=stored.trajectory, text=excerpt, rest=rest, **data
+    )
 
 
 @router.get("/runs/{run}/attempt/token", response_class=HTMLResponse)
 async def token(request: Request, run: str, id: str, turn: int, position: int) -> HTMLResponse:
-    """One token from its draw to its gradient step: what `agentevo audit --token` says."""
+    """One token from its draw to its gradient step, as `agentevo audit --token` shows it."""
     from agentevo.audit.token_history import follow
 
     view = await run_of(request, run)
@@ -276,13 +285,13 @@ async def token(request: Request, run: str, id: str, turn: int, position: int) -
 
 @router.get("/runs/{run}/attempts/compare", response_class=HTMLResponse)
 async def compare(request: Request, run: str, a: str, b: str) -> HTMLResponse:
-    """Two attempts beside each other."""
+    """Two attempts, side by side."""
     view = await run_of(request, run)
     async with asyncio.timeout(WITHIN_S):
-        left, _ = await _attempt_of(request, view, a)
-        right, _ = await _attempt_of(request, view, b)
-        both = ((left, a), (right, b))
-        sides = [(one.trajectory, await _calls(request, view, name)) for one, name in both]
+        left_attempt, _ = await _attempt_of(request, view, a)
+        right_attempt, _ = await _attempt_of(request, view, b)
+        both = ((left_attempt, a), (right_attempt, b))
+        sides = [(stored.trajectory, await _calls(request, view, name)) for stored, name in both]
         rows = await in_thread(attempt_diff.diff, *sides)
 
     return run_page(
@@ -290,8 +299,8 @@ async def compare(request: Request, run: str, a: str, b: str) -> HTMLResponse:
         "attempts_diff.html",
         view,
         "attempts",
-        left=left,
-        right=right,
+        left=left_attempt,
+        right=right_attempt,
         rows=rows,
         slips=attempt_view.slips,
         limit=attempt_view.limit,

@@ -1,4 +1,4 @@
-"""What its step made of an attempt: advantages, and which tokens were young enough."""
+"""How a step trained an attempt: advantages, and which tokens were young enough."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from agentevo.ui.index.reader import IndexAway, IndexReader, IndexRow
 from agentevo.ui.run_state import RunView
 
 MAX_ATTEMPTS = 2_048
-"""Attempts of a step that are read for the advantages of one of them."""
+"""The most attempts of a step that are read for the advantages of one of them."""
 
 
 class Tools(NamedTuple):
-    """What the tokens of a run are read with."""
+    """What a page needs to show the tokens of a run."""
 
     decode: Callable[[Sequence[int]], str] | None
     """Ids to text; None where the run's tokenizer is not here."""
     rule: Rule | str
-    """How advantages are made, or why they can't be made again."""
+    """How advantages are computed, or why they can't be computed again."""
 
 
 READY_S = 2.0
-"""How long a page waits for them: torch and the tokenizer take seconds the first time."""
+"""How long a page waits for the tools: torch and the tokenizer take seconds the first time."""
 _tools: OrderedDict[str, asyncio.Task[Tools]] = OrderedDict()
 
 
 async def tools_of(view: RunView) -> Tools | None:
-    """None while they are made ready: ask again."""
+    """None while they are being loaded: ask again."""
     task = _tools.get(view.key)
     is_old = task is not None and (
         task.get_loop() is not asyncio.get_running_loop() or _has_failed(task) or _lacks(task)
@@ -83,7 +83,7 @@ def _make_tools(folder: Path | None) -> Tools:
 
 MAX_STEPS = 2
 _steps = OrderedDict[tuple[str, int], dict[str, list[Sample]]]()
-"""(run, step) -> the samples of each attempt, of the steps that were asked for last."""
+"""(run, step) -> the samples of each attempt, of the steps that were requested last."""
 
 
 async def training_of(
@@ -94,7 +94,7 @@ async def training_of(
     row: IndexRow | None,
     rule: Rule | str,
 ) -> tuple[Training, str]:
-    """And why there are no advantages; empty where there are."""
+    """The training of an attempt, and why there are no advantages; empty where there are."""
     step = stored.trained_step if stored.state == "committed" else None
     if step is None:
         why = f"it was not trained on: {stored.drop_reason or stored.state}"
@@ -119,17 +119,17 @@ async def _advantages(
         return Training(step, bound, None), rule
 
     if not rule.advantage.is_recursion:
-        known = None if row is None else row.advantage
-        why = "" if known is not None else "the advantages of its step are not made again yet"
-        return Training(step, bound, known), why
+        advantage = None if row is None else row.advantage
+        why = "" if advantage is not None else "the advantages of its step are not made again yet"
+        return Training(step, bound, advantage), why
 
     try:
         samples = await _samples(view, store, step, rule)
     except AgentEvoError as error:
         return Training(step, bound, None), str(error)
 
-    found = by_turn(stored.trajectory, samples.get(stored.trajectory.id, []))
-    return Training(step, bound, found), ""
+    advantages = by_turn(stored.trajectory, samples.get(stored.trajectory.id, []))
+    return Training(step, bound, advantages), ""
 
 
 def _bound(reader: IndexReader, step: int) -> int | None:
@@ -145,13 +145,13 @@ async def _samples(view: RunView, store: Store, step: int, rule: Rule) -> dict[s
     """Id -> its samples, of a whole step. Raises AgentEvoError."""
     key = view.key, step
     if key not in _steps:
-        found = await store.steps(after=step - 1, limit=1)
-        if not found or found[0].step != step or found[0].num_trajectories > MAX_ATTEMPTS:
+        records = await store.steps(after=step - 1, limit=1)
+        if not records or records[0].step != step or records[0].num_trajectories > MAX_ATTEMPTS:
             raise AgentEvoError("its step is too large to make its advantages again for a page")
 
         read = [without_words(s.trajectory) async for s in store.trajectories(trained_step=step)]
         samples: dict[str, list[Sample]] = {}
-        for sample in await in_thread(step_samples, step, found[0].record, read, rule):
+        for sample in await in_thread(step_samples, step, records[0].record, read, rule):
             samples.setdefault(sample.trajectory_id, []).append(sample)
 
         _steps[key] = samples
@@ -187,12 +187,12 @@ def token_measures(view: RunView, trajectory: Trajectory, step: int) -> tuple[By
             continue
 
         trained = np.flatnonzero(row.sample.loss_mask)
-        for values, found in ((changes, moved), (entropy, entropies)):
+        for values, target in ((changes, moved), (entropy, entropies)):
             of_place = np.full(len(row.sample.ids), np.nan, dtype=np.float32)
             within = (places >= 0) & (places < len(of_place))
             of_place[places[within]] = values[within]
             of_row = of_place[trained]
-            found.update({int(turn): of_row[row.turns == turn] for turn in np.unique(row.turns)})
+            target.update({int(turn): of_row[row.turns == turn] for turn in np.unique(row.turns)})
 
     return moved, entropies
 
@@ -201,11 +201,11 @@ def by_turn(trajectory: Trajectory, samples: list[Sample]) -> dict[int, np.ndarr
     """Turn -> the advantage of each of its tokens, from the samples that it was trained in."""
     from agentevo.training.batching.samples import trajectory_rows
 
-    found: dict[int, np.ndarray] = {}
+    advantages: dict[int, np.ndarray] = {}
     for row, sample in zip(trajectory_rows(trajectory), samples, strict=False):
         trained = sample.advantages[sample.loss_mask]
         if len(trained) == len(row.turns):
             for turn in np.unique(row.turns):
-                found[int(turn)] = trained[row.turns == turn]
+                advantages[int(turn)] = trained[row.turns == turn]
 
-    return found
+    return advantages

@@ -42,7 +42,7 @@ TITLES = {
     "reason": "Dropped for",
 }
 NOT_OF_ALL = ("error", "reason")
-"""Filters of which most attempts have no word: one is already a choice."""
+"""Filters for which most attempts have no word: a single word is already a choice."""
 WHY_NOT = {
     "advantage": "no attempt here was trained on, or its advantages can't be made again",
     "moved": "no attempt here was trained on, or its run has kept none (tracking.token_numbers)",
@@ -52,11 +52,11 @@ WHY_NOT = {
 }
 
 FIRST_S = 1.5
-"""How long a page waits for an index that is made for the first time."""
+"""How long a page waits for the first version of an index."""
 
 
 class AttemptChoice(NamedTuple):
-    """One filter by a word: its values with where each leads."""
+    """One filter by a word: its values with their links."""
 
     title: str
     name: str
@@ -90,8 +90,8 @@ async def reader_of(request: Request, view: RunView) -> tuple[IndexReader, str]:
 async def ready_index(
     request: Request, view: RunView
 ) -> tuple[IndexReader, tuple[IndexState, str]]:
-    """The index of a run, waited for a moment where it is made for the first time; how far it is,
-    and what keeps it from going on. Raises ConfigError."""
+    """The index of a run, after a short wait where it is made for the first time; its progress,
+    and what stops it. Raises ConfigError."""
     shared = dashboard(request)
     reader, url = await reader_of(request, view)
     until = time.monotonic() + FIRST_S
@@ -104,7 +104,7 @@ async def ready_index(
 
 
 def _selection(query: Mapping[str, str]) -> Selection:
-    """Raises NotFoundError, which says what is wrong with the address."""
+    """Raises NotFoundError with the fault of the address."""
     try:
         return Selection.of(query)
     except ConfigError as error:
@@ -143,11 +143,11 @@ def _view(reader: IndexReader, selection: Selection, base: str) -> View:
     for name, title in HISTOGRAMS:
         edges = (f"{name}_from", f"{name}_to")
         low, high = selection.ranges.get(name, (math.nan, math.nan))
-        counted = reader.histogram(selection, name)
+        histogram_bars = reader.histogram(selection, name)
         bars = []
-        for bar in counted:
-            # A value at an edge is counted by the bar that begins there, or by the last one.
-            highest = bar.high if bar is counted[-1] else math.nextafter(bar.high, -math.inf)
+        for bar in histogram_bars:
+            # A value at an edge belongs to the bar that begins there, or else to the last bar.
+            highest = bar.high if bar is histogram_bars[-1] else math.nextafter(bar.high, -math.inf)
             href = link(**{edges[0]: exact(bar.low), edges[1]: exact(highest)})
             is_chosen = low <= bar.low and highest <= high
             bars.append(
@@ -190,11 +190,13 @@ async def step(request: Request, run: str, step: int) -> HTMLResponse:
 
     def read() -> tuple[View, Any]:
         with reader.steady():
-            groups, more, total = reader.step_groups(selection, after=after)
+            groups, next_after, total = reader.step_groups(selection, after=after)
             shown = _view(reader, selection, base)
             return shown, _StepGroups(
                 [_group(rows) for rows in groups],
-                None if more is None else f"{base}?{urlencode(selection.query(after=more))}",
+                None
+                if next_after is None
+                else f"{base}?{urlencode(selection.query(after=next_after))}",
                 total,
                 _neighbours(reader, step),
             )
@@ -208,7 +210,7 @@ def _task(reader: IndexReader, selection: Selection, link: Any) -> tuple[str, in
 
 
 class AttemptGroup(NamedTuple):
-    """The attempts of a task beside each other."""
+    """The attempts of a task, side by side."""
 
     id: str
     rows: list[IndexRow]
@@ -216,7 +218,7 @@ class AttemptGroup(NamedTuple):
     spread: float
     successes: int
     why: str
-    """Why it was not trained on; empty where it was, or may be."""
+    """Why the attempt was not trained on; empty where it was, or still may be."""
 
 
 class _StepGroups(NamedTuple):
@@ -244,15 +246,15 @@ def _group(rows: Sequence[IndexRow]) -> AttemptGroup:
 
 def _neighbours(reader: IndexReader, step: int) -> dict[str, Any]:
     """The committed steps around one, and what is known of it."""
-    known = reader.steps()
-    numbers = [one[0] for one in known]
-    here = next((one for one in known if one[0] == step), None)
+    steps = reader.steps()
+    numbers = [row[0] for row in steps]
+    current = next((row for row in steps if row[0] == step), None)
     return {
         "before": max((n for n in numbers if n < step), default=None),
         "after": min((n for n in numbers if n > step), default=None),
-        "committed_at": here[1] if here else None,
-        "num_trained": here[2] if here else None,
-        "plan": here[3] if here else {},
+        "committed_at": current[1] if current else None,
+        "num_trained": current[2] if current else None,
+        "plan": current[3] if current else {},
     }
 
 
@@ -263,15 +265,15 @@ async def _answer(
     read: Any,
     selection: Selection,
     base: str,
-    **more: Any,
+    **variables: Any,
 ) -> HTMLResponse:
-    """The page; without an index it says how far that is."""
+    """The page; without an index it shows the progress of the index."""
     _, (state, trouble) = await ready_index(request, view)
     shown = None
-    found = None
+    content = None
     with suppress(IndexAway):
         if state.at:
-            shown, found = await in_thread(read)
+            shown, content = await in_thread(read)
 
     return run_page(
         request,
@@ -279,25 +281,25 @@ async def _answer(
         view,
         "attempts",
         shown=shown,
-        found=found,
+        found=content,
         index=state,
         trouble=trouble,
         selection=selection,
         base=base,
-        kept=_kept(selection),
-        **more,
+        kept=_form_keys(selection),
+        **variables,
     )
 
 
-def _kept(selection: Selection) -> dict[str, str]:
-    """What a form of the page sends again beside its own fields."""
+def _form_keys(selection: Selection) -> dict[str, str]:
+    """What a form of the page sends again in addition to its own fields."""
     free = msgspec.structs.replace(selection, text="", after=None)
     return {name: value for name, value in free.query().items() if name != "step"}
 
 
 @router.get("/runs/{run}/attempts/state", response_class=HTMLResponse)
 async def index_state(request: Request, run: str) -> HTMLResponse:
-    """How far the index is; asked again and again while it is not whole."""
+    """The progress of the index; the page polls it until the index is complete."""
     view = await run_of(request, run)
     _, url = await reader_of(request, view)
     state, trouble = await in_thread(dashboard(request).indexes.state, url)

@@ -29,7 +29,7 @@ MOST_KEYS = 400
 
 @dataclass(frozen=True)
 class Setting:
-    """Runs that are one line: they differ in nothing but their seed, or there is one."""
+    """Runs that are one line: runs that differ only in their seed, or a single run."""
 
     name: str
     views: tuple[RunView, ...]
@@ -46,7 +46,7 @@ class Setting:
 
     @property
     def gain(self) -> float | None:
-        """What the training has brought."""
+        """The gain of the training."""
         if self.before is None or self.after is None:
             return None
         return self.after - self.before
@@ -66,8 +66,8 @@ async def compare(
     watcher = dashboard(request).watcher
     keys = list(dict.fromkeys(run))
     if sweep:
-        found = await in_thread(watcher.sources.runs)
-        keys += [key for key, source in found.items() if source.sweep == sweep]
+        sources = await in_thread(watcher.sources.runs)
+        keys += [key for key, source in sources.items() if source.sweep == sweep]
 
     views = []
     missing = []
@@ -79,13 +79,15 @@ async def compare(
 
     lines = await in_thread(settings_of, views, by)
     names = sorted({name for view in views for name in view.table.columns})
-    wanted = metrics_to_compare(names)
+    chosen_names = metrics_to_compare(names)
     if q:
         words = q.lower().split()
-        wanted = [name for name in names if all(word in name.lower() for word in words)]
+        chosen_names = [name for name in names if all(word in name.lower() for word in words)]
 
     charts = await in_thread(
-        lambda: [one for name in wanted[:MOST_CHARTS] if (one := chart_of(lines, name, x))]
+        lambda: [
+            chart for name in chosen_names[:MOST_CHARTS] if (chart := chart_of(lines, name, x))
+        ]
     )
     differences, num_same = await in_thread(differing, lines)
     return page(
@@ -130,7 +132,7 @@ def _setting(views: list[RunView], config: dict[str, Any], names: list[str]) -> 
     after = [row.after for row in rows if row.after is not None]
 
     name = views[0].name
-    if names.count(name) > 1:  # the folder tells them apart
+    if names.count(name) > 1:  # the folder distinguishes them
         name = views[0].key
 
     walls = [wall for view in views if (wall := view.summary.get("wall_s"))]
@@ -151,8 +153,8 @@ def _setting(views: list[RunView], config: dict[str, Any], names: list[str]) -> 
 
 def _mean(values: Sequence[float | None]) -> float | None:
     """None if any is missing: means over different runs could not be compared."""
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known and len(known) == len(values) else None
+    present = [value for value in values if value is not None]
+    return statistics.fmean(present) if present and len(present) == len(values) else None
 
 
 def chart_of(settings: Sequence[Setting], metric: str, axis: Axis) -> Chart | None:
@@ -161,7 +163,7 @@ def chart_of(settings: Sequence[Setting], metric: str, axis: Axis) -> Chart | No
 
 
 def differing(settings: Sequence[Setting]) -> tuple[list[tuple[str, list[str]]], int]:
-    """The keys in which configurations differ, with each one's value; and how many are the same."""
+    """The keys in which configurations differ, with their values; and the number of equal keys."""
     places = set(PLACE_KEYS) - {"run.seed"} if _are_single(settings) else set(PLACE_KEYS)
     keys = sorted({key for setting in settings for key in setting.config} - places)
     differences = []

@@ -1,7 +1,7 @@
-"""Confirmations of requests: what a page has shown, each good for one request.
+"""Confirmations of requests that a page has shown, each valid for one request.
 
-A page that asks for a confirmation adds it, and its form sends the id back. Of more than
-MAX_CONFIRMATIONS the oldest are forgotten, used or not: their forms are asked about again.
+A page that asks for a confirmation adds it, and its form sends the id back. Above
+MAX_CONFIRMATIONS the oldest are forgotten, used or not: their forms need a new confirmation.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Confirmations:
         return self._shown.get(id) == request
 
     def use(self, id: str) -> bool:
-        """Whether this is the first use of the confirmation; any later one is a form that was sent
+        """Whether this is the first use of the confirmation; a later one is a form that was sent
         again."""
         is_first = id not in self._used
         self._used.add(id)
         return is_first
 
     def withdraw(self, id: str) -> None:
-        """Forgets a confirmation whose request has failed: its form is asked about again."""
+        """Forgets a confirmation whose request has failed: its form needs a new one."""
         self._shown.pop(id, None)
         self._used.discard(id)

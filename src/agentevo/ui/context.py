@@ -25,7 +25,7 @@ from agentevo.ui.work import Works
 
 @dataclass(frozen=True)
 class Dashboard:
-    """All that is shared by the pages of one dashboard; `request.app.state.dashboard`."""
+    """What the pages of one dashboard share; `request.app.state.dashboard`."""
 
     sources: Sources
     watcher: Watcher
@@ -37,13 +37,13 @@ class Dashboard:
 
 
 class NotFoundError(Exception):
-    """What a URL names is not there; the message says what, and where it may be."""
+    """A URL names a thing that does not exist; the message says which, and where it may be."""
 
 
 def dashboard(request: Request) -> Dashboard:
-    """Of the application that has got this request."""
-    found: Dashboard = request.app.state.dashboard
-    return found
+    """The dashboard of the application that has got this request."""
+    shared: Dashboard = request.app.state.dashboard
+    return shared
 
 
 async def run_of(request: Request, run: str) -> RunView:
@@ -52,9 +52,9 @@ async def run_of(request: Request, run: str) -> RunView:
 
 
 def visitor(request: Request) -> Visitor:
-    """Who asks, and whether they may change something."""
-    found: Visitor = request.scope[VISITOR]
-    return found
+    """The sender of the request, and whether they may change something."""
+    requester: Visitor = request.scope[VISITOR]
+    return requester
 
 
 def form_of(request: Request) -> dict[str, str]:
@@ -64,7 +64,7 @@ def form_of(request: Request) -> dict[str, str]:
 
 
 def is_part(request: Request) -> bool:
-    """Whether htmx asks, for a part of the page."""
+    """Whether htmx requests a part of the page."""
     return request.headers.get("hx-request") == "true"
 
 

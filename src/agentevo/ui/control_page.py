@@ -1,5 +1,5 @@
-"""`/runs/{run}/control`: what was changed in a run and by whom, and buttons that ask it to stop,
-save, pause or resume, for visitors who may.
+"""`/runs/{run}/control`: the changes of a run with their authors, and buttons that ask it to stop,
+save, pause or resume, for visitors with control.
 
 A button leads to a page that says what will happen; only its form asks the run, once, however often
 it is sent (confirmations.py). access.py and forms.py check a request before it gets here.
@@ -29,11 +29,11 @@ from agentevo.ui.run_state import RunView
 
 router = APIRouter()
 WRITE_S = 10.0
-"""The deadline of a disk."""
+"""The deadline of an access to the disk."""
 MAX_RECORDS = 200
 """Changes that the page shows."""
 ABOUT = ("at", "who", "address", "id", "what")
-"""The keys of every record; a record's others say more about it."""
+"""The keys of every record; its other keys hold details."""
 BUTTONS: dict[Action, tuple[str, str]] = {
     "stop": (
         "Stop",
@@ -52,7 +52,7 @@ BUTTONS: dict[Action, tuple[str, str]] = {
     ),
     "resume": ("Resume", "It goes on with the next step."),
 }
-"""Action -> (words of its button, what will happen)."""
+"""Action -> (label of its button, what will happen)."""
 
 
 async def _session(view: RunView) -> tuple[ControlSession | None, str]:
@@ -73,7 +73,7 @@ async def _records(folder: Path | None) -> Sequence[dict[str, Any]]:
 
 @router.get("/runs/{run}/control", response_class=HTMLResponse)
 async def control(request: Request, run: str) -> HTMLResponse:
-    """What was changed in this run, and what it may be asked for."""
+    """The changes of this run, and the requests that it takes."""
     view = await run_of(request, run)
     session, why = await _session(view)
     rows = [
@@ -101,7 +101,7 @@ async def control(request: Request, run: str) -> HTMLResponse:
 
 @router.post("/runs/{run}/control")
 async def ask_run(request: Request, run: str) -> Response:
-    """Asks the run for something, once that is confirmed."""
+    """Sends a request to the run, once it is confirmed."""
     view = await run_of(request, run)
     form = form_of(request)
     url = run_url(view.key, "control")
@@ -115,7 +115,7 @@ async def ask_run(request: Request, run: str) -> Response:
     if session is None or folder is None:
         raise NotFoundError(f"Nothing was asked: {why}.")
 
-    # What was confirmed is meant for the process that ran when it was asked.
+    # A confirmation holds for the process that ran when the page was shown.
     if form.get("session", session.id) != session.id:
         raise NotFoundError("Nothing was asked: another process trains this run by now.")
 
@@ -150,7 +150,7 @@ async def ask_run(request: Request, run: str) -> Response:
 
 
 def _record_and_ask(folder: Path, action: Action, id: str, session: str, by: Visitor) -> None:
-    """Raises ConfigError, with nothing asked, where the folder can't be written."""
+    """Raises ConfigError, and sends no request, where the folder can't be written."""
     record = {"at": time.time(), "who": by.who, "address": by.address, "id": id}
     add_record(folder / CHANGES, {**record, "what": f"{action}: asked"})
     ask(folder, action, id=id, session=session, who=by.who)

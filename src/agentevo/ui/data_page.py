@@ -32,7 +32,7 @@ from agentevo.ui.task_tallies import ORDERS, PAGE, TalliedTasks
 router = APIRouter()
 
 MOST_ASIDE = 100
-"""Tasks on a page of those that were set aside."""
+"""Tasks on a page of the list of tasks that were set aside."""
 MOST_EVENTS = 5
 WITHIN_S = 10.0
 MOST_TEXT = 200
@@ -41,7 +41,7 @@ Order = Literal["played", "hardest", "easiest", "worst", "failing"]
 
 
 class TaskSearch(NamedTuple):
-    """What the index says."""
+    """What the index holds of a run's tasks."""
 
     ledger: list[tuple[str, list[tuple[str, int]]]]
     reasons: list[tuple[str, int]]
@@ -84,17 +84,17 @@ async def data(
     view = await run_of(request, run)
     reader, (state, trouble) = await ready_index(request, view)
     text = q[:MOST_TEXT].strip()
-    found = None
+    contents = None
     with suppress(IndexAway):
         if state.at:
-            found = await in_thread(_read, reader, split, text, order, page)
+            contents = await in_thread(_read, reader, split, text, order, page)
 
-    rows = [] if found is None else found.tasks.rows
+    rows = [] if contents is None else contents.tasks.rows
     facts = await read_task_facts(request, view, [row.id for row in rows])
-    aside, more, no_aside = await _aside(request, view, aside_state, aside_after)
+    aside, has_more, no_aside = await _aside(request, view, aside_state, aside_after)
     base = run_url(view.key, "data")
     keys = {"split": split, "q": text, "order": order}
-    left = {name: value for name, value in keys.items() if value}
+    query_keys = {name: value for name, value in keys.items() if value}
     place = {"aside_state": aside_state, "aside_after": aside_after} if aside_after else {}
 
     return run_page(
@@ -102,13 +102,13 @@ async def data(
         "data.html",
         view,
         "data",
-        found=found,
+        found=contents,
         task_facts=facts,
         index=state,
         trouble=trouble,
         aside=aside,
-        aside_first=f"{base}?{urlencode(left)}" if aside_after else "",
-        aside_next=f"{base}?{urlencode(left | _place_of(aside[-1]))}" if more else "",
+        aside_first=f"{base}?{urlencode(query_keys)}" if aside_after else "",
+        aside_next=f"{base}?{urlencode(query_keys | _place_of(aside[-1]))}" if has_more else "",
         no_aside=no_aside,
         command=_command(view),
         split=split,
@@ -116,10 +116,10 @@ async def data(
         order=order,
         orders=ORDERS,
         base=base,
-        here=f"{base}?{urlencode(left | {'page': page} | place)}",
-        before=f"{base}?{urlencode(left | {'page': page - 1})}" if page else "",
-        after=f"{base}?{urlencode(left | {'page': page + 1})}"
-        if found is not None and found.tasks.total > (page + 1) * PAGE
+        here=f"{base}?{urlencode(query_keys | {'page': page} | place)}",
+        before=f"{base}?{urlencode(query_keys | {'page': page - 1})}" if page else "",
+        after=f"{base}?{urlencode(query_keys | {'page': page + 1})}"
+        if contents is not None and contents.tasks.total > (page + 1) * PAGE
         else "",
     )
 
@@ -140,9 +140,9 @@ def _read(reader: IndexReader, split: str, text: str, order: str, page: int) -> 
 async def _aside(
     request: Request, view: RunView, state: AsideState, after: str
 ) -> tuple[list[Aside], bool, str]:
-    """A page of the poison and then the failed tasks, from behind the one that the page before
-    ended with; whether there are more; and why they can't be read, if so."""
-    found: list[Aside] = []
+    """A page of the poison and then the failed tasks, after the last one of the page before;
+    whether there are more; and why they can't be read, if so."""
+    tasks_aside: list[Aside] = []
     last: str | None = after or None
     try:
         async with (
@@ -154,21 +154,21 @@ async def _aside(
                 last = None
                 async with aclosing(listed):
                     async for stored in listed:
-                        if len(found) == MOST_ASIDE:
-                            return found, True, ""
-                        found.append(_told(stored))
+                        if len(tasks_aside) == MOST_ASIDE:
+                            return tasks_aside, True, ""
+                        tasks_aside.append(_aside_of(stored))
     except (AgentEvoError, TimeoutError) as error:
-        return found, False, str(error) or f"the store did not answer within {WITHIN_S:.0f} s"
+        return tasks_aside, False, str(error) or f"the store did not answer within {WITHIN_S:.0f} s"
 
-    return found, False, ""
+    return tasks_aside, False, ""
 
 
 def _place_of(last: Aside) -> dict[str, str]:
     return {"aside_state": last.state, "aside_after": last.id}
 
 
-def _told(stored: StoredTask) -> Aside:
-    events = [(one.kind, one.at, one.worker, one.error) for one in stored.history]
+def _aside_of(stored: StoredTask) -> Aside:
+    events = [(event.kind, event.at, event.worker, event.error) for event in stored.history]
     return Aside(
         stored.state,
         stored.task.id,
@@ -187,7 +187,7 @@ def _command(view: RunView) -> str:
 
 
 def _target(view: RunView) -> str:
-    """What `agentevo store` takes for this run's store."""
+    """The argument of `agentevo store` for this run's store."""
     if view.source.folder is not None:
         return str(view.source.folder)
     return without_password(view.source.url or "")

@@ -1,5 +1,5 @@
-"""Held-out results of a run: `/runs/{run}/evaluation`, beside those of others (`with`), and what
-changed between two steps (`from`, `to`)."""
+"""Held-out results of a run: `/runs/{run}/evaluation`, next to those of other runs (`with`), and
+what changed between two steps (`from`, `to`)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class EvaluationResult(NamedTuple):
 
 
 class EvaluationAttempts(NamedTuple):
-    """What the page says, once the index is there."""
+    """The content of the page, once the index is there."""
 
     decodings: dict[str, int]
     decoding: str
@@ -62,22 +62,22 @@ class EvaluationAttempts(NamedTuple):
 
 
 class EvaluationQuery(NamedTuple):
-    """What the address asks for."""
+    """The selection in the address."""
 
     decoding: str
     agent: str
     first: int | None
     last: int | None
-    beside: tuple[str, ...]
+    compared: tuple[str, ...]
 
     def query(self, **changed: Any) -> str:
-        """Of an address that differs in something."""
+        """The query of an address with some changes."""
         values = {
             "decoding": self.decoding,
             "agent": self.agent,
             "from": self.first,
             "to": self.last,
-            "with": list(self.beside),
+            "with": list(self.compared),
         } | changed
         return urlencode({k: v for k, v in values.items() if v not in ("", None, [])}, doseq=True)
 
@@ -90,14 +90,14 @@ async def evaluation(
     agent: str = "",
     first: int | None = Query(default=None, alias="from"),
     last: int | None = Query(default=None, alias="to"),
-    beside: list[str] = Query(default=[], alias="with"),  # noqa: B008 (FastAPI's way to say it)
+    compared: list[str] = Query(default=[], alias="with"),  # noqa: B008 (FastAPI's way to say it)
 ) -> HTMLResponse:
     """The results, as a page."""
     view = await run_of(request, run)
-    asked = EvaluationQuery(
-        decoding, agent, first, last, tuple(dict.fromkeys(beside))[:MOST_BESIDE]
+    selection = EvaluationQuery(
+        decoding, agent, first, last, tuple(dict.fromkeys(compared))[:MOST_BESIDE]
     )
-    found, missing, (state, trouble) = await _find(request, view, asked)
+    attempts, missing, (state, trouble) = await _find(request, view, selection)
     players = newest_evaluation(view) if not view.summary else (view.summary.get("eval") or {})
     base = run_url(view.key, "evaluation")
 
@@ -106,16 +106,16 @@ async def evaluation(
         "evaluation.html",
         view,
         "evaluation",
-        found=found,
+        found=attempts,
         missing=missing,
         index=state,
         trouble=trouble,
-        asked=asked,
+        asked=selection,
         base=base,
-        here=f"{base}?{asked.query()}",
+        here=f"{base}?{selection.query()}",
         random=_number(players.get("random")),
         optimal=_number(players.get("optimal")),
-        offered=await _offer_runs(request, view, asked),
+        offered=await _offer_runs(request, view, selection),
     )
 
 
@@ -125,30 +125,32 @@ async def series(
     run: str,
     decoding: str = "",
     agent: str = "",
-    beside: list[str] = Query(default=[], alias="with"),  # noqa: B008 (FastAPI's way to say it)
+    compared: list[str] = Query(default=[], alias="with"),  # noqa: B008 (FastAPI's way to say it)
 ) -> Response:
     """The numbers of the page's chart, as charts.js takes them."""
     view = await run_of(request, run)
-    asked = EvaluationQuery(decoding, agent, None, None, tuple(dict.fromkeys(beside))[:MOST_BESIDE])
-    found, _, _ = await _find(request, view, asked)
-    if found is None or found.chart is None:
+    selection = EvaluationQuery(
+        decoding, agent, None, None, tuple(dict.fromkeys(compared))[:MOST_BESIDE]
+    )
+    attempts, _, _ = await _find(request, view, selection)
+    if attempts is None or attempts.chart is None:
         raise NotFoundError("This run was not evaluated, or its index is not there yet.")
-    text = json.dumps(for_json(found.chart.told), separators=(",", ":"), allow_nan=False)
+    text = json.dumps(for_json(attempts.chart.told), separators=(",", ":"), allow_nan=False)
     return Response(text.encode("utf-8", "replace"), media_type="application/json")
 
 
 async def _find(
-    request: Request, view: RunView, asked: EvaluationQuery
+    request: Request, view: RunView, selection: EvaluationQuery
 ) -> tuple[EvaluationAttempts | None, list[str], tuple[Any, str]]:
-    """What the page says, what keeps some of the runs beside from being there, and how far the
-    index is."""
+    """The content of the page, why some of the compared runs are missing, and the progress of the
+    index."""
     reader, state = await ready_index(request, view)
-    others: list[tuple[RunView, IndexReader]] = []
+    compared_runs: list[tuple[RunView, IndexReader]] = []
     missing = []
-    for key in asked.beside:
+    for key in selection.compared:
         try:
-            other = await run_of(request, key)
-            its, (its_state, its_trouble) = await ready_index(request, other)
+            other_view = await run_of(request, key)
+            its, (its_state, its_trouble) = await ready_index(request, other_view)
         except (UnknownRunError, AgentEvoError) as error:
             missing.append(f"{key}: {error if isinstance(error, AgentEvoError) else 'no such run'}")
             continue
@@ -158,45 +160,45 @@ async def _find(
             missing.append(f"{key}: {why}")
             continue
 
-        others.append((other, its))
+        compared_runs.append((other_view, its))
 
-    found = None
+    attempts = None
     with suppress(IndexAway):
         if state[0].at:
-            found = await in_thread(_read, view, reader, asked, others)
+            attempts = await in_thread(_read, view, reader, selection, compared_runs)
 
-    return found, missing, state
+    return attempts, missing, state
 
 
 def _read(
     view: RunView,
     reader: IndexReader,
-    asked: EvaluationQuery,
-    others: Sequence[tuple[RunView, IndexReader]],
+    selection: EvaluationQuery,
+    compared_runs: Sequence[tuple[RunView, IndexReader]],
 ) -> EvaluationAttempts:
     with reader.steady():
         everything = held_out.held_out(reader)
         decodings = everything.count_words("decoding")
-        decoding = held_out.first_of(decodings, asked.decoding, preferred=GREEDY)
+        decoding = held_out.first_of(decodings, selection.decoding, preferred=GREEDY)
         attempts = everything.of_word("decoding", decoding)
         agents = attempts.count_words("agent")
         named = view.config.get("agents")
         trained = next(iter(named), "") if isinstance(named, dict) else ""
-        agent = held_out.first_of(agents, asked.agent, preferred=str(trained))
+        agent = held_out.first_of(agents, selection.agent, preferred=str(trained))
         attempts = attempts.of_word("agent", agent)
         steps = attempts.steps
-        first = asked.first if asked.first in steps else (steps[0] if steps else None)
-        last = asked.last if asked.last in steps else (steps[-1] if steps else None)
+        first = selection.first if selection.first in steps else (steps[0] if steps else None)
+        last = selection.last if selection.last in steps else (steps[-1] if steps else None)
         rows = [
             EvaluationResult(view.title, view.key, step, held_out.account_at(attempts, step))
             for step in dict.fromkeys((first, last))
             if step is not None
         ]
         curves = [(view.title, held_out.curve(attempts))]
-        for other, its in others:
-            row, line = _beside(other, its, decoding)
+        for other_view, its in compared_runs:
+            row, line = _compared_result(other_view, its, decoding)
             rows += row
-            curves.append((other.title, line))
+            curves.append((other_view.title, line))
 
         changed = None
         if first is not None and last is not None and first != last:
@@ -217,8 +219,8 @@ def _read(
         )
 
 
-def _beside(
-    other: RunView, reader: IndexReader, decoding: str
+def _compared_result(
+    view: RunView, reader: IndexReader, decoding: str
 ) -> tuple[list[EvaluationResult], list[tuple[int, Any]]]:
     """The newest results of another run, and its curve."""
     try:
@@ -227,8 +229,8 @@ def _beside(
             steps = attempts.steps
             if not steps:
                 return [], []
-            own = held_out.account_at(attempts, steps[-1])
-            return [EvaluationResult(other.title, other.key, steps[-1], own)], held_out.curve(
+            account = held_out.account_at(attempts, steps[-1])
+            return [EvaluationResult(view.title, view.key, steps[-1], account)], held_out.curve(
                 attempts
             )
     except IndexAway:
@@ -238,7 +240,7 @@ def _beside(
 def _parts(
     attempts: HeldOut, first: int | None, last: int | None
 ) -> list[tuple[str, str, Account | None, Account]]:
-    """Only where the tasks can be told apart."""
+    """Empty unless the tasks have several kinds or difficulties."""
     if last is None:
         return []
 
@@ -246,10 +248,10 @@ def _parts(
     if len(now) < 2:
         return []
 
-    before = {one[:2]: one[2] for one in held_out.by_part(attempts.part(attempts.step == first))}
+    before = {part[:2]: part[2] for part in held_out.by_part(attempts.part(attempts.step == first))}
     return [
-        (kind, difficulty, before.get((kind, difficulty)) if first != last else None, own)
-        for kind, difficulty, own in now
+        (kind, difficulty, before.get((kind, difficulty)) if first != last else None, account)
+        for kind, difficulty, account in now
     ]
 
 
@@ -271,18 +273,22 @@ def _chart(curves: Sequence[tuple[str, list[tuple[int, Any]]]]) -> Chart | None:
 
 
 async def _offer_runs(
-    request: Request, view: RunView, asked: EvaluationQuery
+    request: Request, view: RunView, selection: EvaluationQuery
 ) -> list[tuple[str, str, str, bool]]:
     """(name, key, address with or without it, whether it is chosen) of other runs."""
-    found = []
-    for other in await dashboard(request).watcher.views():
-        if other.key == view.key or not (other.config or other.key in asked.beside):
+    offers = []
+    for other_view in await dashboard(request).watcher.views():
+        if other_view.key == view.key or not (
+            other_view.config or other_view.key in selection.compared
+        ):
             continue
-        chosen = other.key in asked.beside
-        keys = [one for one in asked.beside if one != other.key] + [other.key] * (not chosen)
-        found.append((other.title, other.key, asked.query(**{"with": keys}), chosen))
+        chosen = other_view.key in selection.compared
+        keys = [key for key in selection.compared if key != other_view.key] + [other_view.key] * (
+            not chosen
+        )
+        offers.append((other_view.title, other_view.key, selection.query(**{"with": keys}), chosen))
 
-    return sorted(found, key=lambda one: (not one[3], one[0]))[:MOST_OFFERED]
+    return sorted(offers, key=lambda offer: (not offer[3], offer[0]))[:MOST_OFFERED]
 
 
 def _number(value: object) -> float | None:

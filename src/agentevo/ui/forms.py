@@ -23,13 +23,13 @@ KIND = "application/x-www-form-urlencoded"
 
 @dataclass(frozen=True)
 class Visitor:
-    """Who asks."""
+    """The sender of a request."""
 
     address: str = ""
     who: str = ""
-    """Which token it has, as a record names it; empty without that of control."""
+    """Its token, as a record names it; empty without control."""
     form_token: str = ""
-    """What every form has to have; empty for somebody who may change nothing."""
+    """What every form has to have; empty for a visitor who may change nothing."""
 
     @property
     def may_change(self) -> bool:
@@ -45,12 +45,12 @@ class FormRefusedError(Exception):
 
 
 def check_from_here(headers: Headers, *, secure: bool) -> None:
-    """Raises FormRefusedError unless a browser says that one of our own pages has sent this. One
-    that says nothing at all is refused, too: every browser of today says where a POST is from."""
+    """Raises FormRefusedError unless the browser names one of our own pages as the sender. A
+    request without a sender is refused, too: every current browser names the origin of a POST."""
     site = headers.get("sec-fetch-site")
     origin = headers.get("origin")
-    ours = f"{'https' if secure else 'http'}://{headers.get('host', '')}".lower()
-    is_ours = origin is not None and origin.lower() == ours
+    own_origin = f"{'https' if secure else 'http'}://{headers.get('host', '')}".lower()
+    is_ours = origin is not None and origin.lower() == own_origin
     if site not in (None, "same-origin") or not is_ours:
         raise FormRefusedError(403, "this was not sent by a page of this dashboard")
 

@@ -1,10 +1,10 @@
-"""What a run's held-out attempts come to, read from the index: success at each step that was
+"""The results of a run's held-out attempts, read from the index: success at each step that was
 evaluated, by kind and difficulty, and what changed between two steps.
 
-A mean is over tasks, of what each task's completed attempts come to, as in `agentevo eval`
-(evaluation/summary.py): what failed is in none, and counted apart. Intervals are those of
-evaluation/estimates.py. They are kept by the values that they are of, since a page is asked for
-again and again.
+A mean is over tasks, of the mean over each task's completed attempts, as in `agentevo eval`
+(evaluation/summary.py): failed attempts are in no mean, and are counted separately. Intervals are
+those of evaluation/estimates.py. They are cached by the values that they describe, since a page is
+requested many times.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_DRAWS = 24_000_000
 """Numbers drawn for the intervals of a chart: with more tasks fewer of its steps are shown."""
 MOST_STEPS = 120
 MOST_CHANGES = 200
-"""Tasks listed as better, and as worse."""
+"""Tasks listed as better, and tasks listed as worse."""
 CACHED = 4_096
 
 
@@ -42,12 +42,12 @@ class HeldOut(NamedTuple):
     reward: np.ndarray
     is_completed: np.ndarray
     place: np.ndarray
-    """In the index."""
+    """Its place in the index."""
     words: dict[int, str]
-    """Of the numbers in decoding, agent, kind and difficulty."""
+    """The words of the numbers in decoding, agent, kind and difficulty."""
 
     def part(self, where: np.ndarray) -> HeldOut:
-        """Only some of the attempts."""
+        """Some of the attempts."""
         columns: dict[str, Any] = {
             name: column[where] for name, column in self._asdict().items() if name != "words"
         }
@@ -56,22 +56,24 @@ class HeldOut(NamedTuple):
     def count_words(self, name: str) -> dict[str, int]:
         """Word of `decoding` or `agent` -> how many attempts have it, the most frequent first."""
         counts = np.bincount(getattr(self, name))
-        found = {self.words.get(i, ""): int(counts[i]) for i in np.flatnonzero(counts).tolist()}
-        return dict(sorted(found.items(), key=lambda one: -one[1]))
+        counts_by_word = {
+            self.words.get(i, ""): int(counts[i]) for i in np.flatnonzero(counts).tolist()
+        }
+        return dict(sorted(counts_by_word.items(), key=lambda item: -item[1]))
 
     def of_word(self, name: str, word: str) -> HeldOut:
-        """Those that have this word in `decoding` or `agent`."""
+        """The attempts with this word in `decoding` or `agent`."""
         numbers = [number for number, text in self.words.items() if text == word]
         return self.part(np.isin(getattr(self, name), numbers))
 
     @property
     def steps(self) -> list[int]:
-        """At which something was evaluated."""
+        """The steps that were evaluated."""
         return [int(step) for step in np.unique(self.step)]
 
 
 class Account(NamedTuple):
-    """What some attempts come to."""
+    """The results of some attempts."""
 
     success: Estimate | None
     reward: Estimate | None
@@ -90,7 +92,7 @@ class SettingChange(NamedTuple):
 
 
 class SettingChanges(NamedTuple):
-    """Two steps at the tasks that both have completed."""
+    """Two steps compared at the tasks that both have completed."""
 
     difference: Estimate | None
     num_tasks: int
@@ -101,7 +103,7 @@ class SettingChanges(NamedTuple):
 
 
 def held_out(reader: IndexReader) -> HeldOut:
-    """All of a run. Raises IndexAway."""
+    """All held-out attempts of a run. Raises IndexAway."""
     table = reader.columns()
     where = np.flatnonzero(table["alive"] & (table["split"] == SPLITS.index("eval")))
     names = ("step", "task", "decoding", "agent", "kind", "difficulty", "success", "reward")
@@ -123,20 +125,20 @@ def account(attempts: HeldOut) -> Account:
 
 def by_part(attempts: HeldOut) -> list[tuple[str, str, Account]]:
     """(kind, difficulty, account), in the order of their words, numbers by size."""
-    found = []
+    accounts = []
     pairs = np.stack([attempts.kind, attempts.difficulty], axis=1)
     for kind, difficulty in np.unique(pairs, axis=0).tolist() if len(pairs) else []:
-        own = (attempts.kind == kind) & (attempts.difficulty == difficulty)
+        is_in_part = (attempts.kind == kind) & (attempts.difficulty == difficulty)
         kind_word = attempts.words.get(kind, "")
         difficulty_word = attempts.words.get(difficulty, "")
-        found.append((kind_word, difficulty_word, account(attempts.part(own))))
+        accounts.append((kind_word, difficulty_word, account(attempts.part(is_in_part))))
 
-    return sorted(found, key=lambda one: (one[0], _in_order(one[1])))
+    return sorted(accounts, key=lambda row: (row[0], _in_order(row[1])))
 
 
 def curve(attempts: HeldOut) -> list[tuple[int, Estimate]]:
-    """Success at the steps that were evaluated; of very many only some, the first and last among
-    them, evenly apart."""
+    """Success at the steps that were evaluated; of very many only some, evenly spaced, with the
+    first and the last."""
     steps = attempts.steps
     tasks = len(np.unique(attempts.task)) or 1
     most = int(min(max(MOST_DRAWS // (RESAMPLES * tasks), 8), MOST_STEPS))
@@ -144,17 +146,17 @@ def curve(attempts: HeldOut) -> list[tuple[int, Estimate]]:
         places = np.unique(np.linspace(0, len(steps) - 1, most).round().astype(int))
         steps = [steps[place] for place in places.tolist()]
 
-    found = []
+    points = []
     for step in steps:
         success = account_at(attempts, step).success
         if success is not None:
-            found.append((step, success))
+            points.append((step, success))
 
-    return found
+    return points
 
 
 def account_at(attempts: HeldOut, step: int) -> Account:
-    """What one step has come to."""
+    """The results of one step."""
     return account(attempts.part(attempts.step == step))
 
 
@@ -168,14 +170,14 @@ def changes(reader: IndexReader, attempts: HeldOut, first: int, last: int) -> Se
         _, places = np.unique(done.task, return_index=True)
         sides.append((tasks, shares, done.place[places]))
 
-    (tasks, before, place_before), (others, after, place_after) = sides
-    both, mine, theirs = np.intersect1d(tasks, others, assume_unique=True, return_indices=True)
+    (tasks, before, place_before), (tasks_after, after, place_after) = sides
+    both, mine, theirs = np.intersect1d(tasks, tasks_after, assume_unique=True, return_indices=True)
     before = before[mine]
 
     after = after[theirs]
     gain = after - before
     order = np.argsort(-np.abs(gain), kind="stable")
-    found: dict[bool, list[SettingChange]] = {}
+    changes_by_direction: dict[bool, list[SettingChange]] = {}
     for is_better in (True, False):
         chosen = order[gain[order] > 0 if is_better else gain[order] < 0][:MOST_CHANGES]
         names = _names(reader, "SELECT number, id FROM tasks WHERE number", both[chosen])
@@ -184,7 +186,7 @@ def changes(reader: IndexReader, attempts: HeldOut, first: int, last: int) -> Se
             "SELECT place, id FROM attempts WHERE place",
             np.concatenate([place_before[mine[chosen]], place_after[theirs[chosen]]]),
         )
-        found[is_better] = [
+        changes_by_direction[is_better] = [
             SettingChange(
                 names.get(int(both[i]), ""),
                 float(before[i]),
@@ -198,21 +200,21 @@ def changes(reader: IndexReader, attempts: HeldOut, first: int, last: int) -> Se
     return SettingChanges(
         _difference(before, after),
         len(both),
-        found[True],
+        changes_by_direction[True],
         int(np.count_nonzero(gain > 0)),
-        found[False],
+        changes_by_direction[False],
         int(np.count_nonzero(gain < 0)),
     )
 
 
 def _names(reader: IndexReader, query: str, numbers: Sequence[int] | np.ndarray) -> dict[int, str]:
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     values = [int(number) for number in numbers]
     for start in range(0, len(values), 500):
         some = values[start : start + 500]
         marks = ", ".join("?" * len(some))
-        found.update((row[0], row[1]) for row in reader.ask(f"{query} IN ({marks})", some))
-    return found
+        names.update((row[0], row[1]) for row in reader.ask(f"{query} IN ({marks})", some))
+    return names
 
 
 def _by_task(done: HeldOut, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -224,21 +226,21 @@ def _by_task(done: HeldOut, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def _estimate(values: np.ndarray) -> Estimate | None:
-    # In order, so that the same outcomes have the same interval whoever reached them.
-    return _kept_mean(np.sort(values).tobytes())
+    # In order, so that the same outcomes have the same interval, whichever run reached them.
+    return _cached_mean(np.sort(values).tobytes())
 
 
 @lru_cache(maxsize=CACHED)
-def _kept_mean(values: bytes) -> Estimate | None:
+def _cached_mean(values: bytes) -> Estimate | None:
     return mean_of(np.frombuffer(values).tolist())
 
 
 def _difference(before: np.ndarray, after: np.ndarray) -> Estimate | None:
-    return _kept_difference(before.tobytes(), after.tobytes())
+    return _cached_difference(before.tobytes(), after.tobytes())
 
 
 @lru_cache(maxsize=CACHED)
-def _kept_difference(before: bytes, after: bytes) -> Estimate | None:
+def _cached_difference(before: bytes, after: bytes) -> Estimate | None:
     return paired_difference(np.frombuffer(before).tolist(), np.frombuffer(after).tolist())
 
 
@@ -251,7 +253,7 @@ def _in_order(word: str) -> tuple[int, float, str]:
 
 
 def first_of(counts: Mapping[str, int], wanted: str, *, preferred: str = "") -> str:
-    """What is asked for where it is there, else the preferred one, else the most frequent."""
+    """The requested word where it exists, else the preferred one, else the most frequent."""
     for word in (wanted, preferred):
         if word in counts:
             return word

@@ -1,4 +1,4 @@
-"""The indexes of the stores that are shown: each kept up to date while somebody asks for it."""
+"""The indexes of the stores that are shown: each kept up to date while pages ask for it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from agentevo.ui.index.indexer import Indexer
 from agentevo.ui.index.reader import IndexAway, IndexReader, IndexState
 
 IDLE_S = 600.0
-"""An index that nobody has asked for so long is left as it is."""
+"""An index that no page has asked for so long is no longer updated."""
 
 
-class _KeptIndex:
+class _IndexEntry:
     def __init__(self, url: str, folder: Path | None) -> None:
         self.indexer = Indexer(url, folder)
         self.reader = IndexReader(self.indexer.path)
@@ -22,45 +22,45 @@ class _KeptIndex:
 
 
 class Indexes:
-    """May be asked by any thread."""
+    """For any thread."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, _KeptIndex] = {}
+        self._entries: dict[str, _IndexEntry] = {}
         self._lock = threading.Lock()
 
     def reader(self, url: str, folder: Path | None) -> IndexReader:
         """The index of the store at `url`, which is kept up to date from now on."""
         with self._lock:
-            for other, kept in list(self._kept.items()):
-                if other != url and time.monotonic() - kept.used_at > IDLE_S:
-                    del self._kept[other]
-                    threading.Thread(target=kept.indexer.stop, daemon=True).start()
+            for other_url, entry in list(self._entries.items()):
+                if other_url != url and time.monotonic() - entry.used_at > IDLE_S:
+                    del self._entries[other_url]
+                    threading.Thread(target=entry.indexer.stop, daemon=True).start()
 
-            if url not in self._kept:
-                self._kept[url] = _KeptIndex(url, folder)
+            if url not in self._entries:
+                self._entries[url] = _IndexEntry(url, folder)
 
-            self._kept[url].used_at = time.monotonic()
-            return self._kept[url].reader
+            self._entries[url].used_at = time.monotonic()
+            return self._entries[url].reader
 
     def state(self, url: str) -> tuple[IndexState, str]:
-        """How far the index is, and what keeps it from going on."""
+        """The progress of the index, and what stops it."""
         with self._lock:
-            kept = self._kept.get(url)
+            entry = self._entries.get(url)
 
-        if kept is None:
+        if entry is None:
             return IndexState("listing", 0, 0, 0.0, ""), ""
 
         try:
-            return kept.reader.state(), kept.indexer.trouble
+            return entry.reader.state(), entry.indexer.trouble
         except IndexAway as error:
-            return IndexState("listing", 0, 0, 0.0, ""), kept.indexer.trouble or str(error)
+            return IndexState("listing", 0, 0, 0.0, ""), entry.indexer.trouble or str(error)
 
     def close(self) -> None:
-        """Ends all of them; blocks until they have."""
+        """Ends all indexers; blocks until they have ended."""
         with self._lock:
-            kept = list(self._kept.values())
-            self._kept.clear()
-        for one in kept:
-            one.indexer.stop(0.0)
-        for one in kept:
-            one.indexer.stop(5.0)
+            entries = list(self._entries.values())
+            self._entries.clear()
+        for entry in entries:
+            entry.indexer.stop(0.0)
+        for entry in entries:
+            entry.indexer.stop(5.0)

@@ -1,15 +1,15 @@
-"""Server-sent events: `GET /live?run=KEY&run=...` tells of each change of these runs.
+"""Server-sent events: `GET /live?run=KEY&run=...` reports each change of these runs.
 
     event: run
     data: {"run": "coins", "version": 12, "step": 8, "state": "running", "at": 1795473961.2,
            "now": {"words": "sampling, step 9: 37 of 64 attempts", "share": 0.58, "since": ...}}
 
-The key `*` stands for the list of runs: `{"run": "*", "version": 3}` where it has changed.
+The key `*` means the list of runs: `{"run": "*", "version": 3}` where it has changed.
 
-A page asks for its parts again at a new version, so whatever it shows by its URL (filters, a
-metric) stays. What the run does now is written by the page itself, about once a second. A
-line without meaning comes every BEAT_S, or a client that is gone would never be noticed. A stream
-ends after LONGEST_S; browsers open it again by themselves.
+A page asks for its parts again at a new version, so what its URL selects (filters, a
+metric) stays. The page itself writes what the run does now, about once a second. An empty comment
+line comes every BEAT_S; without it a client that is gone would never be noticed. A stream ends
+after LONGEST_S; browsers open it again by themselves.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ async def live(request: Request) -> Response:
 
 
 class Events(StreamingResponse):
-    """The stream, where fewer than MAX_STREAMS go on at the moment in which it begins."""
+    """The stream, where fewer than MAX_STREAMS are open when it begins."""
 
     def __init__(self, request: Request, watcher: Watcher, keys: list[str]) -> None:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
@@ -80,7 +80,7 @@ async def _events(request: Request, watcher: Watcher, keys: list[str]) -> AsyncI
             yield f"event: run\ndata: {json.dumps({'run': LIST, 'version': view})}\n\n".encode()
             beat = now
         elif view is not None:
-            yield _told(watcher, view)
+            yield _event_of(watcher, view)
             beat = now
         elif now - beat > BEAT_S:
             yield b": still here\n\n"
@@ -90,13 +90,13 @@ async def _events(request: Request, watcher: Watcher, keys: list[str]) -> AsyncI
             return
 
 
-def _told(watcher: Watcher, view: RunView) -> bytes:
-    """The event, made once for all who hear of it: a view is one moment of a run."""
-    held = watcher.events.get(view.key)
-    if held is not None and held[0] is view:
-        return held[1]
+def _event_of(watcher: Watcher, view: RunView) -> bytes:
+    """The event, made once for all its listeners: a view is one moment of a run."""
+    cached = watcher.events.get(view.key)
+    if cached is not None and cached[0] is view:
+        return cached[1]
 
-    told = {
+    fields = {
         "run": view.key,
         "version": view.version,
         "step": view.step,
@@ -105,7 +105,7 @@ def _told(watcher: Watcher, view: RunView) -> bytes:
         "at": round(time.time(), 3),
         "now": _doing(view),
     }
-    event = f"event: run\ndata: {json.dumps(told)}\n\n".encode()
+    event = f"event: run\ndata: {json.dumps(fields)}\n\n".encode()
     watcher.events[view.key] = (view, event)
 
     return event

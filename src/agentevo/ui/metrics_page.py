@@ -65,13 +65,13 @@ async def metrics(
 
 @router.get("/runs/{run}/metrics/new", response_class=HTMLResponse)
 async def new_metrics(
-    request: Request, run: str, seen: Annotated[int, Query(ge=0, le=10**9)]
+    request: Request, run: str, num_seen: Annotated[int, Query(alias="seen", ge=0, le=10**9)]
 ) -> HTMLResponse:
     """How many metrics the run has beyond those of a page that is open, such as those of its first
     evaluation."""
     view = await run_of(request, run)
-    num_new = max(len(view.table.columns) - seen, 0)
-    return part("metrics_new.html", view=view, total=seen, num_new=num_new)
+    num_new = max(len(view.table.columns) - num_seen, 0)
+    return part("metrics_new.html", view=view, total=num_seen, num_new=num_new)
 
 
 @router.get("/runs/{run}/series")

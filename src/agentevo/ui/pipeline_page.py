@@ -1,5 +1,5 @@
-"""A pipeline: `/pipelines/{key}`. Its stages, what each has gained on the held-out tasks, and where
-it stands; a stage that is a run leads to that run's page. Only pipeline.json is read."""
+"""A pipeline: `/pipelines/{key}`. Its stages, the gain of each on the held-out tasks, and its
+progress; a stage that is a run links to that run's page. Only pipeline.json is read."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ REPORT = "report.html"
 
 
 class ShownPipeline(NamedTuple):
-    """What the page says."""
+    """The content of the page."""
 
     state: PipelineState
     rows: list[StageRow]
     urls: dict[str, str]
-    """Of the runs of stages."""
+    """URLs of the runs of stages."""
     measured: dict[str, str]
-    """Of the results on the held-out tasks, by stage."""
+    """URLs of the results on the held-out tasks, by stage."""
     report: Path | None
-    """The pipeline's, once it has ended: of several seeds it lies beside their folders."""
+    """The pipeline's report, once it has ended: with several seeds it is next to their folders."""
 
     @property
     def now(self) -> list[str]:
-        """What is under way, measurements among it."""
+        """The work under way, including measurements."""
         names = [name for name, stage in self.state.stages.items() if stage.status == "running"]
         return [f"measures {name.partition('@')[0]}" if "@" in name else name for name in names]
 
@@ -74,7 +74,7 @@ async def pipeline(request: Request, key: str) -> HTMLResponse:
 
 
 def _read(sources: Sources, folder: Path) -> ShownPipeline:
-    """Raises ConfigError for a file that was damaged."""
+    """Raises ConfigError for a damaged file."""
     state = read_state(folder)
     keys = {source.folder: source.key for source in sources.runs().values()}
     urls = {
@@ -90,5 +90,5 @@ def _read(sources: Sources, folder: Path) -> ShownPipeline:
     }
     rows = stage_rows([state]) if state.stages else []
     places = (folder / REPORT, folder.parent / REPORT)
-    report = next((one for one in places if one.is_file()), None)
+    report = next((candidate for candidate in places if candidate.is_file()), None)
     return ShownPipeline(state, rows, urls, measured, report)

@@ -1,10 +1,10 @@
 """Players: processes that hold a checkpoint each (`evaluation/player.py`), at most MAX_PLAYERS of
-them, for those who try a run in the browser.
+them, for visitors who try a run in the browser.
 
-One begins with the first request for its checkpoint and ends after IDLE_S without one, when another
-checkpoint needs its place, and with the dashboard, however that ends. A slow model is slow in its
-own process. A request whose listener is gone is broken off; nothing waits without a deadline; what
-is wrong with a process is told to all who wait for it.
+A player begins with the first request for its checkpoint. It ends after IDLE_S without a request,
+when another checkpoint needs its place, and with the dashboard, however that ends. A slow model is
+slow in its own process. A request whose listener is gone is broken off; nothing waits without a
+deadline; a problem of a process is reported to all requests that wait for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from agentevo.evaluation import player_words as words
 
 MAX_PLAYERS = 2
 MAX_REQUESTS = 4
-"""At once, of one player."""
+"""Requests at once, of one player."""
 IDLE_S = 600.0
 LOOK_S = 5.0
 START_S = 60.0
@@ -37,16 +37,16 @@ START_S = 60.0
 LOAD_S = 600.0
 """How long a model may take until it is ready."""
 SILENT_S = 60.0
-"""A player says every few seconds that it lives."""
+"""How long a player may be silent: it sends a beat every few seconds."""
 CHAT_S = 600.0
 """How long a reply may take."""
 PLAY_S = 1800.0
 """How long an attempt may take."""
 WRITE_S = 10.0
 GRACE_S = 6.0
-"""For an end by itself; then it is killed."""
+"""How long a player may take to end by itself; then it is killed."""
 TICK_S = 1.0
-"""How often somebody who waits is told how long."""
+"""How often a waiting request gets the time that it has waited."""
 MAX_LINE = 8 * 2**20
 MAX_WAITING = 2_000
 """Events that a listener may be behind."""
@@ -54,17 +54,17 @@ MAX_STDERR = 4_000
 
 
 class PlayerError(AgentEvoError):
-    """A request that no player follows: why, and what to do."""
+    """A request that no player serves: why, and what to do."""
 
 
 class PlayerKey(NamedTuple):
-    """What a player holds."""
+    """What identifies a player."""
 
     folder: Path
     which: str
-    """A step, `start`."""
+    """A step, or `start`."""
     device: str
-    """Empty for the recipe's."""
+    """Empty for the device of the recipe."""
 
 
 @dataclass
@@ -75,8 +75,8 @@ class PlayerProcess:
     run: str
     """The key of the run in URLs."""
     process: Process
-    began: float
-    """Unix time."""
+    started_at: float
+    """When it started, Unix time."""
     state: str = "loading"
     """loading, ready, ended"""
     doing: str = "starting"
@@ -93,15 +93,15 @@ class PlayerProcess:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
-        return time.time() - self.began
+        """Seconds since it started."""
+        return time.time() - self.started_at
 
     @property
     def is_busy(self) -> bool:
         return bool(self.listeners)
 
     async def keep_stderr(self) -> None:
-        """Keeps the end of what it writes to standard error, for when it crashes."""
+        """Keeps the end of its standard error, to report a crash."""
         stderr = self.process.stderr
         assert stderr is not None
         while some := await stderr.read(2**16):
@@ -109,8 +109,8 @@ class PlayerProcess:
             del self.stderr[:-MAX_STDERR]
 
     def kill(self) -> None:
-        """Kills the process, and those that it has begun, which would outlive one that crashes:
-        they are a session of their own. Once: later its number may be another's."""
+        """Kills the process and its children, which form a session of their own and would outlive
+        it after a crash. Kills only once: later its id may belong to another process."""
         if not self.is_killed:
             self.is_killed = True
             with suppress(ProcessLookupError, PermissionError):
@@ -121,7 +121,7 @@ class Players:
     """See the module. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._held: dict[PlayerKey, PlayerProcess] = {}
+        self._players: dict[PlayerKey, PlayerProcess] = {}
         self._lock = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
         self._read = msgspec.json.Decoder(words.Event).decode
@@ -130,14 +130,16 @@ class Players:
         """Answers under way, of all players."""
 
     def of(self, run: str) -> list[PlayerProcess]:
-        """All of them, those of this run first."""
-        return sorted(self._held.values(), key=lambda one: (one.run != run, one.began))
+        """All players, those of this run first."""
+        return sorted(
+            self._players.values(), key=lambda player: (player.run != run, player.started_at)
+        )
 
     async def ask(
         self, key: PlayerKey, run: str, request: words.Chat | words.Play
     ) -> AsyncGenerator[words.Event | PlayerProcess]:
-        """The events of the request; the player itself about once a second while somebody waits
-        for it. A caller that stops to listen breaks the request off. Raises PlayerError."""
+        """The events of the request; the player itself about once a second while the request waits.
+        A caller that stops listening breaks the request off. Raises PlayerError."""
         player = await self._player(key, run)
         if len(player.listeners) >= MAX_REQUESTS or request.id in player.listeners:
             raise PlayerError("this checkpoint is at work for others: wait, or stop what runs")
@@ -146,8 +148,8 @@ class Players:
         player.listeners[request.id] = queue
         is_done = False
         try:
-            async for told in self._waiting(player):
-                yield told
+            async for status in self._waiting(player):
+                yield status
 
             await self._write(player, request)
             longest = CHAT_S if isinstance(request, words.Chat) else PLAY_S
@@ -170,7 +172,7 @@ class Players:
                     await asyncio.shield(self._write(player, words.Stop(request.id)))
 
     async def _waiting(self, player: PlayerProcess) -> AsyncIterator[PlayerProcess]:
-        """Until its model is loaded."""
+        """Yields the player until its model is loaded."""
         ends = time.monotonic() + LOAD_S
         while player.state == "loading":
             yield player
@@ -211,28 +213,28 @@ class Players:
             raise PlayerError(player.problem or "the player takes no requests") from error
 
     async def _player(self, key: PlayerKey, run: str) -> PlayerProcess:
-        """That of the checkpoint, begun where there is none."""
+        """The player of the checkpoint; starts one where there is none."""
         async with self._lock:
             if self._closed:
                 raise PlayerError("the dashboard ends")
 
-            found = self._held.get(key)
-            if found is not None and found.state != "ended":
-                return found
-            if found is not None:
-                await self._forget(found)
+            existing = self._players.get(key)
+            if existing is not None and existing.state != "ended":
+                return existing
+            if existing is not None:
+                await self._forget(existing)
 
-            if len(self._held) >= MAX_PLAYERS:
-                idle = [one for one in self._held.values() if not one.is_busy]
+            if len(self._players) >= MAX_PLAYERS:
+                idle = [candidate for candidate in self._players.values() if not candidate.is_busy]
                 if not idle:
                     raise PlayerError(
                         f"{MAX_PLAYERS} checkpoints are at work: stop one, or wait until it is done"
                     )
-                oldest = min(idle, key=lambda one: one.used_at)
+                oldest = min(idle, key=lambda candidate: candidate.used_at)
                 await self.end(oldest, "another checkpoint has taken its place")
 
             player = await self._begin(key, run)
-            self._held[key] = player
+            self._players[key] = player
             if self._looking is None or self._looking.done():
                 self._looking = asyncio.ensure_future(self._look())
 
@@ -266,19 +268,19 @@ class Players:
         return player
 
     async def _hear(self, player: PlayerProcess) -> None:
-        """Gives each event to who waits for it, until the process ends."""
+        """Passes each event to its listener, until the process ends."""
         stdout = player.process.stdout
         assert stdout is not None
         try:
             while line := await stdout.readline():
                 player.heard_at = time.monotonic()
-                self._told(player, self._read(line))
+                self._handle_event(player, self._read(line))
         except (ValueError, msgspec.DecodeError) as error:
             player.problem = f"the player has said what nobody understands ({error}): ask again"
 
         await self._end(player)
 
-    def _told(self, player: PlayerProcess, event: words.Event) -> None:
+    def _handle_event(self, player: PlayerProcess, event: words.Event) -> None:
         if isinstance(event, words.Beat):
             player.memory_bytes = event.memory_bytes
         elif isinstance(event, words.Loading):
@@ -297,7 +299,7 @@ class Players:
                 queue.put_nowait(event)
 
     async def _end(self, player: PlayerProcess) -> None:
-        """Its output has ended: the process, too, or it is killed."""
+        """Ends a player whose output has ended; kills the process if it is still alive."""
         code: int | None = None
         with suppress(TimeoutError):
             async with asyncio.timeout(GRACE_S):
@@ -305,8 +307,8 @@ class Players:
 
         player.kill()
         if not player.problem:
-            said = without_passwords(player.stderr.decode("utf-8", "replace")).strip()
-            last = said.rpartition("\n")[2][-300:]
+            stderr_text = without_passwords(player.stderr.decode("utf-8", "replace")).strip()
+            last = stderr_text.rpartition("\n")[2][-300:]
             how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
             room = ": it may have needed more memory than there is" if code == -9 else ""
             player.problem = f"the player has ended by itself ({how}{room}). {last}".strip()
@@ -317,13 +319,13 @@ class Players:
                 queue.put_nowait(None)
 
     async def _look(self) -> None:
-        """Ends those that nobody has asked for IDLE_S, and those that are silent."""
+        """Ends players without a request for IDLE_S, and those that are silent."""
         while True:
             await asyncio.sleep(min(LOOK_S, IDLE_S / 4))
             now = time.monotonic()
-            for player in list(self._held.values()):
+            for player in list(self._players.values()):
                 if player.state == "ended":
-                    # Its problem stays to be seen for as long as an idle one would stay.
+                    # Its problem stays visible for as long as an idle player would stay.
                     if now - player.used_at > IDLE_S:
                         await self._forget(player)
                 elif now - player.heard_at > SILENT_S:
@@ -332,7 +334,7 @@ class Players:
                     await self.end(player, "nobody asked it any more")
 
     async def end(self, player: PlayerProcess, why: str, *, at_once: bool = False) -> None:
-        """Ends it; whoever waits for it is told why."""
+        """Ends it; all requests that wait for it get the reason."""
         player.problem = player.problem or why
         if at_once:
             player.kill()
@@ -347,8 +349,8 @@ class Players:
         await self._forget(player)
 
     async def _forget(self, player: PlayerProcess) -> None:
-        if self._held.get(player.key) is player:
-            del self._held[player.key]
+        if self._players.get(player.key) is player:
+            del self._players[player.key]
         done, _ = await asyncio.wait(player.tasks, timeout=GRACE_S)
         for task in player.tasks:
             if task not in done:
@@ -356,11 +358,11 @@ class Players:
         player.state = "ended"
 
     async def close(self) -> None:
-        """Ends all of them."""
+        """Ends all players."""
         self._closed = True
         if self._looking is not None:
             self._looking.cancel()
-        players = list(self._held.values())
+        players = list(self._players.values())
         await asyncio.gather(
             *(self.end(player, "the dashboard ends") for player in players), return_exceptions=True
         )

@@ -24,7 +24,7 @@ from agentevo.ui.sources import RunSource
 MOST_FILES = 1_000
 MOST_JSON = 65_536
 LOG_BYTES = 65_536
-"""Of the end of a log."""
+"""Bytes of the end of a log."""
 _ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # colours, moves
     r"|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?"  # titles, links
@@ -42,10 +42,10 @@ class ListedEngine(NamedTuple):
     pid: int
     started_at: float
     beaten_at: float
-    """When its heart has beaten last, Unix time."""
+    """The time of its last heartbeat, Unix time."""
     lives: bool
     version: int | None
-    """Of the weights that it served then; None where it does not say."""
+    """The version of the weights that it served then; None where it is not given."""
 
 
 class Log(NamedTuple):
@@ -66,34 +66,34 @@ class LogEnd(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """What the trainer has published last."""
+    """The weights that the trainer has published last."""
 
     version: int
     published_at: float
-    kept: list[int]
-    """Versions that lie in the folder."""
+    versions: list[int]
+    """Versions that are in the folder."""
 
 
 def engines(source: RunSource) -> list[ListedEngine]:
-    """By name. A file that no engine has written is left out."""
-    found = []
+    """The engines by name. A file that no engine has written is left out."""
+    listed = []
     for path, what in _files(source.file("engines"), ".json"):
         with suppress(OSError, msgspec.MsgspecError):
-            said = msgspec.json.decode(_end(path, MOST_JSON)[0], type=Announcement)
+            announcement = msgspec.json.decode(_end(path, MOST_JSON)[0], type=Announcement)
             lives = abs(time.time() - what.st_mtime) <= DEAD_S
-            found.append(
+            listed.append(
                 ListedEngine(
-                    name=said.name,
-                    url=said.url,
-                    pid=said.pid,
-                    started_at=said.started_at,
+                    name=announcement.name,
+                    url=announcement.url,
+                    pid=announcement.pid,
+                    started_at=announcement.started_at,
                     beaten_at=what.st_mtime,
                     lives=lives,
-                    version=said.version,
+                    version=announcement.version,
                 )
             )
 
-    return sorted(found, key=lambda one: one.name)
+    return sorted(listed, key=lambda engine: engine.name)
 
 
 def weights(source: RunSource) -> Weights | None:
@@ -120,7 +120,7 @@ def _versions(folder: Path | None) -> list[int]:
 
 
 def logs(source: RunSource) -> list[Log]:
-    """Of the run's own processes, and the one that a sweep keeps of it."""
+    """The logs of the run's own processes, and the one that a sweep keeps of the run."""
     return [log for _, log in _logs(source)]
 
 
@@ -135,9 +135,9 @@ def log_end(source: RunSource, name: str, *, num_bytes: int = LOG_BYTES) -> LogE
 
 
 def log_text(data: bytes, *, is_cut: bool, most_lines: int = 400) -> str:
-    """The last lines of what was read of a log: without the escapes that colour and move on a
-    terminal, of a line that a progress bar wrote over and over only what it last said. `is_cut`: it
-    begins within a line, which is left out."""
+    """The last lines of the part of a log that was read, without terminal escapes; of a line that a
+    progress bar overwrote, only its last state. `is_cut`: the part begins within a line, which is
+    left out."""
     text = _ESCAPES.sub("", data.decode("utf-8", "replace")).replace("\r\n", "\n")
     lines = text.split("\n")
     if is_cut and len(lines) > 1:
@@ -155,11 +155,11 @@ def _logs(source: RunSource) -> Iterator[tuple[Path, Log]]:
         yield path, Log(path.name, what.st_size, what.st_mtime)
 
     if source.sweep is not None and source.folder is not None:
-        # Beside the run: the folder of the sweep is shown as well.
-        own = f"{source.folder.name}.log"
-        for path, what in _files(source.folder.parent / "logs", own):
-            if path.name == own:
-                yield path, Log(f"sweep/{own}", what.st_size, what.st_mtime)
+        # Outside the run's folder: the folder of the sweep is shown as well.
+        log_name = f"{source.folder.name}.log"
+        for path, what in _files(source.folder.parent / "logs", log_name):
+            if path.name == log_name:
+                yield path, Log(f"sweep/{log_name}", what.st_size, what.st_mtime)
 
 
 def _files(folder: Path | None, ending: str) -> Iterator[tuple[Path, os.stat_result]]:

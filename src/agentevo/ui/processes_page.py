@@ -21,7 +21,7 @@ STALENESS = "staleness/age_"
 
 
 class KeptProcesses(NamedTuple):
-    """What lies in the run's folder."""
+    """What the run's folder holds."""
 
     engines: list[ListedEngine]
     logs: list[Log]
@@ -33,17 +33,17 @@ class KeptProcesses(NamedTuple):
 async def processes(request: Request, run: str) -> HTMLResponse:
     """Trainer, engines, samplers, gateways, and their logs."""
     view = await run_of(request, run)
-    kept = await in_thread(_kept, view)
+    stored = await in_thread(_read_files, view)
     return run_page(
         request,
         "processes.html",
         view,
         "processes",
-        kept=kept,
+        kept=stored,
         work=await dashboard(request).works.of(view),
         ages=ages_of(view),
         staleness=[view.table.latest(f"staleness/{name}") for name in ("mean", "max")],
-        is_apart=_is_apart(view, kept),
+        is_apart=_is_apart(view, stored),
     )
 
 
@@ -52,28 +52,28 @@ async def log(request: Request, run: str, name: str) -> HTMLResponse:
     """The end of one log."""
     view = await run_of(request, run)
     try:
-        found = await in_thread(process_files.log_end, view.source, name)
+        log_end = await in_thread(process_files.log_end, view.source, name)
     except OSError as error:
         raise NotFoundError(f"This log can't be read: {error.strerror or error}.") from error
 
-    if found is None:
+    if log_end is None:
         raise NotFoundError(f"This run has no log {name[:200]}.")
 
-    text = await in_thread(lambda: log_text(found.data, is_cut=found.is_cut))
-    here = f"{run_url(view.key, 'processes', 'log')}"
+    text = await in_thread(lambda: log_text(log_end.data, is_cut=log_end.is_cut))
+    address = f"{run_url(view.key, 'processes', 'log')}"
     return run_page(
         request,
         "process_log.html",
         view,
         "processes",
-        log=found.log,
-        found=found,
+        log=log_end.log,
+        found=log_end,
         text=text,
-        here=here,
+        here=address,
     )
 
 
-def _kept(view: RunView) -> KeptProcesses:
+def _read_files(view: RunView) -> KeptProcesses:
     gateway = view.source.file("gateway")
     return KeptProcesses(
         process_files.engines(view.source),
@@ -83,18 +83,18 @@ def _kept(view: RunView) -> KeptProcesses:
     )
 
 
-def _is_apart(view: RunView, kept: KeptProcesses) -> bool:
+def _is_apart(view: RunView, stored: KeptProcesses) -> bool:
     """Whether the run has other processes than its trainer."""
     samplers = view.setting("rollout", "samplers")
-    return bool(kept.engines or kept.weights) or (isinstance(samplers, int) and samplers > 0)
+    return bool(stored.engines or stored.weights) or (isinstance(samplers, int) and samplers > 0)
 
 
 def ages_of(view: RunView) -> list[tuple[int, float]]:
-    """(age in versions, share of the tokens) of the newest step that has said it."""
-    found = []
+    """(age in versions, share of the tokens) of the newest step that has logged it."""
+    ages = []
     for name in list(view.table.columns):
         age = name.removeprefix(STALENESS)
         value = view.table.latest(name) if name.startswith(STALENESS) else None
         if value and age.isdecimal():
-            found.append((int(age), value))
-    return sorted(found)
+            ages.append((int(age), value))
+    return sorted(ages)

@@ -1,5 +1,5 @@
 """The folder of an `agentevo eval`: `/results/{key}`. Models side by side, with what changed
-between two of them, and each task's attempts. Only its own regular files are read, links are
+between two of them, and each task's attempts. Only its own regular files are read; links are
 not."""
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from agentevo.ui.context import NotFoundError, dashboard, page
 router = APIRouter()
 
 MOST_BYTES = 64 << 20
-"""Of the results that are shown one by one: about 300,000 attempts."""
+"""Size of results that are shown one by one: about 300,000 attempts."""
 MOST_FOLDERS = 4
-"""That are kept in memory."""
+"""Folders whose results are kept in memory."""
 PAGE = 50
 MOST_CHANGES = 200
 MOST_MODELS = 16
 
 
 class Results(NamedTuple):
-    """What a folder says."""
+    """The content of a folder of results."""
 
     settings: dict[str, Any]
     models: list[dict[str, Any]]
@@ -58,11 +58,11 @@ class TaskLine(NamedTuple):
     cells: list[tuple[float | None, int, int]]
     """(share of successes, completed, attempts) of each model."""
     spread: float
-    """Between the models."""
+    """The largest difference between the models."""
 
 
 class Changed(NamedTuple):
-    """Two models at the tasks that both have completed."""
+    """Two models compared at the tasks that both have completed."""
 
     difference: Estimate | None
     num_tasks: int
@@ -70,32 +70,32 @@ class Changed(NamedTuple):
     worse: list[tuple[str, float, float]]
 
 
-class _KeptResults:
-    """The folders that were read last, until their files change. May be asked by any thread."""
+class _ResultsCache:
+    """The results that were read last, until their files change. For any thread."""
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._kept: OrderedDict[Path, tuple[object, Results]] = OrderedDict()
+        self._cache: OrderedDict[Path, tuple[object, Results]] = OrderedDict()
 
     def get(self, folder: Path) -> Results:
-        """Raises ConfigError for what is no folder of results."""
+        """Raises ConfigError for a folder that holds no results."""
         signature = [_signature(folder / name) for name in (SETTINGS, RESULTS, SUMMARY)]
         with self._lock:
-            known = self._kept.get(folder)
+            cached = self._cache.get(folder)
 
-        if known is not None and known[0] == signature:
-            return known[1]
+        if cached is not None and cached[0] == signature:
+            return cached[1]
 
-        found = _read(folder)
+        loaded = _read(folder)
         with self._lock:
-            self._kept[folder] = (signature, found)
-            while len(self._kept) > MOST_FOLDERS:
-                self._kept.popitem(last=False)
+            self._cache[folder] = (signature, loaded)
+            while len(self._cache) > MOST_FOLDERS:
+                self._cache.popitem(last=False)
 
-        return found
+        return loaded
 
 
-_kept = _KeptResults()
+_results_cache = _ResultsCache()
 
 
 @router.get("/results/{key}", response_class=HTMLResponse)
@@ -114,8 +114,8 @@ async def results(
     if folder is None:
         raise NotFoundError(f"There is no evaluation {key[:100]} in {sources.shown}.")
 
-    found = await in_thread(_kept.get, folder)
-    labels = [str(model.get("model", "")) for model in found.models]
+    evaluation = await in_thread(_results_cache.get, folder)
+    labels = [str(model.get("model", "")) for model in evaluation.models]
     first = first if first in labels else (labels[0] if labels else "")
     last = last if last in labels else (labels[-1] if labels else "")
     base = f"/results/{quote(key, safe='~+=,@')}"
@@ -125,15 +125,15 @@ async def results(
         "results.html",
         key=key,
         name=key.replace("~", "/"),
-        found=found,
-        ks=list(found.models[0].get("pass_at", {})) if found.models else [],
+        found=evaluation,
+        ks=list(evaluation.models[0].get("pass_at", {})) if evaluation.models else [],
         labels=labels,
         first=first,
         last=last,
-        changed=await in_thread(_change_of, found, first, last) if first != last else None,
-        tasks=await in_thread(_tasks, found, labels, q[:200].strip()),
+        changed=await in_thread(_change_of, evaluation, first, last) if first != last else None,
+        tasks=await in_thread(_tasks, evaluation, labels, q[:200].strip()),
         task=task,
-        lines=found.by_task.get(task, {}),
+        lines=evaluation.by_task.get(task, {}),
         q=q[:200].strip(),
         at=at,
         size=PAGE,
@@ -149,13 +149,13 @@ def _link(base: str, keys: Mapping[str, Any], changes: Mapping[str, Any]) -> str
 
 
 def estimate(found: Any) -> Estimate | None:
-    """As summary.json has it; None where it has none, or something else."""
+    """An estimate of summary.json; None where it is missing or malformed."""
     if not isinstance(found, dict):
         return None
     values = [found.get(name) for name in ("value", "low", "high", "tasks")]
-    if not all(isinstance(one, (int, float)) for one in values):
+    if not all(isinstance(number, (int, float)) for number in values):
         return None
-    value, low, high, tasks = (float(one or 0) for one in values)
+    value, low, high, tasks = (float(number or 0) for number in values)
     return Estimate(value, low, high, int(tasks))
 
 
@@ -172,8 +172,8 @@ def _read(folder: Path) -> Results:
         if os.path.lexists(folder / name) and not stat.S_ISREG((folder / name).lstat().st_mode):
             raise ConfigError(f"{folder / name} is no file: the dashboard follows no links")
 
-    kept = ResultsFolder(folder)
-    settings = kept.settings()
+    results_folder = ResultsFolder(folder)
+    settings = results_folder.settings()
 
     problem = ""
     by_task: dict[str, dict[str, list[AttemptLine]]] = {}
@@ -182,7 +182,9 @@ def _read(folder: Path) -> Results:
     if size > MOST_BYTES:
         problem = f"{RESULTS} has {size / 1e6:,.0f} MB: it is too long to be shown task by task"
     else:
-        for (model, task, _), line in sorted(kept.attempts().items(), key=lambda one: one[0][2]):
+        for (model, task, _), line in sorted(
+            results_folder.attempts().items(), key=lambda item: item[0][2]
+        ):
             by_task.setdefault(task, {}).setdefault(model, []).append(line)
             by_model.setdefault(model, []).append(line)
 
@@ -190,16 +192,17 @@ def _read(folder: Path) -> Results:
     is_whole = summary is not None
     if summary is None:
         named = settings.get("played_models")
-        order = [str(one) for one in named] if isinstance(named, dict) else list(by_model)
+        order = [str(label) for label in named] if isinstance(named, dict) else list(by_model)
         attempts = settings.get("attempts")
-        whole = attempts if isinstance(attempts, int) and 0 < attempts <= 4096 else 1
+        attempts_per_task = attempts if isinstance(attempts, int) and 0 < attempts <= 4096 else 1
         played = {label: by_model[label] for label in order if label in by_model}
-        summary = summarise(played, whole, {}) if played else {}
+        summary = summarise(played, attempts_per_task, {}) if played else {}
 
     models = [
-        _shown_model(one)
-        for one in _dicts(summary.get("models"))
-        if isinstance(one.get("model"), str) and isinstance(one.get("pass_at"), dict)
+        _shown_model(model_summary)
+        for model_summary in _dicts(summary.get("models"))
+        if isinstance(model_summary.get("model"), str)
+        and isinstance(model_summary.get("pass_at"), dict)
     ]
     return Results(
         settings,
@@ -220,13 +223,13 @@ def _dict(value: object) -> dict[str, Any]:
 
 
 def _dicts(value: object) -> list[dict[str, Any]]:
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _summary(folder: Path) -> dict[str, Any] | None:
-    """None before the end. Raises ConfigError where it is damaged."""
+    """None before the evaluation ends. Raises ConfigError for a damaged file."""
     try:
-        found = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -234,30 +237,30 @@ def _summary(folder: Path) -> dict[str, Any] | None:
             f"{folder / SUMMARY} can't be read ({error}): `agentevo eval --resume` makes it again"
         ) from error
 
-    return found if isinstance(found, dict) else None
+    return summary if isinstance(summary, dict) else None
 
 
-def _shown_model(one: Mapping[str, Any]) -> dict[str, Any]:
-    """An account with estimates in the place of their JSON."""
+def _shown_model(model: Mapping[str, Any]) -> dict[str, Any]:
+    """An account with estimates in place of their JSON."""
 
-    def told(found: Any) -> dict[str, Any]:
-        passes = _dict(_dict(found).get("pass_at"))
+    def read_estimates(record: Any) -> dict[str, Any]:
+        passes = _dict(_dict(record).get("pass_at"))
         return {
             "pass_at": {str(k): estimate(v) for k, v in passes.items()},
-            "reward": estimate(_dict(found).get("reward")),
+            "reward": estimate(_dict(record).get("reward")),
         }
 
     parts = [
-        (name, str(value), told(own))
+        (name, str(value), read_estimates(account))
         for name, values in {
-            **_dict(one.get("by_part")),
-            **{key[3:]: one[key] for key in ("by_source", "by_scorer") if one.get(key)},
+            **_dict(model.get("by_part")),
+            **{key[3:]: model[key] for key in ("by_source", "by_scorer") if model.get(key)},
         }.items()
         if isinstance(values, dict)
-        for value, own in values.items()
+        for value, account in values.items()
     ]
-    known = {name: one.get(name) for name in ("model", "failed", "attempts", "tokens")}
-    return {**known, **told(one), "parts": parts[:200]}
+    facts = {name: model.get(name) for name in ("model", "failed", "attempts", "tokens")}
+    return {**facts, **read_estimates(model), "parts": parts[:200]}
 
 
 def _share(lines: Sequence[AttemptLine]) -> float | None:
@@ -265,10 +268,10 @@ def _share(lines: Sequence[AttemptLine]) -> float | None:
     return fmean(done) if done else None
 
 
-def _tasks(found: Results, labels: Sequence[str], q: str) -> list[TaskLine]:
-    """Those at which the models differ most stand first."""
+def _tasks(evaluation: Results, labels: Sequence[str], q: str) -> list[TaskLine]:
+    """The tasks at which the models differ most come first."""
     rows = []
-    for task, models in found.by_task.items():
+    for task, models in evaluation.by_task.items():
         if q and q.lower() not in task.lower():
             continue
 
@@ -284,18 +287,18 @@ def _tasks(found: Results, labels: Sequence[str], q: str) -> list[TaskLine]:
     return sorted(rows, key=lambda row: -row.spread)
 
 
-def _change_of(found: Results, first: str, last: str) -> Changed:
+def _change_of(evaluation: Results, first: str, last: str) -> Changed:
     pairs = []
-    for task, models in found.by_task.items():
+    for task, models in evaluation.by_task.items():
         before = _share(models.get(first, []))
         after = _share(models.get(last, []))
         if before is not None and after is not None:
             pairs.append((task, before, after))
 
-    moved = sorted(pairs, key=lambda one: -abs(one[2] - one[1]))
+    moved = sorted(pairs, key=lambda pair: -abs(pair[2] - pair[1]))
     return Changed(
         paired_difference([pair[1] for pair in pairs], [pair[2] for pair in pairs]),
         len(pairs),
-        [one for one in moved if one[2] > one[1]],
-        [one for one in moved if one[2] < one[1]],
+        [pair for pair in moved if pair[2] > pair[1]],
+        [pair for pair in moved if pair[2] < pair[1]],
     )

@@ -59,7 +59,7 @@ async def now(request: Request, run: str) -> HTMLResponse:
 
 @router.get("/runs/{run}/work", response_class=HTMLResponse)
 async def work(request: Request, run: str) -> HTMLResponse:
-    """What the run has in its hands: a part of the page."""
+    """The work of the run: a part of the page."""
     view = await run_of(request, run)
     if not is_part(request):
         raise NotFoundError("This is a part of the page Now.")
@@ -75,7 +75,7 @@ async def work(request: Request, run: str) -> HTMLResponse:
 
 @router.get("/runs/{run}/config", response_class=HTMLResponse)
 async def config(request: Request, run: str) -> HTMLResponse:
-    """config.yaml as it is written."""
+    """config.yaml as written."""
     view = await run_of(request, run)
     path = view.source.file("config.yaml")
     if path is None:

@@ -1,5 +1,5 @@
-"""One run as its folder tells it: state, progress, numbers, warnings. Reading never raises: what
-can't be read becomes a sentence in `RunView.problem`."""
+"""One run as its folder describes it: state, progress, numbers, warnings. Reading never raises: a
+file that can't be read becomes a sentence in `RunView.problem`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from agentevo.ui.sources import RunSource
 State = Literal["running", "finished", "interrupted", "failed", "damaged", "unknown"]
 
 PIECE_S = 1.0
-"""How long one reading may take, before what was read so far is shown."""
+"""The time of one reading, after which its result so far is shown."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class RunView:
     """Grows whenever something has changed; 0: not read yet."""
     state: State = "unknown"
     problem: str = ""
-    """What can't be read, and what to do about it."""
+    """The files that can't be read, and what to do about them."""
     step: int = 0
     planned: int | None = None
     command: str = "train"
@@ -46,17 +46,17 @@ class RunView:
     table: MetricsTable = field(default_factory=lambda: MetricsTable(Path("metrics.jsonl")))
     num_rows: int = 0
     warnings: tuple[tuple[int | None, str], ...] = ()
-    """(step, what was seen and what to do), the newest first."""
+    """(step, observation and remedy), the newest first."""
     changed_at: float | None = None
     """Unix time of the newest row."""
     is_behind: bool = False
-    """Whether metrics.jsonl has more that is being read."""
+    """Whether more of metrics.jsonl is still to be read."""
     is_silent: bool = False
     """Whether a process has the run's lock, and gives no sign."""
     moment: Moment | None = field(default=None, compare=False)
-    """What the run does, or did last, as its process has told it."""
+    """What the run does, or did last, as its process reports it."""
     beat: int = field(default=0, compare=False)
-    """Grows with each sign of the process, which makes no new version."""
+    """Grows with each sign of the process; such a sign makes no new version."""
 
     @property
     def key(self) -> str:
@@ -64,24 +64,24 @@ class RunView:
 
     @property
     def title(self) -> str:
-        """Its folder from the given one, which no other run has, where it has one."""
+        """Its folder relative to the given one, which is unique, where it has a folder."""
         return self.name if self.source.folder is None else self.source.key.replace("~", "/")
 
     @property
     def name(self) -> str:
         """The run's own name, or its folder's."""
-        given = self.summary.get("name") or self.setting("run", "name")
-        return given if isinstance(given, str) and given else self.source.name
+        run_name = self.summary.get("name") or self.setting("run", "name")
+        return run_name if isinstance(run_name, str) and run_name else self.source.name
 
     @property
     def label(self) -> str:
-        """Its name, and its place where that is another: runs of one recipe share the name."""
+        """Its name, and its place where the two differ: runs of one recipe share the name."""
         place = self.key.replace("~", "/")
         return self.name if place == self.name else f"{self.name} ({place})"
 
     @property
     def reason(self) -> str:
-        """Why the run goes on no more, or gives no sign, in a sentence; else empty."""
+        """Why the run has stopped, or gives no sign, in a sentence; else empty."""
         if self.moment is None or self.state not in ("running", "failed", "interrupted"):
             return ""
         if self.state == "running":
@@ -92,13 +92,13 @@ class RunView:
 
     @property
     def resume_command(self) -> str:
-        """What goes on with the run once it has stopped; empty where that is not known."""
+        """The command that continues the run once it has stopped; empty where it is not known."""
         folder = self.source.folder
         return "" if folder is None else resume_command(folder, self.command)
 
     @property
     def badge(self) -> str:
-        """The state as it is shown: of a run under way also whether it is silent, or paused."""
+        """The state as pages show it: a run under way may also be silent or paused."""
         if self.is_silent:
             return "silent"
         is_paused = self.doing is not None and self.doing.phase == PAUSED
@@ -106,18 +106,18 @@ class RunView:
 
     @property
     def doing(self) -> Moment | None:
-        """What the run does now; None unless it runs, and says so."""
+        """What the run does now; None unless it runs and reports it."""
         lives = self.state == "running" and self.moment is not None and not self.moment.ended
         return self.moment if lives else None
 
     def setting(self, section: str, key: str) -> Any:
-        """A value of config.yaml as it was written; None where there is none."""
+        """A value of config.yaml as written; None where there is none."""
         values = self.config.get(section)
         return values.get(key) if isinstance(values, dict) else None
 
 
 class RunReader:
-    """Reads one run, again and again. One caller at a time; `view` may be read by anybody."""
+    """Reads one run repeatedly. One caller at a time; any thread may read `view`."""
 
     def __init__(self, source: RunSource) -> None:
         self.view = RunView(source)
@@ -162,9 +162,9 @@ class RunReader:
         beat = self.view.beat
         self._read_file(NOW, self._read_moment)
         beat += before is not self._moment
-        seen = replace(self.view, **self._facts(source), is_behind=is_behind)
-        version = self.view.version + (changed or seen != self.view)
-        self.view = replace(seen, version=version, moment=self._moment, beat=beat)
+        new_view = replace(self.view, **self._facts(source), is_behind=is_behind)
+        version = self.view.version + (changed or new_view != self.view)
+        self.view = replace(new_view, version=version, moment=self._moment, beat=beat)
 
     def _facts(self, source: RunSource) -> dict[str, Any]:
         table = self._table
@@ -200,7 +200,7 @@ class RunReader:
         }
 
     def _warnings(self) -> tuple[tuple[int | None, str], ...]:
-        """Those of the summary, which has all; before the end those that the numbers give."""
+        """The warnings of the summary, which has all; before the end, those of the numbers."""
         if not self._summary:
             return tuple(reversed(self._signs.found))
         return told_warnings(self._summary)
@@ -209,7 +209,7 @@ class RunReader:
         self, source: RunSource, step: int, planned: int | None, changed_at: float | None
     ) -> tuple[State, bool]:
         """The state, and whether a process that has the lock gives no sign. The lock decides where
-        it can be seen; of a process of another machine only the heartbeat is known."""
+        it is visible; a process of another machine shows only its heartbeat."""
         folder = source.folder
         moment = self._moment
         if folder is None or not self._config:
@@ -238,7 +238,7 @@ class RunReader:
         return "interrupted", False
 
     def _read_file(self, name: str, read: Any) -> bool:
-        """Whether the file is another than at the last look; then it was read."""
+        """Whether the file has changed since the last look; if so, reads it."""
         path = self.view.source.file(name)
         signature: object = None
         try:
@@ -283,8 +283,8 @@ class RunReader:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process of this machine trains in that folder. Nothing is locked to find out: that
-    could get into the way of a trainer that starts at this moment."""
+    """Whether a process of this machine trains in that folder. The check locks nothing: a lock
+    could block a trainer that starts at this moment."""
     try:
         what = (folder / LOCK).stat()
     except OSError:

@@ -90,17 +90,17 @@ async def runs(
 
 def sweeps_of(views: Sequence[RunView]) -> list[tuple[str, str, int]]:
     """(key, name, number of runs) of the sweeps that have some of these runs."""
-    found: dict[str, tuple[str, int]] = {}
+    sweeps: dict[str, tuple[str, int]] = {}
     for view in views:
         key = view.source.sweep
         folder = view.source.folder
         if key is not None and folder is not None:
-            found[key] = (folder.parent.name, found.get(key, ("", 0))[1] + 1)
-    return sorted((key, name, many) for key, (name, many) in found.items())
+            sweeps[key] = (folder.parent.name, sweeps.get(key, ("", 0))[1] + 1)
+    return sorted((key, name, many) for key, (name, many) in sweeps.items())
 
 
 def row_of(view: RunView) -> RunRow:
-    """What the list says of a run: from its summary, else from its newest numbers."""
+    """The row of a run in the list: from its summary, else from its newest numbers."""
     scores = view.summary.get("eval") or {}
     figures = {name: scores.get(name) for name in ("before", "after", "random", "optimal")}
     if not view.summary:
@@ -115,7 +115,7 @@ def row_of(view: RunView) -> RunRow:
     return RunRow(
         view=view,
         rewards=list(rewards),
-        about=" · ".join(without_folders(one)[:60] for one in about if one),
+        about=" · ".join(without_folders(fact)[:60] for fact in about if fact),
         **{
             name: value if isinstance(value, (int, float)) else None
             for name, value in figures.items()
@@ -124,7 +124,7 @@ def row_of(view: RunView) -> RunRow:
 
 
 def newest_evaluation(view: RunView) -> dict[str, float | None]:
-    """Success before and now, and that of the two players, of a run under way."""
+    """Success before and now, and the success of the two players, for a run under way."""
     first: dict[str, float | None] = {}
     last: dict[str, float | None] = {}
     for name in list(view.table.columns):

@@ -22,7 +22,7 @@ from agentevo.ui.sources import Sources
 MAX_CONNECTIONS = 512
 IDLE_S = 60.0
 NICE = 10
-"""By how much the dashboard's priority is lowered, where nothing else is said."""
+"""By how much the dashboard's priority is lowered by default."""
 
 
 def serve_dashboard(
@@ -39,8 +39,8 @@ def serve_dashboard(
     """Shows runs and stores until it is asked to stop; blocks. `words`: folders and URLs of stores.
     `tls`: whether it encrypts; None does so where it is reached from other machines. `control`:
     whether checkpoints may be tried and runs asked to stop, by a URL of its own. `nice`: by how
-    much the process lowers its priority. `tell` gets the URLs with their tokens, which are said
-    nowhere else. Raises ConfigError before it listens."""
+    much the process lowers its priority. `notify` gets the URLs with their tokens, which
+    appear nowhere else. Raises ConfigError before it listens."""
     sources = Sources(words)
     sources.check(later=True)
     for folder_to_come in sources.missing:
@@ -63,7 +63,7 @@ async def _serve(
     host: str,
     control: bool,
     stop: Callable[[], bool],
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
     note: Callable[[str], None],
 ) -> None:
     context = door.server_context()
@@ -85,10 +85,10 @@ async def _serve(
     }
     limits = AdmissionLimits(strangers=128, clients=MAX_CONNECTIONS, idle_s=IDLE_S)
     async with serving(app, door.listener, close=close, tls=context, limits=limits, **settings):
-        tell(f"AgentEvo shows {sources.shown} at\n  {access.url(base)}")
+        notify(f"AgentEvo shows {sources.shown} at\n  {access.url(base)}")
         if control:
-            tell("and whoever opens this may try checkpoints and ask runs to stop:")
-            tell(f"  {access.control_url(base)}")
+            notify("and whoever opens this may try checkpoints and ask runs to stop:")
+            notify(f"  {access.control_url(base)}")
         if context is not None:
             note("the certificate is this process's own: a browser asks once whether to trust it")
         while not stop():

@@ -1,12 +1,12 @@
-"""One answer for all who look at the same page: fifty viewers cost about what one does.
+"""One answer for all viewers of the same page: fifty viewers cost about as much as one.
 
-Of whoever may only look, the pages of PATHS are made once for an address, a theme and what is
-known of the run at that moment; who asks meanwhile waits for the same one, and who asks within
-KEPT_S gets it again, unless something new is known by then.
+For visitors who may only look, a page of PATHS is made once for an address, a theme and the known
+state of the run. A request that comes while it is made waits for the same page. A request within
+KEPT_S gets it again, unless the state of the run has changed.
 
-Invariants. A shared page is made for nobody: the application sees a request that has the address,
+Invariants. A shared page belongs to no viewer: the application sees a request that has the address,
 whether htmx asks, and the theme, and nothing else that a viewer has sent; so no page can hold what
-belongs to one of them. Whoever may change something gets pages of their own, which are never kept.
+belongs to one of them. Visitors with control get pages of their own, which are never kept.
 At most MOST answers of MOST_BYTES together are kept. A viewer who leaves takes nothing from those
 who wait for the same page.
 """
@@ -35,9 +35,9 @@ KEPT_S = 0.5
 MOST = 64
 MOST_BYTES = 32_000_000
 LONGEST_QUERY = 2_000
-"""Bytes of an address that is remembered."""
+"""Bytes of the longest query whose answer is kept."""
 MADE_S = 60.0
-"""How long a page may take that others wait for."""
+"""The deadline of a page that other requests wait for."""
 SMALLEST_GZIPPED = 1_000
 LEVEL = 4
 THEME = "agentevo-theme"
@@ -64,10 +64,10 @@ class SharedAnswer(NamedTuple):
 
 
 @dataclass
-class _HeldAnswers:
+class _AnswerEntry:
     making: asyncio.Task[SharedAnswer]
-    known: tuple[int, int]
-    """What the watcher knew when it was begun."""
+    watched_state: tuple[int, int]
+    """What the watcher knew when the answer was begun."""
     at: float
     size: int = 0
 
@@ -82,12 +82,12 @@ class SharedAnswers:
         """Answers that were made to be shared."""
         self._watcher = watcher
         self._visitor_key = visitor_key
-        self._held: dict[AnswerKey, _HeldAnswers] = {}
+        self._answers: dict[AnswerKey, _AnswerEntry] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = PATHS.fullmatch(scope["path"])
+        match = PATHS.fullmatch(scope["path"])
         is_ours = scope["method"] == "GET" and len(scope["query_string"]) <= LONGEST_QUERY
-        if found is None or not is_ours or scope[self._visitor_key].may_change:
+        if match is None or not is_ours or scope[self._visitor_key].may_change:
             await self.app(scope, receive, send)
             return
 
@@ -95,57 +95,66 @@ class SharedAnswers:
         is_part = headers.get(b"hx-request") == b"true"
         theme = _theme(headers.get(b"cookie", b""))
         key = AnswerKey(scope["path"], scope["query_string"], is_part, theme)
-        # Shielded: others wait for it, too.
-        answer = await asyncio.shield(self._making(key, found["run"], scope))
+        # Shielded: other requests wait for it, too.
+        answer = await asyncio.shield(self._making(key, match["run"], scope))
         await _send(send, answer, headers.get(b"accept-encoding", b""))
 
     def _making(self, key: AnswerKey, run: str | None, scope: Scope) -> asyncio.Task[SharedAnswer]:
-        """What makes the answer, or has made it."""
+        """The task that makes the answer, or has made it."""
         now = time.monotonic()
-        known = self._watcher.known(run)
-        held = self._held.get(key)
-        is_fresh = held is not None and (not held.making.done() or now - held.at < KEPT_S)
-        if held is not None and is_fresh and held.known == known:
-            return held.making
+        watched_state = self._watcher.known(run)
+        entry = self._answers.get(key)
+        is_fresh = entry is not None and (not entry.making.done() or now - entry.at < KEPT_S)
+        if entry is not None and is_fresh and entry.watched_state == watched_state:
+            return entry.making
 
         self._forget(now)
-        making = asyncio.ensure_future(self._made(key, scope))
-        held = self._held[key] = _HeldAnswers(making, known, now)
-        making.add_done_callback(lambda _: self._done(key, held))
+        making = asyncio.ensure_future(self._make(key, scope))
+        entry = self._answers[key] = _AnswerEntry(making, watched_state, now)
+        making.add_done_callback(lambda _: self._done(key, entry))
 
         return making
 
-    def _done(self, key: AnswerKey, held: _HeldAnswers) -> None:
-        """Keeps what may be kept."""
-        failed = held.making.cancelled() or held.making.exception() is not None
-        if failed or held.making.result().status != 200:
-            if self._held.get(key) is held:
-                del self._held[key]
+    def _done(self, key: AnswerKey, entry: _AnswerEntry) -> None:
+        """Keeps an answer that may be kept."""
+        failed = entry.making.cancelled() or entry.making.exception() is not None
+        if failed or entry.making.result().status != 200:
+            if self._answers.get(key) is entry:
+                del self._answers[key]
             return
 
-        answer = held.making.result()
-        held.at = time.monotonic()
-        held.size = len(answer.body) + len(answer.gzipped)
+        answer = entry.making.result()
+        entry.at = time.monotonic()
+        entry.size = len(answer.body) + len(answer.gzipped)
 
     def _forget(self, now: float) -> None:
-        """What is old, and the oldest of too much."""
-        for key, held in list(self._held.items()):
-            if held.making.done() and now - held.at >= KEPT_S:
-                del self._held[key]
-        size = sum(held.size for held in self._held.values())
-        while self._held and (len(self._held) >= MOST or size > MOST_BYTES):
-            size -= self._held.pop(next(iter(self._held))).size
+        """Forgets old answers, and the oldest ones above the limits."""
+        for key, entry in list(self._answers.items()):
+            if entry.making.done() and now - entry.at >= KEPT_S:
+                del self._answers[key]
+        size = sum(entry.size for entry in self._answers.values())
+        while self._answers and (len(self._answers) >= MOST or size > MOST_BYTES):
+            size -= self._answers.pop(next(iter(self._answers))).size
 
-    async def _made(self, key: AnswerKey, scope: Scope) -> SharedAnswer:
+    async def _make(self, key: AnswerKey, scope: Scope) -> SharedAnswer:
         self.num_made += 1
-        told = [(b"host", b"localhost")]
-        told += [(b"hx-request", b"true")] if key.is_part else []
-        told += [(b"cookie", f"{THEME}={key.theme}".encode())] if key.theme else []
-        kept = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "root_path")
-        asked = {name: scope[name] for name in kept if name in scope}
-        asked |= {
+        headers = [(b"host", b"localhost")]
+        headers += [(b"hx-request", b"true")] if key.is_part else []
+        headers += [(b"cookie", f"{THEME}={key.theme}".encode())] if key.theme else []
+        copied_keys = (
+            "type",
+            "asgi",
+            "http_version",
+            "method",
+            "scheme",
+            "path",
+            "raw_path",
+            "root_path",
+        )
+        inner_scope = {name: scope[name] for name in copied_keys if name in scope}
+        inner_scope |= {
             "query_string": key.query,
-            "headers": told,
+            "headers": headers,
             "client": None,
             "server": None,
             self._visitor_key: Visitor(),
@@ -153,37 +162,37 @@ class SharedAnswers:
 
         start: list[Message] = []
         body: list[bytes] = []
-        whole: list[bytes] = []
+        bodies: list[bytes] = []
 
-        async def heard(message: Message) -> None:
+        async def collect(message: Message) -> None:
             if message["type"] == "http.response.start":
                 start.append(message)
             elif message["type"] == "http.response.body":
                 body.append(message.get("body", b""))
                 if not message.get("more_body", False):
-                    whole.append(b"".join(body))
+                    bodies.append(b"".join(body))
 
         try:
             async with asyncio.timeout(MADE_S):
-                await self.app(asked, _nothing_more(), heard)
+                await self.app(inner_scope, _nothing_more(), collect)
         except Exception:
-            if not whole:  # app.py has told of it, and mostly answered
+            if not bodies:  # app.py has reported it, and mostly answered
                 raise
 
         gzipped = b""
-        if len(whole[0]) >= SMALLEST_GZIPPED:
-            gzipped = await in_thread(gzip.compress, whole[0], LEVEL, mtime=0)
+        if len(bodies[0]) >= SMALLEST_GZIPPED:
+            gzipped = await in_thread(gzip.compress, bodies[0], LEVEL, mtime=0)
 
-        return SharedAnswer(start[0]["status"], list(start[0]["headers"]), whole[0], gzipped)
+        return SharedAnswer(start[0]["status"], list(start[0]["headers"]), bodies[0], gzipped)
 
 
 def _nothing_more() -> Receive:
-    """A request without a body, from somebody who stays."""
-    left: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
+    """A request without a body, from a client that stays connected."""
+    messages: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
 
     async def receive() -> Message:
-        if left:
-            return left.pop()
+        if messages:
+            return messages.pop()
         await asyncio.sleep(MADE_S)
         return {"type": "http.disconnect"}
 
@@ -196,8 +205,8 @@ def _theme(cookies: bytes) -> str:
 
 
 def _takes_gzip(header: bytes) -> bool:
-    for one in header.decode("latin-1").lower().split(","):
-        name, _, quality = one.partition(";")
+    for coding in header.decode("latin-1").lower().split(","):
+        name, _, quality = coding.partition(";")
         if name.strip() == "gzip":
             return not re.fullmatch(r"q=0(\.0*)?", quality.strip())
     return False

@@ -1,9 +1,9 @@
-"""Which runs are shown: those in the folders that were given, and stores by their URL.
+"""The runs that are shown: those in the given folders, and stores by their URL.
 
 A folder is that of a run, a sweep or an `agentevo eval`, or one that holds such folders. Links are
 not followed, and nothing outside of the given folders is read: a file of a run that is a link to
-elsewhere is not there, and a store outside has to be given by its URL. What is gone or damaged
-stays a run with a sentence that says so.
+another place counts as missing, and a store outside has to be given by its URL. A run that is gone
+or damaged stays in the list with a sentence that says so.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from agentevo.paths import name_problem
 from agentevo.runs.folder import is_run_folder, is_sweep_folder, run_store_url
 
 MAX_DEPTH = 5
-"""Folders within the given one in which runs are looked for."""
+"""Depth of the folders within the given one that are searched for runs."""
 MAX_LOOKED = 50_000
-"""Folders that are looked into."""
+"""Folders that are searched."""
 MAX_RUNS = 5_000
 SCAN_S = 2.0
-"""How old the list of runs may be."""
+"""The age at which the list of runs is read again."""
 NEVER_RUNS = {"checkpoints", "plots", "tensorboard", "node_modules", "__pycache__"}
 RESULTS_FILE = "eval.json"
-"""Whatever `agentevo eval --out` makes has it first."""
+"""The first file of a folder that `agentevo eval --out` makes."""
 HELD_OUT = "held_out"
-"""Where a pipeline has its own evaluations."""
+"""The folder of a pipeline's own evaluations."""
 PIPELINE_FILE = "pipeline.json"
-"""Where a pipeline stands, with one seed."""
+"""The file with the progress of a pipeline with one seed."""
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _SQLITE = "sqlite:///"
 
@@ -45,13 +45,13 @@ class RunSource:
     """One run, or one store without a folder."""
 
     key: str
-    """What it is called in URLs: its folder from the given one, `~` for each slash."""
+    """Its name in URLs: its folder relative to the given one, `~` for each slash."""
     name: str
     folder: Path | None
     url: str | None = None
-    """Of the store, where there is no folder."""
+    """The URL of the store, where there is no folder."""
     sweep: str | None = None
-    """The key of the sweep whose run it is: that of its folder."""
+    """The key of the sweep that it is a run of: that of the sweep's folder."""
 
     def file(self, name: str) -> Path | None:
         """A file of the run's folder; None where there is no folder, or a link that leads out of
@@ -97,15 +97,15 @@ class Sources:
         self._found_pipelines: dict[str, Path] = {}
         self._scanned_at = -SCAN_S
         self.is_cut = False
-        """Whether there are more folders than are looked into."""
+        """Whether there are more folders than are searched."""
 
     @property
     def missing(self) -> list[Path]:
-        """Given folders that are not there, and may come to be: those that hold them are."""
+        """Given folders that do not exist yet, but whose parents do."""
         return [root for root in self._roots if not os.path.lexists(root) and root.parent.is_dir()]
 
     def check(self, *, later: bool = False) -> None:
-        """Raises ConfigError if a given folder is not there. `later`: it may come to be."""
+        """Raises ConfigError if a given folder is not there. `later`: it may be made later."""
         missing = [root for root in self._roots if not os.path.isdir(root)]
         if later:
             missing = [root for root in missing if root not in self.missing]
@@ -127,21 +127,21 @@ class Sources:
         return ", ".join([*map(str, self._roots), *map(without_password, self._urls)])
 
     def runs(self) -> dict[str, RunSource]:
-        """All runs by their key, newly looked for where the last look is older than SCAN_S. Looks
-        at disks: on a thread."""
+        """All runs by their key, searched again where the last search is older than SCAN_S. Reads
+        disks: call it on a thread."""
         if time.monotonic() - self._scanned_at >= SCAN_S:
-            found: dict[str, RunSource] = {}
+            sources_by_key: dict[str, RunSource] = {}
             self._evaluated = {}
             self._found_pipelines = {}
 
             for source in self._find():
-                key = _free_key(source.key, found)
-                found[key] = replace(source, key=key)
-                if len(found) >= MAX_RUNS:
+                key = _free_key(source.key, sources_by_key)
+                sources_by_key[key] = replace(source, key=key)
+                if len(sources_by_key) >= MAX_RUNS:
                     self.is_cut = True
                     break
 
-            self._runs = found
+            self._runs = sources_by_key
             self._results = self._evaluated
             self._pipelines = self._found_pipelines
             self._scanned_at = time.monotonic()
@@ -154,33 +154,35 @@ class Sources:
         return self._results
 
     def own_results(self) -> list[str]:
-        """The keys of those that are no part of a pipeline."""
+        """The keys of the evaluations that belong to no pipeline."""
         results = self.results()
         inside = {folder / HELD_OUT for folder in self._pipelines.values()}
         return [key for key, folder in results.items() if folder.parent not in inside]
 
     def pipelines(self) -> dict[str, Path]:
-        """The folders of pipelines by their key, likewise."""
+        """The folders of pipelines by their key, as `runs` gives the runs."""
         self.runs()
         return self._pipelines
 
     def pipeline_of(self, source: RunSource) -> str | None:
-        """The key of the pipeline that a run is a stage of, as of the last look; None of another
-        one."""
+        """The key of the pipeline that a run is a stage of, as of the last search; None for any
+        other run."""
         folder = source.folder
         if folder is None or folder.parent.name != "stages":
             return None
-        own = folder.parent.parent
-        return next((key for key, place in self._pipelines.items() if place == own), None)
+        pipeline_folder = folder.parent.parent
+        return next(
+            (key for key, place in self._pipelines.items() if place == pipeline_folder), None
+        )
 
     def store_url(self, source: RunSource) -> str:
-        """The URL of a run's store. Raises ConfigError for one outside of what was given: whoever
-        wrote a run's config.yaml must not choose which server is asked, and which of our
+        """The URL of a run's store. Raises ConfigError for one outside of what was given: the
+        author of a run's config.yaml must not choose which server is asked, or which of our
         environment variables it gets as a password (`${env:NAME}`)."""
         url = source.url or run_store_url(source.folder or Path())
-        for given in self._urls:
-            if is_same_place(given, url):  # the password may be in another variable by now
-                return given
+        for root_url in self._urls:
+            if is_same_place(root_url, url):  # the password may be in another variable by now
+                return root_url
 
         if not url.startswith(_SQLITE) or REFERENCE.search(url):
             raise ConfigError(
@@ -191,9 +193,9 @@ class Sources:
         real = os.path.realpath(os.path.expanduser(url.removeprefix(_SQLITE)))
         allowed = [os.path.realpath(root) for root in self._roots]
         allowed += [
-            os.path.realpath(os.path.expanduser(one.removeprefix(_SQLITE)))
-            for one in self._urls
-            if one.startswith(_SQLITE)
+            os.path.realpath(os.path.expanduser(root_url.removeprefix(_SQLITE)))
+            for root_url in self._urls
+            if root_url.startswith(_SQLITE)
         ]
         if any(real == place or real.startswith(place + os.sep) for place in allowed):
             return url
@@ -204,22 +206,22 @@ class Sources:
         )
 
     def _find(self) -> Iterator[RunSource]:
-        left = [MAX_LOOKED]
+        budget = [MAX_LOOKED]
         for root in self._roots:
             prefix = "" if len(self._roots) + len(self._urls) == 1 else root.name
-            yield from self._below(root, root, prefix, MAX_DEPTH, left)
+            yield from self._below(root, root, prefix, MAX_DEPTH, budget)
 
         for url in self._urls:
             name = without_password(url).rstrip("/").rpartition("/")[2].partition("?")[0] or "store"
             yield RunSource(_key(name), name, None, url)
 
-        self.is_cut = left[0] <= 0
+        self.is_cut = budget[0] <= 0
 
     def _below(
-        self, root: Path, folder: Path, prefix: str, depth: int, left: list[int]
+        self, root: Path, folder: Path, prefix: str, depth: int, budget: list[int]
     ) -> Iterator[RunSource]:
-        left[0] -= 1
-        if left[0] <= 0:
+        budget[0] -= 1
+        if budget[0] <= 0:
             return
 
         inner = folder.relative_to(root).as_posix()
@@ -251,27 +253,27 @@ class Sources:
             return
 
         for name in names:
-            yield from self._below(root, folder / name, prefix, depth - 1, left)
+            yield from self._below(root, folder / name, prefix, depth - 1, budget)
 
 
-def _add(found: dict[str, Path], key: str, folder: Path) -> None:
-    if len(found) < MAX_RUNS:
-        found[_free_key(key, found)] = folder
+def _add(folders: dict[str, Path], key: str, folder: Path) -> None:
+    if len(folders) < MAX_RUNS:
+        folders[_free_key(key, folders)] = folder
 
 
 def _free_key(key: str, taken: Container[str]) -> str:
-    """That key, or the first of `KEY-2`, `KEY-3`, ... that no other has."""
+    """That key, or the first of `KEY-2`, `KEY-3`, ... that is free."""
     numbered = (f"{key}-{number}" for number in count(2))
     return next(free for free in chain([key], numbered) if free not in taken)
 
 
 def is_results_folder(path: Path) -> bool:
-    """Whether an evaluation was begun there; a link is none."""
+    """Whether the folder holds an evaluation; a link does not count."""
     return is_file_of(path, RESULTS_FILE)
 
 
 def is_file_of(folder: Path, name: str) -> bool:
-    """Whether the folder has such a file; a link is none."""
+    """Whether the folder has such a file; a link does not count."""
     try:
         return stat.S_ISREG((folder / name).lstat().st_mode)
     except OSError:
@@ -279,6 +281,6 @@ def is_file_of(folder: Path, name: str) -> bool:
 
 
 def _key(path: str) -> str:
-    """Fit for one part of a URL's path, and as readable as it can be."""
+    """The text as one part of a URL's path, as readable as possible."""
     text = path.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     return re.sub(r"[^\w.~+=,@-]", "_", text.replace("/", "~"))[:300] or "run"

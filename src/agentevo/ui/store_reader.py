@@ -1,7 +1,7 @@
-"""A run that is known by its store alone, as its committed steps tell it: their metrics, the
-evaluations that were newest then, and the warnings. Reading never raises, see run_state.py.
+"""A run that is known only by its store, as its committed steps describe it: their metrics, the
+newest evaluations at each step, and the warnings. Reading never raises, see run_state.py.
 
-The store is asked every LOOK_S at most, and then left alone for REST times what that took.
+The reader asks the store every LOOK_S at most, and then rests for REST times as long as that took.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from agentevo.ui.stores import Stores
 LOOK_S = 1.0
 REST = 5.0
 PAGE = 50
-"""Records that are read at once: each has its step's whole plan."""
+"""Records that one read takes: each holds the whole plan of its step."""
 
 
 class StoreReader:
-    """Reads one store, again and again. One caller at a time; `view` may be read by anybody."""
+    """Reads one store repeatedly. One caller at a time; any thread may read `view`."""
 
     def __init__(self, source: RunSource, stores: Stores) -> None:
         self.view = RunView(source)
@@ -48,7 +48,7 @@ class StoreReader:
         if time.monotonic() < self._rest_until:
             return
 
-        began = time.monotonic()
+        started = time.monotonic()
         problem = ""
         state = self.view.state
         is_behind = False
@@ -59,10 +59,10 @@ class StoreReader:
         except AgentEvoError as error:
             problem = str(error)
 
-        took = time.monotonic() - began
-        self._rest_until = began + took + (0.0 if is_behind else max(LOOK_S, REST * took))
+        took = time.monotonic() - started
+        self._rest_until = started + took + (0.0 if is_behind else max(LOOK_S, REST * took))
 
-        seen = replace(
+        new_view = replace(
             self.view,
             state=state,
             problem=problem,
@@ -73,14 +73,14 @@ class StoreReader:
             changed_at=self._last[1] if self._last else None,
             is_behind=is_behind,
         )
-        if seen != self.view or not self.view.version:
-            self.view = replace(seen, version=self.view.version + 1)
+        if new_view != self.view or not self.view.version:
+            self.view = replace(new_view, version=self.view.version + 1)
 
     async def _read(self, store: Store) -> bool:
         """Whether there is more."""
         newest = await store.last_step()
         if self._last is not None and (newest is None or newest.step < self._last[0]):
-            self._forget()  # the run went back, or another one replaced it
+            self._forget()  # the run was rewound, or another one replaced it
 
         if self._last is not None and newest is not None and newest.step == self._last[0]:
             if newest.committed_at == self._last[1]:
@@ -110,12 +110,12 @@ class StoreReader:
             self._add_row(record.step, record.committed_at, evaluated)
 
         self._evaluated = evaluated
-        said = progress.get("warnings")
-        self._warnings += [str(text) for text in said] if isinstance(said, list) else []
+        warnings = progress.get("warnings")
+        self._warnings += [str(text) for text in warnings] if isinstance(warnings, list) else []
         self._last = record.step, record.committed_at
 
     def _add_row(self, step: int, at: float | None, metrics: object) -> None:
-        """Other values than numbers are left out: the record may be anybody's."""
+        """Leaves out values that are not numbers: any program may have written the record."""
         numbers = {
             str(name): None if value is None else float(value)
             for name, value in _mapping(metrics).items()
@@ -126,7 +126,7 @@ class StoreReader:
 
 
 async def _state(store: Store) -> State:
-    """A store does not say whether its run has an end: it runs, or nobody knows."""
+    """A store does not say whether its run has ended: the run is running, or unknown."""
     async for _ in store.calls(state="running", limit=1):
         return "running"
     return "unknown"

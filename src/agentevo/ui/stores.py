@@ -1,5 +1,5 @@
-"""The stores of the runs that are shown: each opened once, for all pages, and closed when nobody
-has asked for a while. They are opened for reading only, which every backend enforces."""
+"""The stores of the runs that are shown: each opened once, for all pages, and closed when no
+page has asked for a while. They are opened for reading only, which every backend enforces."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Stores:
             opened.used_at = time.monotonic()
 
     async def _sweep(self) -> None:
-        """Closes what nobody uses."""
+        """Closes the stores that are no longer used."""
         while True:
             await asyncio.sleep(IDLE_S / 4)
             for url, opened in list(self._opened.items()):
@@ -77,7 +77,7 @@ class Stores:
                         await opened.store.close()
 
     async def close(self) -> None:
-        """Closes all of them."""
+        """Closes all stores."""
         if self._sweeping is not None:
             self._sweeping.cancel()
         for opened in self._opened.values():

@@ -1,5 +1,5 @@
-"""What a task is, for the pages of attempts and of data: query, expected answer, who judges it, and
-its metadata. Texts are cut here; what they hold is made fit to be shown by the templates."""
+"""The facts of a task for the pages of attempts and of data: query, expected answer, judge and
+metadata. This module cuts texts; the templates make them safe to show."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ MAX_VALUES = 40
 
 
 class TaskFacts(NamedTuple):
-    """One task; empty texts where it says nothing."""
+    """One task; a text is empty where the task has none."""
 
     query: str
     answer: str
     origin: str
-    """Environment and seed, or who judges it."""
+    """Environment and seed, or the judge."""
     metadata: list[tuple[str, str]]
     num_more: int
     """Further keys of the metadata."""
 
 
 def task_facts(task: Task) -> TaskFacts:
-    """What pages show of a task."""
+    """The facts of a task that pages show."""
     origin = []
     if task.environment is not None:
         origin.append(f"environment {task.environment}, seed {task.seed}")
@@ -59,7 +59,7 @@ def task_facts(task: Task) -> TaskFacts:
 async def read_task_facts(
     request: Request, view: RunView, ids: Iterable[str]
 ) -> Mapping[str, TaskFacts]:
-    """Task id -> facts, of the tasks that the run's store has and gives in time: a page does
+    """Task id -> facts, of the tasks that the run's store has and returns in time: a page does
     without the others."""
     names = list(dict.fromkeys(ids))
     facts: dict[str, TaskFacts] = {}
@@ -87,7 +87,9 @@ def _query(task: Task) -> str:
     if not chat:
         return _cut(task.query or "", MAX_TEXT)
     try:
-        return _cut("\n".join(f"{one.role}: {one.text}" for one in messages_of(chat)), MAX_TEXT)
+        return _cut(
+            "\n".join(f"{message.role}: {message.text}" for message in messages_of(chat)), MAX_TEXT
+        )
     except AgentEvoError:
         return _text(chat, MAX_TEXT)
 

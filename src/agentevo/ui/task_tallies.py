@@ -1,5 +1,5 @@
-"""How a run's tasks went, counted from the index: a few passes over its columns in memory, whatever
-the number of attempts."""
+"""The results of a run's tasks, counted from the index: a few passes over its columns in memory,
+whatever the number of attempts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentevo.ui.index.reader import IndexReader
 
 PAGE = 50
 MORE = 1e-9
-"""By which a completed attempt changes the place of a task among equal ones."""
+"""The change of a task's place among equal ones by one completed attempt."""
 ORDERS = {
     "played": "most attempts",
     "hardest": "least success",
@@ -36,7 +36,7 @@ class TaskRow(NamedTuple):
     """Share of the completed attempts."""
     reward: float | None
     last_step: int
-    """For which it was last attempted."""
+    """The step for which it was last attempted."""
 
 
 class TalliedTasks(NamedTuple):
@@ -45,11 +45,11 @@ class TalliedTasks(NamedTuple):
     rows: list[TaskRow]
     total: int
     always: int
-    """Tasks of which every completed attempt succeeds, of those with two at least."""
+    """Tasks at which every completed attempt succeeds, among those with at least two."""
     never: int
-    """As above, and none succeeds."""
+    """The same, but no completed attempt succeeds."""
     failing: int
-    """Tasks of which no attempt was completed."""
+    """Tasks without a completed attempt."""
 
 
 def ledger(reader: IndexReader) -> list[tuple[str, list[tuple[str, int]]]]:
@@ -58,8 +58,8 @@ def ledger(reader: IndexReader) -> list[tuple[str, list[tuple[str, int]]]]:
     width = len(TRAJECTORY_STATES)
 
     # A word that this version does not know has the number -1, and is left out.
-    known = table["alive"] & (table["split"] >= 0) & (table["state"] >= 0)
-    places = table["split"][known].astype(np.int64) * width + table["state"][known]
+    is_known = table["alive"] & (table["split"] >= 0) & (table["state"] >= 0)
+    places = table["split"][is_known].astype(np.int64) * width + table["state"][is_known]
     counts = np.bincount(places, minlength=width * len(SPLITS)).reshape(len(SPLITS), width)
     return [
         (split, [(state, int(n)) for state, n in zip(TRAJECTORY_STATES, row, strict=True)])
@@ -82,7 +82,7 @@ def tasks(
     wins = np.bincount(task[done & table["success"]], minlength=size)
     rewards = np.bincount(task[done], weights=table["reward"][done], minlength=size)
 
-    found = attempts > 0
+    is_selected = attempts > 0
     if text:
         numbers = reader.ask(
             "SELECT number FROM tasks WHERE instr(lower(id), lower(?)) > 0", (text,)
@@ -90,15 +90,15 @@ def tasks(
         has_text = np.zeros(size, dtype=bool)
         some = np.fromiter((row[0] for row in numbers), dtype=np.int64, count=len(numbers))
         has_text[some[some < size]] = True
-        found &= has_text
+        is_selected &= has_text
 
     with np.errstate(invalid="ignore", divide="ignore"):
         share = wins / completed
         mean = rewards / completed
 
-    often = found & (completed > 1)
+    often = is_selected & (completed > 1)
     keys = _keys(order, attempts, completed, share, mean)
-    places = np.flatnonzero(found)
+    places = np.flatnonzero(is_selected)
     shown = _page(places, keys[places], page)
 
     return TalliedTasks(
@@ -106,15 +106,15 @@ def tasks(
         len(places),
         int(np.count_nonzero(often & (wins == completed))),
         int(np.count_nonzero(often & (wins == 0))),
-        int(np.count_nonzero(found & (completed == 0))),
+        int(np.count_nonzero(is_selected & (completed == 0))),
     )
 
 
 def _keys(
     order: str, attempts: np.ndarray, completed: np.ndarray, share: np.ndarray, mean: np.ndarray
 ) -> np.ndarray:
-    """The smallest stands first, of equal ones what was completed more often; a task without a
-    completed attempt last, where a mean orders."""
+    """Sort keys: the smallest comes first; among equal ones, the task with more completed
+    attempts. Where a mean orders, a task without a completed attempt comes last."""
     if order == "failing":
         return completed.astype(np.float64) - attempts
     if order == "played":
@@ -145,28 +145,28 @@ def _rows(
     share: np.ndarray,
     mean: np.ndarray,
 ) -> list[TaskRow]:
-    numbers = [int(one) for one in shown]
+    numbers = [int(number) for number in shown]
     marks = ", ".join("?" * len(numbers))
     names = dict(reader.ask(f"SELECT number, id FROM tasks WHERE number IN ({marks})", numbers))
     words = reader.words_by_number()
     is_shown = np.zeros(len(attempts), dtype=bool)
     is_shown[shown] = True
-    own = np.flatnonzero(chosen & is_shown[table["task"]])
-    task = table["task"][own]
+    row_places = np.flatnonzero(chosen & is_shown[table["task"]])
+    task = table["task"][row_places]
     last = np.zeros(len(attempts), dtype=np.int64)
-    np.maximum.at(last, task, table["step"][own])
+    np.maximum.at(last, task, table["step"][row_places])
 
-    said = {}
+    word_numbers = {}
     for name in ("kind", "difficulty"):
-        said[name] = np.zeros(len(attempts), dtype=np.int64)
-        known = table[name][own] > 0  # 0: its turns are not read yet
-        said[name][task[known]] = table[name][own][known]
+        word_numbers[name] = np.zeros(len(attempts), dtype=np.int64)
+        has_word = table[name][row_places] > 0  # 0: its turns are not read yet
+        word_numbers[name][task[has_word]] = table[name][row_places][has_word]
 
     return [
         TaskRow(
             str(names.get(number, "")),
-            words.get(int(said["kind"][number]), ""),
-            words.get(int(said["difficulty"][number]), ""),
+            words.get(int(word_numbers["kind"][number]), ""),
+            words.get(int(word_numbers["difficulty"][number]), ""),
             int(attempts[number]),
             int(attempts[number] - completed[number]),
             float(share[number]) if completed[number] else None,

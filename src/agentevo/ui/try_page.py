@@ -1,5 +1,6 @@
 """Try a run: `/runs/{run}/try` to chat with its checkpoints, `?mode=play` to let them play a task;
-below it what the page's script asks: `/chat` and `/play`, whose answers are streams, and `/end`.
+below it the requests of the page's script: `/chat` and `/play`, whose answers are streams, and
+`/end`.
 
     event: state   {"text": ..., "ready": true}   what the player does
     event: text    {"text": ...}                  more of a reply
@@ -8,8 +9,8 @@ below it what the page's script asks: `/chat` and `/play`, whose answers are str
     event: failed  {"text": ...}
     event: done    {}
 
-The script sends the fields of a form (forms.py). What is typed and what is answered is in the page
-alone: nothing of it is written.
+The script sends the fields of a form (forms.py). The conversation is only in the
+page: the dashboard writes nothing of it.
 """
 
 from __future__ import annotations
@@ -75,34 +76,34 @@ async def try_it(request: Request, run: str, mode: str = "chat", task: str = "")
 
 @router.get("/runs/{run}/try/players", response_class=HTMLResponse)
 async def players(request: Request, run: str) -> HTMLResponse:
-    """Which checkpoints are loaded."""
+    """The checkpoints that are loaded."""
     view = await run_of(request, run)
-    found = dashboard(request).players.of(view.key)
-    return part("try_players.html", view=view, players=found, visitor=visitor(request))
+    loaded = dashboard(request).players.of(view.key)
+    return part("try_players.html", view=view, players=loaded, visitor=visitor(request))
 
 
 @router.post("/runs/{run}/try/end")
 async def end(request: Request, run: str) -> Response:
-    """Ends a player, which gives its memory back."""
+    """Ends a player, which frees its memory."""
     view = await run_of(request, run)
-    held = dashboard(request).players
-    for player in held.of(view.key):
+    player_pool = dashboard(request).players
+    for player in player_pool.of(view.key):
         if str(player.process.pid) == form_of(request).get("pid", ""):
-            await held.end(player, "somebody has ended it")
+            await player_pool.end(player, "somebody has ended it")
     return RedirectResponse(run_url(view.key, "try"), status_code=303)
 
 
 @router.post("/runs/{run}/try/chat")
 async def chat(request: Request, run: str) -> Response:
-    """A reply, as it is drawn."""
+    """A reply, streamed as it is drawn."""
     view = await run_of(request, run)
     form = form_of(request)
     try:
-        given = json.loads(form.get("messages", "[]"))
+        raw_messages = json.loads(form.get("messages", "[]"))
         messages = [
-            Message(one["role"], one["content"])
-            for one in given
-            if one["role"] in ROLES and isinstance(one["content"], str)
+            Message(entry["role"], entry["content"])
+            for entry in raw_messages
+            if entry["role"] in ROLES and isinstance(entry["content"], str)
         ]
         length = sum(len(message.text) for message in messages)
 
@@ -133,7 +134,7 @@ async def chat(request: Request, run: str) -> Response:
 
 @router.post("/runs/{run}/try/play")
 async def play(request: Request, run: str) -> Response:
-    """An attempt, as it is played."""
+    """An attempt, streamed as it is played."""
     view = await run_of(request, run)
     form = form_of(request)
     kind = form.get("kind", "")
@@ -176,7 +177,7 @@ async def _stream(
     form = form_of(request)
     try:
         header = {"type": kind.__struct_config__.tag, "id": secrets.token_hex(8)}
-        asked = msgspec.convert(header | msgspec.to_builtins(fields), kind, strict=False)
+        query = msgspec.convert(header | msgspec.to_builtins(fields), kind, strict=False)
     except msgspec.ValidationError as error:
         return _refusal(f"this can't be asked: {error}")
 
@@ -191,7 +192,7 @@ async def _stream(
     if which == words.START and choices.missing:
         return _refusal(choices.missing)
 
-    return TryEventStream(request, view, PlayerKey(folder, which, device), asked)
+    return TryEventStream(request, view, PlayerKey(folder, which, device), query)
 
 
 def _refusal(text: str, status: int = 422) -> Response:
@@ -199,18 +200,18 @@ def _refusal(text: str, status: int = 422) -> Response:
 
 
 async def _choices(view: RunView) -> KeptCheckpoints:
-    """What can be tried."""
+    """The checkpoints that can be tried."""
     return await in_thread(kept_checkpoints, view.source.folder or Path(), view.config)
 
 
 def _number(value: Any, otherwise: float) -> float:
-    known = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if known and 0 <= value < 1e6 else otherwise
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and 0 <= value < 1e6 else otherwise
 
 
 class TryEventStream(Response):
-    """The stream of one request. It ends, and breaks the request off, as soon as the browser does
-    not listen any more."""
+    """The stream of one request. It ends, and breaks the request off, as soon as the browser is
+    gone."""
 
     def __init__(
         self, request: Request, view: RunView, key: PlayerKey, asked: words.Chat | words.Play
@@ -222,7 +223,7 @@ class TryEventStream(Response):
         self._shared = dashboard(request)
         self._view = view
         self._key = key
-        self._asked = asked
+        self._query = asked
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._shared.players.streams >= MAX_STREAMS:
@@ -244,21 +245,21 @@ class TryEventStream(Response):
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
-            events = self._shared.players.ask(self._key, self._view.key, self._asked)
-            async with aclosing(events) as told:
-                async for event in told:
+            events = self._shared.players.ask(self._key, self._view.key, self._query)
+            async with aclosing(events) as stream:
+                async for event in stream:
                     for name, data in self._shown(event):
-                        await _tell(send, name, data)
+                        await _send_event(send, name, data)
         except PlayerError as error:
-            await _tell(send, "failed", {"text": str(error)})
-        except OSError:  # nobody takes the answer any more; also TimeoutError
+            await _send_event(send, "failed", {"text": str(error)})
+        except OSError:  # the browser no longer takes the answer; also TimeoutError
             raise
-        except Exception as error:  # noqa: BLE001 (told to who started the dashboard)
+        except Exception as error:  # noqa: BLE001 (reported where the dashboard was started)
             to_stderr(f"ui: try {self._view.key}: {describe_error(error)}")
             text = "This has failed; the reason is where `agentevo ui` was started."
-            await _tell(send, "failed", {"text": text})
+            await _send_event(send, "failed", {"text": text})
 
-        await _tell(send, "done", {})
+        await _send_event(send, "done", {})
         await send({"type": "http.response.body", "body": b""})
 
     def _shown(self, event: words.Event | PlayerProcess) -> list[tuple[str, Mapping[str, Any]]]:
@@ -292,21 +293,21 @@ class TryEventStream(Response):
 
         return []
 
-    def _render(self, template: str, event: words.Event, **more: Any) -> str:
+    def _render(self, template: str, event: words.Event, **variables: Any) -> str:
         no_attempt = {"one": {"id": ""}, "leaf": None}
-        return render(template, view=self._view, event=event, **no_attempt, **more)
+        return render(template, view=self._view, event=event, **no_attempt, **variables)
 
 
 def _tokens(block: Any) -> dict[str, Any]:
-    return {"found": TurnTokens([block], None)}
+    return {"turn_tokens": TurnTokens([block], None)}
 
 
-async def _tell(send: Send, name: str, data: Mapping[str, Any]) -> None:
+async def _send_event(send: Send, name: str, data: Mapping[str, Any]) -> None:
     body = f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()
     await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 async def _gone(receive: Receive) -> None:
-    """Until nobody listens any more."""
+    """Until the listener is gone."""
     while (await receive())["type"] != "http.disconnect":
         pass

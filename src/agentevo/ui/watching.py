@@ -1,8 +1,8 @@
-"""What is known of each run, kept up to date while somebody looks at it.
+"""What is known of each run, kept up to date while a page shows it.
 
-A run's files are read by one task, however many look: when a page asks for a run that was not read
-within FRESH_S, and every POLL_S while pages are subscribed to it. Reading happens on threads, in
-pieces, so a file of any size holds up nothing else. Without viewers nothing is read.
+One task reads a run's files, however many pages show it: when a page asks for a run that was not
+read within FRESH_S, and every POLL_S while pages are subscribed to it. Reading happens on threads,
+in pieces, so a file of any size holds up nothing else. Without viewers nothing is read.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ POLL_S = 0.5
 LOOK_S = 2.0
 FRESH_S = 0.4
 FIRST_S = 1.5
-"""How long a list waits for runs that are read for the first time."""
+"""How long a list waits for the first reading of runs."""
 MOST_KEYS = 1000
-"""Runs that one stream follows, those that began later among them."""
+"""Runs that one stream follows, including those that begin later."""
 MAX_READERS = 1000
-"""Runs that are remembered while nobody looks at them."""
+"""Runs that are remembered while no page shows them."""
 
 
 LIST = "*"
-"""In place of a run's key: which runs there are. No key has this character."""
+"""In place of a run's key: the list of runs. No key has this character."""
 SCAN_REST = 10.0
-"""How often as long as a look for new runs took its task rests."""
+"""The rest after a look for new runs, as a multiple of the time that the look took."""
 
 
 class UnknownRunError(Exception):
-    """No run goes by that key, or no longer."""
+    """No run has that key, or no longer."""
 
 
 class Watcher:
@@ -50,14 +50,14 @@ class Watcher:
         """Set, and replaced, at the next change."""
         self._num_changes = 0
         self.events: dict[str, tuple[RunView, bytes]] = {}
-        """What live.py has made of a run's newest view."""
+        """The event that live.py has made of a run's newest view."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._viewers: dict[str, int] = {}
         self._listed: frozenset[str] = frozenset()
         self._list_version = 0
         self.is_closed = False
         self.num_streams = 0
-        """Streams of news that go on (live.py)."""
+        """Open streams of news (live.py)."""
 
     async def source(self, key: str) -> RunSource:
         """Raises UnknownRunError."""
@@ -71,28 +71,30 @@ class Watcher:
         return await self._watch(await self.source(key)).fresh()
 
     async def views(self) -> list[RunView]:
-        """Of all runs. Those that can't be read within FIRST_S are there without their numbers."""
+        """The views of all runs. Runs that can't be read within FIRST_S come without numbers."""
         runs = await in_thread(self.sources.runs)
         self._list(runs)
         watched = [self._watch(source) for source in runs.values()]
-        tasks = [asyncio.ensure_future(one.fresh()) for one in watched]
+        tasks = [asyncio.ensure_future(watched_source.fresh()) for watched_source in watched]
         if tasks:
             await asyncio.wait(tasks, timeout=FIRST_S)
 
         return [
-            task.result() if task.done() and task.exception() is None else one.reader.view
-            for task, one in zip(tasks, watched, strict=True)
+            task.result()
+            if task.done() and task.exception() is None
+            else watched_source.reader.view
+            for task, watched_source in zip(tasks, watched, strict=True)
         ]
 
     def version(self, key: str) -> int:
-        """Of what is known of a run, or of the list of them; 0 where nothing is."""
+        """The version of a run's view, or of the list of runs; 0 where nothing is known."""
         if key == LIST:
             return self._list_version
         watched = self._readers.get(key)
         return watched.reader.view.version if watched else 0
 
     def known(self, key: str | None) -> tuple[int, int]:
-        """Another one whenever something new is known of a run; without a key, of any."""
+        """A value that changes with the knowledge of a run; without a key, of any run."""
         if key is None:
             return self._list_version, self._num_changes
         return 0, self.version(key)
@@ -103,7 +105,7 @@ class Watcher:
             reader: StoreReader | RunReader = (
                 StoreReader(source, self._stores) if source.folder is None else RunReader(source)
             )
-            watched = _WatchedSource(reader, self._heard)
+            watched = _WatchedSource(reader, self._on_change)
 
         self._readers[source.key] = watched  # the newest last
         for key in list(self._readers)[: max(len(self._readers) - MAX_READERS, 0)]:
@@ -114,19 +116,19 @@ class Watcher:
         return watched
 
     def _list(self, runs: Iterable[str]) -> bool:
-        """Whether these are other runs than there were."""
-        found = frozenset(runs)
-        if found == self._listed and self._list_version:
+        """Whether the list of runs has changed."""
+        keys = frozenset(runs)
+        if keys == self._listed and self._list_version:
             return False
-        self._listed = found
+        self._listed = keys
         self._list_version += 1
         return True
 
     async def news(self, keys: Sequence[str]) -> AsyncIterator[RunView | int | None]:
-        """What changes of these runs, all that are known first; a number, the version of the list
-        of runs, if LIST is among the keys: runs that begin later are then followed, too. None at
-        least every LOOK_S, so that the listener can see to itself. Ends when the dashboard does."""
-        known: dict[str, tuple[int, int]] = {}
+        """Yields the changed views of these runs, all known ones first; a number, the version of
+        the list of runs, if LIST is among the keys: later runs are then followed, too; and None
+        at least every LOOK_S, so that the listener gets control. Ends with the dashboard."""
+        sent: dict[str, tuple[int, int]] = {}
         keys = list(keys)
         had = self._listed
         listed = -1
@@ -134,7 +136,7 @@ class Watcher:
 
         try:
             while not self.is_closed:
-                changed = self._next  # what changes from here on is not missed
+                changed = self._next  # later changes are not missed
                 if LIST in keys and listed != self._list_version:
                     listed = self._list_version
                     later = sorted(self._listed - had - set(keys))[: max(MOST_KEYS - len(keys), 0)]
@@ -147,8 +149,8 @@ class Watcher:
                     if watched is None:
                         continue
                     view = watched.reader.view
-                    if view.version and known.get(key) != _told(view):
-                        known[key] = _told(view)
+                    if view.version and sent.get(key) != _shown_state(view):
+                        sent[key] = _shown_state(view)
                         yield view
 
                 yield None
@@ -159,7 +161,7 @@ class Watcher:
             self._look(keys, -1)
 
     def _look(self, keys: Iterable[str], by: int) -> None:
-        """So many viewers more."""
+        """Adds a number of viewers."""
         for key in set(keys):
             viewers = self._viewers.get(key, 0) + by
             if viewers > 0:
@@ -174,19 +176,19 @@ class Watcher:
                     task.cancel()
 
     async def _follow(self, key: str) -> None:
-        """Reads one run on and on."""
+        """Reads one run every POLL_S."""
         while not self.is_closed:
             with suppress(UnknownRunError):
                 await self.view(key)
             await asyncio.sleep(POLL_S)
 
     async def _follow_list(self) -> None:
-        """Looks for new runs on and on."""
+        """Looks for new runs until the watcher is closed."""
         while not self.is_closed:
-            began = time.monotonic()
+            started = time.monotonic()
             if self._list(await in_thread(self.sources.runs)):
-                self._tell()
-            await asyncio.sleep(max(POLL_S, SCAN_REST * (time.monotonic() - began)))
+                self._wake()
+            await asyncio.sleep(max(POLL_S, SCAN_REST * (time.monotonic() - started)))
 
     async def close(self) -> None:
         """Ends all reading, and every stream of news."""
@@ -194,22 +196,22 @@ class Watcher:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        self._tell()
+        self._wake()
 
-    def _heard(self, before: RunView, after: RunView) -> None:
-        """A run was read, by whomever."""
+    def _on_change(self, before: RunView, after: RunView) -> None:
+        """Notes that a run was read."""
         self._num_changes += before.version != after.version
-        if _told(before) != _told(after):
-            self._tell()
+        if _shown_state(before) != _shown_state(after):
+            self._wake()
 
-    def _tell(self) -> None:
-        """Wakes all who wait for news."""
-        told = self._next
+    def _wake(self) -> None:
+        """Wakes all tasks that wait for news."""
+        event = self._next
         self._next = asyncio.Event()
-        told.set()
+        event.set()
 
 
-def _told(view: RunView) -> tuple[int, int]:
+def _shown_state(view: RunView) -> tuple[int, int]:
     return view.version, view.beat
 
 
@@ -217,16 +219,16 @@ class _WatchedSource:
     """One run, read by one caller at a time."""
 
     def __init__(
-        self, reader: RunReader | StoreReader, heard: Callable[[RunView, RunView], None]
+        self, reader: RunReader | StoreReader, on_change: Callable[[RunView, RunView], None]
     ) -> None:
-        """`heard`: of what was known before a reading and what is after it."""
+        """`on_change` gets the view before a reading and the view after it."""
         self.reader = reader
-        self._heard = heard
+        self._on_change = on_change
         self._lock = asyncio.Lock()
         self._read_at = -FRESH_S
 
     async def fresh(self) -> RunView:
-        """What is known, not older than FRESH_S."""
+        """The view, not older than FRESH_S."""
         async with self._lock:
             if time.monotonic() - self._read_at >= FRESH_S:
                 before = self.reader.view
@@ -235,6 +237,6 @@ class _WatchedSource:
                 else:
                     await in_thread(self.reader.read)
                 self._read_at = time.monotonic()
-                self._heard(before, self.reader.view)
+                self._on_change(before, self.reader.view)
 
         return self.reader.view

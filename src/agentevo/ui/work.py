@@ -1,8 +1,8 @@
-"""What a run has in its hands by its store: tasks and attempts by their place in the ledger, the
+"""The work of a run as its store has it: tasks and attempts by their state in the ledger, the
 attempts under way and the processes that play them, and the tasks that are leased.
 
-The store is asked once for all viewers and pages, and then left alone for as long as REST times
-what the question took, so that it costs a run little however large its store is.
+The store is asked once for all viewers and pages, and then not for REST times as long as the query
+took, so that it costs a run little, however large its store is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FRESH_S = 2.0
 REST = 10.0
 WITHIN_S = 10.0
 MAX_CALLS = 2_000
-"""Of those under way that are counted."""
+"""Calls under way that are counted."""
 MAX_LEASED = 200
 MAX_RUNS = 200
 
@@ -52,14 +52,14 @@ class QueuedWork:
     is_cut: bool = False
     """Whether there are more."""
     players: tuple[PlayingProcess, ...] = ()
-    """Those with the most attempts first."""
+    """The processes with the most attempts come first."""
     leased: tuple[tuple[str, int, int], ...] = ()
     """(task, how often it was leased, how often its worker was lost), MAX_LEASED at most."""
     problem: str = ""
 
 
 @dataclass
-class _KnownWork:
+class _CachedWork:
     work: QueuedWork = field(default_factory=QueuedWork)
     asked_at: float = -1e9
     rests_s: float = 0.0
@@ -71,22 +71,22 @@ class Works:
 
     def __init__(self, stores: Stores) -> None:
         self._stores = stores
-        self._known: dict[str, _KnownWork] = {}
+        self._works: dict[str, _CachedWork] = {}
 
     async def of(self, view: RunView) -> QueuedWork:
-        """What is known of a run, asked again if it is old. A store that is away is a sentence."""
-        known = self._known.setdefault(view.key, _KnownWork())
-        while len(self._known) > MAX_RUNS:
-            del self._known[next(iter(self._known))]
+        """The work of a run, queried again if old. A store that is away becomes a sentence."""
+        entry = self._works.setdefault(view.key, _CachedWork())
+        while len(self._works) > MAX_RUNS:
+            del self._works[next(iter(self._works))]
 
-        async with known.lock:
-            if time.monotonic() - known.asked_at >= max(FRESH_S, known.rests_s):
-                began = time.monotonic()
-                known.work = await self._ask(view)
-                known.asked_at = time.monotonic()
-                known.rests_s = REST * (known.asked_at - began)
+        async with entry.lock:
+            if time.monotonic() - entry.asked_at >= max(FRESH_S, entry.rests_s):
+                started = time.monotonic()
+                entry.work = await self._ask(view)
+                entry.asked_at = time.monotonic()
+                entry.rests_s = REST * (entry.asked_at - started)
 
-        return known.work
+        return entry.work
 
     async def _ask(self, view: RunView) -> QueuedWork:
         try:

@@ -1,9 +1,9 @@
 """The advantages of a committed step, made again by the trainer's own functions from its plan: no
 store keeps them.
 
-They are exact where the advantage is a function of rewards, groups and turns. What needed a model
-(a critic, a reference in the reward, process rewards) or a function of the user's is not made
-again, and `why_not` says so.
+They are exact where the advantage is a function of rewards, groups and turns. Advantages that need
+a model (a critic, a reference in the reward, process rewards) or a function of the user are not
+computed again, and `why_not` says so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentevo.errors import AgentEvoError, TrainingError
 from agentevo.types import Sample, Trajectory
 
 JUDGES = frozenset({"llm_judge", "agentcpm", "ruler", "pairwise"})
-"""Rewards that ask remote models without being told which."""
+"""Rewards that ask remote models although the recipe names none."""
 KNOWN_NEEDS = frozenset({"baseline_rewards", "reward_parts", "turn_parents"})
 
 
@@ -32,7 +32,7 @@ ROUNDING = 1e-9
 
 
 class Rule(NamedTuple):
-    """How a run makes its advantages."""
+    """How a run computes its advantages."""
 
     section: Any
     """The AlgorithmSection."""
@@ -41,7 +41,7 @@ class Rule(NamedTuple):
 
 
 def rule_of(config: dict[str, Any]) -> Rule | str:
-    """The rule of a run's config.yaml, or why its advantages can't be made again."""
+    """The rule of a run's config.yaml, or why its advantages can't be computed again."""
     from agentevo.algorithms.estimators import bind_advantage
     from agentevo.config import AlgorithmSection
 
@@ -75,7 +75,8 @@ def _why_not(section: Any, advantage: Any) -> str | None:
 
 
 def without_words(trajectory: Trajectory) -> Trajectory:
-    """What advantages are made from: of a step with long texts all attempts are held at once."""
+    """The trajectory without its texts: advantages do not need them, and all attempts of a step
+    are in memory at once."""
     turns = [replace(turn, messages=[], tools="") for turn in trajectory.turns]
     return replace(trajectory, turns=turns, files={}, remote_turns=[])
 
@@ -89,9 +90,9 @@ def step_samples(
     from agentevo.training.batching.step_plan import StepPlan
 
     plan = StepPlan.of(step, record)
-    by_id = {one.id: one for one in stored}
+    by_id = {trajectory.id: trajectory for trajectory in stored}
     final = [plan.final(by_id[name]) for name in plan.ids if name in by_id]
-    rows = [row for one in final for row in trajectory_rows(one)]
+    rows = [row for trajectory in final for row in trajectory_rows(trajectory)]
     if len(rows) * max((len(row.turns) for row in rows), default=0) > MAX_CELLS:
         raise TrainingError(f"step {step} is too large to make its advantages again here")
 
@@ -105,19 +106,19 @@ def step_samples(
 
 def largest(samples: Sequence[Sample]) -> dict[str, float]:
     """Id -> the advantage of a token that is farthest from 0, with its sign."""
-    found: dict[str, float] = {}
+    largest_by_id: dict[str, float] = {}
     for sample in samples:
         trained = sample.advantages[sample.loss_mask]
         if len(trained):
             value = float(trained[abs(trained).argmax()])
-            if abs(value) >= abs(found.get(sample.trajectory_id, 0.0)):
-                found[sample.trajectory_id] = value if abs(value) > ROUNDING else 0.0
+            if abs(value) >= abs(largest_by_id.get(sample.trajectory_id, 0.0)):
+                largest_by_id[sample.trajectory_id] = value if abs(value) > ROUNDING else 0.0
 
-    return found
+    return largest_by_id
 
 
 def config_of(folder: Path | None) -> dict[str, Any]:
-    """config.yaml of a run as it is written; empty for a store without a run's folder."""
+    """config.yaml of a run as written; empty for a store without a run's folder."""
     from agentevo.config import sources
 
     if folder is None or not (folder / "config.yaml").is_file():
@@ -128,7 +129,7 @@ def config_of(folder: Path | None) -> dict[str, Any]:
 
 def rewards_of(config: dict[str, Any]) -> dict[str, tuple[float, bool]]:
     """Name of each reward of a recipe -> its weight, and whether remote models judge."""
-    found: dict[str, tuple[float, bool]] = {}
+    rewards_by_name: dict[str, tuple[float, bool]] = {}
     rewards = config.get("rewards")
     for entry in rewards if isinstance(rewards, list) else []:
         of = {"name": entry} if isinstance(entry, str) else entry
@@ -136,6 +137,6 @@ def rewards_of(config: dict[str, Any]) -> dict[str, tuple[float, bool]]:
             weight = of.get("weight", 1.0)
             is_judge = "models" in of or of["name"] in JUDGES
             if isinstance(weight, int | float) and not isinstance(weight, bool):
-                found[str(of.get("label") or of["name"])] = (float(weight), is_judge)
+                rewards_by_name[str(of.get("label") or of["name"])] = (float(weight), is_judge)
 
-    return found
+    return rewards_by_name

@@ -1,4 +1,4 @@
-"""Histograms of columns: numpy's, of bars that are evenly wide."""
+"""Histograms of columns, by numpy, with bars of equal width."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class IndexBar(NamedTuple):
 
 
 def bars(values: np.ndarray, good: np.ndarray, *, is_whole: bool) -> list[IndexBar]:
-    """Of values [N], with the successes [N] among them; none of no values. A value at an edge is
-    counted by the bar that begins there, or by the last one."""
+    """The bars of values [N], with the successes [N] among them; none for no values. A value at an
+    edge belongs to the bar that begins there, or else to the last bar."""
     if not len(values):
         return []
 

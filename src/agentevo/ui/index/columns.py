@@ -48,7 +48,7 @@ TYPES: dict[str, Any] = {
 }
 BYTES = sum(np.dtype(kind).itemsize for kind in TYPES.values())
 NONE = -1
-"""A number that is not there, in the columns of whole numbers."""
+"""A missing number, in the columns of whole numbers."""
 ROWS = 20_000
 
 
@@ -68,12 +68,12 @@ _SELECT = (
 
 
 class IndexColumns:
-    """See the module. May be shared by threads; what `table` returned is never changed under a
-    reader but by newer values of the same rows."""
+    """See the module. Threads may share it; the columns that `table` returned change under a reader
+    only by newer values of the same rows."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._made = ""
+        self._index_id = ""
         self._reset()
 
     def _reset(self) -> None:
@@ -82,12 +82,12 @@ class IndexColumns:
         self._change = self._place = 0
 
     def table(self, connection: sqlite3.Connection) -> dict[str, np.ndarray]:
-        """Name -> column, with all that the index has now. Raises sqlite3.Error."""
-        made = connection.execute("SELECT value FROM facts WHERE name = 'made'").fetchone()[0]
+        """Name -> column, with all present rows of the index. Raises sqlite3.Error."""
+        index_id = connection.execute("SELECT value FROM facts WHERE name = 'made'").fetchone()[0]
         with self._lock:
-            if made != self._made:
+            if index_id != self._index_id:
                 self._reset()
-                self._made = made
+                self._index_id = index_id
 
             cursor = connection.cursor()
             cursor.row_factory = None

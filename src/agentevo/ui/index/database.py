@@ -12,7 +12,7 @@
     facts      schema, how far it is, what went wrong
 
 One process writes (indexer.py holds its lock), any number read. A file that can't be read, or is of
-another version, is deleted and made again: nothing in it is kept nowhere else.
+another version, is deleted and made again: the store has everything in it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from agentevo.credentials import all_but_password
 from agentevo.files import cache_root, must_write
 
 VERSION = 3
-"""Of the schema; another one is made anew."""
+"""Of the schema; an index with another version is made again."""
 BUSY_S = 30.0
 """How long a reader or the writer waits for the other's lock."""
 TEXT_CHARS = 16_000
 """Of an attempt's text: three quarters from its beginning, the rest from its end."""
 MAX_TEXT_BYTES = 4 << 30
-"""Bytes of the file from which on no more texts are taken in: about a million attempts of the
+"""Bytes of the file above which no more texts are taken in: about a million attempts of the
 longest kind, five million of 2,000 characters."""
 
 _SCHEMA = """
@@ -79,7 +79,7 @@ CREATE TABLE gaps (first INTEGER PRIMARY KEY, last INTEGER NOT NULL, since REAL 
 
 
 def cache_file(url: str) -> Path:
-    """Where the index of the store at `url` lies; whoever may read the store may read it."""
+    """The path of the index of the store at `url`; any reader of the store may read it."""
     scheme, _, path = url.partition(":///")
     place = f"sqlite:///{Path(path).resolve()}" if scheme == "sqlite" else all_but_password(url)
     return cache_root() / "dashboard" / f"{hashlib.sha256(place.encode()).hexdigest()[:24]}.sqlite"
@@ -99,7 +99,7 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def is_usable(path: Path) -> bool:
-    """Whether an index of this version lies there and can be read."""
+    """Whether there is an index of this version that can be read."""
     try:
         with closing(connect(path)) as connection:
             version = connection.execute("SELECT value FROM facts WHERE name = 'version'")
@@ -111,8 +111,8 @@ def is_usable(path: Path) -> bool:
 
 
 def make(path: Path) -> None:
-    """An empty index in the place of whatever lies there. Raises DiskError. Only who holds the lock
-    may do that."""
+    """Replaces the file by an empty index. Raises DiskError. Only the holder of the lock may call
+    it."""
     with must_write(path):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         remove(path)
@@ -126,8 +126,8 @@ def make(path: Path) -> None:
             connection.execute("INSERT INTO words VALUES (0, '')")
             connection.execute("INSERT INTO facts VALUES ('version', ?)", (VERSION,))
 
-            made = os.urandom(8).hex()
-            connection.execute("INSERT INTO facts VALUES ('made', ?)", (made,))
+            index_id = os.urandom(8).hex()
+            connection.execute("INSERT INTO facts VALUES ('made', ?)", (index_id,))
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
         os.chmod(new, 0o600)
@@ -136,7 +136,7 @@ def make(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Deletes an index with the files that SQLite keeps beside it."""
+    """Deletes an index with the files that SQLite keeps next to it."""
     for suffix in ("", "-wal", "-shm"):
         with suppress(FileNotFoundError):
             os.unlink(f"{path}{suffix}")

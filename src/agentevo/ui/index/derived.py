@@ -1,4 +1,4 @@
-"""What a list of attempts shows and the store's columns do not say: read out of the turns."""
+"""What a list of attempts shows that is not in the store's columns: it is read from the turns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentevo.ui.index.database import TEXT_CHARS
 
 
 class Derived(NamedTuple):
-    """Numbers of one attempt; None where nothing says them."""
+    """Numbers of one attempt; None where the turns do not give them."""
 
     lowest_logprob: float | None
     """Of the least likely token that was drawn; greedy turns draw none."""
@@ -23,7 +23,7 @@ class Derived(NamedTuple):
     lowest_version: int | None
     """Of the oldest weights that drew one of its tokens."""
     text: bytes
-    """What was said, as `packed` made it."""
+    """The texts, as `packed` made them."""
 
 
 def derive(trajectory: Trajectory) -> Derived:
@@ -90,7 +90,7 @@ def unpack_text(data: bytes) -> str:
 
 
 class TaskWords(NamedTuple):
-    """What a task is counted under; empty where nothing says it."""
+    """The words that a task is counted under; empty where it has none."""
 
     kind: str = ""
     difficulty: str = ""

@@ -4,7 +4,7 @@
     settle      what commits and drops made of rows that were open; numbers that were skipped
     sweep       every row from a number on compared with the store: after a rewind, or where the
                 numbers of rows differ
-    read_some   what is read out of the turns of rows that nobody has read yet, newest first
+    read_some   what is read out of the turns of rows that are not read yet, newest first
 
 Invariant: after catch_up and settle every row that the store's commits have touched is as in the
 store. Rows that a rewind has deleted are noticed by the newest step, which is then gone or another
@@ -37,12 +37,12 @@ TURNS = 32
 STEPS = 50
 """Records of steps read at once."""
 LOOKED_AT = 2_000
-"""Open rows looked at again at once, where no step was committed; the next ones are next."""
+"""Open rows that one look reads again, where no step was committed; the next look continues."""
 END = 2**62
 
 
 class StoreFollower:
-    """One store and the index of it. `tell` hears how far it is: (what, done, of)."""
+    """One store and the index of it. `notify` gets its progress: (what, done, of)."""
 
     def __init__(
         self,
@@ -54,12 +54,12 @@ class StoreFollower:
         self._store = store
         self._db = connection
         self._writer = writer
-        self._tell = tell
+        self._notify = tell
         self._words: dict[str, TaskWords] = {}
         self._looked_at = -1
 
     async def refresh(self, *, compare: bool = False) -> None:
-        """All but what is read out of turns. `compare`: numbers of rows, too."""
+        """Updates all but what is read out of turns. `compare`: compares numbers of rows, too."""
         back_to = await self._rewound_to()
         if back_to is not None:
             await self._undo(back_to)
@@ -69,14 +69,14 @@ class StoreFollower:
             await self._sweep(0)
 
     async def _rewound_to(self) -> int | None:
-        """The last step that the index and the store have in common, if the store has gone back."""
-        known = self._one("SELECT * FROM steps ORDER BY step DESC LIMIT 1")
-        newest = self._one(
+        """The last step that the index and the store share, if the store was rewound."""
+        last_step = self._first_row("SELECT * FROM steps ORDER BY step DESC LIMIT 1")
+        newest = self._first_row(
             "SELECT seq, id, written_at FROM attempts WHERE alive ORDER BY seq DESC LIMIT 1"
         )
-        if known is not None:
-            record = await self.record_of(known["step"])
-            if record is None or mark_of(record) != known["mark"]:
+        if last_step is not None:
+            record = await self.record_of(last_step["step"])
+            if record is None or mark_of(record) != last_step["mark"]:
                 return await self._last_common()
 
         if newest is not None:
@@ -90,7 +90,7 @@ class StoreFollower:
         return None
 
     async def _last_common(self) -> int:
-        """By halving: the steps before a common one are common, too."""
+        """Finds the step by bisection: all steps before a common one are common, too."""
         marks = [
             (row["step"], row["mark"])
             for row in self._db.execute("SELECT * FROM steps ORDER BY step")
@@ -109,8 +109,8 @@ class StoreFollower:
         return marks[low - 1][0] if low else 0
 
     async def _undo(self, step: int) -> None:
-        """After a rewind: compares all that may have been touched."""
-        touched = self._one(
+        """Compares, after a rewind, all rows that it may have touched."""
+        touched = self._first_row(
             "SELECT min(seq) FROM attempts WHERE alive AND (step > ? OR trained_step > ? "
             "OR seq = (SELECT max(seq) FROM attempts WHERE alive))",
             (step, step),
@@ -122,24 +122,24 @@ class StoreFollower:
 
     async def _sweep(self, first: int) -> None:
         """Compares every row from number `first` on."""
-        last = self._one("SELECT max(seq) FROM attempts WHERE alive")
+        last = self._first_row("SELECT max(seq) FROM attempts WHERE alive")
         end = (last[0] or 0) if last else 0
         while first <= end:
             rows = await self._store.written_summaries(range(first, end + 1), limit=ROWS)
             until = rows[-1][0] if len(rows) == ROWS else end
-            there = self._db.execute(
+            indexed = self._db.execute(
                 "SELECT place, id FROM attempts WHERE alive AND seq BETWEEN ? AND ?", (first, until)
             ).fetchall()
             names = {row.id for _, row in rows}
             with self._writer.transaction():
-                self._writer.bury([one["place"] for one in there if one["id"] not in names])
+                self._writer.bury([row["place"] for row in indexed if row["id"] not in names])
                 self._writer.put(rows)
 
             first = until + 1
-            self._tell("comparing", min(first, end), end)
+            self._notify("comparing", min(first, end), end)
 
     async def _catch_up(self) -> None:
-        """New rows, until there are none."""
+        """Takes in new rows, until there are none."""
         after = self._cursor()
         while rows := await self._store.written_summaries(range(after + 1, END), limit=ROWS):
             with self._writer.transaction():
@@ -149,16 +149,16 @@ class StoreFollower:
                 )
 
             after = rows[-1][0]
-            self._tell("listing", after, 0)
+            self._notify("listing", after, 0)
             if len(rows) < ROWS:
                 return
 
     def _cursor(self) -> int:
-        row = self._one("SELECT max(seq) FROM attempts WHERE alive")
+        row = self._first_row("SELECT max(seq) FROM attempts WHERE alive")
         return int(row[0] or 0) if row else 0
 
     async def _settle(self) -> None:
-        """Steps that were committed since, rows that were open, numbers that were skipped."""
+        """Takes in newly committed steps, rows that were open, and numbers that were skipped."""
         is_moved = await self._new_steps()
         waiting = "alive AND split = 'train' AND state IN ('ready', 'reserved') AND seq > ?"
         rows = self._db.execute(
@@ -166,17 +166,17 @@ class StoreFollower:
             (-1, -1) if is_moved else (self._looked_at, LOOKED_AT),
         ).fetchall()
         self._looked_at = rows[-1][0] if len(rows) == LOOKED_AT and not is_moved else -1
-        await self._again(_runs([row[0] for row in rows]))
+        await self._read_again(_runs([row[0] for row in rows]))
 
         for gap in self._db.execute("SELECT * FROM gaps").fetchall():
-            await self._again([(gap["first"], gap["last"])])
+            await self._read_again([(gap["first"], gap["last"])])
             if time.time() - gap["since"] > GAP_S:
                 self._db.execute("DELETE FROM gaps WHERE first = ?", (gap["first"],))
 
     async def _new_steps(self) -> bool:
         """Takes in the steps that were committed since; whether there are any."""
-        known = self._one("SELECT max(step) FROM steps")
-        after = None if known is None else known[0]
+        newest = self._first_row("SELECT max(step) FROM steps")
+        after = None if newest is None else newest[0]
         is_moved = False
         while new := await self._store.steps(after=after, limit=STEPS):
             with self._writer.transaction():
@@ -186,18 +186,18 @@ class StoreFollower:
 
         return is_moved
 
-    async def _again(self, runs: list[tuple[int, int]]) -> None:
+    async def _read_again(self, runs: list[tuple[int, int]]) -> None:
         """Reads rows again by their numbers."""
         for first, last in runs:
             while first <= last:
                 rows = await self._store.written_summaries(range(first, last + 1), limit=ROWS)
-                there = self._db.execute(
+                indexed = self._db.execute(
                     "SELECT place, id FROM attempts WHERE alive AND seq BETWEEN ? AND ?",
                     (first, rows[-1][0] if len(rows) == ROWS else last),
                 ).fetchall()
                 names = {row.id for _, row in rows}
                 with self._writer.transaction():
-                    self._writer.bury([one["place"] for one in there if one["id"] not in names])
+                    self._writer.bury([row["place"] for row in indexed if row["id"] not in names])
                     self._writer.put(rows)
 
                 if len(rows) < ROWS:
@@ -213,22 +213,22 @@ class StoreFollower:
                 "SELECT split, state, count(*) AS n FROM attempts WHERE alive GROUP BY 1, 2"
             )
         }
-        found = await self._store.counts()
+        store_counts = await self._store.counts()
         tasks = {
             name.removeprefix("tasks/"): count
-            for name, count in found.items()
+            for name, count in store_counts.items()
             if name.startswith("tasks/")
         }
         self._writer.set_facts(task_states=json.dumps(tasks), task_states_at=time.time())
 
         return all(
             counts.get(name, 0) == count
-            for name, count in found.items()
+            for name, count in store_counts.items()
             if name.startswith("trajectories/")
         )
 
     async def read_some(self, limit: int = TURNS) -> int:
-        """Reads the turns of up to `limit` rows that nobody has read, the newest first; returns
+        """Reads the turns of up to `limit` rows that are not read yet, the newest first; returns
         how many."""
         rows = self._db.execute(
             "SELECT place, seq, id, task_id FROM attempts WHERE NOT is_read AND alive "
@@ -239,34 +239,34 @@ class StoreFollower:
             return 0
 
         places = {row["id"]: row["place"] for row in rows}
-        found: list[StoredTrajectory] = []
+        trajectories: list[StoredTrajectory] = []
         for first, last in _runs(sorted(row["seq"] for row in rows), slack=1):
             page = await self._store.written(range(first, last + 1), limit=limit)
-            found += [stored for _, stored in page]
+            trajectories += [stored for _, stored in page]
 
-        found = [stored for stored in found if stored.trajectory.id in places]
-        words = [await self._words_of(stored.trajectory.task_id) for stored in found]
-        numbers = await in_thread(lambda: [derive(stored.trajectory) for stored in found])
+        trajectories = [stored for stored in trajectories if stored.trajectory.id in places]
+        words = [await self._words_of(stored.trajectory.task_id) for stored in trajectories]
+        numbers = await in_thread(lambda: [derive(stored.trajectory) for stored in trajectories])
         with self._writer.transaction():
             self._writer.read(
                 [
                     (places[stored.trajectory.id], read, of)
-                    for stored, read, of in zip(found, numbers, words, strict=True)
+                    for stored, read, of in zip(trajectories, numbers, words, strict=True)
                 ]
             )
-            missing = places.keys() - {stored.trajectory.id for stored in found}
+            missing = places.keys() - {stored.trajectory.id for stored in trajectories}
             self._writer.bury(places[name] for name in missing)
 
         return len(rows)
 
     def has_steps_to_value(self) -> bool:
         """Whether a committed step has no advantages yet."""
-        return self._one("SELECT 1 FROM steps WHERE has_advantages = 0 LIMIT 1") is not None
+        return self._first_row("SELECT 1 FROM steps WHERE has_advantages = 0 LIMIT 1") is not None
 
     async def value_some(self, rule: Rule) -> bool:
-        """Makes the advantages of the newest committed step that has none yet; whether there was
-        one."""
-        row = self._one(
+        """Computes the advantages of the newest committed step that has none yet; returns whether
+        there was one."""
+        row = self._first_row(
             "SELECT step FROM steps WHERE has_advantages = 0 ORDER BY step DESC LIMIT 1"
         )
         if row is None:
@@ -274,7 +274,7 @@ class StoreFollower:
 
         step = row["step"]
         record = await self.record_of(step)
-        found: dict[str, float] = {}
+        advantages: dict[str, float] = {}
         with suppress(AgentEvoError):  # a record without a plan, or attempts that are gone
             if record is not None:
                 stored = [
@@ -282,24 +282,26 @@ class StoreFollower:
                     async for trajectory in self._store.trajectories(trained_step=step)
                 ]
                 samples = await in_thread(step_samples, step, record.record, stored, rule)
-                found = largest(samples)
+                advantages = largest(samples)
 
         with self._writer.transaction():
-            self._writer.put_advantages(step, found)
+            self._writer.put_advantages(step, advantages)
 
         return True
 
     async def move_some(self, folder: Path | None) -> bool:
-        """Takes in how far log-probs have moved in the newest committed step of which that was not
-        looked for; whether there was one. `folder`: of the run, which may have kept it."""
-        row = self._one("SELECT step FROM steps WHERE has_moves = 0 ORDER BY step DESC LIMIT 1")
+        """Takes in how far log-probs have moved, for the newest committed step without that
+        number; returns whether there was one. `folder`: the run's, which may hold it."""
+        row = self._first_row(
+            "SELECT step FROM steps WHERE has_moves = 0 ORDER BY step DESC LIMIT 1"
+        )
         if row is None:
             return False
 
         step = row["step"]
-        found = {} if folder is None else await in_thread(largest_moves, folder / name_of(step))
+        moves = {} if folder is None else await in_thread(largest_moves, folder / name_of(step))
         with self._writer.transaction():
-            self._writer.put_moves(step, found)
+            self._writer.put_moves(step, moves)
         return True
 
     async def _words_of(self, task_id: str) -> TaskWords:
@@ -314,27 +316,28 @@ class StoreFollower:
         return self._words[task_id]
 
     def num_unread(self) -> int:
-        row = self._one("SELECT count(*) FROM attempts WHERE NOT is_read AND alive")
+        row = self._first_row("SELECT count(*) FROM attempts WHERE NOT is_read AND alive")
         return int(row[0]) if row else 0
 
     def newest_written_at(self) -> float:
-        """When the store got its newest row, in Unix time."""
-        row = self._one("SELECT written_at FROM attempts WHERE alive ORDER BY seq DESC LIMIT 1")
+        """The time of the store's newest row, in Unix time."""
+        row = self._first_row(
+            "SELECT written_at FROM attempts WHERE alive ORDER BY seq DESC LIMIT 1"
+        )
         return float(row[0]) if row else 0.0
 
     async def record_of(self, step: int) -> StepRecord | None:
         """The record of a committed step."""
-        found = await self._store.steps(after=step - 1, limit=1)
-        return found[0] if found and found[0].step == step else None
+        records = await self._store.steps(after=step - 1, limit=1)
+        return records[0] if records and records[0].step == step else None
 
-    def _one(self, query: str, values: tuple[Any, ...] = ()) -> sqlite3.Row | None:
-        found: sqlite3.Row | None = self._db.execute(query, values).fetchone()
-        return found
+    def _first_row(self, query: str, values: tuple[Any, ...] = ()) -> sqlite3.Row | None:
+        row: sqlite3.Row | None = self._db.execute(query, values).fetchone()
+        return row
 
 
 def _runs(numbers: list[int], slack: int = 16) -> list[tuple[int, int]]:
-    """Ranges that cover the numbers, which stand in order; those that lie near each other share
-    one."""
+    """Ranges that cover the sorted numbers; numbers that are close to each other share one."""
     runs: list[tuple[int, int]] = []
     for number in numbers:
         if runs and number - runs[-1][1] <= slack:

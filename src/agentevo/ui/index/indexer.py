@@ -1,10 +1,10 @@
 """Keeps the index of one store while a dashboard is open, in a thread of its own.
 
-Of all processes that have the store open one writes the index: the one that holds its lock. When it
-ends another one goes on. It looks at the store at most once in EVERY_S, and rests ten times as long
-as a look took (REST_S at most), however many people watch; what is read out of turns, it reads as
-long as it rested where the run goes on, and without a rest where it does not. A store that is away
-is waited for; an index that can't be read is made again, and says so.
+Of all processes that have the store open, the one that holds the lock of the index writes it. When
+that process ends, another one takes over. It looks at the store at most once in EVERY_S, and rests
+ten times as long as a look took (REST_S at most), however many people watch. It reads turns as long
+as it rested while the run is alive, and without a rest once it is not. It waits for a store that is
+away; an index that can't be read is made again, with a message.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from agentevo.ui.index.writer import IndexWriter
 
 EVERY_S = 1.0
 REST_S = 10.0
-"""The longest rest: the first look at a million rows takes minutes, and what is committed then is
-to be seen soon."""
+"""The longest rest: the first look at a million rows takes minutes, and rows that are
+committed during it should appear soon."""
 COMPARE_EVERY_S = 120.0
 """How often the numbers of rows are compared, which costs a second at a million of them."""
 AGAIN_S = 5.0
-"""How long it waits after a failure, and for the lock."""
+"""The wait after a failure, and for the lock."""
 SLICE_S = 0.5
 """How long it reads turns before it looks for new rows again."""
 LIVE_S = 300.0
-"""A run that has written something within so long goes on."""
+"""A run that has written something within so long is alive."""
 NICENESS = 10
 
 
@@ -55,7 +55,7 @@ class Indexer:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.trouble = ""
-        """What keeps it from going on, in words; empty where nothing does."""
+        """What stops it, in words; empty where nothing does."""
 
     def start(self) -> None:
         if self._thread is None:
@@ -63,7 +63,7 @@ class Indexer:
             self._thread.start()
 
     def stop(self, within_s: float = 30.0) -> None:
-        """Ends after what it is doing; nothing is left half done however it ends."""
+        """Ends after the work in progress; nothing is left half done, however it ends."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(within_s)
@@ -125,11 +125,11 @@ class Indexer:
         """Until it is stopped, or the store's file is another one."""
         compared = float("-inf")
         while not self._stop.is_set() and _inode(self.url) == inode:
-            began = time.monotonic()
-            due = began - compared > COMPARE_EVERY_S
+            started = time.monotonic()
+            due = started - compared > COMPARE_EVERY_S
             await follower.refresh(compare=due)
-            compared = began if due else compared
-            took = time.monotonic() - began
+            compared = started if due else compared
+            took = time.monotonic() - started
             self.trouble = ""
             unread = follower.num_unread()
             phase = "reading" if unread else ""
@@ -144,29 +144,29 @@ class Indexer:
 
     async def _read_for_a_while(self, follower: StoreFollower, rules: _Rules) -> bool:
         """Whether there was anything to read."""
-        began = time.monotonic()
-        while time.monotonic() - began < SLICE_S and not self._stop.is_set():
-            more = await follower.read_some() > 0 or await follower.move_some(self._folder)
-            if not more and follower.has_steps_to_value():
+        started = time.monotonic()
+        while time.monotonic() - started < SLICE_S and not self._stop.is_set():
+            has_read = await follower.read_some() > 0 or await follower.move_some(self._folder)
+            if not has_read and follower.has_steps_to_value():
                 rule = await rules.get()
-                more = isinstance(rule, Rule) and await follower.value_some(rule)
-            if not more:
+                has_read = isinstance(rule, Rule) and await follower.value_some(rule)
+            if not has_read:
                 return False
 
         if time.time() - follower.newest_written_at() < LIVE_S:
-            await self._sleep(time.monotonic() - began)
+            await self._sleep(time.monotonic() - started)
 
         return True
 
     async def _sleep(self, seconds: float) -> None:
         """Ends early when it is stopped."""
         until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0 and not self._stop.is_set():
-            await asyncio.sleep(min(left, 0.1))
+        while (remaining := until - time.monotonic()) > 0 and not self._stop.is_set():
+            await asyncio.sleep(min(remaining, 0.1))
 
 
 class _Rules:
-    """How advantages are made, found out when the first step asks: that takes torch."""
+    """How advantages are computed, read when the first step needs it: that takes torch."""
 
     def __init__(self, writer: IndexWriter, config: dict[str, Any]) -> None:
         self._writer = writer
@@ -185,7 +185,7 @@ class _Rules:
 
 
 def _teller(writer: IndexWriter) -> Callable[[str, int, int], None]:
-    """Writes how far it is into the file, twice a second."""
+    """Writes the progress into the file, twice a second."""
     last = 0.0
 
     def tell(phase: str, done: int, of: int) -> None:
@@ -198,7 +198,7 @@ def _teller(writer: IndexWriter) -> Callable[[str, int, int], None]:
 
 
 def _inode(url: str) -> int | None:
-    """Of a store that is a file; another one when the run was made anew."""
+    """Of a store that is a file; another one when the run was made again."""
     scheme, _, path = url.partition(":///")
     if scheme != "sqlite":
         return None

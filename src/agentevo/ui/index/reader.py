@@ -1,4 +1,4 @@
-"""What pages read: only the index, never a store. Any number of threads and processes may."""
+"""What pages read: only the index, never a store. For any number of threads and processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from agentevo.ui.index.selection import CHOICES, ORDERS, RANGES, WORDS, Selectio
 
 PAGE = 50
 MAX_FOUND = 200_000
-"""Attempts that a search for a text gives at most, the newest ones."""
+"""The most attempts that a search for a text finds: the newest ones."""
 SNIPPET = 160
 
 
@@ -34,16 +34,16 @@ class IndexAway(AgentEvoError):
 
 
 class IndexState(NamedTuple):
-    """How far an index is."""
+    """The progress of an index."""
 
     phase: str
     """`listing`, `comparing`, `reading` (texts and log-probs), or empty: it is up to date."""
     done: int
     of: int
     at: float
-    """When all that the store had was last listed, Unix time; 0 before it was."""
+    """When the whole store was last listed, Unix time; 0 before that."""
     no_advantages: str
-    """Why there are none; empty where they are made."""
+    """Why there are no advantages; empty where they are computed."""
 
 
 class IndexRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +112,7 @@ class IndexReader:
         self._local = threading.local()
 
     def state(self) -> IndexState:
-        """How far it is."""
+        """The progress of the index."""
         facts = dict(self._all("SELECT name, value FROM facts"))
         return IndexState(
             phase=str(facts.get("phase") or ("" if "listed_at" in facts else "listing")),
@@ -123,7 +123,7 @@ class IndexReader:
         )
 
     def listing(self, selection: Selection, *, size: int = PAGE) -> Listing:
-        """A page of the attempts that were selected."""
+        """A page of the selected attempts."""
         table = self._table()
         where, is_cut = self._where(table, selection)
         column, descending, _ = ORDERS[selection.order]
@@ -142,27 +142,28 @@ class IndexReader:
             seq = selection.after[1]
             where = where & ((keys > value) | ((keys == value) & (seqs < seq)))
 
-        found = np.flatnonzero(where)
-        if len(found) > size:  # no sort of a million rows for the first fifty
-            own = keys if len(found) == len(keys) else keys[found]
-            bound = np.partition(own, size)[size]
-            before = found[own < bound]
+        matches = np.flatnonzero(where)
+        if len(matches) > size:  # no sort of a million rows for the first fifty
+            match_keys = keys if len(matches) == len(keys) else keys[matches]
+            bound = np.partition(match_keys, size)[size]
+            before = matches[match_keys < bound]
 
-            equal = found[own == bound]
-            more = size + 1 - len(before)  # of many equal ones the newest
-            if len(equal) > more:
-                equal = equal[np.argpartition(-seqs[equal], more - 1)[:more]]
+            equal = matches[match_keys == bound]
+            num_missing = size + 1 - len(before)  # among many equal ones, the newest
+            if len(equal) > num_missing:
+                equal = equal[np.argpartition(-seqs[equal], num_missing - 1)[:num_missing]]
 
-            found = np.concatenate([before, equal])
+            matches = np.concatenate([before, equal])
 
-        found = found[np.lexsort((-seqs[found], keys[found]))]
-        page = found[:size]
-        last = cursor(float(values[page[-1]]), int(seqs[page[-1]])) if len(found) > size else None
+        matches = matches[np.lexsort((-seqs[matches], keys[matches]))]
+        page = matches[:size]
+        last = cursor(float(values[page[-1]]), int(seqs[page[-1]])) if len(matches) > size else None
         rows = self.rows((page + 1).tolist(), selection.text)
         return Listing(rows, total, last, is_cut)
 
     def histogram(self, selection: Selection, name: str) -> list[IndexBar]:
-        """Bars of `reward`, `tokens` or `age` of what was selected, whatever its range of that."""
+        """Bars of `reward`, `tokens` or `age` of the selected attempts, without the range of that
+        column."""
         ranges = {key: value for key, value in selection.ranges.items() if key != name}
         free = msgspec.structs.replace(selection, ranges=ranges, after=None)
         table = self._table()
@@ -184,9 +185,9 @@ class IndexReader:
     def step_groups(
         self, selection: Selection, *, after: str | None = None, limit: int = 24
     ) -> tuple[list[list[IndexRow]], str | None, int]:
-        """Groups that have an attempt among those selected, whole; the id behind which the next
-        page begins; and how many groups there are. They stand in the order of their ids, or by the
-        mean reward of those that completed where attempts are ordered by reward."""
+        """Whole groups that have a selected attempt; the id after which the next page begins; and
+        the number of groups. They are in the order of their ids, or, where attempts are ordered by
+        reward, of the mean reward of their completed attempts."""
         table = self._table()
         where, _ = self._where(table, selection)
         places = (np.flatnonzero(where) + 1).tolist()
@@ -210,8 +211,8 @@ class IndexReader:
         last = None if after is None else keys.get(after, (0.0, _natural(after)))
         start = 0 if last is None else sum(keys[name] <= last for name in ordered)
         page = ordered[start : start + limit]
-        more = page[-1] if start + limit < len(ordered) else None
-        return [self.group(name) for name in page], more, len(ordered)
+        next_after = page[-1] if start + limit < len(ordered) else None
+        return [self.group(name) for name in page], next_after, len(ordered)
 
     def find(self, attempt_id: str) -> IndexRow | None:
         """One attempt by its id."""
@@ -220,8 +221,8 @@ class IndexReader:
         return rows[0] if rows else None
 
     def words(self, selection: Selection, name: str) -> list[tuple[str, int]]:
-        """The words that a filter chooses from, with how many of the selected attempts have each,
-        whatever was chosen of it."""
+        """The words of a filter, with the number of selected attempts that have each; the filter's
+        own choice is ignored."""
         choices = {key: value for key, value in selection.choices.items() if key != name}
         table = self._table()
         where, _ = self._where(table, msgspec.structs.replace(selection, choices=choices))
@@ -237,10 +238,10 @@ class IndexReader:
             rows = self._all("SELECT number, text FROM words")
             numbers = {int(row[0]): str(row[1]) for row in rows}
 
-        found = [
+        word_counts = [
             (numbers[i], int(counts[i])) for i in np.flatnonzero(counts).tolist() if numbers.get(i)
         ]
-        return sorted(found, key=lambda word: -word[1])[:50]
+        return sorted(word_counts, key=lambda word: -word[1])[:50]
 
     def count(self, selection: Selection) -> tuple[int, int, float | None, float | None]:
         """Number, successes, mean reward and its standard deviation."""
@@ -256,17 +257,17 @@ class IndexReader:
         """Order -> whether any of the selected attempts has a value of it."""
         table = self._table()
         where, _ = self._where(table, selection)
-        found = {}
+        has_value = {}
         for order, (column, _, _) in ORDERS.items():
             values = table[column]
             if column == "age":
-                found[order] = bool((where & (values != NONE)).any())
+                has_value[order] = bool((where & (values != NONE)).any())
             elif values.dtype.kind == "f":
-                found[order] = bool((where & ~np.isnan(values)).any())
+                has_value[order] = bool((where & ~np.isnan(values)).any())
             else:
-                found[order] = bool(where.any())
+                has_value[order] = bool(where.any())
 
-        return found
+        return has_value
 
     def steps(self) -> list[tuple[int, float, int, dict[str, Any]]]:
         """Committed steps: number, when, attempts, facts of the plan."""
@@ -277,16 +278,16 @@ class IndexReader:
 
     def rows(self, places: Sequence[int], text: str = "") -> list[IndexRow]:
         """Rows in this order, with a snippet around what was searched."""
-        found: dict[int, sqlite3.Row] = {}
+        rows_by_place: dict[int, sqlite3.Row] = {}
         for chunk in _chunks(list(places), 500):
             marks = ", ".join("?" * len(chunk))
             query = (
                 "SELECT a.*, w.text AS kind_text FROM attempts a JOIN words w ON w.number = a.kind "
                 f"WHERE place IN ({marks})"
             )
-            found.update((row["place"], row) for row in self._all(query, chunk))
+            rows_by_place.update((row["place"], row) for row in self._all(query, chunk))
 
-        return [self._row(found[place], text) for place in places if place in found]
+        return [self._row(rows_by_place[place], text) for place in places if place in rows_by_place]
 
     def _row(self, row: sqlite3.Row, text: str) -> IndexRow:
         fields = {name: row[name] for name in IndexRow.__struct_fields__[:-2]}
@@ -306,18 +307,18 @@ class IndexReader:
         return IndexRow(**fields, snippet=snippet)
 
     def _where(self, table: dict[str, np.ndarray], selection: Selection) -> tuple[np.ndarray, bool]:
-        """[N] bool: which rows are selected, not to be changed; and whether a search was cut. A
-        page asks for the same selection again and again: a steady one is worked out once."""
-        held = getattr(self._local, "held", None)
-        if held is None:
+        """[N] bool: the selected rows, read-only; and whether a search was cut. A page uses the
+        same selection many times: a steady one is computed once."""
+        cache = getattr(self._local, "cache", None)
+        if cache is None:
             return self._select(table, selection)
 
         key = msgspec.json.encode(msgspec.structs.replace(selection, order="newest", after=None))
-        if key not in held:
-            held[key] = self._select(table, selection)
+        if key not in cache:
+            cache[key] = self._select(table, selection)
 
-        found: tuple[np.ndarray, bool] = held[key]
-        return found
+        selected: tuple[np.ndarray, bool] = cache[key]
+        return selected
 
     def _select(
         self, table: dict[str, np.ndarray], selection: Selection
@@ -359,15 +360,15 @@ class IndexReader:
 
     def _search(self, text: str) -> tuple[np.ndarray, bool]:
         """Places in the columns of the newest attempts with the text; whether there are more."""
-        held = getattr(self._local, "held", None)
-        if held is not None and text in held:
-            found: tuple[np.ndarray, bool] = held[text]
-            return found
+        cache = getattr(self._local, "cache", None)
+        if cache is not None and text in cache:
+            matches: tuple[np.ndarray, bool] = cache[text]
+            return matches
 
         query = match_of(text)
         places = np.zeros(0, dtype=np.int64)
         if query:
-            # As one text: a row of Python for each of 200,000 places takes four times as long.
+            # One text: a Python row for each of 200,000 places takes four times as long.
             ((text_of_places,),) = self._all(
                 "SELECT group_concat(rowid) FROM (SELECT rowid FROM search WHERE search MATCH ? "
                 "ORDER BY rowid DESC LIMIT ?)",
@@ -376,23 +377,23 @@ class IndexReader:
             if text_of_places:
                 places = np.fromstring(text_of_places, dtype=np.int64, sep=",") - 1
 
-        found = (places[:MAX_FOUND], len(places) > MAX_FOUND)
-        if held is not None:
-            held[text] = found
+        matches = (places[:MAX_FOUND], len(places) > MAX_FOUND)
+        if cache is not None:
+            cache[text] = matches
 
-        return found
+        return matches
 
     @contextmanager
     def steady(self) -> Iterator[None]:
-        """Within it this thread reads the columns, and works out what is selected, only once."""
-        self._local.held = {}
+        """In this block the thread reads the columns, and computes a selection, only once."""
+        self._local.cache = {}
         try:
             yield
         finally:
-            self._local.held = None
+            self._local.cache = None
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Name -> column of all rows; who reads them changes nothing in them."""
+        """Name -> column of all rows, read-only."""
         return self._table()
 
     def words_by_number(self) -> dict[int, str]:
@@ -409,12 +410,12 @@ class IndexReader:
         return self._all(query, values)
 
     def _table(self) -> dict[str, np.ndarray]:
-        held = getattr(self._local, "held", None)
-        if held is None:
+        cache = getattr(self._local, "cache", None)
+        if cache is None:
             return self._read_table()
-        if "" not in held:
-            held[""] = self._read_table()
-        table: dict[str, np.ndarray] = held[""]
+        if "" not in cache:
+            cache[""] = self._read_table()
+        table: dict[str, np.ndarray] = cache[""]
         return table
 
     def _read_table(self) -> dict[str, np.ndarray]:
@@ -440,47 +441,48 @@ class IndexReader:
         return IndexAway(f"the index is not there yet, or is being made again ({error})")
 
     def _connection(self) -> sqlite3.Connection:
-        """One for each thread; another one when the file was made again. Raises sqlite3.Error."""
+        """The connection of this thread; a new one when the file was made again. Raises
+        sqlite3.Error."""
         try:
             inode = self._path.stat().st_ino
         except OSError as error:
             raise sqlite3.OperationalError("no index") from error
 
-        held = getattr(self._local, "connection", None)
-        if held is None or self._local.inode != inode:
-            if held is not None:
-                held.close()
-            self._local.connection = held = connect(self._path)
+        opened = getattr(self._local, "connection", None)
+        if opened is None or self._local.inode != inode:
+            if opened is not None:
+                opened.close()
+            self._local.connection = opened = connect(self._path)
             self._local.inode = inode
 
-        connection: sqlite3.Connection = held
+        connection: sqlite3.Connection = opened
         return connection
 
 
 def _of(column: np.ndarray, where: np.ndarray) -> np.ndarray:
-    """The selected ones; the column itself where that is all of it."""
+    """The selected values; the column itself where all are selected."""
     return column if where.all() else column[where]
 
 
 def match_of(text: str) -> str:
-    """What a person types as FTS5's query: all words must be there, "a phrase" as it stands, the
-    beginning of a word with *, -word not. Every word is quoted: nothing typed is syntax."""
-    wanted: list[str] = []
-    unwanted: list[str] = []
+    """A typed text as FTS5's query: all words must occur, "a phrase" literally, the beginning of a
+    word with *; -word must not. Every word is quoted, so that nothing typed is syntax."""
+    required: list[str] = []
+    excluded: list[str] = []
     for minus, phrase, word in re.findall(r'(-?)(?:"([^"]*)"|([^\s"]+))', text):
-        said = (phrase or word).strip("*")
-        if not re.search(r"\w", said):
+        term_text = (phrase or word).strip("*")
+        if not re.search(r"\w", term_text):
             continue
-        term = '"' + said.replace('"', "") + '"' + ("*" if word.endswith("*") else "")
-        (unwanted if minus else wanted).append(term)
+        term = '"' + term_text.replace('"', "") + '"' + ("*" if word.endswith("*") else "")
+        (excluded if minus else required).append(term)
 
-    if not wanted:
+    if not required:
         return ""
 
-    return " AND ".join(wanted) + "".join(f" NOT {term}" for term in unwanted)
+    return " AND ".join(required) + "".join(f" NOT {term}" for term in excluded)
 
 
-def _snippet(said: str, text: str) -> tuple[str, ...]:
+def _snippet(content: str, text: str) -> tuple[str, ...]:
     """Text, found word and text in turn, around the first place."""
     words = [w.strip('*"') for w in re.findall(r'"[^"]*"|[^\s"]+', text) if not w.startswith("-")]
     words = [word for word in words if word]
@@ -488,12 +490,12 @@ def _snippet(said: str, text: str) -> tuple[str, ...]:
         return ()
 
     pattern = re.compile("|".join(map(re.escape, words)), re.IGNORECASE)
-    first = pattern.search(said)
-    if first is None:  # the search knows other forms of letters than this does
-        return (said[:SNIPPET],)
+    first = pattern.search(content)
+    if first is None:  # the search matches more forms of letters than this pattern
+        return (content[:SNIPPET],)
 
     start = max(0, first.start() - SNIPPET // 3)
-    shown = said[start : start + SNIPPET]
+    shown = content[start : start + SNIPPET]
     pieces = ["…" if start else ""]
     end = 0
     for match in pattern.finditer(shown):

@@ -1,5 +1,5 @@
-"""Which attempts a page shows, in which order, and from where on: read from a page's address and
-written into it, so that every list is a link."""
+"""The attempts that a page shows, their order, and where the page begins: read from a page's
+address and written into it, so that every list is a link."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ORDERS: dict[str, tuple[str, bool, str]] = {
     "oldest-tokens": ("age", True, "oldest tokens"),
     "slowest": ("duration_s", True, "slowest"),
 }
-"""Order -> the column, whether large values stand first, and what a page calls it. A row without a
+"""Order -> the column, whether large values come first, and its name on a page. A row without a
 value is not in the list."""
 RANGES = {"reward": "reward", "tokens": "num_completion_tokens", "age": "age"}
 """Range in an address -> its column."""
@@ -50,26 +50,27 @@ MAX_TEXT = 500
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
-    """See the module. An empty choice leaves that free."""
+    """See the module. An empty choice selects everything."""
 
     step: int | None = None
-    """Trained in this step, or sampled for it; of the split `train`, unless another is chosen."""
+    """Attempts trained in this step, or sampled for it; of the split `train`, unless another is
+    chosen."""
     choices: dict[str, str] = {}
     """Of CHOICES and WORDS."""
     task: str = ""
-    """Attempts at this task alone."""
+    """Only attempts at this task."""
     ranges: dict[str, tuple[float, float]] = {}
     """Of RANGES: from (with), to (with)."""
     text: str = ""
-    """What was said in it."""
+    """Text that the attempt contains."""
     order: str = "newest"
     after: tuple[float, int] | None = None
     """Value and number of the last row of the page before."""
 
     @classmethod
     def of(cls, query: Mapping[str, str]) -> Selection:
-        """From an address. Raises ConfigError for what is no value of a filter; keys of other
-        parts of the page are left alone."""
+        """Reads an address. Raises ConfigError for a value that a filter does not have; keys of
+        other parts of the page are ignored."""
         choices = {}
         for name in (*CHOICES, *WORDS):
             value = query.get(name, "")
@@ -80,7 +81,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
             if value:
                 choices[name] = value[:200]
 
-        ranges = {name: found for name in RANGES if (found := _range(name, query)) is not None}
+        ranges = {name: bounds for name in RANGES if (bounds := _range(name, query)) is not None}
         order = query.get("order") or "newest"
         if order not in ORDERS:
             raise ConfigError(f"order={order[:50]!r} is unknown: use one of {', '.join(ORDERS)}")
@@ -119,7 +120,7 @@ def exact(value: float) -> str:
 
 
 def cursor(value: float, seq: int) -> str:
-    """`after` of the page that begins behind this row."""
+    """`after` of the page that begins after this row."""
     return f"{value!r}~{seq}"
 
 

@@ -1,8 +1,8 @@
 """Writing rows of an index. Every method is one transaction, or part of the caller's.
 
 Invariants. (1) `change` of a row is above that of all rows changed before. (2) A row whose
-content is another than it was (it was written at another time, or at another place) has nothing
-left of what was read out of the old one. (3) The search knows the text of a row if and only if
+content has changed (it was written at another time, or at another place) keeps nothing that was
+read out of the old content. (3) The search knows the text of a row if and only if
 `texts` does.
 """
 
@@ -71,7 +71,7 @@ class IndexWriter:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All of the block or nothing."""
+        """A transaction: all of the block or nothing."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -96,11 +96,11 @@ class IndexWriter:
         self._forget_clashes(rows)
         change = self._next_change()
         tasks = self._numbers_of_tasks(rows)
-        given = [
+        values = [
             self._values(seq, row) | {"task": tasks[row.task_id], "change": change}
             for seq, row in rows
         ]
-        self._db.executemany(_UPSERT, given)
+        self._db.executemany(_UPSERT, values)
 
     def _numbers_of_tasks(self, rows: Sequence[tuple[int, TrajectorySummary]]) -> dict[str, int]:
         names = list(dict.fromkeys(row.task_id for _, row in rows))
@@ -108,26 +108,28 @@ class IndexWriter:
             "INSERT OR IGNORE INTO tasks (id) VALUES (?)", [(name,) for name in names]
         )
 
-        found: dict[str, int] = {}
+        numbers: dict[str, int] = {}
         for start in range(0, len(names), 500):
             some = names[start : start + 500]
             marks = ", ".join("?" * len(some))
             query = f"SELECT id, number FROM tasks WHERE id IN ({marks})"
-            found.update((row["id"], row["number"]) for row in self._db.execute(query, some))
+            numbers.update((row["id"], row["number"]) for row in self._db.execute(query, some))
 
-        return found
+        return numbers
 
     def _forget_clashes(self, rows: Sequence[tuple[int, TrajectorySummary]]) -> None:
         """Another row that has the number of one of these is gone from the store."""
         if not rows:
             return
 
-        there = self._db.execute(
+        existing = self._db.execute(
             "SELECT place, id, seq FROM attempts WHERE alive AND seq BETWEEN ? AND ?",
             (rows[0][0], rows[-1][0]),
         )
         names = {seq: row.id for seq, row in rows}
-        self.bury([one["place"] for one in there if names.get(one["seq"], one["id"]) != one["id"]])
+        self.bury(
+            [row["place"] for row in existing if names.get(row["seq"], row["id"]) != row["id"]]
+        )
 
     def _values(self, seq: int, row: TrajectorySummary) -> dict[str, Any]:
         values = {name: getattr(row, name) for name in _LISTED}
@@ -144,7 +146,7 @@ class IndexWriter:
         }
 
     def word(self, text: str) -> int:
-        """The number of a word; what is one too many is OTHER."""
+        """The number of a word; above the limit it is that of OTHER."""
         text = text[:200]
         number = self._words.get(text)
         if number is None:
@@ -157,7 +159,7 @@ class IndexWriter:
         return number
 
     def bury(self, places: Iterable[int]) -> None:
-        """Marks rows that the store has no more, and forgets what was said in them."""
+        """Marks rows that the store no longer has, and deletes their texts."""
         change = self._next_change()
         for place in places:
             self._forget_text(place)
@@ -170,19 +172,19 @@ class IndexWriter:
         """Writes (place, what was read out of the turns, what the task is counted under)."""
         change = self._next_change()
         has_room = self.has_room()
-        for place, found, _ in rows:
+        for place, derived, _ in rows:
             self._forget_text(place)
             if has_room:
-                self._db.execute("INSERT INTO texts VALUES (?, ?)", (place, found.text))
-                text = unpack_text(found.text)
+                self._db.execute("INSERT INTO texts VALUES (?, ?)", (place, derived.text))
+                text = unpack_text(derived.text)
                 self._db.execute("INSERT INTO search (rowid, text) VALUES (?, ?)", (place, text))
 
         self._db.executemany(
             "UPDATE attempts SET is_read = 1, lowest_logprob = ?, mean_logprob = ?, "
             "lowest_version = ?, kind = ?, difficulty = ?, change = ? WHERE place = ?",
             [
-                (*found[:3], self.word(of.kind), self.word(of.difficulty), change, place)
-                for place, found, of in rows
+                (*derived[:3], self.word(of.kind), self.word(of.difficulty), change, place)
+                for place, derived, of in rows
             ],
         )
 
@@ -218,7 +220,7 @@ class IndexWriter:
         )
 
     def forget_steps(self, after: int) -> None:
-        """Of later steps nothing is left, nor of what they made of their attempts."""
+        """Deletes later steps, and what they noted about their attempts."""
         self._db.execute("DELETE FROM steps WHERE step > ?", (after,))
         self._db.execute(
             "UPDATE attempts SET advantage = NULL, moved = NULL, change = ? WHERE trained_step > ?",
@@ -264,19 +266,19 @@ GAP_S = 600.0
 
 def decoding_of(row: TrajectorySummary) -> str:
     """How a held-out attempt was decoded (`greedy`, `sampled`), as the run's own evaluation has
-    written it into the group's id, with what tells two evaluations of a step apart; else empty."""
+    written it into the group's id, with what separates two evaluations of a step; else empty."""
     label = row.group_id.rpartition("@")[0].rpartition("/")
-    known = row.split == "eval" and bool(label[1])
-    return label[2] if known and label[2].endswith(("greedy", "sampled")) else ""
+    is_labelled = row.split == "eval" and bool(label[1])
+    return label[2] if is_labelled and label[2].endswith(("greedy", "sampled")) else ""
 
 
 def mark_of(record: StepRecord) -> str:
-    """What tells one commit of a step from another one."""
+    """What distinguishes one commit of a step from another."""
     return f"{record.committed_at!r} {record.record.get('chain', '')}"
 
 
 def _plan_facts(record: StepRecord) -> dict[str, Any]:
-    """What a page says of a step's plan without the store."""
+    """The facts of a step's plan that a page shows without the store."""
     plan = record.record.get("plan")
     if not isinstance(plan, dict):
         return {}
