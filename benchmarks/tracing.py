@@ -78,7 +78,7 @@ async def play(log: CallLog, contents: bool) -> float:
                     call.note(turn=turn, completion_tokens=40, completions=1, version=3)
                     if (tracing := call.tracing) is not None and tracing.contents:
                         call.said = TracedMessage(
-                            asked=[Message("user", WORDS)] * (turn + 1),
+                            messages=[Message("user", WORDS)] * (turn + 1),
                             answers=[Message("assistant", WORDS)],
                             finish_reasons=["stop"],
                         )

@@ -70,7 +70,7 @@ def test_starpo_s_keeps_the_groups_with_the_highest_deviation(rows, keep, random
 def test_starpo_s_default_keeps_two_of_eight():
     values = [x for group in range(8) for x in (0.0, float(group))]
     ids = [group for group in range(8) for _ in range(2)]
-    assert filters.starpo_s(values, ids).kept == (12, 13, 14, 15)
+    assert filters.starpo_s(values, ids).kept_positions == (12, 13, 14, 15)
 
 
 @given(st.lists(rewards, min_size=1, max_size=9), st.randoms(use_true_random=False))
@@ -124,15 +124,15 @@ def test_rlpr_std_waits_for_something_to_record_and_ignores_groups_of_one():
     one = filters.RLPRStd(record_from=1, start=2)
     one.filter([1.0], ["alone"])
     one.end_step()
-    assert one.threshold is None and one.filter([0.0, 2.0], ["x", "x"]).kept == (0, 1)
+    assert one.threshold is None and one.filter([0.0, 2.0], ["x", "x"]).kept_positions == (0, 1)
     one.end_step()
     assert one.threshold == pytest.approx(0.5 * math.sqrt(2))
-    assert one.filter([1.0, 0.0, 2.0], ["alone", "x", "x"]).kept == (1, 2)
+    assert one.filter([1.0, 0.0, 2.0], ["alone", "x", "x"]).kept_positions == (1, 2)
 
 
 def test_overlong_drops_truncated_attempts():
     kept = filters.overlong([False, True, False])
-    assert kept.kept == (0, 2) and kept.dropped == {1: "truncated"}
+    assert kept.kept_positions == (0, 2) and kept.dropped == {1: "truncated"}
 
 
 lengths = st.integers(0, 300)

@@ -43,10 +43,10 @@ def config(*, model=None, **rollout):
 def test_the_recipe_chooses_it(monkeypatch):
     assert isinstance(remote_source(config()), BroadcastSource)
 
-    check_transport(config(), apart=True)
+    check_transport(config(), is_separate=True)
     assert dict(LISTS["transports"]())["broadcast"].startswith("a process group")
     with pytest.raises(ConfigError, match="and this run has none"):
-        check_transport(config(samplers=0), apart=False)
+        check_transport(config(samplers=0), is_separate=False)
     with pytest.raises(ConfigError, match=r"is for rollout.transport=object_store, not broadcast"):
         config(weights={"url": "file:///x"})
     with pytest.raises(ConfigError, match=r"rollout.weights.delta is for weights in files"):
@@ -54,7 +54,7 @@ def test_the_recipe_chooses_it(monkeypatch):
 
     monkeypatch.setattr(distributed, "is_gloo_available", lambda: False)
     with pytest.raises(ConfigError, match="needs gloo"):
-        check_transport(config(), apart=True)
+        check_transport(config(), is_separate=True)
 
 
 def test_workers_of_vllm_receive_what_their_checkpoint_has_alone():

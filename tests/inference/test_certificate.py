@@ -120,7 +120,7 @@ def test_requests_go_encrypted_to_the_engine_that_is_announced(made, tmp_path):
                     EngineAddress(announcement.url.replace("https", "http")),
                     secret=door.secret,
                     every_s=1.0,
-                    hear=lambda state: None,
+                    on_report=lambda state: None,
                 )
 
             writer.transport.abort()
@@ -158,7 +158,7 @@ def test_who_shows_another_certificate_is_told_nothing(made, tmp_path, caplog):
             address = EngineAddress(other.url, made.fingerprint())
             with pytest.raises(RefusedError, match="it was told nothing"):
                 await ClientConnection.open(
-                    address, secret=RunSecret(tmp_path), every_s=1.0, hear=lambda state: None
+                    address, secret=RunSecret(tmp_path), every_s=1.0, on_report=lambda state: None
                 )
 
             client = RemoteEngine([address.pinned_url], secret=RunSecret(tmp_path), poll_s=0.02)

@@ -92,7 +92,7 @@ def test_processes_of_one_run_take_the_engine_that_the_first_has_recorded(gpu, t
         def load(chosen):
             return load_config("coins", [*words, *more, *chosen])
 
-        return load_with_engine(load, note=said.append, apart=apart).engine.type
+        return load_with_engine(load, note=said.append, is_separate=apart).engine.type
 
     assert engine() == "vllm" and said[0].startswith("engine: vllm, made for GPUs")
     assert engine(apart=False) == "torch" and "rollout.sharing=turns needs" in said[1]

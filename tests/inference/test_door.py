@@ -300,7 +300,10 @@ def test_a_client_goes_nowhere_that_a_server_sends_it(tmp_path):
         url = f"http://127.0.0.1:{first.sockets[0].getsockname()[1]}"
         with pytest.raises(LostError):
             await ClientConnection.open(
-                EngineAddress(url), secret=RunSecret(tmp_path), every_s=1.0, hear=lambda state: None
+                EngineAddress(url),
+                secret=RunSecret(tmp_path),
+                every_s=1.0,
+                on_report=lambda state: None,
             )
 
         for one in (first, other):

@@ -72,7 +72,7 @@ def real_tokens(engine: TorchEngine) -> int:
     keys = scheduler.cache.keys[:1]
     slots = sum(layer.shape[0] * layer.shape[2] for layer in keys)
     segments = [s for group in scheduler.segments.values() for s in group.values()]
-    idle = [sequence.kept for sequence in scheduler.sessions.values()]
+    idle = [sequence.saved for sequence in scheduler.sessions.values()]
     outside = [k.keys[0].shape[1] for k in [*segments, *idle] if k is not None]
     return KEY_BLOCK * (slots + sum(outside))
 

@@ -258,9 +258,9 @@ def test_the_recipe_chooses_the_store(tmp_path):
     url = f"file://{tmp_path}/bucket"
     assert isinstance(remote_source(config(weights={"url": url})), ObjectStoreWeights)
     with pytest.raises(ConfigError, match="fsspec knows no 'nowhere'"):
-        check_transport(config(weights={"url": "nowhere://x"}), apart=True)
+        check_transport(config(weights={"url": "nowhere://x"}), is_separate=True)
     with pytest.raises(ConfigError, match=r"needs an address: set rollout.weights.url"):
-        check_transport(config(transport="object_store"), apart=True)
+        check_transport(config(transport="object_store"), is_separate=True)
     with pytest.raises(ConfigError, match=r"is for rollout.transport=object_store, not folder"):
         config(transport="folder", weights={"url": url})
     with pytest.raises(ConfigError, match="in float32 every weight changes"):

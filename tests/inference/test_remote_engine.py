@@ -351,7 +351,7 @@ def test_a_client_that_stood_still_itself_takes_nobody_for_dead(tmp_path, monkey
         async with some(tmp_path, 1, max_age_s=60.0) as (engines, client):
             clock = Clock()
             for one in client._known.values():
-                one.heard = clock.monotonic()
+                one.last_report_at = clock.monotonic()
 
             monkeypatch.setattr(remote, "time", clock)
             living = client._engines.living

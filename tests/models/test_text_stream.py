@@ -114,7 +114,7 @@ def stream_of(tokenizer, stop_strings=()) -> TextStream:
         tokenizer,
         end_ids=[tokenizer.eos_token_id],
         stop_strings=stop_strings,
-        whole=lambda ids: text_of(tokenizer, list(ids), stop_strings),
+        decode=lambda ids: text_of(tokenizer, list(ids), stop_strings),
     )
 
 
@@ -261,7 +261,7 @@ def test_the_cost_is_linear_in_the_length(name, kind, monkeypatch) -> None:
 def test_a_tokenizer_that_decodes_otherwise_in_other_company_is_found_out() -> None:
     tokenizer = TOKENIZERS["tiny bytes"]
     (letter,) = tokenizer.encode("a", add_special_tokens=False)
-    stream = TextStream(tokenizer, end_ids=[], stop_strings=[], whole=lambda ids: "b" * len(ids))
+    stream = TextStream(tokenizer, end_ids=[], stop_strings=[], decode=lambda ids: "b" * len(ids))
     stream.add([letter])
     with pytest.raises(ModelError, match="decodes tokens otherwise one by one"):
         stream.finish()

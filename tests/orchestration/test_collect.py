@@ -125,7 +125,7 @@ def test_without_dynamic_sampling_there_is_one_round():
         found = run(collector(sampler, {"dynamic_sampling": rounds}))
         assert sampler.asked.pop() == ["train-0", "train-1", "train-2", "train-3"]
         assert sampler.asked == []
-        assert {t.task_id for t in found.kept} == {"train-1"}
+        assert {t.task_id for t in found.trainable} == {"train-1"}
         assert reasons(found) == {"zero-variance": {"train-0", "train-2", "train-3"}}
         assert "rollout/rounds" not in found.metrics
 
@@ -139,13 +139,15 @@ def test_a_step_samples_until_its_batch_is_full():
         [f"train-{n}" for n in range(4)],
         ["train-1+0", "train-1+1", "train-1+2", "train-1+3"],
     ]
-    assert [t.task_id for t in found.kept] == [
+    assert [t.task_id for t in found.trainable] == [
         name for name in ("train-1", "train-3", "train-1+1", "train-1+3") for _ in range(2)
     ]
     assert reasons(found) == {"zero-variance": {"train-0", "train-2", "train-1+0", "train-1+2"}}
     assert (found.metrics["rollout/rounds"], found.metrics["rollout/informative_share"]) == (2, 0.5)
     assert found.metrics["rollout/in"] == 16
-    assert {t.id for t in found.trajectories} == {t.id for t in found.kept} | set(found.dropped)
+    assert {t.id for t in found.trajectories} == {t.id for t in found.trainable} | set(
+        found.dropped
+    )
 
 
 def test_what_is_too_much_is_surplus():
@@ -171,12 +173,12 @@ def test_rounds_are_bounded_and_the_step_trains_on_what_there_is(rounds):
     )
     found = run(collector(sampler, {"dynamic_sampling": rounds}))
     assert len(sampler.asked) == found.metrics["rollout/rounds"] == rounds
-    assert [t.task_id for t in found.kept] == ["train-0", "train-0"]
+    assert [t.task_id for t in found.trainable] == ["train-0", "train-0"]
 
     nothing = run(
         collector(ScriptedAttempts(lambda place, step: ALIKE), {"dynamic_sampling": rounds})
     )
-    assert nothing.kept == []
+    assert nothing.trainable == []
     assert nothing.metrics["rollout/informative_share"] == 0
 
 
@@ -187,7 +189,7 @@ def test_a_group_of_one_is_not_informative_and_is_counted():
     found = run(collector(sampler, {"dynamic_sampling": 3}))
     assert reasons(found)["group-of-one"] == {"train-0"}
     assert reasons(found)["failed"] == {"train-0"}
-    assert len({t.task_id for t in found.kept}) == 4
+    assert len({t.task_id for t in found.trainable}) == 4
     assert found.metrics["group/of_one"] == 1
 
     plain = run(collector(sampler, {"name": "arpo"}, size=2))
@@ -267,7 +269,7 @@ def test_groups_that_a_killed_step_had_chosen_are_not_chosen_among_again():
     half = {"keep_groups": 0.5}
     whole = run(collector(ScriptedAttempts(lambda place, _: [spreads[place], 0.0]), half))
     again = run(collector(Reserved(lambda place, _: [spreads[place], 0.0]), half))
-    assert [t.id for t in again.kept] == [t.id for t in whole.kept] != []
+    assert [t.id for t in again.trainable] == [t.id for t in whole.trainable] != []
     assert again.dropped == {}
 
 
@@ -293,7 +295,7 @@ def test_a_full_batch_has_none_below_the_usual_spread():
     run(one, 1)
     found = run(one, 2)
     assert reasons(found) == {"below-usual-spread": {"train-2"}, "surplus": {"train-2+1"}}
-    assert {t.task_id for t in found.kept} == {"train-3", "train-2+0"}
+    assert {t.task_id for t in found.trainable} == {"train-3", "train-2+0"}
 
     spread = fmean([0.2, 1.2, 0.8, 0.8]) * 0.5**0.5
     assert one.state_dict()["rlpr"]["mean"] == pytest.approx(spread)
@@ -311,7 +313,7 @@ def test_each_group_of_remax_has_its_greedy_attempt():
     )
     found = run(collector(sampler, {"name": "remax"}, groups=3))
     assert found.baselines == {"train-0": 0.25, "train-2": 0.75}
-    assert {t.task_id for t in found.kept} == {"train-0", "train-2"}
+    assert {t.task_id for t in found.trainable} == {"train-0", "train-2"}
     assert reasons(found) == {
         "baseline": {"train-0", "train-1", "train-2"},
         "no-baseline": {"train-1"},
@@ -320,7 +322,7 @@ def test_each_group_of_remax_has_its_greedy_attempt():
     assert found.metrics["rollout/baseline_reward"] == 0.5
     assert found.metrics["critic/score/mean"] == 0.75, "of the members, the greedy attempts aside"
     assert (found.metrics["rollout/in"], found.metrics["group/num"]) == (6, 3)
-    assert not any("baseline" in t.group_id for t in found.kept)
+    assert not any("baseline" in t.group_id for t in found.trainable)
     assert found.metrics["rollout/dropped"] == found.metrics["rollout/dropped/no-baseline"] == 2
 
 
@@ -338,8 +340,8 @@ def test_the_length_changes_rewards_after_the_filters():
     )
     found = run(collector(sampler, {"length_shaping": "linear", "length_weight": 0.1}, groups=2))
     assert reasons(found) == {"zero-variance": {"train-0"}}
-    assert [t.reward for t in found.kept] == pytest.approx([0.9, -0.2])
-    assert [t.reward_parts for t in found.kept] == [
+    assert [t.reward for t in found.trainable] == pytest.approx([0.9, -0.2])
+    assert [t.reward_parts for t in found.trainable] == [
         pytest.approx({"environment": 1, "length": -0.1}),
         pytest.approx({"environment": 0, "length": -0.2}),
     ]
@@ -353,7 +355,7 @@ def test_the_length_changes_rewards_after_the_filters():
     soft = run(
         collector(sampler, {"length_shaping": "soft_overlong", "length_buffer": 4}, groups=2)
     )
-    assert [t.reward for t in soft.kept] == pytest.approx([0.75, -0.5]), (
+    assert [t.reward for t in soft.trainable] == pytest.approx([0.75, -0.5]), (
         "max_new_tokens times max_turns is 4"
     )
 
@@ -371,7 +373,7 @@ def test_the_length_changes_rewards_after_the_filters():
 def test_a_small_share_of_the_groups():
     sampler = ScriptedAttempts(lambda place, step: [place / 4, 0.0])
     found = run(collector(sampler, {"name": "starpo_s"}))
-    assert {t.task_id for t in found.kept} == {"train-3"}
+    assert {t.task_id for t in found.trainable} == {"train-3"}
     assert reasons(found) == {"small-spread": {"train-0", "train-1", "train-2"}}
 
 
@@ -457,7 +459,7 @@ def test_greedy_attempts_of_a_real_policy(tmp_path, small_config):
     assert {t.task_id: t.reward for t in greedy} == found.baselines
     assert {t.task_id for t in greedy} == {t.task_id for t in found.trajectories}
     assert {turn.temperature for t in greedy for turn in t.turns} == {0.0}
-    assert {turn.temperature for t in found.kept for turn in t.turns} <= {1.0}
+    assert {turn.temperature for t in found.trainable for turn in t.turns} <= {1.0}
     assert {one.trajectory.id for one in stored} == {t.id for t in found.trajectories}
     assert counts["tasks/completed"] == len(greedy)
 

@@ -9,7 +9,7 @@ import time
 
 from torch import distributed
 
-from agentevo.orchestration.rank_stops import Stops, sigterm_told
+from agentevo.orchestration.rank_stops import Stops, catch_sigterm
 
 WITHIN_S = 300
 
@@ -17,9 +17,9 @@ WITHIN_S = 300
 def heard(store: distributed.Store, stop_signals: list[int], *, tell: int | None) -> list[str]:
     """What the first process notes, once a process has been asked to stop."""
     notes: list[str] = []
-    with Stops(store, 0).heard(stop_signals, notes.append):
+    with Stops(store, 0).watch(stop_signals, notes.append):
         if tell is not None:
-            Stops(store, tell).tell()
+            Stops(store, tell).announce()
             deadline = time.monotonic() + WITHIN_S
             while not stop_signals and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -50,7 +50,7 @@ def test_sigterm_is_told_while_the_main_thread_waits_and_if_it_came_before():
     before = signal.getsignal(signal.SIGTERM)
     for is_early in (True, False):
         told = threading.Event()
-        with sigterm_told() as when_sigterm:
+        with catch_sigterm() as when_sigterm:
             if is_early:
                 os.kill(os.getpid(), signal.SIGTERM)
             when_sigterm(told.set)
@@ -63,7 +63,7 @@ def test_sigterm_is_told_while_the_main_thread_waits_and_if_it_came_before():
 
 def test_ctrl_c_is_not_told_and_does_nothing():
     told = threading.Event()
-    with sigterm_told() as when_sigterm:
+    with catch_sigterm() as when_sigterm:
         os.kill(os.getpid(), signal.SIGINT)
         when_sigterm(told.set)
     assert not told.is_set()

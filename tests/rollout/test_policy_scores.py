@@ -62,7 +62,7 @@ def play(tiny_policy, tmp_path):
 
             async with await open_store(f"sqlite:///{tmp_path / 'store'}") as store:
                 agent = SingleTurnAgent(config.agent)
-                sampler = Sampler(config, own, chat, agent, store, 256, given=lambda: given)
+                sampler = Sampler(config, own, chat, agent, store, 256, get_tasks=lambda: given)
                 found = await sampler.sample(
                     TASKS, attempts=2, temperature=1.0, split="train", step=step, label="train"
                 )

@@ -41,7 +41,9 @@ def test_a_closed_port(closed_port):
     ):
         asyncio.run(
             open_run_store(
-                f"postgresql://me:hush@127.0.0.1:{closed_port}/runs", within_s=3.0, tell=told.append
+                f"postgresql://me:hush@127.0.0.1:{closed_port}/runs",
+                within_s=3.0,
+                notify=told.append,
             )
         )
 
@@ -68,7 +70,7 @@ def test_a_host_that_takes_connections_and_says_nothing(monkeypatch):
                 open_run_store(
                     f"postgresql://me:hush@127.0.0.1:{silent.getsockname()[1]}/runs",
                     within_s=1.0,
-                    tell=told.append,
+                    notify=told.append,
                 )
             )
 

@@ -82,7 +82,7 @@ class Door:
 
     async def client(self) -> ClientConnection:
         return await ClientConnection.open(
-            self.address, secret=self.secret, every_s=60.0, hear=lambda state: None
+            self.address, secret=self.secret, every_s=60.0, on_report=lambda state: None
         )
 
     async def is_served(self) -> bool:

@@ -58,7 +58,7 @@ CHECKS = [
 
 def worth(sections, calls, checks=CHECKS):
     async def attempt():
-        box = Toolbox(sections, tell=lambda line: None)
+        box = Toolbox(sections, notify=lambda line: None)
         try:
             async with box.open(Task(id="t", metadata={"state_checks": checks}), 0) as tools:
                 await tools.call([ToolCall(*call) for call in calls])

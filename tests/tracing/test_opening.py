@@ -52,7 +52,7 @@ def test_without_the_extra_a_recipe_that_asks_for_tracing_is_refused_with_the_re
     with pytest.raises(MissingExtraError, match=rf"{backend} .*pip install 'agentevo\[tracing\]'"):
         check_tracing(config)
     with pytest.raises(MissingExtraError):
-        open_tracing(config, process="trainer", tell=print, is_remote=False)
+        open_tracing(config, process="trainer", notify=print, is_remote=False)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -88,7 +88,7 @@ def test_spans_go_to_a_file_of_the_run(tmp_path: Path, monkeypatch: pytest.Monke
             return Nowhere()
 
         config = config_of(tmp_path, backend="jsonl", max_queue=3)
-        opening = open_tracing(config, process="a/b", tell=lines.append, is_remote=False)
+        opening = open_tracing(config, process="a/b", notify=lines.append, is_remote=False)
         async with opening as tracer, CallLog(opened, tracing=tracer) as log:
             with AttemptCalls(log, "t/train@3#1").attempt("Player"):
                 pass

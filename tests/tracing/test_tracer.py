@@ -81,7 +81,9 @@ async def one_attempt(log: CallLog, name: str = ATTEMPT) -> None:
             asked.note(turn=0, completion_tokens=2, completions=1, version=4)
             question = Message("user", "What?")
             answer = Message("assistant", "That.")
-            asked.said = TracedMessage(asked=[question], answers=[answer], finish_reasons=["stop"])
+            asked.said = TracedMessage(
+                messages=[question], answers=[answer], finish_reasons=["stop"]
+            )
 
         async with record_call("tool", "search") as tool:
             tool.keep(arguments='{"q": 1}', result="found")

@@ -56,7 +56,7 @@ async def run(place: str, attempts: int) -> tuple[list[str], float]:
         return Nowhere()
 
     async with open_tracing(
-        run_of(place), process="trainer", tell=told.append, is_remote=False
+        run_of(place), process="trainer", notify=told.append, is_remote=False
     ) as tracer:
         assert tracer is not None
         async with CallLog(nowhere, tracing=tracer) as log:

@@ -76,7 +76,9 @@ def taught(meshes: Meshes | None) -> Trainer:
 
 def resumed(meshes: Meshes | None, path: Path) -> Trainer:
     trainer = started(meshes, path)
-    state, _ = Checkpoints(path.parent, 9, alone=True).load(path, mapped=meshes is not None)
+    state, _ = Checkpoints(path.parent, 9, is_only_caller=True).load(
+        path, mapped=meshes is not None
+    )
     trainer.load_state_dict(state)
     return trainer
 
@@ -110,7 +112,7 @@ def save(trainer: Trainer, folder: Path, step: int, *, full: bool = False) -> st
         given.give()
         return "gave"
 
-    checkpoints = Checkpoints(folder, 9, alone=True)
+    checkpoints = Checkpoints(folder, 9, is_only_caller=True)
     state = trainer.state_dict()
     try:
         checkpoints.save(
@@ -172,7 +174,7 @@ def memory_of_writing(meshes: Meshes, folder: Path) -> dict[str, Any]:
     with TensorMemory() as memory:
         given = Contribution(parts, {"some": next(iter(parts.values()))})
         if first:
-            checkpoints = Checkpoints(folder / "larger", 9, alone=True)
+            checkpoints = Checkpoints(folder / "larger", 9, is_only_caller=True)
             checkpoints.save(1, model, Silent(), {}, {}, None, contribution=given)
         else:
             given.give()
@@ -224,7 +226,7 @@ def killed(folder: Path, rounds: int) -> list[str]:
         for child in children:
             os.waitpid(child, 0)
 
-        checkpoints = Checkpoints(place / "checkpoints", 3, alone=True)
+        checkpoints = Checkpoints(place / "checkpoints", 3, is_only_caller=True)
         if not checkpoints.folders():
             wrong.append("nothing was saved")
 
@@ -259,7 +261,7 @@ def _save_for_ever(process: int, place: Path) -> int:
         return found
 
     lies_in_parts(model, InParts(model, own))
-    checkpoints = Checkpoints(place / "checkpoints", 2, alone=True)
+    checkpoints = Checkpoints(place / "checkpoints", 2, is_only_caller=True)
     try:
         for step in range(1, 10**6):
             given = Contribution(own(), {f"moment.{n}": part for n, part in own().items()})
@@ -301,7 +303,7 @@ def main(what: str, section: ParallelSection, folder: Path) -> dict[str, Any]:
     if distributed.get_rank():
         late.give()
     else:
-        Checkpoints(folder / "late", 9, alone=True).save(
+        Checkpoints(folder / "late", 9, is_only_caller=True).save(
             STEPS, trainer.model, Silent(), {}, {}, None, contribution=late
         )
 

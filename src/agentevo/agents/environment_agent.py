@@ -105,7 +105,7 @@ def with_texts(
     texts = policy.texts
     texts.text("system", section.system_prompt)
     texts.text("rules", environment.instructions)
-    return section.model_copy(update={"texts": dict(texts.given)})
+    return section.model_copy(update={"texts": dict(texts.overrides)})
 
 
 def next_messages(

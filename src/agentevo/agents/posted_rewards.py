@@ -102,7 +102,7 @@ class RewardSums:
 
 
 def outcome_of_rewards(
-    given: Sequence[PostedReward], received: Mapping[str, Sequence[int]] | None = None
+    rewards: Sequence[PostedReward], received: Mapping[str, Sequence[int]] | None = None
 ) -> Outcome:
     """The outcome of posted rewards, in their order: rewards of one turn add up; of a name and of
     the attempt the last one counts. Without a reward of the attempt, its value is the sum of its
@@ -113,9 +113,9 @@ def outcome_of_rewards(
 
     def outcome(agent: str | None) -> Outcome:
         turns = None if received is None else received.get(agent or "", ())
-        return _outcome([reward for reward in given if reward.agent == agent], turns)
+        return _outcome([reward for reward in rewards if reward.agent == agent], turns)
 
-    names = dict.fromkeys(reward.agent for reward in given if reward.agent is not None)
+    names = dict.fromkeys(reward.agent for reward in rewards if reward.agent is not None)
     everybody = outcome(None)
     agents = {name: outcome(name) for name in names}
     return msgspec.structs.replace(everybody, agents=agents)

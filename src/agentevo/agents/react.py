@@ -64,10 +64,10 @@ class ReActFormat:
         _, drawn = self._policy.num_tokens(reply.turn)
         return ParsedReply(reply, reply.message, calls, malformed, drawn)
 
-    def answers(self, said: ParsedReply, results: Sequence[ToolResult]) -> list[Message]:
+    def answers(self, parsed: ParsedReply, results: Sequence[ToolResult]) -> list[Message]:
         """See ToolFormat.answers."""
         texts = [result.text for result in results] + [
-            f"Error: {call.problem}" for call in said.malformed
+            f"Error: {call.problem}" for call in parsed.malformed
         ]
         return [Message("user", f"Observation: {text}") for text in texts]
 

@@ -58,6 +58,6 @@ class SearchTags:
             calls = [ToolCall(self._name, json.dumps({self._parameter: query[1].strip()}))]
         return ParsedReply(reply, reply.message, calls, [], drawn)
 
-    def answers(self, said: ParsedReply, results: Sequence[ToolResult]) -> list[Message]:
+    def answers(self, parsed: ParsedReply, results: Sequence[ToolResult]) -> list[Message]:
         """See ToolFormat.answers."""
         return [Message("user", f"<information>{result.text}</information>") for result in results]

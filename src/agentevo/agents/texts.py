@@ -49,9 +49,9 @@ class Texts:
     """See the module. All agents of one attempt share one. `keep` is called with each text before
     it is used."""
 
-    given: Mapping[str, str] = field(default_factory=dict)
+    overrides: Mapping[str, str] = field(default_factory=dict)
     keep: Callable[[str], None] = lambda text: None
-    hear: Callable[[str, Declared], object] = lambda name, declared: None
+    on_declared: Callable[[str, Declared], object] = lambda name, declared: None
     """Is called with each text that is asked for."""
     declared: dict[str, Declared] = field(default_factory=dict)
     """Every text that was asked for, by name."""
@@ -71,13 +71,13 @@ class Texts:
             if len(self.declared) == MAX_TEXTS:
                 raise BadRequestError(f"an attempt asked for more than {MAX_TEXTS} named texts")
             self._declare(name, Declared(default_text, kind))
-        elif before.kind != kind or (before.default != default_text and name not in self.given):
+        elif before.kind != kind or (before.default != default_text and name not in self.overrides):
             raise BadRequestError(
                 f"the text {name} was asked for with another default or as {before.kind}: one name "
                 "is one text of an attempt"
             )
 
-        content = self.given.get(name, default_text)
+        content = self.overrides.get(name, default_text)
         if content:
             digest = digest_of_text(content)
             if self.digests.get(name) != digest:
@@ -86,11 +86,11 @@ class Texts:
 
         return content
 
-    def replacing(self, name: str, own: str | None) -> str | None:
+    def replacing(self, name: str, default: str | None) -> str | None:
         """The same as `text`, but None where no text is given and the agent has none: an empty text
         is one."""
-        content = self.text(name, own)
-        return content if content or own is not None or name in self.given else None
+        content = self.text(name, default)
+        return content if content or default is not None or name in self.overrides else None
 
     def examples(self, name: str = "examples") -> list[Message]:
         """The messages of the examples of that name, one conversation after the other. Raises
@@ -100,9 +100,9 @@ class Texts:
 
     def all_given(self) -> Mapping[str, str]:
         """All given texts, noted as used: for a program that asks for texts in its own way."""
-        for name in self.given:
+        for name in self.overrides:
             self.text(name)
-        return self.given
+        return self.overrides
 
     def of_tools(self, schemas: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """The tools' schemas (in OpenAI's form) with the descriptions that are given: `tools.NAME`,
@@ -133,7 +133,7 @@ class Texts:
     def _description(self, name: str, default: Any) -> str:
         """The text that replaces a tool's own; empty where none is given."""
         default_text = default if isinstance(default, str) else ""
-        if name in self.given:
+        if name in self.overrides:
             return self.text(name, default_text, "tool")
         if text_problem(name, default_text) is None and len(self.declared) < MAX_TEXTS:
             self._declare(name, Declared(default_text, "tool"))
@@ -141,7 +141,7 @@ class Texts:
 
     def _declare(self, name: str, declared: Declared) -> None:
         self.declared.setdefault(name, declared)
-        self.hear(name, self.declared[name])
+        self.on_declared(name, self.declared[name])
 
     @contextmanager
     def current(self) -> Iterator[None]:

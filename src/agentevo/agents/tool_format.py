@@ -47,7 +47,7 @@ class ToolFormat(Protocol):
         """The policy's reply to the conversation. Raises what Policy.generate raises."""
         ...
 
-    def answers(self, said: ParsedReply, results: Sequence[ToolResult]) -> list[Message]:
+    def answers(self, parsed: ParsedReply, results: Sequence[ToolResult]) -> list[Message]:
         """The messages that the policy reads next: the results of its calls, in their order, and
         the problem of each malformed call."""
         ...
@@ -84,14 +84,14 @@ class NativeFormat:
 
         return ParsedReply(reply, message, calls, parsed.malformed, drawn)
 
-    def answers(self, said: ParsedReply, results: Sequence[ToolResult]) -> list[Message]:
+    def answers(self, parsed: ParsedReply, results: Sequence[ToolResult]) -> list[Message]:
         """See ToolFormat.answers."""
         answered = [
             Message("tool", result.text, tool_call_id=call.id, name=call.name)
-            for call, result in zip(said.calls, results, strict=True)
+            for call, result in zip(parsed.calls, results, strict=True)
         ]
         problems = [
-            f"Error: failed to decode the tool call: {call.problem}" for call in said.malformed
+            f"Error: failed to decode the tool call: {call.problem}" for call in parsed.malformed
         ]
         # No call that was read is what these answer.
         return answered + [Message("user", problem) for problem in problems]

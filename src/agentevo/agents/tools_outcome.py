@@ -17,7 +17,7 @@ async def said_by(tools: AttemptTools) -> dict[str, Outcome]:
 
 def outcome_with_tools(
     tools: AttemptTools,
-    said: Mapping[str, Outcome],
+    outcomes: Mapping[str, Outcome],
     *,
     has_judges: bool,
     own_parts: Mapping[str, float],
@@ -30,15 +30,17 @@ def outcome_with_tools(
     so that a scorer decides, where there are toolsets that judge (`has_judges`) and there is
     neither an outcome nor anything earned. `end` is one of `ends`; the first of `ends` is the final
     answer."""
-    parts = parts_of(said) | dict(own_parts)
-    all_metrics = {key: metric for judge in said.values() for key, metric in judge.metrics.items()}
+    parts = parts_of(outcomes) | dict(own_parts)
+    all_metrics = {
+        key: metric for judge in outcomes.values() for key, metric in judge.metrics.items()
+    }
     all_metrics |= {name: float(tools.metrics[name]) for name in METRICS}
     all_metrics |= metrics
-    is_unsaid = has_judges and not said and not any(parts.values())
+    is_unsaid = has_judges and not outcomes and not any(parts.values())
 
     return Outcome(
         reward=None if is_unsaid else sum(parts.values()),
-        success=bool(said) and all(outcome.success for outcome in said.values()),
+        success=bool(outcomes) and all(outcome.success for outcome in outcomes.values()),
         reward_parts=parts,
         turn_rewards=turn_rewards,
         truncated=end != ends[0],

@@ -21,7 +21,7 @@ class FilterResult:
     """The positions that a filter keeps, in order, and the reason why it drops each of the others.
     Every position is in exactly one of the two."""
 
-    kept: tuple[int, ...]
+    kept_positions: tuple[int, ...]
     dropped: Mapping[int, str]
 
 

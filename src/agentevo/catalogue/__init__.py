@@ -91,13 +91,13 @@ class CatalogueEntry:
 
 
 def resolve(
-    kind: Kind, entries: Mapping[str, CatalogueEntry], name: str, given: Mapping[str, Value]
+    kind: Kind, entries: Mapping[str, CatalogueEntry], name: str, overrides: Mapping[str, Value]
 ) -> dict[str, Value]:
     """All hyper-parameters of `name`: those given, checked, and the defaults of the others. Raises
     ValueError."""
     entry = find(kind, entries, name)
     hyper_by_name = {hyper.name: hyper for hyper in entry.hyper}
-    for key, value in given.items():
+    for key, value in overrides.items():
         if key not in hyper_by_name:
             guess = nearest(key, list(hyper_by_name))
             hint = (
@@ -108,13 +108,15 @@ def resolve(
             raise ValueError(f"{kind} {name} has no hyper-parameter {key!r}: {hint}")
         hyper_by_name[key].check(f"{kind} {name}", value)
 
-    missing = [hyper for hyper in entry.hyper if hyper.default is None and hyper.name not in given]
+    missing = [
+        hyper for hyper in entry.hyper if hyper.default is None and hyper.name not in overrides
+    ]
     if missing:
         raise ValueError(
             f"{kind} {name} needs {missing[0].name}: give {missing[0].range} ({missing[0].meaning})"
         )
 
-    return {hyper.name: given.get(hyper.name, hyper.default) for hyper in entry.hyper}
+    return {hyper.name: overrides.get(hyper.name, hyper.default) for hyper in entry.hyper}
 
 
 def find(kind: Kind, entries: Mapping[str, CatalogueEntry], name: str) -> CatalogueEntry:

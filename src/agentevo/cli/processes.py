@@ -41,7 +41,7 @@ def _load_part(recipe: str, overrides: list[str] | None) -> RunConfig:
     return load_with_engine(
         lambda extra_overrides: load_config(recipe, [*(overrides or []), *extra_overrides]),
         note=to_stderr,
-        apart=True,
+        is_separate=True,
     )
 
 
@@ -191,7 +191,7 @@ def _serve_trained(
                 target, [*overrides, *extra_overrides], needs_environment=False
             ),
             note=to_stderr,
-            apart=True,
+            is_separate=True,
         )
         if checkpoint:
             path = checkpoint_of(trained.run_dir, trained, checkpoint)

@@ -41,8 +41,8 @@ class InWords:
     """Stands in `Annotated` and says what the type is called, where its own name is no word of a
     recipe's."""
 
-    one: str
-    many: str
+    singular: str
+    plural: str
 
 
 def type_in_words(info: FieldInfo) -> str:
@@ -124,7 +124,7 @@ PLURALS = {
 
 def _alternatives(annotation: Any) -> str:
     if (words := _words_of(annotation)) is not None:
-        return words.one
+        return words.singular
     return " or ".join(_name_of_type(kind) for kind in alternative_types(annotation))
 
 
@@ -153,7 +153,7 @@ def _name_of_type(kind: Any) -> str:
 
     if origin in LISTS and arguments:
         if (words := _words_of(arguments[0])) is not None:
-            return f"list of {words.many}"
+            return f"list of {words.plural}"
 
         item = _alternatives(arguments[0])
         limits = _range_in_words(_annotated_limits(arguments[0]))
@@ -238,28 +238,28 @@ def as_number(value: object) -> float | None:
 
 
 def describe_wrong_value(
-    value: object, wanted: str, choices: Sequence[str] = (), advice: str = ""
+    value: object, expected: str, choices: Sequence[str] = (), advice: str = ""
 ) -> str:
     """`got 5; needs a text`, with the nearest of the `choices`."""
     hint = suggest_nearest(value, choices)
-    return f"got {as_yaml(value)}; {hint}needs {with_article(wanted)}{advice}"
+    return f"got {as_yaml(value)}; {hint}needs {with_article(expected)}{advice}"
 
 
 def describe_wrong_choice(
-    place: str, entry: Mapping[str, Any], key: str, known: Sequence[str], remedy: str = ""
+    place: str, entry: Mapping[str, Any], key: str, choices: Sequence[str], remedy: str = ""
 ) -> str:
     """The line about an entry whose `key` names nothing that is known. `remedy`: another way to
     correct a wrong name."""
     name = entry.get(key)
-    choice = f"choose one of {', '.join(known)}"
+    choice = f"choose one of {', '.join(choices)}"
     if key not in entry:
         return f"{place}.{key}: missing; {choice}"
-    return f"{place}.{key}: got {name!r}; {suggest_nearest(name, known)}{choice}{remedy}"
+    return f"{place}.{key}: got {name!r}; {suggest_nearest(name, choices)}{choice}{remedy}"
 
 
-def suggest_nearest(value: object, known: Sequence[str]) -> str:
+def suggest_nearest(value: object, choices: Sequence[str]) -> str:
     """`did you mean x? `, or nothing."""
-    guess = nearest(value, list(known)) if isinstance(value, str) else None
+    guess = nearest(value, list(choices)) if isinstance(value, str) else None
     return f"did you mean {guess}? " if guess else ""
 
 

@@ -32,13 +32,13 @@ class PeerKey:
     system: str
     key: str
     """With `.*` at its end: all keys below it."""
-    ours: str
+    equivalent: str
     """Our keys, a command, `not needed` or `not there`."""
     remark: str
 
     @property
     def our_keys(self) -> tuple[str, ...]:
-        return tuple(part.partition("=")[0] for part in self.ours.split(", "))
+        return tuple(part.partition("=")[0] for part in self.equivalent.split(", "))
 
     @property
     def sentence(self) -> str:
@@ -48,7 +48,7 @@ class PeerKey:
             if self.system == ELSEWHERE
             else f"{self.system}'{'s' * (not self.system.endswith('s'))} {self.key}"
         )
-        answer = "has no counterpart" if self.ours == "not there" else f"is {self.ours}"
+        answer = "has no counterpart" if self.equivalent == "not there" else f"is {self.equivalent}"
         return f"{subject} {answer} here{f': {self.remark}' if self.remark else ''}"
 
     def likeness(self, key: str) -> tuple[int, int]:

@@ -23,29 +23,29 @@ Reward: TypeAlias = str | Mapping[str, Any] | pydantic.BaseModel | Callable[...,
 """A reward by name, with options, or as a function or class."""
 
 
-def named_reward(given: Reward) -> Any:
+def named_reward(candidate: Reward) -> Any:
     """A reward as the recipe's list would hold it. A function or class is registered under its own
     name. Raises ConfigError."""
-    if isinstance(given, (str, Mapping, pydantic.BaseModel)):
-        return plain_option(given, named=False)
+    if isinstance(candidate, (str, Mapping, pydantic.BaseModel)):
+        return plain_option(candidate, named=False)
 
-    name = str(getattr(given, "__name__", type(given).__name__))
-    if not callable(given) or not name.isidentifier():
+    name = str(getattr(candidate, "__name__", type(candidate).__name__))
+    if not callable(candidate) or not name.isidentifier():
         raise ConfigError(
-            f"rewards: {given!r} has no name: give a function, a class, or the name of a "
+            f"rewards: {candidate!r} has no name: give a function, a class, or the name of a "
             "registered reward"
         )
 
-    if rewards.name_of(given) is None:
-        reward(name)(given)
+    if rewards.name_of(candidate) is None:
+        reward(name)(candidate)
 
-    return {"name": rewards.name_of(given)}
+    return {"name": rewards.name_of(candidate)}
 
 
-def read_rewards(given: Any) -> tuple[tuple[RewardConfig, ...], list[str]]:
+def read_rewards(value: Any) -> tuple[tuple[RewardConfig, ...], list[str]]:
     """Reads the entries, and returns them with a line about each problem. An entry is a name, or a
     mapping with a name."""
-    entries = given if isinstance(given, (list, tuple)) else [given]
+    entries = value if isinstance(value, (list, tuple)) else [value]
     configs: list[RewardConfig] = []
     lines: list[str] = []
     for index, entry in enumerate(entries):

@@ -103,15 +103,15 @@ def question_family(name: str) -> Callable[[F], F]:
     return add
 
 
-def with_roles(given: Any) -> Any:
+def with_roles(tree: Any) -> Any:
     """A recipe as written, with the two agents where it has self-play and names no agents."""
-    tasks = given.get("tasks") if isinstance(given, Mapping) else None
+    tasks = tree.get("tasks") if isinstance(tree, Mapping) else None
     has_self_play = (
         tasks.get("self_play") if isinstance(tasks, Mapping) else getattr(tasks, "self_play", 0)
     )
-    if not has_self_play or given.get("agents"):
-        return given
-    return {**given, "agents": ROLES}
+    if not has_self_play or tree.get("agents"):
+        return tree
+    return {**tree, "agents": ROLES}
 
 
 def self_play_contradictions(config: RunConfig) -> Iterator[str]:

@@ -57,7 +57,7 @@ def text_problem(name: Any, text: Any) -> str | None:
     return None
 
 
-def check_texts(texts: Mapping[Any, Any], known: Sequence[str] | None = None) -> dict[str, str]:
+def check_texts(texts: Mapping[Any, Any], patterns: Sequence[str] | None = None) -> dict[str, str]:
     """The texts. `patterns`: of the names that the agent asks for; None where only its code knows
     them. Raises ValueError for what can't be a text, and for a name that the agent never asks
     for."""
@@ -69,11 +69,11 @@ def check_texts(texts: Mapping[Any, Any], known: Sequence[str] | None = None) ->
         if problem is not None:
             raise ValueError(problem)
 
-        if known is not None and not any(fnmatchcase(name, pattern) for pattern in known):
-            hint = suggest_nearest(name, known)
+        if patterns is not None and not any(fnmatchcase(name, pattern) for pattern in patterns):
+            hint = suggest_nearest(name, patterns)
             raise ValueError(
-                f"{name}: this agent asks for no such text: {hint}it has {', '.join(known) or 'no'}"
-                f"{'' if known else ' texts'}"
+                f"{name}: this agent asks for no such text: {hint}it has {', '.join(patterns) or 'no'}"
+                f"{'' if patterns else ' texts'}"
             )
 
     return dict(texts)

@@ -23,14 +23,14 @@ KINDS: Mapping[str, type[ToolSection]] = {
 """Type -> its section."""
 
 
-def with_type(given: Any) -> Any:
+def with_type(entry: Any) -> Any:
     """The entry with its type, where only one type is possible: a name belongs to a registered
     tool."""
-    if isinstance(given, str):
-        return {"type": "function", "name": given}
-    if isinstance(given, Mapping) and "type" not in given:
-        return {"type": "function", **given}
-    return given
+    if isinstance(entry, str):
+        return {"type": "function", "name": entry}
+    if isinstance(entry, Mapping) and "type" not in entry:
+        return {"type": "function", **entry}
+    return entry
 
 
 def meant_type(entry: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -109,24 +109,24 @@ def says_cached(name: str) -> bool:
     return name in _cached
 
 
-def named_tool(given: Tool) -> Any:
+def named_tool(candidate: Tool) -> Any:
     """A tool as the recipe's list would hold it. A function or class is registered under its own
     name. Raises ConfigError."""
-    if isinstance(given, (str, Mapping)):
-        return given
-    if isinstance(given, Section):
-        return given.model_dump(mode="json", exclude_defaults=True) | {"type": given.type}  # type: ignore[attr-defined]
+    if isinstance(candidate, (str, Mapping)):
+        return candidate
+    if isinstance(candidate, Section):
+        return candidate.model_dump(mode="json", exclude_defaults=True) | {"type": candidate.type}  # type: ignore[attr-defined]
 
-    name = getattr(given, "__name__", None)
-    if not callable(given) or not isinstance(name, str) or not name.isidentifier():
+    name = getattr(candidate, "__name__", None)
+    if not callable(candidate) or not isinstance(name, str) or not name.isidentifier():
         raise ConfigError(
-            f"tools: {given!r} has no name: give a function, a class, the name of a registered "
+            f"tools: {candidate!r} has no name: give a function, a class, the name of a registered "
             "tool, or an entry as in a recipe's agent.tools"
         )
 
-    registered_name = tools.name_of(given)
+    registered_name = tools.name_of(candidate)
     if registered_name is None:
-        tool(name)(given)
+        tool(name)(candidate)
 
     return registered_name or name
 

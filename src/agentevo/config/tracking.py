@@ -60,10 +60,10 @@ class TrackingSection(Section):
         return read_backends(value)
 
 
-def read_backends(given: Any) -> tuple[TrackerConfig, ...]:
+def read_backends(value: Any) -> tuple[TrackerConfig, ...]:
     """The entries, each a name or a mapping with a name. Raises ValueError with what is wrong with
     the first one that can't be read."""
-    entries = given if isinstance(given, (list, tuple)) else [given]
+    entries = value if isinstance(value, (list, tuple)) else [value]
     configs = [
         _entry(index, entry) for index, entry in enumerate(entries) if entry not in (None, *ALWAYS)
     ]

@@ -375,10 +375,10 @@ def before_cold_start(check: Check) -> Check:
     return replace(check, status="warning", advice=advice)
 
 
-def judge_version(name: str, version: str | None, wanted: str) -> Check:
+def judge_version(name: str, version: str | None, requirement: str) -> Check:
     """A package that AgentEvo needs; None where it is not installed."""
     if version is None:
-        return Check(name, "wrong", "not installed", f"pip install '{name}{wanted}'")
+        return Check(name, "wrong", "not installed", f"pip install '{name}{requirement}'")
     return Check(name, "good", version)
 
 

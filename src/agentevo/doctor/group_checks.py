@@ -309,7 +309,7 @@ def engine_weights(config: RunConfig, copy: float, packed: float) -> dict[str, f
         return {}
 
     weights = {}
-    if local_transport(config, apart=False) == "copy":
+    if local_transport(config, is_separate=False) == "copy":
         weights[OWN_WEIGHTS] = copy + packed
     if rollout.policy == "wait":
         weights["earlier weights"] = rollout.staleness * (copy + packed)

@@ -129,9 +129,9 @@ class Fit:
     def fits_in(self, memory: float) -> bool:
         return self.needs(memory) <= ROOM * memory
 
-    def keys(self, asked: ParallelSection) -> list[str]:
+    def keys(self, recipe_mesh: ParallelSection) -> list[str]:
         """The keys that choose it in a recipe that asks for `recipe_mesh`."""
-        before = asked.model_dump()
+        before = recipe_mesh.model_dump()
         return [
             f"trainer.parallel.{key}={size}"
             for key, size in self.parallel.model_dump().items()
@@ -218,7 +218,7 @@ def _served_bytes(
     """What an engine of the first process takes: bytes, and a share of the device's memory. Nothing
     where engines in other processes serve, which need devices of their own."""
     has_samplers = config.rollout.samplers > 0
-    if serves_elsewhere(_in_mesh(config, parallel), apart=has_samplers):
+    if serves_elsewhere(_in_mesh(config, parallel), is_disaggregated=has_samplers):
         return {}, 0.0
 
     served = engine_weights(config, sizes.trained_element * sizes.trained.total, 0.0)
@@ -413,12 +413,12 @@ def _cost(candidate: Fit) -> tuple[int, int, int, int, int]:
 
 
 def judge_meshes(
-    found: list[Fit],
+    candidates: list[Fit],
     devices: int,
     memory: float,
     command: str,
     tokens: int,
-    asked: ParallelSection,
+    recipe_mesh: ParallelSection,
     turned: Mapping[str, float] = MappingProxyType({}),
     *,
     program: str = "train",
@@ -429,13 +429,15 @@ def judge_meshes(
     of the largest micro-batch. `recipe_mesh`: the recipe's own, which is judged before the others
     where it is one. `turned`: a measure -> the least that any mesh then needs. `together`: the
     same of several measures, where none is enough alone."""
-    good = [candidate for candidate in found if candidate.fits_in(memory)]
-    listed = good or sorted(found, key=lambda candidate: candidate.needs(memory))
+    good = [candidate for candidate in candidates if candidate.fits_in(memory)]
+    listed = good or sorted(candidates, key=lambda candidate: candidate.needs(memory))
 
     checks = []
-    if asked.is_spread:
-        recipe_fit = next((candidate for candidate in found if candidate.parallel == asked), None)
-        checks.append(_own_mesh(recipe_fit, asked, devices, memory))
+    if recipe_mesh.is_spread:
+        recipe_fit = next(
+            (candidate for candidate in candidates if candidate.parallel == recipe_mesh), None
+        )
+        checks.append(_own_mesh(recipe_fit, recipe_mesh, devices, memory))
 
     for candidate in listed[:SHOWN]:
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in candidate.parts.items())
@@ -456,11 +458,13 @@ def judge_meshes(
     above = f" (the first {SHOWN} of them are above)" if len(listed) > SHOWN else ""
     if not good:
         advice = _advise(listed[0].needs(memory), ROOM * memory, turned, together)
-        finding = f"none of {len(found)} meshes fits {about}{above}"
+        finding = f"none of {len(candidates)} meshes fits {about}{above}"
         return [*checks, Check("meshes", "wrong", finding, advice)]
 
-    advice = "start it with: " + _ready(good[0], devices, program, command, asked)
-    finding = f"the cheapest is {good[0]}; {len(good)} of {len(found)} meshes fit {about}{above}"
+    advice = "start it with: " + _ready(good[0], devices, program, command, recipe_mesh)
+    finding = (
+        f"the cheapest is {good[0]}; {len(good)} of {len(candidates)} meshes fit {about}{above}"
+    )
     return [*checks, Check("meshes", "good", finding, advice)]
 
 

@@ -35,7 +35,7 @@ async def _check(config: RunConfig, url: str) -> Check:
     where = without_password(url)
     try:
         async with await open_run_store(
-            url, timeout_s=ANSWER_S, within_s=ANSWER_S, create=False, tell=_nobody
+            url, timeout_s=ANSWER_S, within_s=ANSWER_S, create=False, notify=_nobody
         ) as store:
             content = await content_of(store)
     except NoStoreError:

@@ -241,7 +241,7 @@ class Routes:
         """Streams the answer as it comes. A failure before the first token is an answer of its
         own."""
         delivered = DeliveredTokens()
-        on_pieces = session.told_over_there(delivered.add)
+        on_pieces = session.bridge_pieces(delivered.add)
         work = session.submit(session.complete(request, delivery, on_pieces))
         who, within_s = session.wait_of(request.model, self._timeout_s)
         awaited = self._await_within(work, client, who, within_s).__enter__()

@@ -156,8 +156,8 @@ class EventStream(Response):
     def __init__(
         self,
         api: Api[Any],
-        asked: Any,
-        heard: DeliveredTokens,
+        request: Any,
+        delivered: DeliveredTokens,
         awaited: Awaited[list[ModelReply]],
         delivery: Delivery,
         session: GatewaySession,
@@ -168,12 +168,12 @@ class EventStream(Response):
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
         self._api = api
-        self._heard = heard
+        self._heard = delivered
         self._awaited = awaited
         self._delivery = delivery
         self._session = session
         self._count = count
-        self._stream = api.stream(asked)
+        self._stream = api.stream(request)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def tell(message: Message) -> None:

@@ -25,15 +25,17 @@ class KeptResponse:
 
     history: tuple[Message, ...]
     body: dict[str, Any]
-    asked: tuple[dict[str, Any], ...]
+    input_items: tuple[dict[str, Any], ...]
     """The items of its input, each with an id."""
 
 
-def keep(memory: Memory, history: tuple[Message, ...], body: dict[str, Any], asked: Any) -> None:
+def keep(
+    memory: Memory, history: tuple[Message, ...], body: dict[str, Any], raw_input: Any
+) -> None:
     """Keeps an answer, and its items for requests that refer to one. `raw_input`: its input, a text
     or items."""
     name = body["id"]
-    items = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
+    items = raw_input if isinstance(raw_input, list) else [{"role": "user", "content": raw_input}]
     response = KeptResponse(
         history,
         body,
@@ -83,7 +85,7 @@ def input_items(memory: Memory, name: str, query: Mapping[str, str]) -> dict[str
     if order not in ("asc", "desc"):
         raise Refusal(f"order is {shown(order)}: give asc or desc", param="order")
 
-    items: Sequence[dict[str, Any]] = found(memory, name).asked
+    items: Sequence[dict[str, Any]] = found(memory, name).input_items
     items = items if order == "asc" else items[::-1]
     if after is not None:
         place = next((n for n, item in enumerate(items) if item["id"] == after), None)

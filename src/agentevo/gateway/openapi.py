@@ -190,15 +190,15 @@ def describe(path: str, summary: str, *, events: bool = False) -> dict[str, Any]
     }
 
 
-def page(app: FastAPI, more: Mapping[str, Any]) -> dict[str, Any]:
+def page(app: FastAPI, extra: Mapping[str, Any]) -> dict[str, Any]:
     """The page of the application's routes, with the `paths` and `components` of `extra`."""
     document = dict(app.openapi())
-    document["paths"] = document["paths"] | more.get("paths", {})
+    document["paths"] = document["paths"] | extra.get("paths", {})
     document["components"] = {
         "securitySchemes": {
             "bearer": {"type": "http", "scheme": "bearer"},
             "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
         },
-        **more.get("components", {}),
+        **extra.get("components", {}),
     }
     return document

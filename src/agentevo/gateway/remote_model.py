@@ -20,7 +20,7 @@ async def completed_remotely(
     remote: RemoteConversations,
     request: ModelRequest,
     delivery: Delivery,
-    hear: Hear | None,
+    on_pieces: Hear | None,
     *,
     model: str,
     agent: str,
@@ -42,9 +42,9 @@ async def completed_remotely(
 
     def pass_on(number: int, delta: ContentDelta | ReasoningDelta) -> None:
         passed_on.add((number, type(delta)))
-        if hear is not None:
+        if on_pieces is not None:
             with suppress(RuntimeError):  # the gateway has ended
-                hear(number, [delta])
+                on_pieces(number, [delta])
 
     turns = await remote.complete(
         model,
@@ -54,7 +54,7 @@ async def completed_remotely(
         overrides=request.overrides,
         n=request.n,
         agent=agent,
-        listen=None if hear is None else pass_on,
+        listen=None if on_pieces is None else pass_on,
     )
     delivery.remote_turns = [turn.index for turn in turns]
     delivery.prompt = PromptSize(turns[0].prompt_tokens, turns[0].cached_tokens)
@@ -62,8 +62,8 @@ async def completed_remotely(
     replies = [_reply(turn) for turn in turns]
     for number, reply in enumerate(replies):
         pieces = [piece for piece in pieces_of(reply) if (number, type(piece)) not in passed_on]
-        if hear is not None and pieces:
-            hear(number, pieces)
+        if on_pieces is not None and pieces:
+            on_pieces(number, pieces)
 
     return replies
 

@@ -81,16 +81,16 @@ def name_within(namespace: str, name: str) -> str:
     return f"{namespace}__{name}"
 
 
-def messages_of_items(given: Any, memory: Memory) -> list[Message]:
+def messages_of_items(raw_input: Any, memory: Memory) -> list[Message]:
     """The messages of an `input`, which is a text or a list of items. `memory` has the items that
     can be named by their id. Raises BadRequestError or Refusal for a malformed input."""
-    if isinstance(given, str):
-        return [Message("user", given)]
-    if not isinstance(given, Sequence):
+    if isinstance(raw_input, str):
+        return [Message("user", raw_input)]
+    if not isinstance(raw_input, Sequence):
         raise BadRequestError("input is a text or a list of items")
 
     drafts = _Drafts()
-    for number, value in enumerate(given, start=1):
+    for number, value in enumerate(raw_input, start=1):
         where = f"item {number} of input"
         item = _check_item(value, where, memory)
         kind = item["type"]

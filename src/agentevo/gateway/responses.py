@@ -104,7 +104,7 @@ class ResponseRequest(ModelRequest):
 
     history: tuple[Message, ...]
     """The prompt without `instructions`."""
-    asked: Any
+    raw_input: Any
     """`input` as it came."""
     echoed: dict[str, Any]
     memory: Memory | None
@@ -147,7 +147,7 @@ def request_of(body: Mapping[str, Any], memory: Memory) -> ResponseRequest:
     return ResponseRequest(
         prompt=[*system, *history],
         history=history,
-        asked=body.get("input", []),
+        raw_input=body.get("input", []),
         echoed=echoed,
         memory=memory if body.get("store") is None or boolean(body, "store") else None,
         namespaces=namespaces,
@@ -289,14 +289,14 @@ class _ResponsesOutput:
             case CallFailed():
                 return self._close("incomplete")
 
-    def finish(self, *, whole: bool) -> list[Event]:
+    def finish(self, *, is_whole: bool) -> list[Event]:
         """The last item is done. An answer without a call has a text, though it may say
         nothing, unless it was cut off within a thought."""
         kinds = {item["type"] for item in self.items}
         events: list[Event] = []
-        if not kinds & {"function_call", "message"} and (whole or not kinds):
+        if not kinds & {"function_call", "message"} and (is_whole or not kinds):
             events = self._said("message", "")
-        return events + self._close("completed" if whole else "incomplete")
+        return events + self._close("completed" if is_whole else "incomplete")
 
     def _said(self, kind: str, text: str) -> list[Event]:
         events: list[Event] = []
@@ -413,7 +413,7 @@ class ResponsesStream:
 
     def end(self, replies: Sequence[ModelReply]) -> list[Event]:
         (reply,) = replies
-        events = self._output.finish(whole=reply.finish_reason != "length")
+        events = self._output.finish(is_whole=reply.finish_reason != "length")
         response = self.whole(reply)
         return self._number_events(
             [*events, {"type": f"response.{response['status']}", "response": response}]
@@ -455,7 +455,7 @@ class ResponsesStream:
             completion = Message(
                 "assistant", reply.content, reply.tool_calls, reasoning=reply.reasoning
             )
-            keep(request.memory, (*request.history, completion), response, request.asked)
+            keep(request.memory, (*request.history, completion), response, request.raw_input)
 
         return response
 

@@ -53,9 +53,9 @@ class Listening:
     sampler's loop brings, such as a step of the engine, are one batch: they are decoded together,
     right after it."""
 
-    def __init__(self, answers: Sequence[AnswerInProgress], hear: Hear) -> None:
+    def __init__(self, answers: Sequence[AnswerInProgress], on_pieces: Hear) -> None:
         self._answers = answers
-        self._hear = hear
+        self._hear = on_pieces
         self._new: dict[int, list[int]] = {}
         """Completion -> its tokens that have not been passed on."""
         self._loop = asyncio.get_running_loop()
@@ -138,17 +138,17 @@ class GatewaySession:
         except RuntimeError as error:  # the sampler's loop has ended
             raise over() from error
 
-    def told_over_there(self, hear: Hear) -> Hear:
+    def bridge_pieces(self, on_pieces: Hear) -> Hear:
         """A callback for `complete` that passes its pieces on to `on_pieces` on the gateway's
         loop."""
-        return partial(self._bridge_across().tell, hear)
+        return partial(self._bridge_across().tell, on_pieces)
 
     def _bridge_across(self) -> Bridge:
         assert self.bridge is not None, "Gateway.add has not been called"
         return self.bridge
 
     async def complete(
-        self, request: ModelRequest, delivery: Delivery, hear: Hear | None = None
+        self, request: ModelRequest, delivery: Delivery, on_pieces: Hear | None = None
     ) -> list[ModelReply]:
         """The answers to a request, on the sampler's loop. `on_pieces` gets their pieces as they
         come, and has all of them when this returns."""
@@ -158,7 +158,7 @@ class GatewaySession:
             agent = self._agent_of(request.model)
             with self._one_more():
                 return await completed_remotely(
-                    self.remote, request, delivery, hear, model=model, agent=agent
+                    self.remote, request, delivery, on_pieces, model=model, agent=agent
                 )
 
         conversation = delivery.conversation = self.conversation_of(request.model)
@@ -169,16 +169,20 @@ class GatewaySession:
             try:
                 if len(prompts) == 1:
                     return await self._answer_prompt(
-                        request, request.prompt, conversation, delivery, hear
+                        request, request.prompt, conversation, delivery, on_pieces
                     )
 
-                if hear is not None:  # nothing is streamed before all can be asked
+                if on_pieces is not None:  # nothing is streamed before all can be asked
                     for prompt in prompts:
                         await conversation.check(prompt)
 
                 works = [
                     self._answer_prompt(
-                        request, prompt, conversation, delivery, _renumber(hear, place * request.n)
+                        request,
+                        prompt,
+                        conversation,
+                        delivery,
+                        _renumber(on_pieces, place * request.n),
                     )
                     for place, prompt in enumerate(prompts)
                 ]
@@ -248,9 +252,9 @@ class GatewaySession:
             for answer, turn, completion in zip(answers, turns, completions, strict=True)
         ]
 
-    def remote_name(self, asked: str | None) -> str:
+    def remote_name(self, model_name: str | None) -> str:
         """The remote model that a client means by a model's name; empty where it means none."""
-        model = self.remote_agents.get(asked or "", asked or "")
+        model = self.remote_agents.get(model_name or "", model_name or "")
         if self.remote is None:
             return ""
         return model if model in self.remote.models else self.remote_agents.get("", "")
@@ -262,10 +266,10 @@ class GatewaySession:
             return model_name
         return "" if self.remote is not None and model_name in self.remote.models else POLICY
 
-    def wait_of(self, asked: str | None, own_s: float) -> tuple[str, float]:
+    def wait_of(self, model_name: str | None, own_s: float) -> tuple[str, float]:
         """What answers a request for a model, in words, and how long to wait for it: `own_s` for a
         policy."""
-        model = self.remote_name(asked)
+        model = self.remote_name(model_name)
         if not model or self.remote is None:
             return "the policy", own_s
         return f"the remote model {model}", self.remote.within_s(model)

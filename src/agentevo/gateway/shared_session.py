@@ -48,7 +48,7 @@ class SharedSession(GatewaySession):
         """Digest of a history -> the conversation that has it; the oldest first."""
 
     async def complete(
-        self, request: ModelRequest, delivery: Delivery, hear: Hear | None = None
+        self, request: ModelRequest, delivery: Delivery, on_pieces: Hear | None = None
     ) -> list[ModelReply]:
         with self._one_more():
             session = self._find_extended(request)
@@ -62,7 +62,7 @@ class SharedSession(GatewaySession):
 
             is_whole = False
             try:
-                replies = await session.complete(request, delivery, hear)
+                replies = await session.complete(request, delivery, on_pieces)
                 is_whole = len(replies) == 1 and request.has_messages
             finally:
                 if not is_whole:

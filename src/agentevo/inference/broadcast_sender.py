@@ -238,7 +238,7 @@ class BroadcastSender:
     def _device(self) -> torch.device:
         how = in_parts(self._model)
         if how is not None:
-            return next(iter(how.own(True).values())).local.device
+            return next(iter(how.own_parts(True).values())).local.device
         return next(iter(trained_weights(self._model).values())).device
 
     def _tensors(self) -> AbstractContextManager[Iterable[tuple[str, torch.Tensor]]]:

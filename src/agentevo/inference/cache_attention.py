@@ -382,7 +382,7 @@ class _Layer(NamedTuple):
     """Of the scores."""
     window: int | None
     softcap: float | None
-    own: tuple[CpuKernels, KernelCache] | None
+    own_kernels: tuple[CpuKernels, KernelCache] | None
     """Our own kernels, where there are any for this layer."""
 
 
@@ -398,9 +398,9 @@ def _own_kernels(
 def _by_own_kernels(rows: CacheRows, q: torch.Tensor, layer: _Layer, out: torch.Tensor) -> None:
     """Attention by our own kernels, in order: q [T, G, R, D] of the whole step, into `out` of the
     same shape."""
-    assert layer.own is not None
+    assert layer.own_kernels is not None
 
-    kernels, cache = layer.own
+    kernels, cache = layer.own_kernels
     prefix = None
     if rows.segment is not None:
         prefix = Prefix.of(rows.segment.keys[layer.call], rows.segment.values[layer.call])

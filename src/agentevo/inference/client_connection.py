@@ -118,12 +118,16 @@ class ClientConnection:
     """See the module. Belongs to one event loop; made by `open`."""
 
     def __init__(
-        self, websocket: WebSocket, url: str, every_s: float, hear: Callable[[StateReport], None]
+        self,
+        websocket: WebSocket,
+        url: str,
+        every_s: float,
+        on_report: Callable[[StateReport], None],
     ) -> None:
         self._websocket = websocket
         self._url = url
         self._every_s = every_s
-        self._hear = hear
+        self._hear = on_report
         self._outbox = Outbox()
         self._ids = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Completed | FailedRequest | LostError]] = {}
@@ -144,7 +148,7 @@ class ClientConnection:
         *,
         secret: RunSecret,
         every_s: float,
-        hear: Callable[[StateReport], None],
+        on_report: Callable[[StateReport], None],
     ) -> ClientConnection:
         """Connects to the engine; `on_report` is called with its state every `every_s`. Raises
         LostError if it can't be reached. Raises RefusedError if it belongs to another run or shows
@@ -177,7 +181,7 @@ class ClientConnection:
         except (OSError, WebSocketException, ValueError) as error:  # ValueError: an invalid URL
             raise LostError(f"{url}: {type(error).__name__} {error}".rstrip()) from error
 
-        return cls(websocket, url, every_s, hear)
+        return cls(websocket, url, every_s, on_report)
 
     @property
     def num_open(self) -> int:

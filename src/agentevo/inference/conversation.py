@@ -83,7 +83,7 @@ class _Prompt:
     ids: list[int]
     """The whole prompt."""
     new_messages: list[Message]
-    asked: HistoryNode | None = None
+    last_message: HistoryNode | None = None
     """The last message of the history; None where token ids or a text were given."""
     text: str | None = None
     """The whole prompt where a plain text was given."""
@@ -243,7 +243,7 @@ class Conversation:
 
         has_contents = tracing.contents
         call.said = TracedMessage(
-            asked=_messages_of(prompt) if has_contents else (),
+            messages=_messages_of(prompt) if has_contents else (),
             answers=[turn.messages[-1] for turn in turns] if has_contents else (),
             tools=msgspec.json.encode(tools).decode() if has_contents and tools else "",
             finish_reasons=[turn.finish_reason for turn in turns],
@@ -488,14 +488,16 @@ class Conversation:
             penalties=sampling.penalties,
             routed_experts=completion.routed_experts,
             messages=[*joined.new_messages, message],
-            tools=joined.asked.tools.as_json if joined.asked and joined.parent is None else "",
+            tools=joined.last_message.tools.as_json
+            if joined.last_message and joined.parent is None
+            else "",
         )
         if turn.routed_experts is not None and (wrong := why_misaligned(turn)):
             raise EngineError(f"the engine's answer can't be recorded: {wrong}")
 
         self._turns.append(turn)
         self._children.setdefault(turn.parent, []).append(turn.index)
-        answer = None if joined.asked is None else joined.asked.add(message, -1)
+        answer = None if joined.last_message is None else joined.last_message.add(message, -1)
         self._answers.append(answer)
 
         if answer is not None:

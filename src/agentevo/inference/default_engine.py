@@ -52,22 +52,24 @@ def choose_engine(device: str, installed: Collection[str], embedded_for: str = "
     )
 
 
-def embedded_for(config: RunConfig, *, apart: bool = False) -> str:
+def embedded_for(config: RunConfig, *, is_separate: bool = False) -> str:
     """The key of a setting in the recipe that only the embedded engine supports; empty where there
     is none. `is_separate`: engines are processes of their own, also if the recipe starts none."""
     engine = config.engine
     rollout = config.rollout
     lora = config.model.lora
-    apart = apart or rollout.samplers > 0
+    is_separate = is_separate or rollout.samplers > 0
     requirements = {
         "model.name=tiny": config.model.name == "tiny",
         "engine.batch_invariant": engine.batch_invariant,
         "engine.routed_experts": engine.routed_experts,
         "trainer.routing_replay=rollout": config.trainer.routing_replay == "rollout",
         "a rollout of several policies (agents)": bool(config.agents),
-        "rollout.sharing=turns": rollout.staleness > 0 and not apart and rollout.sharing == "turns",
+        "rollout.sharing=turns": rollout.staleness > 0
+        and not is_separate
+        and rollout.sharing == "turns",
         "rollout.transport=shared": rollout.transport == "shared",
-        "trainer.parallel": config.trainer.parallel.is_spread and not apart,
+        "trainer.parallel": config.trainer.parallel.is_spread and not is_separate,
         "model.lora": lora.enabled
         and bool(
             lora.quantize != "none"
@@ -87,15 +89,15 @@ def installed_engines() -> list[str]:
 
 
 def load_with_engine(
-    load: Callable[[list[str]], RunConfig], *, note: Callable[[str], None], apart: bool
+    load: Callable[[list[str]], RunConfig], *, note: Callable[[str], None], is_separate: bool
 ) -> RunConfig:
     """The configuration that `load` reads with further overrides: with the engine of its run if the
     run has begun, else with the one of `engine_override`."""
     config = load([])
-    if apart and (config.rollout.weights.url is not None or find_spec("torch") is None):
+    if is_separate and (config.rollout.weights.url is not None or find_spec("torch") is None):
         return config  # another machine's engine is not known here
 
-    override = engine_override([config], resume=True, note=note, apart=apart)
+    override = engine_override([config], resume=True, note=note, is_separate=is_separate)
     return load(override) if override else config
 
 
@@ -104,7 +106,7 @@ def engine_override(
     *,
     resume: bool,
     note: Callable[[str], None],
-    apart: bool = False,
+    is_separate: bool = False,
 ) -> list[str]:
     """The override that names the engine where no recipe of these runs does, empty for the embedded
     one. A resumed run keeps the engine that it began with. For a new run on a GPU, `note` gets the
@@ -126,7 +128,7 @@ def engine_override(
     from agentevo.devices import find
 
     device = find(first.model.device).type
-    reasons = (embedded_for(config, apart=apart) for config in configs)
+    reasons = (embedded_for(config, is_separate=is_separate) for config in configs)
     reason = next(filter(None, reasons), "")
     choice = choose_engine(device, installed_engines(), reason)
     if device == CUDA:

@@ -52,9 +52,11 @@ class Announcement(msgspec.Struct, frozen=True, kw_only=True):
     """The version of the weights that it served at its last heartbeat; None where it does not
     report one. For observers: requests ask the engine itself."""
 
-    def is_of_same(self, other: Announcement | None) -> bool:
+    def is_of_same(self, announcement: Announcement | None) -> bool:
         """Whether both were made by the same process."""
-        return other is not None and self == msgspec.structs.replace(other, version=self.version)
+        return announcement is not None and self == msgspec.structs.replace(
+            announcement, version=self.version
+        )
 
     @property
     def address(self) -> EngineAddress:

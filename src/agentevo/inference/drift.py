@@ -94,21 +94,21 @@ class Drift:
             if call.id:
                 self._with_call[call.id] = answer
 
-    def count(self, found: HistoryMatch) -> None:
+    def count(self, match: HistoryMatch) -> None:
         """Counts the drift of a request."""
-        branch = self._branch(found)
+        branch = self._branch(match)
         if branch is not None:
             self.branched += 1
-            self._add(branch, found)
-        elif found.answer is not None:
+            self._add(branch, match)
+        elif match.answer is not None:
             self.extended += 1
 
-        for node, number in reversed(found.otherwise):
-            message = found.messages[number]
-            if node.came is None and found.answer is not None:
+        for node, number in reversed(match.otherwise):
+            message = match.messages[number]
+            if node.came is None and match.answer is not None:
                 for kind in undone(node.forms, message):
                     texts = _line(node.forms[-1]), _line(message)
-                    self._add(_Met(JOINED + kind, number, texts, found.answer), found)
+                    self._add(_Met(JOINED + kind, number, texts, match.answer), match)
             node.came = message
 
     def _add(self, finding: _Met, match: HistoryMatch) -> None:

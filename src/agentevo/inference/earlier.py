@@ -48,11 +48,13 @@ class EarlierWeights:
         drop_packed(spare[0])
         self._copies[version] = spare[0]
 
-    def model_serving(self, wanted: int | None, newest: int) -> tuple[int, PreTrainedModel]:
+    def model_serving(self, requested: int | None, newest: int) -> tuple[int, PreTrainedModel]:
         """The version that serves requests for that one: itself, or else the next one that exists,
         up to `newest`, which is the model's own."""
         later = (
-            number for number in self._copies if wanted is not None and wanted <= number < newest
+            number
+            for number in self._copies
+            if requested is not None and requested <= number < newest
         )
         version = min(later, default=newest)
         return version, self._model if version == newest else self._copies[version]

@@ -257,11 +257,11 @@ class Histories:
                     step = _HistoryStep(child, number, before.otherwise)
                     yield _Reached(child, before.num_alike + 1, before.num_named, step)
 
-    def add(self, found: HistoryMatch) -> HistoryNode:
+    def add(self, match: HistoryMatch) -> HistoryNode:
         """The node of all of the request's messages."""
-        node = found.answer or self.roots.setdefault(found.root.tools, found.root)
+        node = match.answer or self.roots.setdefault(match.root.tools, match.root)
         for message, place in zip(
-            found.messages[found.known :], found.places[found.known :], strict=True
+            match.messages[match.known :], match.places[match.known :], strict=True
         ):
             matches = node.exact(message)
             if not matches and self.serves_clients:

@@ -125,9 +125,9 @@ class KVCache:
             [v[slot, :, :length].clone() for v in self.values],
         )
 
-    def paste(self, slot: int, kept: KeysAndValues, length: int) -> None:
+    def paste(self, slot: int, saved: KeysAndValues, length: int) -> None:
         """Copies the first `length` of them to the front of the slot."""
         blocks = num_blocks(length)
-        for layer, (k, v) in enumerate(zip(*kept, strict=True)):
+        for layer, (k, v) in enumerate(zip(*saved, strict=True)):
             self.keys[layer][slot, :, :blocks] = k[:, :blocks]
             self.values[layer][slot, :, :length] = v[:, :length]

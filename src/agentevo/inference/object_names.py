@@ -8,10 +8,10 @@ WRITER_FILE = "writer.json"
 ID_FILE = "weights/writer"
 
 
-def is_others(there: str, own: str) -> bool:
+def is_others(stored_id: str, writer_id: str) -> bool:
     """Whether the id in WRITER_FILE is another run's. It is not where there is no id yet, or the
     beginning of ours, from an upload that broke off."""
-    return bool(there) and not own.startswith(there)
+    return bool(stored_id) and not writer_id.startswith(stored_id)
 
 
 def others_weights(url: str) -> str:

@@ -55,12 +55,12 @@ class PublishedParts:
 
     def __init__(
         self,
-        own: Callable[[], Mapping[str, WeightPart]],
+        own_parts: Callable[[], Mapping[str, WeightPart]],
         group: distributed.ProcessGroup | None = None,
     ) -> None:
         """`own_parts`: this process's parts of what is published, as they are now; the same names
         in the same order everywhere. `group`: all processes, for tensors on the CPU."""
-        self._own = own
+        self._own = own_parts
         self._group = group
         self._kept: dict[str, tuple[Box, torch.Tensor]] = {}
         self._changes: dict[str, dict[str, torch.Tensor]] = {}
@@ -166,16 +166,16 @@ class PartsDelta:
     @classmethod
     def of(
         cls,
-        own: Mapping[str, WeightPart],
-        found: list[dict[str, BoxDifference]],
+        own_parts: Mapping[str, WeightPart],
+        differences: list[dict[str, BoxDifference]],
         parts: PublishedParts,
     ) -> PartsDelta:
         """`differences`: of each process. Raises ModelError where it is not all of a tensor."""
         delta = cls({}, {}, {}, [], parts)
-        for name, part in own.items():
+        for name, part in own_parts.items():
             of_boxes = {
                 of_one[name].box: (process, of_one[name])
-                for process, of_one in enumerate(found)
+                for process, of_one in enumerate(differences)
                 if name in of_one
             }
             delta._add(name, part.spec, of_boxes)

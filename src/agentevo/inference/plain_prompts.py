@@ -38,13 +38,15 @@ class PlainTexts:
         ids = self._context(turn)
         return ids[: len(ids) - unsaid] + self._chat.plain(text[len(longest) :], begins=False)
 
-    def note_answer(self, prompt: str, said: str, turn: int, completion_ids: Sequence[int]) -> None:
+    def note_answer(
+        self, prompt: str, answer: str, turn: int, completion_ids: Sequence[int]
+    ) -> None:
         """Turn `turn` has answered a prompt with `answer`."""
         has_end_token = completion_ids[-1] in self._chat.end_ids
         if has_end_token:
             (end,) = self._chat.token_texts(completion_ids[-1:])
-            self._known[prompt + said + end.text] = (turn, 0)
-        self._known[prompt + said] = (turn, int(has_end_token))
+            self._known[prompt + answer + end.text] = (turn, 0)
+        self._known[prompt + answer] = (turn, int(has_end_token))
 
 
 def checked_ids(prompt: Sequence[int], vocabulary: int) -> list[int]:

@@ -73,7 +73,7 @@ class _KnownEngine:
     """One engine, from its first appearance until it is gone."""
 
     address: EngineAddress
-    heard: float
+    last_report_at: float
     """When its last report came, by the monotonic clock."""
     state: EngineState | None = None
     yours: int = 0
@@ -347,7 +347,7 @@ class RemoteEngine:
     def _excuse(self, late_s: float) -> None:
         """This process itself stood still, and may have left reports of engines unread."""
         for engine in self._known.values():
-            engine.heard += late_s
+            engine.last_report_at += late_s
 
     async def _look(self) -> None:
         """Finds the announced engines, connects to each, and forgets the dead."""
@@ -365,7 +365,7 @@ class RemoteEngine:
             self._trouble = self._lookout.trouble or self._trouble
 
         for engine in list(self._known.values()):
-            if time.monotonic() - engine.heard > self._max_age_s or (
+            if time.monotonic() - engine.last_report_at > self._max_age_s or (
                 engine.url not in addresses and not engine.connected
             ):
                 self._forget(engine)
@@ -383,7 +383,7 @@ class RemoteEngine:
             engine.state = state
             engine.yours = message.yours
             engine.suspect = False
-            engine.heard = time.monotonic()
+            engine.last_report_at = time.monotonic()
             self._counts[engine.url, state.pid] = {
                 key: value for key, value in state.stats.items() if key not in GAUGES
             }
@@ -391,7 +391,7 @@ class RemoteEngine:
         engine.suspect = True
         try:
             engine.connection = await ClientConnection.open(
-                engine.address, secret=self._secret, every_s=self._poll_s, hear=on_report
+                engine.address, secret=self._secret, every_s=self._poll_s, on_report=on_report
             )
         except LostError as error:
             if isinstance(error, RefusedError):

@@ -71,12 +71,12 @@ class TokenRows:
             copied.put(0, self.first(count))
         return copied
 
-    def agreement(self, other: TokenRows, count: int) -> int:
+    def agreement(self, rows: TokenRows, count: int) -> int:
         """How many of the first `count` tokens, which both have, go to the same experts, up to the
         first that does not."""
-        if self is other or not count:
+        if self is rows or not count:
             return count
-        differs = np.sort(self.first(count)) != np.sort(other.first(count))
+        differs = np.sort(self.first(count)) != np.sort(rows.first(count))
         places = differs.any((1, 2)).nonzero()[0]
         return int(places[0]) if len(places) else count
 

@@ -66,15 +66,15 @@ class _Path(NamedTuple):
     """Of these ids, and perhaps of tokens that have followed them since."""
     num_bytes: int
 
-    def begins(self, other: _Path) -> bool:
+    def begins(self, path: _Path) -> bool:
         """Whether the other path has all rows of this one."""
         size = len(self.ids)
         return (
-            self.rows.weights == other.rows.weights
-            and size <= len(other.ids)
-            and self.ids[-1] == other.ids[size - 1]
-            and np.array_equal(self.ids, other.ids[:size])
-            and self.rows.agreement(other.rows, size) == size
+            self.rows.weights == path.rows.weights
+            and size <= len(path.ids)
+            and self.ids[-1] == path.ids[size - 1]
+            and np.array_equal(self.ids, path.ids[:size])
+            and self.rows.agreement(path.rows, size) == size
         )
 
 

@@ -60,7 +60,7 @@ class Sequence:
     offset: int = 0
     need: int = 0
     """The number of slot places that it has; more are made when its tokens fill them."""
-    kept: KeysAndValues | None = None
+    saved: KeysAndValues | None = None
     last_used: int = 0
     routed: TokenRows = field(default_factory=TokenRows)
     """Of `ids[:cached]`, where the engine records them; of later tokens, the rows with which they
@@ -189,7 +189,7 @@ class Scheduler:
             self.routing.keep(request.session, sequence)
 
         length = sequence.cached - sequence.offset
-        sequence.kept = self.cache.cut(sequence.slot, length)
+        sequence.saved = self.cache.cut(sequence.slot, length)
         sequence.slot = -1
         if not self._make_spare(_round_up(length)):
             self.retire(sequence)
@@ -439,9 +439,9 @@ class Scheduler:
                 return self._place(request)
             return False
 
-        assert idle.kept is not None
-        self.cache.paste(slot, idle.kept, keep - idle.offset)
-        idle.kept = None
+        assert idle.saved is not None
+        self.cache.paste(slot, idle.saved, keep - idle.offset)
+        idle.saved = None
         idle.slot = slot
         idle.ids = list(request.ids)
         idle.cached = keep

@@ -213,9 +213,9 @@ class TorchEngine:
         """See VersionedEngine.serving."""
         return PinnedEngine(self, version)
 
-    def version_for(self, wanted: int | None) -> int:
+    def version_for(self, requested: int | None) -> int:
         """The version that serves requests for that one; None: the newest."""
-        return self._earlier.model_serving(wanted, self._version)[0]
+        return self._earlier.model_serving(requested, self._version)[0]
 
     def _late(self, deadline_s: float) -> DeadlineExceededError:
         state = (

@@ -193,10 +193,10 @@ transports.register("broadcast")(
 )
 
 
-def local_transport(config: RunConfig, *, apart: bool) -> str:
+def local_transport(config: RunConfig, *, is_separate: bool) -> str:
     """Name of the transport to this process's engine. `is_separate`: what is sampled for training
     comes from engines in other processes, and this one only evaluates."""
-    if apart:
+    if is_separate:
         return "shared"
     overlaps = config.rollout.staleness > 0 and config.rollout.sharing == "overlap"
     return config.rollout.transport or ("copy" if overlaps else "shared")
@@ -241,9 +241,9 @@ def _remote(config: RunConfig) -> tuple[SenderFactory, SourceFactory]:
     return transport.sender, transport.source
 
 
-def check_transport(config: RunConfig, *, apart: bool) -> None:
+def check_transport(config: RunConfig, *, is_separate: bool) -> None:
     """Raises ConfigError for a transport that is unknown, or can't do what the run needs."""
-    if apart:
+    if is_separate:
         _, source = _remote(config)
         if source is _download:
             source(config)  # its address and package, before anything is created
@@ -258,7 +258,7 @@ def check_transport(config: RunConfig, *, apart: bool) -> None:
 
         return
 
-    name = local_transport(config, apart=False)
+    name = local_transport(config, is_separate=False)
     if transports.get(name).source is not None:
         raise ConfigError(
             f"rollout.transport={name} is for engines in other processes, and this run has none: "

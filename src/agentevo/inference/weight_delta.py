@@ -47,16 +47,16 @@ def find_change(old: torch.Tensor, new: torch.Tensor) -> TensorChange:
     return TensorChange(indices, flat[indices])
 
 
-def pack_change(change: TensorChange, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def pack_change(change: TensorChange, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(gaps, values) as they are stored, of at least one element. `new` is the new tensor: what
     is listed only to bridge a gap is taken from it."""
     narrow = _bridge_gaps(change.indices, 1 << 8)
     wide = _bridge_gaps(change.indices, 1 << 16)
-    size = whole.element_size()
+    size = new.element_size()
     is_narrow = len(narrow) * (1 + size) <= len(wide) * (2 + size)
     indices = narrow if is_narrow else wide
     gaps = torch.diff(indices, prepend=indices.new_tensor([-1])) - 1
-    values = change.values if len(indices) == len(change.values) else whole.reshape(-1)[indices]
+    values = change.values if len(indices) == len(change.values) else new.reshape(-1)[indices]
     return gaps.to(torch.uint8 if is_narrow else torch.uint16), values
 
 

@@ -189,13 +189,13 @@ class WeightVersions(ABC):
         """`write` for a model that no process has whole. The others compare, give and keep with
         this one."""
         if self._parts is None:
-            self._parts = PublishedParts(partial(how.own, True), how.group)
+            self._parts = PublishedParts(partial(how.own_parts, True), how.group)
 
         specs = how.specs(only_trained=True)
         base = self._parts_base
         delta = None
         if base is not None and not in_full and self._may_follow(base, version):
-            how.tell("compare")
+            how.call_others("compare")
             delta = self._parts.compare()
             if delta is not None and not self._pays(base, delta.num_bytes, specs):
                 delta = None
@@ -208,13 +208,13 @@ class WeightVersions(ABC):
         else:
             files = split_files("delta", delta.specs, PART_BYTES)
             manifest = delta_manifest(version, base, delta.state, delta.grids)
-            how.tell("give_changes")
+            how.call_others("give_changes")
             with delta.taken() as changes:
                 manifest_bytes = self._put_gathered(version, files, changes, manifest)
 
         latest = self._written(version, manifest_bytes, keep)
         if self._full_every > 1:
-            how.tell("keep")
+            how.call_others("keep")
             self._parts.keep()
             self._parts_base = base_of(latest, manifest_bytes)
 
@@ -359,18 +359,18 @@ class WeightVersions(ABC):
 
         return tensors
 
-    def check(self, wanted: Latest) -> None:
+    def check(self, expected: Latest) -> None:
         """Raises EngineError unless latest.json names these weights and they, and all that they
         build on, are as they were written (see `_check_part`)."""
         latest = self.latest_version()
-        if latest != wanted:
+        if latest != expected:
             raise EngineError(
                 f"{self.place}/{LATEST_FILE} "
-                + ("is gone" if latest is None else f"names {latest} and not {wanted}")
+                + ("is gone" if latest is None else f"names {latest} and not {expected}")
             )
 
-        manifest = self._manifest(wanted.version, wanted.sha256)
-        for link in [*manifest.chain, wanted]:
+        manifest = self._manifest(expected.version, expected.sha256)
+        for link in [*manifest.chain, expected]:
             for part in self._manifest(link.version, link.sha256).parts:
                 self._check_part(link.version, part)
 

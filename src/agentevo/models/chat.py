@@ -179,7 +179,7 @@ class ChatFormat:
             self.tokenizer,
             end_ids=self.end_ids,
             stop_strings=stop_strings,
-            whole=lambda ids: self.text(ids, stop_strings),
+            decode=lambda ids: self.text(ids, stop_strings),
         )
 
     @cached_property

@@ -65,13 +65,13 @@ def seal(
     folder: Path,
     step: int,
     value: float | None,
-    known: Mapping[str, str] = MappingProxyType({}),
+    known_digests: Mapping[str, str] = MappingProxyType({}),
 ) -> CheckpointManifest:
     """Hashes every file below `folder`, brings them to the disk, and writes the manifest.
     `known_digests`: of files that other processes have written, hashed and brought to the disk.
     Raises OSError."""
     deadline = time.monotonic() + SEEN_S
-    while lacking := [name for name in known if not (folder / name).is_file()]:
+    while lacking := [name for name in known_digests if not (folder / name).is_file()]:
         if time.monotonic() > deadline:
             raise OSError(
                 errno.ENOENT,
@@ -83,11 +83,11 @@ def seal(
         time.sleep(LOOK_S)
 
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    own_files = sorted(names - known.keys())
+    own_files = sorted(names - known_digests.keys())
     with ThreadPoolExecutor(_READERS) as pool:
         digests = list(pool.map(_hash_and_sync, (folder / name for name in own_files)))
 
-    files = {**known, **dict(zip(own_files, digests, strict=True))}
+    files = {**known_digests, **dict(zip(own_files, digests, strict=True))}
     manifest = CheckpointManifest(
         step=step, value=value, files=files, sha256=_sha256(step, value, files)
     )

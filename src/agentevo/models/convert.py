@@ -30,12 +30,12 @@ from agentevo.models.known import KnownModel
 from agentevo.models.save import no_progress_bars, write_model
 
 
-def convert_gguf(gguf: Path, known: KnownModel, folder: Path) -> None:
+def convert_gguf(gguf: Path, known_model: KnownModel, folder: Path) -> None:
     """Writes the model into `folder`. Raises `ModelError` if weights or tokenizer are not what
     `known_model` says."""
     if not is_gguf_available():
         raise MissingExtraError(
-            f"converting {known.name} needs the package gguf, {GGUF_MIN_VERSION} or newer: pip "
+            f"converting {known_model.name} needs the package gguf, {GGUF_MIN_VERSION} or newer: pip "
             "install 'agentevo[train]'"
         )
 
@@ -46,8 +46,10 @@ def convert_gguf(gguf: Path, known: KnownModel, folder: Path) -> None:
         )
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
 
-    rope = {"rope_type": "default", "rope_theta": known.rope_theta}
-    config = LlamaConfig.from_dict({**known.llama, "rope_parameters": rope, "dtype": "float32"})
+    rope = {"rope_type": "default", "rope_theta": known_model.rope_theta}
+    config = LlamaConfig.from_dict(
+        {**known_model.llama, "rope_parameters": rope, "dtype": "float32"}
+    )
     with torch.random.fork_rng(devices=[]):
         model = LlamaForCausalLM(config)
 
@@ -56,41 +58,43 @@ def convert_gguf(gguf: Path, known: KnownModel, folder: Path) -> None:
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
-            f"{gguf.name}: the weights don't fit {known.name} ({reason}): report it with your "
+            f"{gguf.name}: the weights don't fit {known_model.name} ({reason}): report it with your "
             "transformers version"
         ) from error
 
-    restore_tokenizer(tokenizer, known)
-    check_tokenizer(tokenizer, known)
+    restore_tokenizer(tokenizer, known_model)
+    check_tokenizer(tokenizer, known_model)
     write_model(model, tokenizer, folder)
 
 
-def restore_tokenizer(tokenizer: PreTrainedTokenizerBase, known: KnownModel) -> None:
+def restore_tokenizer(tokenizer: PreTrainedTokenizerBase, known_model: KnownModel) -> None:
     """Gives the tokenizer back what a GGUF file or its reader does not carry. In place."""
-    if known.split_digits:
+    if known_model.split_digits:
         digits = pre_tokenizers.Digits(individual_digits=True)
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-    tokenizer.add_special_tokens(dict(known.special_tokens))
-    tokenizer.model_max_length = known.context_length
+    tokenizer.add_special_tokens(dict(known_model.special_tokens))
+    tokenizer.model_max_length = known_model.context_length
 
 
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase, known: KnownModel) -> None:
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, known_model: KnownModel) -> None:
     """Raises `ModelError` at the first difference from the original tokenizer."""
-    size = known.llama["vocab_size"]
+    size = known_model.llama["vocab_size"]
     if len(tokenizer) != size:
         raise ModelError(
-            f"{known.name}: the converted tokenizer has {len(tokenizer)} tokens instead of "
+            f"{known_model.name}: the converted tokenizer has {len(tokenizer)} tokens instead of "
             f"{size}: report it"
         )
 
     if not tokenizer.chat_template:
-        raise ModelError(f"{known.name}: the converted tokenizer has no chat template: report it")
+        raise ModelError(
+            f"{known_model.name}: the converted tokenizer has no chat template: report it"
+        )
 
-    for text, expected in known.encodings.items():
+    for text, expected in known_model.encodings.items():
         ids = tuple(tokenizer.encode(text, add_special_tokens=False))
         if ids != expected:
             raise ModelError(
-                f"{known.name}: the converted tokenizer encodes {text!r} as {ids} instead of "
+                f"{known_model.name}: the converted tokenizer encodes {text!r} as {ids} instead of "
                 f"{expected}: report it"
             )

@@ -34,10 +34,10 @@ class InParts:
 
     skeleton: PreTrainedModel
     """The model with its configuration, whose weights are not looked at."""
-    own: Callable[[bool], Mapping[str, WeightPart]]
+    own_parts: Callable[[bool], Mapping[str, WeightPart]]
     """This process's parts as they are now, of the dtype that is served, by name in one order
     everywhere; whether of what is trained alone."""
-    tell: Callable[..., None] = lambda name, *arguments: None
+    call_others: Callable[..., None] = lambda name, *arguments: None
     """Makes the other processes do their part of what this one begins: `give` (whether what is
     trained alone), or a method of inference/part_deltas.py."""
     group: distributed.ProcessGroup | None = None
@@ -45,12 +45,12 @@ class InParts:
 
     def specs(self, *, only_trained: bool) -> dict[str, Spec]:
         """What `tensors` gives, in its order."""
-        return {name: part.spec for name, part in self.own(only_trained).items()}
+        return {name: part.spec for name, part in self.own_parts(only_trained).items()}
 
     def tensors(self, *, only_trained: bool) -> Wholes:
         """On the first process: (name, whole tensor on the CPU), one made after the other."""
-        self.tell("give", only_trained)
-        return Wholes(self.own(only_trained), self.group)
+        self.call_others("give", only_trained)
+        return Wholes(self.own_parts(only_trained), self.group)
 
 
 _IN_PARTS: WeakKeyDictionary[nn.Module, InParts] = WeakKeyDictionary()

@@ -160,19 +160,19 @@ class PackedMatrix:
     def _multiply(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, activation, [], "")
 
-    def product_plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    def product_plus(self, x: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
         """x @ weight.T + bias + addend, for addend [rows, out]."""
-        if (few := self._of_few_rows(x, other)) is not None:
+        if (few := self._of_few_rows(x, addend)) is not None:
             return few
         if x.shape[0] == 1:
-            return self.product(x).add_(other)
-        return torch.ops.mkldnn._linear_pointwise(x, other, self._packed, self.bias, "add")
+            return self.product(x).add_(addend)
+        return torch.ops.mkldnn._linear_pointwise(x, addend, self._packed, self.bias, "add")
 
-    def product_times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    def product_times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         """(x @ weight.T + bias) * factor, for factor [rows, out]."""
         if x.shape[0] == 1:
-            return self.product(x).mul_(other)
-        return torch.ops.mkldnn._linear_pointwise(x, other, self._packed, self.bias, "mul")
+            return self.product(x).mul_(factor)
+        return torch.ops.mkldnn._linear_pointwise(x, factor, self._packed, self.bias, "mul")
 
     def _of_one_row(self, x: torch.Tensor) -> torch.Tensor | None:
         """x @ weight.T + bias for a single row; None for more, or without tables."""

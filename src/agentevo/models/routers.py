@@ -71,7 +71,7 @@ class Chooser(ABC):
             return router.own_answer(args, kwargs)
 
     @abstractmethod
-    def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
+    def choose(self, layer: int, own_choice: torch.Tensor) -> torch.Tensor:
         """own_choice [T, K], what router number `layer` would choose -> what it chooses."""
 
 
@@ -96,9 +96,9 @@ class Recording(Chooser):
         self.replay = replay
         self._chosen: dict[int, torch.Tensor] = {}
 
-    def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
+    def choose(self, layer: int, own_choice: torch.Tensor) -> torch.Tensor:
         """See Chooser.choose."""
-        chosen = own if self.replay is None else self.replay.choose(layer, own)
+        chosen = own_choice if self.replay is None else self.replay.choose(layer, own_choice)
         self._chosen[layer] = chosen
         return chosen
 
@@ -121,20 +121,20 @@ class RouterReplay(Chooser):
         self._differs: dict[int, torch.Tensor] = {}
         self._is_divided = False
 
-    def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
+    def choose(self, layer: int, own_choice: torch.Tensor) -> torch.Tensor:
         """See Chooser.choose. Raises TrainingError where the number of tokens differs from the
         recorded one."""
         recorded = self.rows[:, layer]
-        if recorded.shape != own.shape:
+        if recorded.shape != own_choice.shape:
             raise TrainingError(
-                f"{KEY}: router {layer} chooses {own.shape[1]} experts for {own.shape[0]} tokens, "
+                f"{KEY}: router {layer} chooses {own_choice.shape[1]} experts for {own_choice.shape[0]} tokens, "
                 f"and {recorded.shape[1]} for {recorded.shape[0]} are recorded: this is a defect "
                 f"of AgentEvo; set {KEY}=none until it is mended"
             )
 
-        chosen = torch.where(recorded == OWN, own, recorded)
-        self._differs[layer] = (chosen.sort(-1).values != own.sort(-1).values).any(-1)
-        return chosen if self.apply else own
+        chosen = torch.where(recorded == OWN, own_choice, recorded)
+        self._differs[layer] = (chosen.sort(-1).values != own_choice.sort(-1).values).any(-1)
+        return chosen if self.apply else own_choice
 
     def differs(self) -> torch.Tensor | None:
         """[T, layers] bool: where the router would have chosen other experts than were recorded;
@@ -316,7 +316,7 @@ class _Forced(Chooser):
     def __init__(self, experts: torch.Tensor) -> None:
         self.experts = experts
 
-    def choose(self, layer: int, own: torch.Tensor) -> torch.Tensor:
+    def choose(self, layer: int, own_choice: torch.Tensor) -> torch.Tensor:
         """See Chooser.choose."""
         return self.experts
 

@@ -43,7 +43,7 @@ class _Sharding:
     skeleton: PreTrainedModel
     """The model as it was before it was sharded, without its weights."""
     mesh: DeviceMesh
-    apart: Mapping[str, DeviceMesh]
+    own_meshes: Mapping[str, DeviceMesh]
     """Name of a module -> the mesh over which its weights are split instead."""
     dtype: torch.dtype
     """The type that the model computes in."""
@@ -55,7 +55,7 @@ _SHARDED: WeakKeyDictionary[nn.Module, _Sharding] = WeakKeyDictionary()
 def shard(
     model: PreTrainedModel,
     mesh: DeviceMesh,
-    apart: Mapping[str, DeviceMesh] = MappingProxyType({}),
+    own_meshes: Mapping[str, DeviceMesh] = MappingProxyType({}),
 ) -> PreTrainedModel:
     """Shards the model in place over the mesh, of the dimensions (replicate and) shard, on the
     mesh's kind of device; every process calls it with the same weights. Modules named in
@@ -71,7 +71,7 @@ def shard(
         for p in model.parameters()
     }
     skeleton = copy.deepcopy(model, cast(dict[int, Any], hollow))
-    sharding = _Sharding(skeleton, mesh, dict(apart), next(model.parameters()).dtype)
+    sharding = _Sharding(skeleton, mesh, dict(own_meshes), next(model.parameters()).dtype)
     return _apply(model, sharding)
 
 
@@ -153,7 +153,7 @@ def note_change(model: nn.Module) -> None:
 def _apply(model: PreTrainedModel, sharding: _Sharding) -> PreTrainedModel:
     low = sharding.dtype if sharding.dtype.itemsize < torch.float32.itemsize else None
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-    groups = [(model.get_submodule(name), mesh) for name, mesh in sharding.apart.items()]
+    groups = [(model.get_submodule(name), mesh) for name, mesh in sharding.own_meshes.items()]
     groups += [(module, sharding.mesh) for module in (*_layers(model), model)]
     for module, mesh in groups:  # whole on the device, and in float32, is one group at a time
         place(module, torch.device(mesh.device_type), trained_as=torch.float32)

@@ -46,9 +46,9 @@ class TextStream:
         *,
         end_ids: Sequence[int],
         stop_strings: Sequence[str],
-        whole: Callable[[Sequence[int]], str],
+        decode: Callable[[Sequence[int]], str],
     ) -> None:
-        self._decode = whole
+        self._decode = decode
         self._end_ids = frozenset(end_ids)
         self._stop_strings = tuple(stop_strings)
         self._in_pieces = _decodes_in_pieces(tokenizer)
@@ -76,11 +76,15 @@ class TextStream:
         self._pieces.append(piece)
         return piece
 
-    def finish(self, said: str | None = None) -> str:
+    def finish(self, full_text: str | None = None) -> str:
         """The rest of the text, now that the completion is whole. `full_text`: all that it says,
         stop strings included, for a caller that has decoded it. Raises ModelError for a tokenizer
         that decodes a token otherwise in other company."""
-        text = self._decode(self._ids) if said is None else before_stop(said, self._stop_strings)
+        text = (
+            self._decode(self._ids)
+            if full_text is None
+            else before_stop(full_text, self._stop_strings)
+        )
         streamed = "".join(self._pieces)
         if not text.startswith(streamed):
             raise ModelError(

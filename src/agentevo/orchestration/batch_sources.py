@@ -125,11 +125,11 @@ class RolloutBatches(WithoutHeldOutData):
         """Advantages, or pairs, of the attempts that were kept. No attempt is older than
         `rollout.staleness`."""
         if self._only_samples:
-            return PreparedBatch([], dropped={t.id: ONLY_SAMPLED for t in collected.kept})
+            return PreparedBatch([], dropped={t.id: ONLY_SAMPLED for t in collected.trainable})
 
-        credited = self._ask_credit(collected.kept)
+        credited = self._ask_credit(collected.trainable)
         batch = self._trainer.prepare(
-            [t for t in collected.kept if t.id not in credited.dropped],
+            [t for t in collected.trainable if t.id not in credited.dropped],
             collected.baselines,
             version=step - 1,
             bound=self._staleness,
@@ -192,11 +192,11 @@ class GivenPairs(WithoutHeldOutData):
 
     async def collect(self, step: int) -> Collected:
         """The step's pairs."""
-        return Collected(given=self._data.of_step(step))
+        return Collected(data_items=self._data.of_step(step))
 
     def prepare(self, collected: Collected, step: int) -> PreparedBatch:
         """The pairs are trained on as they are."""
-        pairs = collected.given
+        pairs = collected.data_items
         return PreparedBatch(pairs, {"preference/num_pairs": float(len(pairs))})
 
     async def replay(self, record: StepRecord) -> PreparedBatch:

@@ -72,7 +72,7 @@ def check_parts(
     tasks: Sequence[Task] | None,
     resume: bool,
     *,
-    apart: bool = False,
+    is_disaggregated: bool = False,
     may_fetch: bool = True,
 ) -> GivenTasks | None:
     """Raises ConfigError, with all of it, for what would otherwise fail while a training run's
@@ -89,7 +89,9 @@ def check_parts(
     refusals.collect(check_processes, config)
     refusals.collect(check_tracking, config)
     given_tasks = refusals.collect(check_play, config, tasks)
-    refusals.collect(_check_serving, config, is_disaggregated=apart or config.rollout.samplers > 0)
+    refusals.collect(
+        _check_serving, config, is_disaggregated=is_disaggregated or config.rollout.samplers > 0
+    )
     refusals.collect(check_preference, config)
     if config.cold_start.episodes and not resume:
         reason = "cold_start.episodes asks: set cold_start.episodes=0"
@@ -125,7 +127,7 @@ def _check_samplers(config: RunConfig) -> None:
 
 def _check_serving(config: RunConfig, *, is_disaggregated: bool) -> None:
     check_engine(config.engine)
-    check_transport(config, apart=is_disaggregated)
+    check_transport(config, is_separate=is_disaggregated)
 
 
 def _check_algorithm(config: RunConfig) -> None:
@@ -143,7 +145,7 @@ def _check_optimizer(folder: Path) -> None:
         ) from error
 
 
-def remarks_before(config: RunConfig, given: GivenTasks | None) -> list[str]:
+def remarks_before(config: RunConfig, given_tasks: GivenTasks | None) -> list[str]:
     """A line for every model that a run downloads before it loads it, and the account of the rows
     of tasks. Raises ModelError."""
     names = [section.name for section in _policies(config) if section.name != TINY]
@@ -153,7 +155,7 @@ def remarks_before(config: RunConfig, given: GivenTasks | None) -> list[str]:
         for name in dict.fromkeys([*names, *_models_beside(config)])
         if saved_folder(name) is None
     ]
-    reports = () if given is None else given.reports
+    reports = () if given_tasks is None else given_tasks.reports
     return lines + [line for report in reports for line in report.lines()]
 
 
@@ -209,10 +211,10 @@ def check_processes(config: RunConfig, *, world: int | None = None) -> None:
         )
 
 
-def serves_elsewhere(config: RunConfig, *, apart: bool) -> bool:
+def serves_elsewhere(config: RunConfig, *, is_disaggregated: bool) -> bool:
     """Whether the first of several processes needs no whole model: the processes hold the trained
     model in parts, and engines in other processes serve (`is_disaggregated`)."""
-    return apart and config.trainer.parallel.is_spread and not config.data.given
+    return is_disaggregated and config.trainer.parallel.is_spread and not config.data.given
 
 
 def load_checked(

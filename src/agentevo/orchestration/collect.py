@@ -46,9 +46,9 @@ class Collected:
     trajectories: list[Trajectory] = field(default_factory=list)
     """Everything that was sampled and is in the store, including greedy attempts, with rewards as
     they were earned."""
-    kept: list[Trajectory] = field(default_factory=list)
+    trainable: list[Trajectory] = field(default_factory=list)
     """The trajectories to train on, in order, with their final rewards."""
-    given: Sequence[Any] = ()
+    data_items: Sequence[Any] = ()
     """Samples or pairs that come from data instead of this run's attempts."""
     dropped: dict[str, str] = field(default_factory=dict)
     """Trajectory id -> why it is not trained on."""
@@ -118,7 +118,7 @@ class Collector:
                 algorithm = algorithm.model_copy(update={"keep_groups": 1.0})
 
             selected, dropped = select(
-                gathered.sampled, algorithm, before=gathered.dropped, wanted=target_groups
+                gathered.sampled, algorithm, before=gathered.dropped, num_groups=target_groups
             )
             informative = len({t.group_id for t in selected})
             num_groups = len({t.group_id for t in gathered.sampled})
@@ -234,7 +234,7 @@ class Collector:
 
         return Collected(
             trajectories=[*gathered.sampled, *gathered.greedy],
-            kept=shaped,
+            trainable=shaped,
             dropped=dropped | {t.id: BASELINE for t in gathered.greedy},
             baselines=baselines,
             metrics=metrics,
@@ -257,16 +257,16 @@ def is_baseline(trajectory: Trajectory) -> bool:
     return trajectory.group_id.startswith(f"{trajectory.task_id}/{BASELINE}@")
 
 
-def next_round(wanted: int, informative: int, sampled: int) -> int:
+def next_round(target: int, informative: int, sampled: int) -> int:
     """The number of groups to sample next: as many as are expected to give the missing groups, by
     the share that was informative so far.
 
     At most `target`, and as many if nothing was informative; 0 when the batch is full.
     """
-    missing = wanted - informative
+    missing = target - informative
     if missing <= 0:
         return 0
-    return min(wanted, math.ceil(missing * sampled / informative)) if informative else wanted
+    return min(target, math.ceil(missing * sampled / informative)) if informative else target
 
 
 def _rlpr_filter(section: AlgorithmSection) -> RLPRStd | None:

@@ -86,7 +86,7 @@ class Components:
     policies: Mapping[str, AgentPolicy] = field(default_factory=dict)
     """By name, the policies of a rollout of several agents, including the main one; empty where
     there is only one policy."""
-    elsewhere: RunEngines | None = None
+    run_engines: RunEngines | None = None
     """Equals `engine` where this process makes no engine and the run's other engines evaluate."""
 
     @property
@@ -141,7 +141,7 @@ class Components:
             calls=self.calls,
             note=self.note,
             players=players(self.config, self.policies),
-            given=self.tasks.given,
+            get_tasks=self.tasks.given,
         )
 
 
@@ -225,7 +225,7 @@ async def open_components(  # noqa: PLR0913 (the ways in which commands begin)
     note: Callable[[str], None] = to_stderr,
     may_play: bool = True,
     traced: bool = False,
-    elsewhere: bool = False,
+    uses_run_engines: bool = False,
 ) -> AsyncIterator[Components]:
     """Builds everything; closes the store at the end. `checkpoint` replaces the recipe's model, see
     `checkpoint_section`; `loaded` is what `load_policy` has found already; `transport`: how the
@@ -234,7 +234,7 @@ async def open_components(  # noqa: PLR0913 (the ways in which commands begin)
     where the recipe's `tracing` says; `uses_run_engines`: this process makes no engine and asks the
     run's other ones."""
     loaded = load_policy(config, checkpoint) if loaded is None else loaded
-    run_engines = _run_engines(config) if elsewhere else None
+    run_engines = _run_engines(config) if uses_run_engines else None
     engine = run_engines or _own_engine(config, loaded, transport)
     main = AgentPolicy(loaded.model, loaded.tokenizer, engine)
     policies = make_policies(config, main, checkpoint, load_policy, transport)
@@ -250,10 +250,10 @@ async def open_components(  # noqa: PLR0913 (the ways in which commands begin)
 
         tracing = None
         if traced:
-            opening = open_tracing(config, process="trainer", tell=note, is_remote=False)
+            opening = open_tracing(config, process="trainer", notify=note, is_remote=False)
             tracing = await stack.enter_async_context(opening)
 
-        calls = await stack.enter_async_context(call_log(url, tell=note, tracing=tracing))
+        calls = await stack.enter_async_context(call_log(url, notify=note, tracing=tracing))
         weights = await open_weights(config, main, policies, transport, note)
         parts = Components(
             config=config,
@@ -268,7 +268,7 @@ async def open_components(  # noqa: PLR0913 (the ways in which commands begin)
             note=note,
             checkpoint=checkpoint,
             policies=policies,
-            elsewhere=run_engines,
+            run_engines=run_engines,
         )
 
         if player is not None:

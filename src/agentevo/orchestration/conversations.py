@@ -107,11 +107,11 @@ class ConversationBatches:
         """The step's conversations."""
         epochs = step / self.num_steps * self._config.sft.epochs
         samples = self._data.batch(self._batches[step - 1])
-        return Collected(given=samples, metrics={"training/epoch": epochs})
+        return Collected(data_items=samples, metrics={"training/epoch": epochs})
 
     def prepare(self, collected: Collected, step: int) -> PreparedBatch:
         """The conversations are trained on as they are."""
-        return PreparedBatch(collected.given)
+        return PreparedBatch(collected.data_items)
 
     async def replay(self, record: StepRecord) -> PreparedBatch:
         """The same conversations: they follow from the data, the seed and the step."""

@@ -21,7 +21,7 @@ async def reserve(store: Store, step: int, collected: Collected, batch: Prepared
     """Reserves the attempts that the step trains on. The others are dropped when the step is
     committed. Returns the ids of the reserved attempts, in order."""
     dropped = collected.dropped | batch.dropped
-    trained_ids = [t.id for t in collected.kept if t.id not in dropped]
+    trained_ids = [t.id for t in collected.trainable if t.id not in dropped]
     await with_retries(
         lambda: store.reserve(trained_ids, step),
         within_s=STORE_RETRY_S,
@@ -47,7 +47,7 @@ def plan_of(
     metrics: Mapping[str, float],
 ) -> StepPlan:
     """What the step has trained on, so that it can be checked and replayed."""
-    by_id = {t.id: t for t in collected.kept}
+    by_id = {t.id: t for t in collected.trainable}
     return StepPlan.make(
         [by_id[name] for name in ids],
         earned={t.id: t.reward for t in collected.trajectories},

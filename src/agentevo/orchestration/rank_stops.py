@@ -29,13 +29,13 @@ class Stops:
         self._store = store
         self._rank = rank
 
-    def tell(self) -> None:
+    def announce(self) -> None:
         """Called on a process other than the first: this process was asked to stop."""
         with suppress(RuntimeError):  # the first process has ended, which all notice
             self._store.set(_KEY, str(self._rank))
 
     @contextmanager
-    def heard(self, stop_signals: list[int], note: Callable[[str], None]) -> Iterator[None]:
+    def watch(self, stop_signals: list[int], note: Callable[[str], None]) -> Iterator[None]:
         """Used on the first process: a stop that another process receives counts as a stop of this
         one."""
         done = threading.Event()
@@ -65,7 +65,7 @@ class Stops:
 
 
 @contextmanager
-def sigterm_told() -> Iterator[Callable[[Callable[[], None]], None]]:
+def catch_sigterm() -> Iterator[Callable[[Callable[[], None]], None]]:
     """Makes SIGTERM not end this process, and Ctrl-C do nothing. Yields a function that is called
     once, with the callback for SIGTERM; the callback is also called if SIGTERM has already arrived.
     Python runs a handler only when the main thread returns from what it waits for, so a separate

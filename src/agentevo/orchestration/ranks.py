@@ -43,7 +43,7 @@ from agentevo.models.sharded import skeleton_of
 from agentevo.orchestration.components import load_policy
 from agentevo.orchestration.learners import make_learner
 from agentevo.orchestration.rank_failures import Failures, RankLog
-from agentevo.orchestration.rank_stops import Stops, sigterm_told
+from agentevo.orchestration.rank_stops import Stops, catch_sigterm
 from agentevo.training.batching.credit import TurnCredits
 from agentevo.training.checkpoint import Checkpoints
 from agentevo.training.contribution import Contribution
@@ -88,12 +88,12 @@ class RunRanks:
         self.weights = weights
         self.saves = saves
 
-    def tell(self, learner: str, name: str, *arguments: Any, **options: Any) -> None:
+    def broadcast_call(self, learner: str, name: str, *arguments: Any, **options: Any) -> None:
         """Called on the first process: the other processes make this call too."""
         message = [(learner, name, arguments, options)]
         distributed.broadcast_object_list(message, 0, group=self._calls)
 
-    def told(self) -> tuple[str, str, tuple[Any, ...], dict[str, Any]]:
+    def next_call(self) -> tuple[str, str, tuple[Any, ...], dict[str, Any]]:
         """Called on the other processes: waits for the next call and returns it."""
         message: list[Any] = [None]
         distributed.broadcast_object_list(message, 0, group=self._calls)
@@ -162,18 +162,18 @@ def join_ranks(config: RunConfig) -> Iterator[RunRanks | None]:
 
 def _send_home(ranks: RunRanks, rank: int) -> None:
     if rank == 0:
-        ranks.tell("", "end")
+        ranks.broadcast_call("", "end")
 
 
 def follow(config: RunConfig) -> None:
     """Makes the first process's calls until it ends; blocks."""
-    with sigterm_told() as when_sigterm, join_ranks(config) as ranks:
+    with catch_sigterm() as when_sigterm, join_ranks(config) as ranks:
         assert ranks is not None, "only one of several processes follows"
 
-        when_sigterm(ranks.stops.tell)
+        when_sigterm(ranks.stops.announce)
         follower: _RankFollower | None = None
         while True:
-            learner, name, arguments, options = ranks.told()
+            learner, name, arguments, options = ranks.next_call()
             if name == "end":
                 if follower is not None:
                     follower.saves.end()
@@ -295,7 +295,7 @@ def _contribution_of(
 
 def saved_state(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
     """The trainer's state in a checkpoint, from which this process reads what it needs."""
-    folder = Checkpoints(checkpoint.parent, config.checkpoint.keep_last, alone=True)
+    folder = Checkpoints(checkpoint.parent, config.checkpoint.keep_last, is_only_caller=True)
     return folder.load(checkpoint, mapped=config.trainer.parallel.is_spread)[0]
 
 
@@ -319,7 +319,7 @@ class Leader:
         self.checkpoint = checkpoint
         self._config = config
         self._tokenizer = tokenizer
-        ranks.tell("", "start", checkpoint)
+        ranks.broadcast_call("", "start", checkpoint)
         self.log = ranks.log(config.run_dir)
         self._is_spread = config.trainer.parallel.is_spread
         self._has_whole = serves or not self._is_spread
@@ -337,7 +337,7 @@ class Leader:
                 InParts(
                     skeleton_of(model),
                     lambda only_trained: weight_parts(model, only_trained),
-                    partial(ranks.tell, ""),
+                    partial(ranks.broadcast_call, ""),
                     ranks.weights,
                 ),
             )
@@ -345,7 +345,7 @@ class Leader:
     def make(self, name: str, *arguments: Any, local: Callable[..., Any] | None = None) -> Led:
         """A trainer that all processes make (learners.py). `local` makes this process's trainer,
         where it needs more than those of the others."""
-        self.ranks.tell(name, "make", *arguments)
+        self.ranks.broadcast_call(name, "make", *arguments)
         learner = (
             make_learner(
                 self._config, name, self._model, self._tokenizer, self.ranks.share, *arguments
@@ -362,14 +362,14 @@ class Leader:
     def gather(self) -> None:
         """Copies the trained weights into the model that serves."""
         if self._is_spread and self._has_whole:
-            self.ranks.tell("", "gather")
+            self.ranks.broadcast_call("", "gather")
             gather_trained(self._model, self.serving)
 
     def contribution(self, learner: Led, *, copied: bool) -> tuple[dict[str, Any], Contribution]:
         """The trainer's state and what all processes add to its checkpoint. The other processes
         begin now. `copied`: of the state as it is now, whenever it is written."""
         options = {"with_weights": not self._has_whole, "copied": copied}
-        self.ranks.tell(learner.name, "contribute", **options)
+        self.ranks.broadcast_call(learner.name, "contribute", **options)
         state = learner.own_state()
         return state, _contribution_of(self._model, state, self.ranks.saves, **options)
 
@@ -386,7 +386,7 @@ class Led:
         """Makes the call on all processes. `local_arguments` replaces the arguments on this
         process."""
         with self._leader.log.call(f"{self.name} {name}"):
-            self._leader.ranks.tell(self.name, name, *arguments, **options)
+            self._leader.ranks.broadcast_call(self.name, name, *arguments, **options)
             return getattr(self._learner, name)(
                 *(arguments if local_arguments is None else local_arguments), **options
             )
@@ -439,7 +439,7 @@ class Led:
     ) -> dict[str, float] | None:
         """See SupervisedTrainer.held_out. Only this process can stop it."""
         ranks = self._leader.ranks
-        ranks.tell(self.name, "held_out", samples)
+        ranks.broadcast_call(self.name, "held_out", samples)
         metrics: dict[str, float] | None = self._learner.held_out(samples, stop=stop)
         return metrics
 
@@ -449,7 +449,7 @@ class Led:
 
     def carry_on(self, checkpoint: Path) -> None:
         """See Optimization.carry_on: every process reads the other run's checkpoint."""
-        self._leader.ranks.tell(self.name, "carry_on", checkpoint)
+        self._leader.ranks.broadcast_call(self.name, "carry_on", checkpoint)
         self.optimization.carry_on(self._leader.saved_state(checkpoint)["optimization"])
 
     def own_state(self) -> dict[str, Any]:

@@ -168,7 +168,7 @@ class GroupStream:
     def __init__(
         self,
         parts: Components,
-        lost: LostAttempts,
+        lost_attempts: LostAttempts,
         stop: Callable[[], bool],
         check: Callable[[], None],
         *,
@@ -180,7 +180,7 @@ class GroupStream:
         self._config = config
         self._store = parts.store
         self._tasks = parts.tasks
-        self._lost_attempts = lost
+        self._lost_attempts = lost_attempts
         self._stop = stop
         self._check = check
         self._serves_early = serves_early
@@ -453,7 +453,7 @@ class DisaggregatedRollouts:
         self._parts = parts
         self._stop = stop
         self._note = note
-        self._run_engines = parts.elsewhere
+        self._run_engines = parts.run_engines
         """The engines that evaluate, where this process has no engine of its own. They get a step's
         weights before the step is committed."""
 

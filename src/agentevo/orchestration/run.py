@@ -163,7 +163,7 @@ async def run_training(
         folder / "checkpoints",
         config.checkpoint.keep_last,
         keep_best=config.checkpoint.keep_best,
-        alone=True,
+        is_only_caller=True,
     )
     with (
         RunLog() as log,
@@ -184,7 +184,9 @@ async def run_training(
             start, make_final = await _resume_point(config, checkpoints, confirm, view.note)
 
         is_disaggregated = bool(supervisor) or command == "learn"  # others sample for training
-        uses_run_engines = ranks is not None and serves_elsewhere(config, apart=is_disaggregated)
+        uses_run_engines = ranks is not None and serves_elsewhere(
+            config, is_disaggregated=is_disaggregated
+        )
         if loaded is None or start.checkpoint is not None:
             loaded = load_checked(config, start.checkpoint, for_part=uses_run_engines)
 
@@ -203,7 +205,7 @@ async def run_training(
             tasks=tasks,
             checkpoint=start.checkpoint,
             loaded=loaded,
-            transport=local_transport(config, apart=is_disaggregated or command == "sft"),
+            transport=local_transport(config, is_separate=is_disaggregated or command == "sft"),
             note=view.note,
             may_play=submissions is None,
             traced=True,
@@ -248,7 +250,7 @@ def _join(
     one."""
     ranks = stack.enter_context(join_ranks(config))
     if ranks is not None:
-        stack.enter_context(ranks.stops.heard(stop_signals, view.note))
+        stack.enter_context(ranks.stops.watch(stop_signals, view.note))
     return ranks
 
 

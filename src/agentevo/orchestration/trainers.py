@@ -38,7 +38,7 @@ def make_rollouts(
     note: Callable[[str], None],
     *,
     sampled: bool,
-    apart: bool,
+    is_disaggregated: bool,
     supervisor: SamplerSupervisor | None,
     submissions: Submissions | None = None,
 ) -> RolloutSource:
@@ -48,7 +48,7 @@ def make_rollouts(
     if submissions is not None:
         return SubmittedRollouts(parts, submissions)
 
-    if apart:
+    if is_disaggregated:
         check = (lambda: None) if supervisor is None else supervisor.check
         return DisaggregatedRollouts(parts, stop, check, note)
 

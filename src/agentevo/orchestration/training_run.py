@@ -116,7 +116,7 @@ class TrainingRun:
             is_stopped,
             view.warn,
             sampled=sampled,
-            apart=is_disaggregated,
+            is_disaggregated=is_disaggregated,
             supervisor=processes,
             submissions=submissions,
         )
@@ -133,7 +133,7 @@ class TrainingRun:
                 parts.model,
                 parts.tokenizer,
                 parts.checkpoint,
-                serves=parts.elsewhere is None,
+                serves=parts.run_engines is None,
             )
         )
         """Set where several processes train together."""
@@ -197,7 +197,7 @@ class TrainingRun:
     async def _teach(self, *, is_logged: bool) -> None:
         """Teaches the model before the first step. `is_logged`: a resumed run without a checkpoint,
         whose log has it already."""
-        shows = self.parts.config.model.name != "tiny" and self.parts.elsewhere is None
+        shows = self.parts.config.model.name != "tiny" and self.parts.run_engines is None
         # Random weights show nothing, and engines of other processes have none yet.
         if shows and not is_logged:
             try:
@@ -563,7 +563,7 @@ class TrainingRun:
 
     async def _play_evaluation(self, step: int, *, full: bool, label: str) -> Evaluated:
         """Plays the evaluation's attempts."""
-        run_engines = self.parts.elsewhere
+        run_engines = self.parts.run_engines
         async with nullcontext() if run_engines is None else run_engines.looked_after():
             samples = self.parts.config.evaluation.samples if full else 0
             work = asyncio.create_task(
@@ -656,7 +656,7 @@ class TrainingRun:
                     state,
                     value,
                     prune=False,
-                    beside=extra_models,
+                    further_models=extra_models,
                     contribution=shared,
                     copies=copies,
                 )[1]

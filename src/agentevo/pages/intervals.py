@@ -21,38 +21,40 @@ class Interval(Protocol):
     def high(self) -> float: ...
 
 
-def share_interval(one: Interval | None) -> str:
+def share_interval(interval: Interval | None) -> str:
     """`41% [33, 50]`."""
-    if one is None:
+    if interval is None:
         return NONE
-    low, high = (percent(end).removesuffix("%") for end in (one.low, one.high))
-    return f"{percent(one.value)} [{low}, {high}]"
+    low, high = (percent(end).removesuffix("%") for end in (interval.low, interval.high))
+    return f"{percent(interval.value)} [{low}, {high}]"
 
 
-def number_interval(one: Interval | None) -> str:
+def number_interval(interval: Interval | None) -> str:
     """`0.412 [0.33, 0.5]`."""
-    if one is None:
+    if interval is None:
         return NONE
-    return f"{number(one.value)} [{number(one.low)}, {number(one.high)}]"
+    return f"{number(interval.value)} [{number(interval.low)}, {number(interval.high)}]"
 
 
-def points(one: Interval | None) -> str:
+def points(interval: Interval | None) -> str:
     """A difference of shares: `+12 points [5, 19]`."""
-    if one is None:
+    if interval is None:
         return NONE
-    value, low, high = (number(100 * each, 1) for each in (one.value, one.low, one.high))
-    return f"{'+' if one.value > 0 else ''}{value} points [{low}, {high}]"
+    value, low, high = (
+        number(100 * each, 1) for each in (interval.value, interval.low, interval.high)
+    )
+    return f"{'+' if interval.value > 0 else ''}{value} points [{low}, {high}]"
 
 
 def interval_scale(
-    one: Interval | None,
+    interval: Interval | None,
     random: float | None = None,
     optimal: float | None = None,
     width: int = 160,
 ) -> Markup:
     """A share on a line from 0 to 1: a bar for the interval, a point for the value, ticks for
     random and optimal play."""
-    if one is None:
+    if interval is None:
         return Markup("")
 
     def x(value: float) -> float:
@@ -69,9 +71,11 @@ def interval_scale(
             )
 
     parts.append(
-        Markup('<line class="band" x1="{}" x2="{}" y1="9" y2="9"/>').format(x(one.low), x(one.high))
+        Markup('<line class="band" x1="{}" x2="{}" y1="9" y2="9"/>').format(
+            x(interval.low), x(interval.high)
+        )
     )
-    parts.append(Markup('<circle class="after" cx="{}" cy="9" r="4"/>').format(x(one.value)))
+    parts.append(Markup('<circle class="after" cx="{}" cy="9" r="4"/>').format(x(interval.value)))
     return Markup(
         '<svg class="scale" width="{w}" height="18" viewBox="0 0 {w} 18" aria-hidden="true">'
         "{p}</svg>"

@@ -366,7 +366,7 @@ class Standing:
             engine = dict(sources.split_override(text) for text in overrides)
             return self.recipes.read(one, sources.overlay(tree, nest_keys(engine)), home, folder)
 
-        return load_with_engine(load, note=self._note_once, apart=False)
+        return load_with_engine(load, note=self._note_once, is_separate=False)
 
     def _note_once(self, line: str) -> None:
         if line not in self._said:

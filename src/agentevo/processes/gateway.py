@@ -99,7 +99,7 @@ async def _serve(
             calls=calls,
             note=note,
             gateway=gateway,
-            given=tuple if tasks is None else tasks.given,
+            get_tasks=tuple if tasks is None else tasks.given,
         )
         sessions = OutsideSessions(config, sampler, agent, engine, store, note)
         next_tasks = NextTasks(config, tasks, sessions, store)

@@ -89,10 +89,10 @@ def learn(config: RunConfig, *, resume: bool = False, view: LiveView | None = No
 
     loaded = None
     if resume:
-        check_resume(config, apart=True)
+        check_resume(config, started_separately=True)
     else:
         new = not (config.run_dir / "config.yaml").is_file()
-        for_part = world_size() > 1 and serves_elsewhere(config, apart=True)
+        for_part = world_size() > 1 and serves_elsewhere(config, is_disaggregated=True)
         loaded = load_checked(config, for_part=for_part) if new else None
         ensure_run_folder(config)
 

@@ -164,7 +164,7 @@ async def _sample(
             context_length,
             calls=calls,
             note=note,
-            given=source.given,
+            get_tasks=source.given,
         )
         service = SamplerService(config, sampler, engine, store, source, worker=name, note=note)
         note(f"{name}: sampling for {short(config.run_dir)}")
@@ -197,7 +197,7 @@ async def engines_and_store(
     from agentevo.inference.secret import RunSecret
 
     opening = asyncio.create_task(
-        open_run_store(config.store_url, within_s=STORE_RETRY_S, tell=note)
+        open_run_store(config.store_url, within_s=STORE_RETRY_S, notify=note)
     )
     if not await finished_before_stop(opening, stop):
         yield None
@@ -215,8 +215,8 @@ async def engines_and_store(
     try:
         async with (
             opening.result() as store,
-            open_tracing(config, process=name, tell=note, is_remote=True) as tracing,
-            call_log(config.store_url, tell=note, tracing=tracing) as calls,
+            open_tracing(config, process=name, notify=note, is_remote=True) as tracing,
+            call_log(config.store_url, notify=note, tracing=tracing) as calls,
         ):
             with lasting_heap():
                 yield engine, store, calls

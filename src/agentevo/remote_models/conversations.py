@@ -231,7 +231,7 @@ def _tell(
     """What was said, for the call's span if there is one."""
     if (tracing := call.tracing) is not None:
         call.said = TracedMessage(
-            asked=tuple(messages) if tracing.contents else (),
+            messages=tuple(messages) if tracing.contents else (),
             answers=[reply.message for reply in replies] if tracing.contents else (),
             tools=tools if tracing.contents else "",
             finish_reasons=[reply.finish_reason for reply in replies],

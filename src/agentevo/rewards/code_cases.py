@@ -161,23 +161,25 @@ def is_right_value(value: Any, right: Any) -> bool:
     return isinstance(right, list) and len(right) == 1 and same_value(value, right[0])
 
 
-def same_value(one: Any, two: Any) -> bool:
+def same_value(first: Any, second: Any) -> bool:
     """Whether two JSON values are alike; numbers may differ by TOLERANCE, and true is no 1."""
-    if isinstance(one, bool) or isinstance(two, bool):
-        return one is two
-    if isinstance(one, (int, float)) and isinstance(two, (int, float)):
-        return one == two or math.isclose(one, two, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-    if isinstance(one, list) and isinstance(two, list):
-        return len(one) == len(two) and all(map(same_value, one, two))
-    if isinstance(one, dict) and isinstance(two, dict):
-        return one.keys() == two.keys() and all(same_value(one[key], two[key]) for key in one)
-    return bool(type(one) is type(two) and one == two)
+    if isinstance(first, bool) or isinstance(second, bool):
+        return first is second
+    if isinstance(first, (int, float)) and isinstance(second, (int, float)):
+        return first == second or math.isclose(first, second, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(map(same_value, first, second))
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(
+            same_value(first[key], second[key]) for key in first
+        )
+    return bool(type(first) is type(second) and first == second)
 
 
-def is_right_output(said: str, right: str) -> bool:
+def is_right_output(output: str, right: str) -> bool:
     """Whether a program printed what it should: the same words line by line, blanks and empty lines
     at the end aside; numbers with a point may differ by TOLERANCE."""
-    lines = [[line.split() for line in text.strip().split("\n")] for text in (said, right)]
+    lines = [[line.split() for line in text.strip().split("\n")] for text in (output, right)]
     if [len(line) for line in lines[0]] != [len(line) for line in lines[1]]:
         return False
     return all(

@@ -93,10 +93,14 @@ def _prompt_text(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, An
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
-def longest_conversation(model: Any, tokenizer: Any, wanted: int | None) -> int:
+def longest_conversation(model: Any, tokenizer: Any, max_tokens: int | None) -> int:
     """Tokens that the model reads, at most `max_tokens`."""
     config = model.config.get_text_config()
-    limits = [wanted, getattr(config, "max_position_embeddings", None), tokenizer.model_max_length]
+    limits = [
+        max_tokens,
+        getattr(config, "max_position_embeddings", None),
+        tokenizer.model_max_length,
+    ]
     return min(limit for limit in limits if limit is not None and limit > 0)
 
 

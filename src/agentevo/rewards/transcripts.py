@@ -66,7 +66,7 @@ class _TranscriptLine:
     """A message; `full_text` says all of it, `shown` what fits."""
 
     role: str
-    whole: str
+    full_text: str
     shown: str
 
 
@@ -86,7 +86,7 @@ def shown_group(trajectories: Sequence[Trajectory], limits: TranscriptLimits) ->
         json.dumps(
             [trajectory.truncated]
             + [
-                [turn.parent, *(line.whole for line in lines[turn.index])]
+                [turn.parent, *(line.full_text for line in lines[turn.index])]
                 for turn in _turns(trajectory)
             ]
         )

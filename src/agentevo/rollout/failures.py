@@ -74,8 +74,8 @@ def _short(error: str) -> str:
 class FirstFailures:
     """Tells of the first failure of each kind, see the module."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        self._tell = notify
         self._traces: dict[str, str] = {}
         """Kind -> traceback of the first."""
 

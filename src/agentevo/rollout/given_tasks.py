@@ -270,23 +270,23 @@ def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def begin_with(config: RunConfig, given: GivenTasks, note: Callable[[str], None]) -> None:
+def begin_with(config: RunConfig, tasks: GivenTasks, note: Callable[[str], None]) -> None:
     """A trainer's start: checks that the tasks are the run's, and says which rows are left out, all
     of them in RUN/bad_rows.jsonl."""
-    check_same_tasks(config, given)
+    check_same_tasks(config, tasks)
     (config.run_dir / BAD_ROWS).unlink(missing_ok=True)
-    for report in given.reports:
+    for report in tasks.reports:
         if report.bad:
             report.write(config.run_dir / BAD_ROWS)
         for line in report.lines():
             note(line)
 
 
-def check_same_tasks(config: RunConfig, given: GivenTasks) -> None:
+def check_same_tasks(config: RunConfig, tasks: GivenTasks) -> None:
     """Remembers the tasks in the run's folder, or compares them with what is remembered there.
     Raises ConfigError for other ones."""
     record = config.run_dir / RECORD
-    now = {"digest": given.digest, "train": len(given.train), "eval": len(given.held_out)}
+    now = {"digest": tasks.digest, "train": len(tasks.train), "eval": len(tasks.held_out)}
     if not record.is_file():
         create_atomic(record, json.dumps(now))
 

@@ -127,7 +127,7 @@ class GroupAttempt:
         if call.tracing.contents and trajectory.turns:
             first = trajectory.turns[0]
             last = trajectory.turns[-1]
-            call.said = TracedMessage(asked=first.messages[:-1], answers=last.messages[-1:])
+            call.said = TracedMessage(messages=first.messages[:-1], answers=last.messages[-1:])
 
     async def _run(self, task_id: str, group_id: str, number: int) -> list[Trajectory]:
         """The only place where an agent's failure is caught."""
@@ -288,20 +288,20 @@ class RolloutGroup:
         group_id: str,
         members: Sequence[GroupAttempt],
         *,
-        wanted: int,
-        beside: tuple[str, GroupAttempt] | None,
+        num_wanted: int,
+        baseline: tuple[str, GroupAttempt] | None,
         score: Score,
-        ended: Callable[[int], None] = lambda number: None,
+        on_ended: Callable[[int], None] = lambda number: None,
     ) -> None:
         """`num_wanted` completed members are enough. `baseline`: (group id, attempt). `on_ended` is
         called with the number of ended attempts, whenever one ends."""
         self.task_id = task_id
         self.group_id = group_id
         self.members = list(members)
-        self.baseline = beside
-        self._wanted = wanted
+        self.baseline = baseline
+        self._wanted = num_wanted
         self._score = score
-        self._ended = ended
+        self._ended = on_ended
 
     @property
     def attempts(self) -> list[GroupAttempt]:

@@ -111,7 +111,7 @@ class Sampler:
         note: Callable[[str], None] = lambda text: None,
         players: Mapping[str, Player] = MappingProxyType({}),
         gateway: Gateway | None = None,
-        given: Callable[[], Sequence[Task]] = tuple,
+        get_tasks: Callable[[], Sequence[Task]] = tuple,
     ) -> None:
         """Calls of attempts are recorded in `calls`, if it is there. `note` is called at once with
         the first failure of each kind and its traceback. `players`: those of several agents, by
@@ -134,7 +134,7 @@ class Sampler:
         self.remote_models = RemoteModels(config.remote_models, config.run_dir / REMOTE_MODELS)
         self._scoring = Scoring(config.rewards, show=self.failures.show, models=self.remote_models)
         self._baselines = BaselineScorers(config.run_dir / BASELINES)
-        self._given = given
+        self._given = get_tasks
         self._preparing: asyncio.Task[None] | None = None
         self._keep_text = TextKeeper(config.run_dir)
         self.declared: dict[str, Declared] = {}
@@ -249,7 +249,7 @@ class Sampler:
         baseline: bool = False,
         shown: Task | None = None,
         engines: Mapping[str, Engine] = MappingProxyType({}),
-        ended: Callable[[int], None] = lambda number: None,
+        on_ended: Callable[[int], None] = lambda number: None,
         texts: Mapping[str, str] | None = None,
     ) -> RolloutGroup:
         """The attempts at a task, not yet begun: `attempts` that are wanted and `extra` ones, of
@@ -280,10 +280,10 @@ class Sampler:
             task.id,
             name,
             members,
-            wanted=attempts,
-            beside=greedy,
+            num_wanted=attempts,
+            baseline=greedy,
             score=partial(self._score, task=shown or task, engines=engines),
-            ended=ended,
+            on_ended=on_ended,
         )
 
     def check_scorer(self, task: Task) -> None:
@@ -372,9 +372,9 @@ class Sampler:
         attempt_texts = self.texts(texts)
         return Policy(main, door or self._gateway, remote, agents, remote_names, attempt_texts)
 
-    def texts(self, given: Mapping[str, str] | None = None) -> Texts:
+    def texts(self, overrides: Mapping[str, str] | None = None) -> Texts:
         """The named texts of an attempt: these, or else the recipe's."""
-        texts = self._config.agent.texts if given is None else given
+        texts = self._config.agent.texts if overrides is None else overrides
         return Texts(texts, self._keep_text, self.declared.setdefault)
 
     async def play(self, task: Task, **arguments: Any) -> list[Trajectory]:

@@ -89,7 +89,7 @@ class _SampledWork:
     running: asyncio.Task[None] | None = None
     group: RolloutGroup | None = None
     writing: bool = False
-    lost: bool = False
+    is_lost: bool = False
     """Another service has the lease."""
 
 
@@ -226,7 +226,7 @@ class SamplerService:
             ),
             "lease_tasks",
         )
-        own_works = {work.lease.task.id: work for work in self._works if not work.lost}
+        own_works = {work.lease.task.id: work for work in self._works if not work.is_lost}
         for lease in leases:
             if (
                 lease.task.id in own_works
@@ -279,7 +279,7 @@ class SamplerService:
             work.writing = True
             await self._write(work, trajectories)
         except asyncio.CancelledError:
-            if not work.lost:
+            if not work.is_lost:
                 await self._let_go(
                     work,
                     lambda: self._store.return_task(work.lease),
@@ -298,7 +298,7 @@ class SamplerService:
     async def _beat(self, work: _SampledWork) -> None:
         """Renews the lease; ends the work when it is lost. A database that is away can't give the
         task to another service."""
-        while not work.lost:
+        while not work.is_lost:
             await asyncio.sleep(self._rollout.lease_s / 3)
             lease = work.lease
             try:
@@ -309,7 +309,7 @@ class SamplerService:
                 if lease is not work.lease:
                     continue
                 if not work.writing and work.running is not None:
-                    work.lost = True
+                    work.is_lost = True
                     self._counts["leases_lost"] += 1
                     work.running.cancel()
                 return
@@ -473,7 +473,7 @@ class SamplerService:
             if within_s is None:
                 raise
         except StoreError:
-            work.lost = True
+            work.is_lost = True
             self._counts["leases_lost"] += 1
         else:
             self._counts[counter] += 1

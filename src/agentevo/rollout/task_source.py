@@ -38,7 +38,7 @@ class TaskSource:
     cycles through its own tasks (task_stages.py).
     """
 
-    def __init__(self, config: RunConfig, given: Sequence[Task] | None) -> None:
+    def __init__(self, config: RunConfig, given_tasks: Sequence[Task] | None) -> None:
         """Raises ConfigError for files that can't be read, and for too few tasks."""
         self._config = config
         self.read: GivenTasks | None = None
@@ -46,12 +46,12 @@ class TaskSource:
         self.proposals: ProposalTasks | None = None
         """What the proposer is asked, under self-play."""
 
-        if given is None and config.tasks.given:
+        if given_tasks is None and config.tasks.given:
             self.read = read_tasks(config.tasks, config.agent)
-        elif given is None and brings_tasks(config.agent.type):
+        elif given_tasks is None and brings_tasks(config.agent.type):
             self.read = tasks_of_agent(config.agent)
 
-        if given is None and config.tasks.self_play is not None:
+        if given_tasks is None and config.tasks.self_play is not None:
             section = config.tasks.self_play
             groups = config.trainer.groups_per_step
             timeout_s = config.agent.timeout_s
@@ -60,8 +60,8 @@ class TaskSource:
                 section, family, config.run.seed, groups, timeout_s=timeout_s
             )
 
-        train, self._held_out = self._split(given)
-        staged = config.tasks.stages if given is None else ()
+        train, self._held_out = self._split(given_tasks)
+        staged = config.tasks.stages if given_tasks is None else ()
         self.stages = TaskStages(staged, lag=config.rollout.staleness)
         self._files = {} if self.read is None else files_of(config.tasks, self.read)
         names = source_names(config.tasks.train) if config.tasks.weights else []

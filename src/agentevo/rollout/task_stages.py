@@ -112,15 +112,15 @@ def of_stage(stage: TaskStage, tasks: Sequence[Task], sources: Mapping[str, str]
     ]
 
 
-def check_stage(stage: TaskStage, found: int, tasks: Sequence[Task], at_least: int) -> None:
+def check_stage(stage: TaskStage, count: int, tasks: Sequence[Task], at_least: int) -> None:
     """Raises ConfigError for a stage whose tasks do not fill a step."""
-    if found >= at_least:
+    if count >= at_least:
         return
 
     what = f" (where {stage.in_words})" if stage.in_words else ""
-    if found:
+    if count:
         raise ConfigError(
-            f"tasks.stages: the stage {stage.name!r}{what} has {found} of {len(tasks)} tasks, and "
+            f"tasks.stages: the stage {stage.name!r}{what} has {count} of {len(tasks)} tasks, and "
             f"a step needs trainer.groups_per_step={at_least}: let it have more, or set fewer "
             "groups"
         )

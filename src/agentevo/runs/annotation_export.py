@@ -52,7 +52,7 @@ def last_answer(trajectory: Trajectory) -> Turn | RemoteTurn | None:
 
 async def export_annotations(
     store: Store,
-    found: Annotations,
+    annotations: Annotations,
     path: Path,
     form: Format,
     read: Read,
@@ -62,7 +62,7 @@ async def export_annotations(
     """Writes the rows to `path` (.jsonl or .jsonl.gz): how many, and reason -> annotations that
     gave none. `held_out`: attempts of evaluations are trained on, too. Raises ConfigError, with
     nothing written, if there is no row."""
-    attempt_ids = set(found.attempts) | {name for pair in found.pairs for name in pair}
+    attempt_ids = set(annotations.attempts) | {name for pair in annotations.pairs for name in pair}
     attempts: dict[str, Trajectory] = {}
     for name in attempt_ids:
         try:
@@ -81,7 +81,7 @@ async def export_annotations(
     count = 0
     left_out = Counter[str]()
     with whole_file(path) as file:
-        for row in _rows(found, attempts, evaluated, form, read):
+        for row in _rows(annotations, attempts, evaluated, form, read):
             if isinstance(row, LeftOutError):
                 left_out[str(row)] += 1
                 continue

@@ -162,12 +162,12 @@ def agreement(judge: str, verdicts: Iterable[tuple[bool, bool]]) -> Agreement:
     return Agreement(judge, (counts[0], counts[1], counts[2], counts[3]))
 
 
-def calibration(found: Annotations, passed_from: float = 0.5) -> list[Agreement]:
+def calibration(annotations: Annotations, passed_from: float = 0.5) -> list[Agreement]:
     """People against the attempts' success, and against each part of the reward, which passes an
     attempt from `passed_from` on (a penalty, which is never above 0, where it is 0); then, of two
     attempts, whether the one that people find better has the higher reward (`reward, of two`; equal
     rewards count as disagreement)."""
-    judged = [attempt for attempt in found.attempts.values() if attempt.verdict]
+    judged = [attempt for attempt in annotations.attempts.values() if attempt.verdict]
     rows = [
         agreement("success", ((attempt.verdict == RIGHT, attempt.success) for attempt in judged))
     ]
@@ -184,6 +184,6 @@ def calibration(found: Annotations, passed_from: float = 0.5) -> list[Agreement]
             agreement(f"{name} ≥ {least:g}", ((right, value >= least) for right, value in values))
         )
 
-    pairs = [pair.rewards for pair in found.pairs.values()]
+    pairs = [pair.rewards for pair in annotations.pairs.values()]
     rows.append(agreement("reward, of two", ((True, better > worse) for better, worse in pairs)))
     return [row for row in rows if row.num]

@@ -104,7 +104,7 @@ def _take_over(
 
     is_known = _is_known(config, shared, within_s, stop, note)
     if is_known and changed:
-        check_resume(config, apart=True)  # else it is another run's folder
+        check_resume(config, started_separately=True)  # else it is another run's folder
         write_atomic(config.run_dir / "config.yaml", to_yaml(config))
 
     return is_known is not None
@@ -129,7 +129,7 @@ async def confirm_run(
             "changed here: give the run.dir of its trainer, or leave --resume out"
         )
     else:
-        check_resume(config, apart=True)
+        check_resume(config, started_separately=True)
 
     if shared is not None:
         shared_tree = await shared.read(OPENING_S, note)
@@ -220,7 +220,7 @@ async def _held(
     answer."""
 
     async def look() -> str:
-        async with await open_run_store(url, within_s=within_s, tell=note) as store:
+        async with await open_run_store(url, within_s=within_s, notify=note) as store:
             return await with_retries(
                 lambda: content_of(store),
                 within_s=STORE_RETRY_S,
@@ -258,11 +258,11 @@ class SharedConfig:
     def place(self) -> str:
         return self._objects.url
 
-    async def read(self, within_s: float, tell: Callable[[str], None]) -> dict[str, Any]:
+    async def read(self, within_s: float, notify: Callable[[str], None]) -> dict[str, Any]:
         """Its tree; empty where there is none yet. A store that is away is waited for. Raises
         StoreUnavailableError after `within_s`, ConfigError for what is no configuration."""
 
-        content = await self._content(CONFIG_FILE, within_s, tell)
+        content = await self._content(CONFIG_FILE, within_s, notify)
         try:
             tree = parse_yaml(content.decode())
         except (UnicodeDecodeError, ParseError) as error:
@@ -273,12 +273,12 @@ class SharedConfig:
         return tree or {}
 
     async def check_writer(
-        self, folder: Path, within_s: float, tell: Callable[[str], None]
+        self, folder: Path, within_s: float, notify: Callable[[str], None]
     ) -> None:
         """Raises ConfigError where the weights are not those of the trainer of this folder; no
         other process may change what holds for its run. Waits as `read` does."""
         own_id_file = folder / ID_FILE
-        writer_id = (await self._content(WRITER_FILE, within_s, tell)).decode(errors="replace")
+        writer_id = (await self._content(WRITER_FILE, within_s, notify)).decode(errors="replace")
         if is_others(writer_id, own_id_file.read_text() if own_id_file.is_file() else ""):
             raise ConfigError(others_weights(self.place))
 

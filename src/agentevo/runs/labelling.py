@@ -51,13 +51,15 @@ def surprises(summaries: Sequence[TrajectorySummary]) -> dict[str, tuple[float, 
     return surprise_by_id
 
 
-def attempts_to_label(summaries: Sequence[TrajectorySummary], said: Annotations) -> list[str]:
+def attempts_to_label(
+    summaries: Sequence[TrajectorySummary], annotations: Annotations
+) -> list[str]:
     """Ids of the completed attempts without an annotation, the first to ask about first."""
     surprise = surprises(summaries)
     unlabelled = [
         summary
         for summary in summaries
-        if summary.id in surprise and summary.id not in said.attempts
+        if summary.id in surprise and summary.id not in annotations.attempts
     ]
     unlabelled.sort(
         key=lambda summary: (
@@ -70,7 +72,7 @@ def attempts_to_label(summaries: Sequence[TrajectorySummary], said: Annotations)
 
 
 def pairs_to_compare(
-    summaries: Sequence[TrajectorySummary], said: Annotations
+    summaries: Sequence[TrajectorySummary], annotations: Annotations
 ) -> list[tuple[str, str]]:
     """Two attempts of each group that were not compared yet: the best and the worst of those with
     other rewards, else the first two; the groups that surprise most first."""
@@ -88,7 +90,7 @@ def pairs_to_compare(
         ranked = sorted(members, key=lambda member: (member.reward, member.attempt))
         first = ranked[-1]
         second = ranked[0]
-        if frozenset((first.id, second.id)) not in said.pairs:
+        if frozenset((first.id, second.id)) not in annotations.pairs:
             most = max(surprise[member.id] for member in members)
             # The better one is not always shown first: that would be its hint.
             pair = (
@@ -138,18 +140,20 @@ def annotation_of(
 
 def preference_of(
     better: str,
-    left: Trajectory,
-    right: Trajectory,
+    shown_first: Trajectory,
+    shown_second: Trajectory,
     *,
     who: str = "",
     id: str = "",
 ) -> Preference:
     """Which of two attempts a person finds better, by its id; empty for neither. Raises ConfigError
     for another id."""
-    if better not in ("", left.id, right.id):
+    if better not in ("", shown_first.id, shown_second.id):
         raise ConfigError("the better one is one of these two, or neither")
 
-    first, second = (right, left) if better == right.id else (left, right)
+    first, second = (
+        (shown_second, shown_first) if better == shown_second.id else (shown_first, shown_second)
+    )
     return Preference(
         better=first.id,
         worse=second.id,

@@ -50,7 +50,7 @@ conversations may have been moved (other tasks and conversations are refused by 
 
 
 def check_resume(
-    config: RunConfig, command: str = "train", *, apart: bool = False
+    config: RunConfig, command: str = "train", *, started_separately: bool = False
 ) -> dict[str, tuple[Any, Any]]:
     """Refuses a folder that can't be resumed, or only as another run; what changed otherwise: key
     -> (was, now). `started_separately`: its engines and samplers are processes of
@@ -76,7 +76,7 @@ def check_resume(
 
     changed = changes(config)
     has_samplers = config.rollout.staleness > 0 or config.rollout.samplers > 0
-    is_concurrent = apart or (command != "loop" and has_samplers)
+    is_concurrent = started_separately or (command != "loop" and has_samplers)
     refused = [
         key
         for key in ("rollout.staleness", "rollout.samplers")
@@ -94,7 +94,9 @@ def check_resume(
         )
 
     fixed = FIXED_SECTIONS if command == "train" else (*FIXED_SECTIONS, command)
-    has_apart_keys = apart or any(changed.get(key, (None,))[0] is not None for key in APART_KEYS)
+    has_apart_keys = started_separately or any(
+        changed.get(key, (None,))[0] is not None for key in APART_KEYS
+    )
     fixed_keys = (*FIXED_KEYS, *QUEUED_KEYS * is_concurrent, *APART_KEYS * has_apart_keys)
     for key, values in changed.items():
         before, after = (without_passwords(repr(value)) for value in values)

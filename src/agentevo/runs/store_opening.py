@@ -23,7 +23,7 @@ async def open_run_store(
     within_s: float | None = None,
     create: bool = True,
     remedy: str = "start the database, or correct store.url",
-    tell: Callable[[str], None] = to_stderr,
+    notify: Callable[[str], None] = to_stderr,
     read_only: bool = False,
 ) -> Store:
     """The store at `url`, with `timeout_s` or its own as the deadline of each later call; waits for
@@ -49,6 +49,6 @@ async def open_run_store(
             ) from error
 
     try:
-        return await with_retries(attempt, within_s=within_s, what="opening the store", tell=tell)
+        return await with_retries(attempt, within_s=within_s, what="opening the store", tell=notify)
     except StoreUnavailableError as error:
         raise StoreUnavailableError(f"{error}; {remedy}") from error

@@ -68,14 +68,14 @@ class Walls:
         )
         self._pid: int | None = None
 
-    def surround(self, pid: int, tell: Callable[[str], None]) -> None:
+    def surround(self, pid: int, notify: Callable[[str], None]) -> None:
         """Called when the program has started, before it writes anything. `notify` is called, in
         the watching thread, with the limit that ended the program. Raises OSError."""
         section = self._section
         self._pid = pid
 
         def end(kind: str, reason: str) -> None:
-            tell(f"its sandbox has ended it: {reason}")
+            notify(f"its sandbox has ended it: {reason}")
             for process in (*descendants(pid), pid):
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(process, signal.SIGKILL)

@@ -75,7 +75,7 @@ class CallLog:
         self,
         open_store: Callable[[], Awaitable[Store]],
         *,
-        tell: Callable[[str], None] = lambda line: None,
+        notify: Callable[[str], None] = lambda line: None,
         tracing: Tracing | None = None,
     ) -> None:
         """`notify` gets a line at the end that says how many calls were not recorded. `tracing`
@@ -85,7 +85,7 @@ class CallLog:
         self.dropped = 0
         """Number of calls that were not recorded."""
         self._open_store = open_store
-        self._tell = tell
+        self._tell = notify
         self._problem = ""
         """Why the first of them were not."""
         self._lock = threading.Lock()
@@ -229,13 +229,13 @@ class CallLog:
 def call_log(
     url: str,
     *,
-    tell: Callable[[str], None] = lambda line: None,
+    notify: Callable[[str], None] = lambda line: None,
     tracing: Tracing | None = None,
 ) -> CallLog:
     """A log that writes to the existing store at `url`."""
     return CallLog(
         lambda: open_store(url, timeout_s=WRITE_TIMEOUT_S, create=False),
-        tell=tell,
+        notify=notify,
         tracing=tracing,
     )
 

@@ -55,7 +55,7 @@ async def commit_step(
         ).scalars()
     )
     stored_record = await connection.scalar(select(steps.c.record).where(steps.c.step == step))
-    if not rules.must_commit(step, record, known=stored_record, ids=ids, here=step_ids):
+    if not rules.must_commit(step, record, stored_record=stored_record, ids=ids, step_ids=step_ids):
         return 0
 
     values = {
@@ -94,7 +94,7 @@ async def drop(connection: AsyncConnection, ids: Iterable[str], reason: str) -> 
 
 async def rewind(connection: AsyncConnection, step: int, *, keep: bool) -> int:
     stored_step = await connection.scalar(select(steps.c.step).where(steps.c.step == step))
-    rules.check_rewind(step, known=stored_step is not None)
+    rules.check_rewind(step, is_committed=stored_step is not None)
     return await _forget_steps(connection, step) if keep else await _delete_after(connection, step)
 
 

@@ -139,9 +139,9 @@ class Queries:
             if rules.must_commit(
                 row["step"],
                 row["record"],
-                known=stored_records.get(row["step"]),
+                stored_record=stored_records.get(row["step"]),
                 ids=None,
-                here=set(),
+                step_ids=set(),
             )
         ]
         if new:

@@ -132,7 +132,11 @@ class MongoRows(Queries):
         }
         stored_step = await self.steps.find_one({"_id": step}, session=self.session)
         if not rules.must_commit(
-            step, record, known=stored_step and stored_step["record"], ids=ids, here=step_ids
+            step,
+            record,
+            stored_record=stored_step and stored_step["record"],
+            ids=ids,
+            step_ids=step_ids,
         ):
             return 0
 
@@ -163,7 +167,8 @@ class MongoRows(Queries):
 
     async def rewind(self, step: int, *, keep: bool) -> int:
         rules.check_rewind(
-            step, known=await self.steps.find_one({"_id": step}, session=self.session) is not None
+            step,
+            is_committed=await self.steps.find_one({"_id": step}, session=self.session) is not None,
         )
         return await self._forget_steps(step) if keep else await self._delete_after(step)
 

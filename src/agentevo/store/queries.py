@@ -194,7 +194,11 @@ async def insert_steps(connection: AsyncConnection, rows: Sequence[dict[str, Any
         row
         for row in rows
         if rules.must_commit(
-            row["step"], row["record"], known=stored_records.get(row["step"]), ids=None, here=set()
+            row["step"],
+            row["record"],
+            stored_record=stored_records.get(row["step"]),
+            ids=None,
+            step_ids=set(),
         )
     ]
     if new:

@@ -30,11 +30,11 @@ class TrajectoryPlace(NamedTuple):
     drop_reason: str | None
 
 
-def holds(row: TaskPlace | None, lease: Lease, wanted: str | tuple[str, ...]) -> bool:
+def holds(row: TaskPlace | None, lease: Lease, target: str | tuple[str, ...]) -> bool:
     """Whether the lease's task must still move to `target`; False if it is there already. Refuses a
     lease that is lost."""
     name = lease.task.id
-    states = (wanted,) if isinstance(wanted, str) else wanted
+    states = (target,) if isinstance(target, str) else target
     if row is None:
         raise StoreError(
             f"no task {name!r} in this store, but {lease.worker!r} holds a lease on it: was the "
@@ -117,15 +117,20 @@ def moving_to_reserved(
 
 
 def must_commit(
-    step: int, record: str, *, known: str | None, ids: Iterable[str] | None, here: set[str]
+    step: int,
+    record: str,
+    *,
+    stored_record: str | None,
+    ids: Iterable[str] | None,
+    step_ids: set[str],
 ) -> bool:
     """Whether the step must still be written. `stored_record` is its record if it is there,
     `step_ids` what is reserved for it or committed to it."""
     if ids is not None:
         expected_ids = set(ids)
         for problem, names in (
-            ("is not reserved for it", expected_ids - here),
-            ("is reserved for it but not part of it", here - expected_ids),
+            ("is not reserved for it", expected_ids - step_ids),
+            ("is reserved for it but not part of it", step_ids - expected_ids),
         ):
             if names:
                 omitted = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
@@ -133,13 +138,13 @@ def must_commit(
                     f"step {step} can't be committed: trajectory {min(names)!r}{omitted} {problem}"
                 )
 
-    if known is not None and known != record:
+    if stored_record is not None and stored_record != record:
         raise StoreError(
             f"step {step} is already committed with another record: rewind to step {step - 1} "
             "before doing it again"
         )
 
-    return known is None
+    return stored_record is None
 
 
 def moving_to_dropped(
@@ -158,8 +163,8 @@ def moving_to_dropped(
     return moving
 
 
-def check_rewind(step: int, *, known: bool) -> None:
-    if step > 0 and not known:
+def check_rewind(step: int, *, is_committed: bool) -> None:
+    if step > 0 and not is_committed:
         raise StoreError(
             f"can't rewind to step {step}: it was never committed; `steps()` lists those that were"
         )
@@ -195,8 +200,8 @@ def lacks_members(attempts: Iterable[int], size: int) -> bool:
     return numbers != list(range(max(size, len(numbers))))
 
 
-def check_same_content(kind: str, name: str, digest: bytes, known: bytes) -> None:
-    if digest != known:
+def check_same_content(kind: str, name: str, digest: bytes, stored_digest: bytes) -> None:
+    if digest != stored_digest:
         raise StoreError(
             f"{kind}: {name!r} is already there with other content: ids must differ for "
             "different attempts "

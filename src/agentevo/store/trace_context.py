@@ -98,7 +98,7 @@ class Tracing(Protocol):
 class TracedMessage:
     """The messages of the call of a model, for its span. The store has them in the trajectory."""
 
-    asked: Sequence[Message] = ()
+    messages: Sequence[Message] = ()
     answers: Sequence[Message] = ()
     tools: str = ""
     """Their JSON schemas."""

@@ -123,11 +123,11 @@ def part_text(content: Any) -> str:
     return f"[{content.type} {getattr(content, 'uri', '')}]"
 
 
-def held_text(held: Any) -> str:
+def held_text(contents: Any) -> str:
     """What a resource holds."""
     with suppress(AttributeError):
-        return str(held.text)
-    return f"[resource {held.uri}, {len(held.blob) * 3 // 4:,} bytes]"
+        return str(contents.text)
+    return f"[resource {contents.uri}, {len(contents.blob) * 3 // 4:,} bytes]"
 
 
 def _one_line(text: str | None) -> str:

@@ -101,14 +101,14 @@ class _McpSession:
         self._was_open = False
         self._tell_restart = False
 
-    async def learn_tools(self, known: _KnownServer | None) -> _KnownServer:
+    async def learn_tools(self, known_server: _KnownServer | None) -> _KnownServer:
         """The server's tools: those that are known already, or else those that it lists. Raises
         ToolUnavailableError, and EnvironmentFailure where it has no such tool as `outcome`."""
-        if known is None:
+        if known_server is None:
             await self.prepare()
         else:
-            self.specs = self._shown(known.specs)
-            self.instructions = known.instructions
+            self.specs = self._shown(known_server.specs)
+            self.instructions = known_server.instructions
         return _KnownServer(self._all, self.instructions)
 
     def _shown(self, specs: Sequence[ToolSpec]) -> list[ToolSpec]:

@@ -75,7 +75,7 @@ LONGEST_ERROR = 10_000
 class Toolbox:
     """See the module."""
 
-    def __init__(self, sections: Sequence[ToolSection], tell: Callable[[str], None] = to_stderr):
+    def __init__(self, sections: Sequence[ToolSection], notify: Callable[[str], None] = to_stderr):
         """`notify` is called with the first exception of each kind of each tool's code. Raises
         ConfigError for tools that can't be made."""
         self._offers = [
@@ -95,7 +95,7 @@ class Toolbox:
                 "another name"
             )
 
-        self._tell = tell
+        self._tell = notify
         self._told = set[tuple[str, type]]()
         self._cache = ResultCache()
         self.has_outcome = any(offer.toolset.has_outcome for offer in self._offers)

@@ -84,11 +84,11 @@ def made_call(schema: Mapping[str, Any]) -> ToolCall:
     return ToolCall(function["name"], json.dumps(arguments, ensure_ascii=False))
 
 
-def made_value(schema: Any, whole: Mapping[str, Any], depth: int = 0) -> Any:
+def made_value(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Any:
     """A value that a JSON schema allows, the same each time: one that the schema names (a default,
     an example, a choice), else the simplest. An object has its required properties. `root` is the
     schema that references point into."""
-    schema = _resolve_reference(schema, whole)
+    schema = _resolve_reference(schema, root)
     for key in ("const", "default"):
         if key in schema:
             return schema[key]
@@ -100,7 +100,7 @@ def made_value(schema: Any, whole: Mapping[str, Any], depth: int = 0) -> Any:
     for key in ("anyOf", "oneOf", "allOf"):
         choices = schema.get(key)
         if isinstance(choices, list) and choices:
-            return made_value(choices[0], whole, depth + 1) if depth < DEPTH else None
+            return made_value(choices[0], root, depth + 1) if depth < DEPTH else None
 
     kind = schema.get("type")
     if isinstance(kind, list):
@@ -108,7 +108,7 @@ def made_value(schema: Any, whole: Mapping[str, Any], depth: int = 0) -> Any:
     if kind is None and "properties" in schema:
         kind = "object"
 
-    return _of_kind(kind, schema, whole, depth)
+    return _of_kind(kind, schema, root, depth)
 
 
 def _of_kind(kind: Any, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> Any:

@@ -87,7 +87,7 @@ async def export_spans(
 
             trace = trace_of(run.id, attempt_of(call.trajectory_id), 1.0)
             traced_message = await conversations.said_in(call) if contents else None
-            batch.append(spans.of(call, trace, said=traced_message))
+            batch.append(spans.of(call, trace, traced_message=traced_message))
             num_spans += 1
 
             if len(batch) == BATCH:
@@ -149,7 +149,7 @@ class _Conversations:
 
 def _said_in_turn(turn: Turn, context: Sequence[Message], tools: str) -> TracedMessage:
     return TracedMessage(
-        asked=context[:-1],
+        messages=context[:-1],
         answers=turn.messages[-1:],
         tools=tools,
         finish_reasons=[turn.finish_reason],

@@ -20,11 +20,11 @@ class FirstWarning(logging.Handler):
     """Between `open` and `close` it reports the first warning of OpenTelemetry's loggers, and no
     warning reaches the handlers of the program."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
+    def __init__(self, notify: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
         self.problem = ""
         """The failure that was reported."""
-        self._notify = tell
+        self._notify = notify
 
     def open(self) -> Self:
         """Listens from now on."""

@@ -45,7 +45,7 @@ def open_tracing(
     config: RunConfig,
     *,
     process: str,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
     is_remote: bool,
 ) -> AbstractAsyncContextManager[Tracer | None]:
     """A tracer of this process, for an `async with`; None where the run is not traced. `process`
@@ -73,7 +73,7 @@ def open_tracing(
         token2text=section.token2text,
         limits=_limits(section),
         flush_s=section.flush_s,
-        tell=tell,
+        notify=notify,
     )
 
 

@@ -81,7 +81,7 @@ class Spans:
         call: Call,
         trace: AttemptTrace,
         *,
-        said: TracedMessage | None = None,
+        traced_message: TracedMessage | None = None,
         asker: TracePlace | None = None,
         around: int | None = None,
     ) -> ReadableSpan:
@@ -99,7 +99,7 @@ class Spans:
         attributes = {
             **self._attempt(call.trajectory_id),
             **described,
-            **self._call_attributes(call, said),
+            **self._call_attributes(call, traced_message),
         }
 
         status = Status()
@@ -221,8 +221,8 @@ class Spans:
 
         if self._contents:
             reasons = traced_message.finish_reasons
-            if traced_message.asked:
-                attributes[names.INPUT_MESSAGES] = self._texts.messages(traced_message.asked)
+            if traced_message.messages:
+                attributes[names.INPUT_MESSAGES] = self._texts.messages(traced_message.messages)
 
             if traced_message.answers:
                 answers = self._texts.messages(traced_message.answers, finish_reasons=reasons)

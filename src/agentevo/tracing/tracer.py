@@ -132,7 +132,7 @@ class CallExporter(SpanExporter):
         return self._spans.of(
             record,
             trace,
-            said=call.said,
+            traced_message=call.said,
             asker=call.asker,
             around=around.span_id if around and around.trace_id == trace.trace_id else None,
         )
@@ -152,7 +152,7 @@ class Tracer:
         token2text: bool = False,
         limits: TraceLimits | None = None,
         flush_s: float = FLUSH_S,
-        tell: Callable[[str], None] = lambda line: None,
+        notify: Callable[[str], None] = lambda line: None,
     ) -> None:
         """`notify` gets a line about spans that are not exported. `share`: of the attempts that are
         traced."""
@@ -164,8 +164,8 @@ class Tracer:
         self._share = share
         self._limits = limits or TraceLimits()
         self._flush_s = flush_s
-        self._notify = tell
-        self._warning = FirstWarning(tell)
+        self._notify = notify
+        self._warning = FirstWarning(notify)
         self._num_ended = 0
         self._is_closing = False
         self._exporter: CallExporter

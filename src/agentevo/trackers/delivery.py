@@ -61,10 +61,10 @@ class Record:
         is_known = isinstance(tracker_id, str) and type(step) is int
         return (str(tracker_id), int(step)) if is_known and step is not None else ("", -1)
 
-    def keep(self, name: str, known: str, step: int) -> None:
+    def keep(self, name: str, tracker_id: str, step: int) -> None:
         """Raises OSError."""
         with self._lock:
-            self._entries[name] = {"id": known, "step": step}
+            self._entries[name] = {"id": tracker_id, "step": step}
             if self._path is not None:
                 write_atomic(self._path, json.dumps(self._entries, indent=1))
 

@@ -56,8 +56,8 @@ def _plain(name: str, value: Any, secret_values: list[str]) -> Any:
     return clean_text(value, secret_values)
 
 
-def clean_text(text: str, known: list[str]) -> str:
+def clean_text(text: str, secret_values: list[str]) -> str:
     """A text without the secrets in it. `secret_values`: values to look for."""
-    for value in known:
+    for value in secret_values:
         text = text.replace(value, HIDDEN)
     return _KNOWN_BEGINNING.sub(HIDDEN, without_passwords(text))

@@ -30,7 +30,7 @@ class Tracking:
 
     def __init__(
         self,
-        made: Sequence[tuple[TrackerConfig, Callable[[TrackerConfig], Tracker]]],
+        makers: Sequence[tuple[TrackerConfig, Callable[[TrackerConfig], Tracker]]],
         run: TrackedRun,
         *,
         note: Callable[[str], None],
@@ -53,7 +53,7 @@ class Tracking:
                 record,
                 lambda text, is_warning: self._messages.append((text, is_warning)),
             )
-            for config, make in made
+            for config, make in makers
         ]
 
     def __bool__(self) -> bool:

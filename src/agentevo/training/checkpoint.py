@@ -53,13 +53,13 @@ class Checkpoints:
     """The checkpoint folder of one run."""
 
     def __init__(
-        self, folder: Path, keep_last: int, *, keep_best: bool = True, alone: bool = False
+        self, folder: Path, keep_last: int, *, keep_best: bool = True, is_only_caller: bool = False
     ) -> None:
         """`is_only_caller`: of several processes that train together, only this one calls."""
         self.folder = folder
         self.keep_last = keep_last
         self._keep_best = keep_best
-        self._is_only_caller = alone
+        self._is_only_caller = is_only_caller
         self.best_value, self.best_step = self._best()
         """The highest evaluation, and the step of the newest checkpoint that has it."""
 
@@ -104,9 +104,9 @@ class Checkpoints:
         value: float | None,
         *,
         prune: bool = True,
-        beside: Mapping[str, tuple[PreTrainedModel, PreTrainedTokenizerBase]] = MappingProxyType(
-            {}
-        ),
+        further_models: Mapping[
+            str, tuple[PreTrainedModel, PreTrainedTokenizerBase]
+        ] = MappingProxyType({}),
         contribution: Contribution | None = None,
         copies: Mapping[str, Mapping[str, torch.Tensor]] = MappingProxyType({}),
     ) -> tuple[Path, str]:
@@ -125,7 +125,7 @@ class Checkpoints:
         weights that are written in place of that model's own (`saved_weights`), "" for the main
         one.
         """
-        models = {"": (model, tokenizer), **beside}
+        models = {"": (model, tokenizer), **further_models}
         state = (trainer_state, run_state)
         sha256 = self._on_first(
             lambda: self._write(step, models, state, value, contribution, copies)

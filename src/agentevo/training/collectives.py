@@ -141,11 +141,11 @@ def stretches_gathered(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 
 
 def exchange_rows(
-    x: torch.Tensor, given: Sequence[int], taken: Sequence[int], ranks: Ranks
+    x: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], ranks: Ranks
 ) -> torch.Tensor:
     """Rows x in order of the process that they go to, `send_sizes[i]` of them to process i -> the
     rows that arrive, `receive_sizes[i]` of them from process i."""
-    out: torch.Tensor = _Routed.apply(x, given, taken, ranks)
+    out: torch.Tensor = _Routed.apply(x, send_sizes, receive_sizes, ranks)
     return out
 
 

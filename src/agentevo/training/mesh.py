@@ -35,7 +35,7 @@ class Meshes:
     """See the module."""
 
     section: ParallelSection
-    whole: DeviceMesh
+    world: DeviceMesh
     data: DeviceMesh
     """It has one dimension, `shard`, where there are no replicas."""
     experts: DeviceMesh | None
@@ -47,7 +47,7 @@ class Meshes:
 
     def coordinates(self) -> Iterator[tuple[str, int, int]]:
         """The name of each dimension, this process's coordinate in it, and its size."""
-        for mesh in (self.whole, self.data, self.experts):
+        for mesh in (self.world, self.data, self.experts):
             names = () if mesh is None else mesh.mesh_dim_names or ()
             for name in names:
                 assert mesh is not None

@@ -47,12 +47,12 @@ class CandidateAnswer:
         """Trained ones."""
         return sum(row.num_trained for row in self.rows)
 
-    def says(self, other: CandidateAnswer) -> bool:
+    def says(self, candidate: CandidateAnswer) -> bool:
         """Whether the candidate is the same, token by token."""
-        return len(self.rows) == len(other.rows) and all(
+        return len(self.rows) == len(candidate.rows) and all(
             np.array_equal(row.ids, other_row.ids)
             and np.array_equal(row.loss_mask, other_row.loss_mask)
-            for row, other_row in zip(self.rows, other.rows, strict=True)
+            for row, other_row in zip(self.rows, candidate.rows, strict=True)
         )
 
 

@@ -57,11 +57,11 @@ def spread(model: PreTrainedModel, meshes: Meshes) -> PreTrainedModel:
     if meshes.pipeline is not None:
         pipeline_parallel(model, meshes.pipeline)
 
-    tensor = Ranks.of(meshes.whole, TENSOR) if section.tensor > 1 else None
+    tensor = Ranks.of(meshes.world, TENSOR) if section.tensor > 1 else None
     if tensor is not None:
         tensor_parallel(model, tensor, experts=meshes.experts is None)
     if section.context > 1:
-        context_parallel(model, Ranks.of(meshes.whole, CONTEXT))
+        context_parallel(model, Ranks.of(meshes.world, CONTEXT))
 
     stacks: list[str] = []
     if meshes.experts is not None and any(is_stack(module) for module in model.modules()):
@@ -72,7 +72,7 @@ def spread(model: PreTrainedModel, meshes: Meshes) -> PreTrainedModel:
         stacks = expert_parallel(model, Ranks.of(meshes.experts, EXPERT), sharing, within)
 
     if section.shard == 1:
-        place(model, torch.device(meshes.whole.device_type))
+        place(model, torch.device(meshes.world.device_type))
         return model
 
     expert_meshes = {} if meshes.experts is None else dict.fromkeys(stacks, meshes.experts[SHARING])

@@ -104,13 +104,13 @@ class Access:
         """Whether a `Host` header names us."""
         return is_own_host(host, self._hosts)
 
-    def is_token(self, given: str) -> bool:
+    def is_token(self, token: str) -> bool:
         """Whether this is the token of a visitor who only looks."""
-        return _is_same(given, self.token)
+        return _is_same(token, self.token)
 
-    def is_control_token(self, given: str) -> bool:
+    def is_control_token(self, token: str) -> bool:
         """Whether this is the token of control; false where nothing may be changed."""
-        return bool(self.control) and _is_same(given, self.control)
+        return bool(self.control) and _is_same(token, self.control)
 
     def has_pass(self, cookies: str) -> bool:
         """Whether the `Cookie` header holds our cookie."""
@@ -123,9 +123,9 @@ class Access:
             return Visitor(address)
         return Visitor(address, f"control token {self._control_pass[:8]}", self._form_token)
 
-    def is_form_token(self, given: str) -> bool:
+    def is_form_token(self, token: str) -> bool:
         """Whether a page of this dashboard made the form, for a visitor with control."""
-        return bool(self.control) and _is_same(given, self._form_token)
+        return bool(self.control) and _is_same(token, self._form_token)
 
     def set_cookies(self, *, control: bool) -> list[str]:
         """The values of the headers that give the cookie, or both."""

@@ -252,9 +252,9 @@ def _in_order(word: str) -> tuple[int, float, str]:
         return 1, 0.0, word
 
 
-def first_of(counts: Mapping[str, int], wanted: str, *, preferred: str = "") -> str:
+def first_of(counts: Mapping[str, int], requested: str, *, preferred: str = "") -> str:
     """The requested word where it exists, else the preferred one, else the most frequent."""
-    for word in (wanted, preferred):
+    for word in (requested, preferred):
         if word in counts:
             return word
     return next(iter(counts), "")

@@ -148,11 +148,11 @@ def _link(base: str, keys: Mapping[str, Any], changes: Mapping[str, Any]) -> str
     return f"{base}?{urlencode(values)}"
 
 
-def estimate(found: Any) -> Estimate | None:
+def estimate(record: Any) -> Estimate | None:
     """An estimate of summary.json; None where it is missing or malformed."""
-    if not isinstance(found, dict):
+    if not isinstance(record, dict):
         return None
-    values = [found.get(name) for name in ("value", "low", "high", "tasks")]
+    values = [record.get(name) for name in ("value", "low", "high", "tasks")]
     if not all(isinstance(number, (int, float)) for number in values):
         return None
     value, low, high, tasks = (float(number or 0) for number in values)

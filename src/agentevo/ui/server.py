@@ -33,7 +33,7 @@ def serve_dashboard(
     tls: bool | None = None,
     control: bool = False,
     nice: int = NICE,
-    tell: Callable[[str], None] = print,
+    notify: Callable[[str], None] = print,
     note: Callable[[str], None] = to_stderr,
 ) -> None:
     """Shows runs and stores until it is asked to stop; blocks. `words`: folders and URLs of stores.
@@ -54,7 +54,7 @@ def serve_dashboard(
         tempfile.TemporaryDirectory(prefix="agentevo-ui-") as folder,
         client_door(Path(folder), host, port, tls) as door,
     ):
-        run_coroutine(_serve(sources, door, host, control, stop, tell, note))
+        run_coroutine(_serve(sources, door, host, control, stop, notify, note))
 
 
 async def _serve(

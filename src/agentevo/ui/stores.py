@@ -49,7 +49,7 @@ class Stores:
                     create=False,
                     timeout_s=CALL_S,
                     within_s=OPENING_S,
-                    tell=lambda _: None,
+                    notify=lambda _: None,
                     remedy="start the database, and load this page again",
                     read_only=True,
                 )

@@ -214,7 +214,7 @@ class TryEventStream(Response):
     gone."""
 
     def __init__(
-        self, request: Request, view: RunView, key: PlayerKey, asked: words.Chat | words.Play
+        self, request: Request, view: RunView, key: PlayerKey, query: words.Chat | words.Play
     ) -> None:
         super().__init__(media_type="text/event-stream")
         del self.headers["content-length"]
@@ -223,7 +223,7 @@ class TryEventStream(Response):
         self._shared = dashboard(request)
         self._view = view
         self._key = key
-        self._query = asked
+        self._query = query
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._shared.players.streams >= MAX_STREAMS:

@@ -56,7 +56,7 @@ def test_a_full_batch_is_the_first_groups_whose_rewards_differ():
         attempt("e0", 0.0),
         attempt("e1", 1),
     ]
-    kept, dropped = select(attempts, FILTERED, wanted=2)
+    kept, dropped = select(attempts, FILTERED, num_groups=2)
     assert [t.id for t in kept] == ["b0", "b1", "d0", "d1"]
     assert dropped == {
         "a0": "zero-variance",
@@ -66,7 +66,7 @@ def test_a_full_batch_is_the_first_groups_whose_rewards_differ():
         "e0": "surplus",
         "e1": "surplus",
     }
-    assert [t.id for t in select(attempts, FILTERED, wanted=3)[0]] == [
+    assert [t.id for t in select(attempts, FILTERED, num_groups=3)[0]] == [
         "b0",
         "b1",
         "d0",
@@ -78,7 +78,9 @@ def test_a_full_batch_is_the_first_groups_whose_rewards_differ():
 
 def test_an_advantage_without_groups_gets_a_full_batch_all_the_same():
     attempts = [attempt("a0", 1.0), attempt("a1", 1.0), attempt("b0", 0.0), attempt("b1", 1.0)]
-    kept, dropped = select(attempts, AlgorithmSection(name="arpo", dynamic_sampling=5), wanted=2)
+    kept, dropped = select(
+        attempts, AlgorithmSection(name="arpo", dynamic_sampling=5), num_groups=2
+    )
     assert [t.id for t in kept] == ["b0", "b1"]
     assert set(dropped.values()) == {"zero-variance"}
     assert select(attempts, AlgorithmSection(name="arpo"))[1] == {}
@@ -128,7 +130,7 @@ def test_each_is_kept_or_dropped_and_the_order_stays(rows, wanted, section):
         )
         for place, (group, reward, failed, truncated) in enumerate(rows)
     ]
-    kept, dropped = select(attempts, section, wanted=wanted)
+    kept, dropped = select(attempts, section, num_groups=wanted)
     assert [t.id for t in attempts if t.id not in dropped] == [t.id for t in kept]
     assert set(dropped) | {t.id for t in kept} == {t.id for t in attempts}
 
@@ -140,4 +142,4 @@ def test_each_is_kept_or_dropped_and_the_order_stays(rows, wanted, section):
 
 @pytest.mark.parametrize("section", [AlgorithmSection(), FILTERED])
 def test_nothing_in_nothing_out(section):
-    assert select([], section, wanted=2 if section is FILTERED else None) == ([], {})
+    assert select([], section, num_groups=2 if section is FILTERED else None) == ([], {})

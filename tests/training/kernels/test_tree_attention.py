@@ -121,7 +121,7 @@ def test_a_shared_beginning_is_computed_once():
     prompt = list(range(1024))
     layout = lay_out(build_tree([[*prompt, 2000 + n, *range(99)] for n in range(8)]), None, CPU)
     assert cells(layout) == 128 * 128 * sum(range(1, 9)) + 8 * 100 * 100 + 8 * 100 * 1024
-    assert len(layout.own) == 8 and len(layout.batches) == 1 and len(layout.below) == 1
+    assert len(layout.within) == 8 and len(layout.batches) == 1 and len(layout.below) == 1
 
 
 def test_a_long_sequence_costs_half_its_square():

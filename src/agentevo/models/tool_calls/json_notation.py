@@ -67,7 +67,7 @@ def read_value(text: CallText, emit: Emit) -> Wait:
 
         if not brackets:
             return
-        emit((yield from text.expect(",", wanted=f"a comma or {brackets[-1]}")))
+        emit((yield from text.expect(",", expected=f"a comma or {brackets[-1]}")))
         yield from _read_key(text, emit, brackets[-1])
 
 
@@ -86,7 +86,7 @@ def _read_key(text: CallText, emit: Emit, closing: str) -> Wait:
 
     yield from _read_string(text, emit)
     yield from _next_char(text, emit)
-    emit((yield from text.expect(":", wanted="a colon")))
+    emit((yield from text.expect(":", expected="a colon")))
 
 
 def _read_string(text: CallText, emit: Emit) -> Wait:
@@ -117,7 +117,7 @@ def read_object(text: CallText, call: OpenCall) -> Wait:
     """Takes `{"name": ..., "arguments": {...}}`, or with `parameters`, in any order and among
     other keys."""
     seen_parts: set[str] = set()
-    yield from text.expect("{", wanted="an object with name and arguments")
+    yield from text.expect("{", expected="an object with name and arguments")
     yield from text.skip_space()
     if call.is_bare and not (yield from text.starts_with(*_FIRST_KEYS)):
         raise text.broken("it does not begin as a call")
@@ -125,7 +125,7 @@ def read_object(text: CallText, call: OpenCall) -> Wait:
     mark = yield from text.take_any("}")
     while mark != "}":
         key = yield from _read_text(text, "a key")
-        yield from text.expect(":", wanted="a colon")
+        yield from text.expect(":", expected="a colon")
 
         part = _PARTS.get(key, "")
         if part in seen_parts:
@@ -142,7 +142,7 @@ def read_object(text: CallText, call: OpenCall) -> Wait:
             yield from read_value(text, ignore)
 
         seen_parts |= {part} - {""}
-        mark = yield from text.expect(",", "}", wanted="a comma or }")
+        mark = yield from text.expect(",", "}", expected="a comma or }")
 
     if not call.name:
         raise text.broken("it has no name")

@@ -262,13 +262,13 @@ def read_calls(
 
 
 def read_end(
-    text: CallText, ends: tuple[str, ...], others: tuple[str, ...]
+    text: CallText, ends: tuple[str, ...], next_marks: tuple[str, ...]
 ) -> Generator[None, None, str]:
     """Takes the mark that ends a call. It may be missing at the end of the text, and before one of
     `next_marks`, which is returned then."""
     mark = yield from text.take_any(*ends)
     if not mark:
-        mark = yield from text.starts_with(*others)
+        mark = yield from text.starts_with(*next_marks)
         if not mark and (yield from text.peek()):
             raise text.broken("there is text behind its JSON")
     return mark

@@ -129,7 +129,7 @@ def _parts_of(schema: Mapping[str, Any], key: str) -> list[Any]:
     return parts if isinstance(parts, list) else []
 
 
-def referred_schema(whole: Any, reference: str) -> Any:
+def referred_schema(schema: Any, reference: str) -> Any:
     """The schema at a place of the whole one, such as `#/$defs/Filter`; an empty one where the
     reference leads nowhere, or out of it."""
     if not reference.startswith("#"):
@@ -137,14 +137,14 @@ def referred_schema(whole: Any, reference: str) -> Any:
 
     for part in filter(None, unquote(reference[1:]).split("/")):
         name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(whole, list) and name.isdecimal() and int(name) < len(whole):
-            whole = whole[int(name)]
-        elif isinstance(whole, Mapping) and name in whole:
-            whole = whole[name]
+        if isinstance(schema, list) and name.isdecimal() and int(name) < len(schema):
+            schema = schema[int(name)]
+        elif isinstance(schema, Mapping) and name in schema:
+            schema = schema[name]
         else:
             return {}
 
-    return whole
+    return schema
 
 
 def _read(text: str) -> Any:

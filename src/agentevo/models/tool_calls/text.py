@@ -44,10 +44,10 @@ class Marks:
     def __init__(self, strings: tuple[str, ...], patterns: tuple[str, ...] = ()) -> None:
         self._pattern = regex.compile("|".join([*map(re.escape, strings), *patterns]) or r"(?!)")
 
-    def find(self, text: CallText, *, here: bool = False) -> regex.Match[str] | None:
+    def find(self, text: CallText, *, at_start: bool = False) -> regex.Match[str] | None:
         """The first mark in the text that was not taken, or the beginning of one at the end of that
         text, which is a partial match. `at_start`: only a mark at the current position."""
-        look = self._pattern.match if here else self._pattern.search
+        look = self._pattern.match if at_start else self._pattern.search
         return look(text.buffer, text.at, partial=not text.ended)
 
 
@@ -94,12 +94,12 @@ class CallText:
         place = sum(map(len, self.record or ())) + 1
         return MalformedError(f"{problem} (at character {place} of the call)")
 
-    def unexpected_error(self, wanted: str, word: str = "") -> MalformedError:
+    def unexpected_error(self, expected: str, word: str = "") -> MalformedError:
         """An error about a word that was taken, or about the next character."""
         shown = word or self.buffer[self.at : self.at + 1]
         if not shown:
             return self.broken("the text ends inside the call")
-        return self.broken(f"it needs {wanted}, not {shown!r}")
+        return self.broken(f"it needs {expected}, not {shown!r}")
 
     def peek(self) -> Generator[None, None, str]:
         """The next character, or "" at the end."""
@@ -129,10 +129,10 @@ class CallText:
         """The one of the strings that comes next in the text, or "". None is taken."""
         return (yield from self.look_for(marks(*strings)))
 
-    def look_for(self, wanted: Marks) -> Generator[None, None, str]:
+    def look_for(self, candidates: Marks) -> Generator[None, None, str]:
         """`starts_with`, of marks."""
         while True:
-            match = wanted.find(self, here=True)
+            match = candidates.find(self, at_start=True)
             if match is None or not match.partial:
                 return match.group() if match else ""
             yield
@@ -144,18 +144,18 @@ class CallText:
         string = yield from self.starts_with(*strings)
         return self.take_next(len(string))
 
-    def expect(self, *strings: str, wanted: str = "") -> Generator[None, None, str]:
+    def expect(self, *strings: str, expected: str = "") -> Generator[None, None, str]:
         """`take_any`, which raises MalformedError where none of the strings comes."""
         string = yield from self.take_any(*strings)
         if not string:
-            raise self.unexpected_error(wanted or " or ".join(strings))
+            raise self.unexpected_error(expected or " or ".join(strings))
         return string
 
-    def until(self, wanted: Marks, emit: Emit) -> Generator[None, None, str]:
+    def until(self, end_marks: Marks, emit: Emit) -> Generator[None, None, str]:
         """Takes the text up to the first of the marks, which it returns and does not take; up to
         the end of the text, and "", where none comes."""
         while True:
-            match = wanted.find(self)
+            match = end_marks.find(self)
             end = match.start() if match else len(self.buffer)
             if end > self.at:
                 emit(self.take(end))

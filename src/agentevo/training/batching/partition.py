@@ -75,7 +75,7 @@ class _CostLine:
     """[S] int64: tokens that each sequence shares with the one before it."""
     costs: np.ndarray
     """[S + 1] float64: cost of the new tokens of all sequences before each one."""
-    again: np.ndarray
+    shared_costs: np.ndarray
     """[S] float64: cost of the shared tokens, which a cut before the sequence adds."""
 
     @classmethod
@@ -101,7 +101,7 @@ class _CostLine:
         return len(self.order)
 
     def cost(self, starts: np.ndarray | int, ends: np.ndarray | int) -> np.ndarray:
-        return self.costs[ends] - self.costs[starts] + self.again[starts]
+        return self.costs[ends] - self.costs[starts] + self.shared_costs[starts]
 
 
 def _least_recomputed(line: _CostLine, max_tokens: int) -> list[int]:
@@ -183,7 +183,7 @@ def _fill_greedily(line: _CostLine, max_tokens: int, max_cost: float) -> Iterato
             line.tokens, line.tokens[start] - line.shared[start] + max_tokens, side="right"
         )
         by_cost = np.searchsorted(
-            line.costs, line.costs[start] - line.again[start] + max_cost, side="right"
+            line.costs, line.costs[start] - line.shared_costs[start] + max_cost, side="right"
         )
         start = max(start + 1, int(min(by_tokens, by_cost)) - 1)
 

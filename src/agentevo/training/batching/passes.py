@@ -48,7 +48,7 @@ def micro_batches(
 
 
 def null_batches(
-    samples: Sequence[Sample], made: int, device: torch.device, *, merge: bool = True
+    samples: Sequence[Sample], num_passes: int, device: torch.device, *, merge: bool = True
 ) -> list[PackedBatch]:
     """The batches that this rank, after `num_passes` passes over its micro-batches, still passes
     through a model whose passes all ranks make together (it is sharded, or its experts are spread),
@@ -56,7 +56,7 @@ def null_batches(
     the first pass. Empty where each rank's passes are its own."""
     if num_ranks() == 1 or not (any_sharded() or any_joint()):
         return []
-    missing = max(gather(made)) - made
+    missing = max(gather(num_passes)) - num_passes
     shortest = min(samples, key=lambda sample: len(sample.ids))
     return [pack([shortest], device, merge=merge)] * missing
 

@@ -43,7 +43,7 @@ def select(
     section: AlgorithmSection,
     *,
     before: Mapping[str, str] | None = None,
-    wanted: int | None = None,
+    num_groups: int | None = None,
 ) -> Selection:
     """Selects the trajectories to train on. `before`: trajectories that were dropped earlier, with
     their reasons.
@@ -55,8 +55,8 @@ def select(
     before = before or {}
     remaining, dropped = usable([t for t in trajectories if t.id not in before], section)
     dropped |= before
-    if wanted is not None:
-        return _full_batch(remaining, dropped, wanted), dropped
+    if num_groups is not None:
+        return _full_batch(remaining, dropped, num_groups), dropped
 
     if section.keep_groups < 1:
         filtered = starpo_s(
@@ -82,7 +82,7 @@ def _filter(
     trajectories: Sequence[Trajectory], filtered: FilterResult, reason: str, dropped: dict[str, str]
 ) -> list[Trajectory]:
     dropped |= {trajectories[position].id: reason for position in filtered.dropped}
-    return [trajectories[position] for position in filtered.kept]
+    return [trajectories[position] for position in filtered.kept_positions]
 
 
 def _full_batch(
@@ -98,7 +98,7 @@ def _full_batch(
         reason = "group-of-one" if len(group) == 1 else "zero-variance"
         dropped[trajectories[position].id] = "surplus" if is_informative(group) else reason
 
-    return [trajectories[position] for position in filtered.kept]
+    return [trajectories[position] for position in filtered.kept_positions]
 
 
 def _with_others(

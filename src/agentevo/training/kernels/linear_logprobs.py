@@ -55,7 +55,7 @@ def linear_logprobs(  # noqa: PLR0913 (the factors of a score, and what bounds i
     *,
     masks: torch.Tensor | None = None,
     penalties: PenaltyTable | None = None,
-    own: VocabularySlice | None = None,
+    vocabulary_slice: VocabularySlice | None = None,
     num_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden [R, H], weight [V, H], bias [V], rows [M] and targets [M] int64 -> log-probs [M] of
@@ -71,7 +71,7 @@ def linear_logprobs(  # noqa: PLR0913 (the factors of a score, and what bounds i
     the gradients: KEPT_BYTES and a few cells.
     """
     tail = _FusedLogprobs(temperature, softcap, logit_scale, masks, penalties, num_tokens).within(
-        own
+        vocabulary_slice
     )
     targets, outside = tail.within_tokens(targets)
     trained = torch.is_grad_enabled() and (
@@ -82,7 +82,7 @@ def linear_logprobs(  # noqa: PLR0913 (the factors of a score, and what bounds i
         needed
         and not trained
         and penalties is None
-        and own is None
+        and vocabulary_slice is None
         and len(hidden) * len(weight) * hidden.element_size() > KEPT_BYTES
     )
     room = KEPT_BYTES if needed and not ahead else 0
@@ -103,13 +103,13 @@ def linear_logprobs_and_squares(  # noqa: PLR0913 (those of linear_logprobs)
     *,
     masks: torch.Tensor | None = None,
     penalties: PenaltyTable | None = None,
-    own: VocabularySlice | None = None,
+    vocabulary_slice: VocabularySlice | None = None,
     num_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `linear_logprobs`, without gradient: log-probs [M], and for each row the sum over the
     vocabulary of p^2 [R], the chance that two draws agree."""
     tail = _FusedLogprobs(temperature, softcap, logit_scale, masks, penalties, num_tokens).within(
-        own
+        vocabulary_slice
     )
     targets, outside = tail.within_tokens(targets)
     local_targets = tail.local_targets(targets)
@@ -117,7 +117,7 @@ def linear_logprobs_and_squares(  # noqa: PLR0913 (those of linear_logprobs)
         hidden, tail.width(weight), rows[local_targets], targets[local_targets] - tail.first
     )
     sums = _sweep(hidden, weight, bias, cells, tail, 0, squares=True)
-    sums.combine(tail.own, local_targets, len(targets))
+    sums.combine(tail.vocabulary_slice, local_targets, len(targets))
     logp = sums.logprobs(rows)
     chance = sums.squares / sums.total.square()
     return (logp if outside is None else logp.masked_fill(outside, LOWEST)), chance
@@ -134,20 +134,20 @@ class _FusedLogprobs(NamedTuple):
     penalties: PenaltyTable | None = None
     num_tokens: int | None = None
     """Later ids are no tokens."""
-    own: VocabularySlice | None = None
+    vocabulary_slice: VocabularySlice | None = None
     """The tokens of the weight; masks and penalties cover only these."""
 
-    def within(self, own: VocabularySlice | None) -> _FusedLogprobs:
+    def within(self, vocabulary_slice: VocabularySlice | None) -> _FusedLogprobs:
         """For the tokens of a slice; given masks and penalties of the whole vocabulary."""
-        if own is None:
+        if vocabulary_slice is None:
             return self
-        masks = own.masks(self.masks)
-        penalties = own.penalties(self.penalties)
-        return self._replace(own=own, masks=masks, penalties=penalties)
+        masks = vocabulary_slice.masks(self.masks)
+        penalties = vocabulary_slice.penalties(self.penalties)
+        return self._replace(own=vocabulary_slice, masks=masks, penalties=penalties)
 
     @property
     def first(self) -> int:
-        return 0 if self.own is None else self.own.first
+        return 0 if self.vocabulary_slice is None else self.vocabulary_slice.first
 
     def width(self, weight: torch.Tensor) -> int:
         """How many rows of the weight are tokens."""
@@ -164,9 +164,13 @@ class _FusedLogprobs(NamedTuple):
 
     def local_targets(self, targets: torch.Tensor) -> torch.Tensor | slice:
         """Which of the targets [M] are tokens of the weight."""
-        if self.own is None:
+        if self.vocabulary_slice is None:
             return slice(None)
-        return ((targets >= self.own.first) & (targets < self.own.end)).nonzero().squeeze(1)
+        return (
+            ((targets >= self.vocabulary_slice.first) & (targets < self.vocabulary_slice.end))
+            .nonzero()
+            .squeeze(1)
+        )
 
     def is_plain(self, hidden: torch.Tensor) -> bool:
         """Whether a cell's arithmetic is one kernel (`_compiled`)."""
@@ -218,7 +222,7 @@ class _Sums:
     picked: torch.Tensor
     pull: torch.Tensor | None
     """[R, H] sum of e^(z - a) dz/dhidden, but for the constant slope of the tail."""
-    kept: list[torch.Tensor]
+    kept_products: list[torch.Tensor]
     """Products of the first cells."""
 
     @classmethod
@@ -240,14 +244,17 @@ class _Sums:
         return (self.picked - self.top[rows]) - self.total.log()[rows]
 
     def combine(
-        self, own: VocabularySlice | None, local_targets: torch.Tensor | slice, num_targets: int
+        self,
+        vocabulary_slice: VocabularySlice | None,
+        local_targets: torch.Tensor | slice,
+        num_targets: int,
     ) -> None:
         """Makes them sums over the whole vocabulary, where other processes have a part of it;
         `local_targets` are the targets whose scores this process has."""
-        if own is None:
+        if vocabulary_slice is None:
             return
         assert isinstance(local_targets, torch.Tensor)
-        self.top, self.total, self.moment, self.squares, self.picked = own.combine(
+        self.top, self.total, self.moment, self.squares, self.picked = vocabulary_slice.combine(
             self.top,
             (self.total, self.moment, self.squares),
             self.picked,
@@ -306,7 +313,7 @@ def _sweep(
             products = _products(hidden, weight, bias, cell)
             room -= products.nbytes
             if room >= 0:
-                sums.kept.append(products)
+                sums.kept_products.append(products)
 
             if fused:
                 sums.picked[cell.chosen] = tail.plain_scores(products[cell.places], None)
@@ -349,11 +356,11 @@ class _LinearLogprobs(torch.autograd.Function):
             hidden, tail.width(weight), rows[local_targets], targets[local_targets] - tail.first
         )
         sums = _sweep(hidden, weight, bias, cells, tail, room, ahead=ahead)
-        sums.combine(tail.own, local_targets, len(targets))
+        sums.combine(tail.vocabulary_slice, local_targets, len(targets))
         mean = sums.moment / sums.total
         pull = None if sums.pull is None else sums.pull.div_(sums.total.unsqueeze(1))
         ctx.save_for_backward(
-            hidden, weight, bias, sums.top, sums.total, mean, sums.picked, pull, *sums.kept
+            hidden, weight, bias, sums.top, sums.total, mean, sums.picked, pull, *sums.kept_products
         )
         ctx.cells = cells
         ctx.tail = tail

@@ -65,7 +65,7 @@ def token_logprobs(model: PreTrainedModel, batch: PackedBatch) -> tuple[torch.Te
         *output.tail,
         masks=batch.masks,
         penalties=batch.penalties,
-        own=slice_of(output.layer),
+        vocabulary_slice=slice_of(output.layer),
         num_tokens=_limit(model),
     )
 
@@ -94,7 +94,7 @@ def token_logprobs_and_squares(
         *output.tail,
         masks=batch.masks,
         penalties=batch.penalties,
-        own=slice_of(output.layer),
+        vocabulary_slice=slice_of(output.layer),
         num_tokens=_limit(model),
     )
 

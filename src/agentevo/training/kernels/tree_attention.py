@@ -34,7 +34,7 @@ class _Batch:
 
     nodes: torch.Tensor
     """[B * n]"""
-    seen: torch.Tensor
+    visible: torch.Tensor
     """[B, 1, n, n] bool, query by key."""
     real: torch.Tensor
     """Flat places without padding."""
@@ -47,7 +47,7 @@ class _AttentionBlock(NamedTuple):
 
     rows: slice | torch.Tensor
     keys: slice
-    seen: torch.Tensor | None
+    visible: torch.Tensor | None
     """[1, 1, Q, K] bool; None for all."""
 
 
@@ -56,7 +56,7 @@ class _TreeLayout:
     """Which queries are computed with which keys, under one window."""
 
     batches: list[_Batch] = field(default_factory=list)
-    own: list[_AttentionBlock] = field(default_factory=list)
+    within: list[_AttentionBlock] = field(default_factory=list)
     """Queries of a segment over the segment itself."""
     below: list[_AttentionBlock] = field(default_factory=list)
     """Queries below a segment over the segment."""
@@ -99,20 +99,22 @@ class TreeAttention:
         out: torch.Tensor = _Attention.apply(q, k, v, self, self._layouts[window], kernel)
         return out
 
-    def mask(self, seen: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    def mask(self, visible: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
         """The mask as numbers to add; made once for all layers, and once for all views of the same
         rows."""
-        if seen is None:
+        if visible is None:
             return None
 
-        base = seen if seen._base is None else seen._base
+        base = visible if visible._base is None else visible._base
         key = (id(base), dtype)
         if key not in self._masks:
             self._masks[key] = torch.zeros(
                 base.shape, dtype=dtype, device=base.device
             ).masked_fill_(~base, HIDDEN)
 
-        return self._masks[key].as_strided(seen.shape, seen.stride(), seen.storage_offset())
+        return self._masks[key].as_strided(
+            visible.shape, visible.stride(), visible.storage_offset()
+        )
 
 
 def lay_out(tree: TokenTree, window: int | None, device: torch.device) -> _TreeLayout:
@@ -136,7 +138,7 @@ def lay_out(tree: TokenTree, window: int | None, device: torch.device) -> _TreeL
         if segment.end > segment.last:
             layout.below.append(_below(tree, segment, window, device))
 
-    layout.own = _own(long, window, device)
+    layout.within = _own(long, window, device)
     layout.batches = [_batch(tree, group, window, device) for group in _similar(small)]
     return layout
 
@@ -245,7 +247,7 @@ class _Attention(torch.autograd.Function):
         lse = torch.empty(q.shape[:2], dtype=exact, device=q.device)
 
         # Step 1: long segments, each block of queries over the segment's nodes up to it.
-        for rows, keys, visible in layout.own:
+        for rows, keys, visible in layout.within:
             part_out, sums = kernel.forward(
                 _heads(q[rows]), _heads(k[keys]), _heads(v[keys]), plan.mask(visible, q.dtype)
             )
@@ -255,7 +257,10 @@ class _Attention(torch.autograd.Function):
         # Step 2: small subtrees, batches of similar size, each whole under its mask.
         for batch in layout.batches:
             part_out, sums = kernel.forward(
-                _taken(q, batch), _taken(k, batch), _taken(v, batch), plan.mask(batch.seen, q.dtype)
+                _taken(q, batch),
+                _taken(k, batch),
+                _taken(v, batch),
+                plan.mask(batch.visible, q.dtype),
             )
             for target, part in ((out, part_out), (lse, sums)):
                 target[batch.distinct] = part.transpose(1, 2).flatten(0, 1)[batch.real].to(exact)
@@ -318,7 +323,7 @@ def _rows(heads: torch.Tensor) -> torch.Tensor:
 
 def _taken(x: torch.Tensor, batch: _Batch) -> torch.Tensor:
     """[N, H, ...] -> [B, H, n, ...]"""
-    return x.index_select(0, batch.nodes).view(len(batch.seen), -1, *x.shape[1:]).transpose(1, 2)
+    return x.index_select(0, batch.nodes).view(len(batch.visible), -1, *x.shape[1:]).transpose(1, 2)
 
 
 def _merge(

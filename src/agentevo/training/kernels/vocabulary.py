@@ -94,17 +94,17 @@ class VocabularyLinear(nn.Linear):
     slice: VocabularySlice
 
     @classmethod
-    def sharing(cls, linear: nn.Linear, own: VocabularySlice) -> VocabularyLinear:
+    def sharing(cls, linear: nn.Linear, vocabulary_slice: VocabularySlice) -> VocabularyLinear:
         """A layer over the very parameters of `linear`, which are slices already."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         vars(layer).update({k: v for k, v in vars(linear).items() if k.startswith("_agentevo")})
         layer.in_features = linear.in_features
-        layer.out_features = sum(own.sizes)
+        layer.out_features = sum(vocabulary_slice.sizes)
         layer.weight = linear.weight
         layer.bias = linear.bias
         layer.training = linear.training
-        layer.slice = own
+        layer.slice = vocabulary_slice
         return layer
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -47,22 +47,22 @@ class ShardLayout:
             return None
         return Cut(self.dim, sum(self.sizes[: self.ranks.rank]), sum(self.sizes))
 
-    def own(self, whole: torch.Tensor) -> torch.Tensor:
+    def own(self, full_tensor: torch.Tensor) -> torch.Tensor:
         """This process's slice of the whole tensor."""
         if self.dim is None:
-            return whole
+            return full_tensor
         first = sum(self.sizes[: self.ranks.rank])
-        return whole.narrow(self.dim, first, self.sizes[self.ranks.rank]).clone()
+        return full_tensor.narrow(self.dim, first, self.sizes[self.ranks.rank]).clone()
 
-    def whole(self, own: torch.Tensor) -> torch.Tensor:
+    def whole(self, local_slice: torch.Tensor) -> torch.Tensor:
         """The inverse of `own`, called by all processes of the group."""
         if self.dim is None:
-            return own
+            return local_slice
         owners = [rank for rank, size in enumerate(self.sizes) if size]
         if len(owners) == 1:
-            shape = whole_shape(own, self)
-            return owned_given(own, self.ranks, owners[0], shape)
-        return slices_gathered(own, self.ranks, self.dim, self.sizes)
+            shape = whole_shape(local_slice, self)
+            return owned_given(local_slice, self.ranks, owners[0], shape)
+        return slices_gathered(local_slice, self.ranks, self.dim, self.sizes)
 
     def __deepcopy__(self, memo: object) -> ShardLayout:
         return self

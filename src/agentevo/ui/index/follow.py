@@ -49,12 +49,12 @@ class StoreFollower:
         store: Store,
         connection: sqlite3.Connection,
         writer: IndexWriter,
-        tell: Callable[[str, int, int], None] = lambda what, done, of: None,
+        notify: Callable[[str, int, int], None] = lambda what, done, of: None,
     ) -> None:
         self._store = store
         self._db = connection
         self._writer = writer
-        self._notify = tell
+        self._notify = notify
         self._words: dict[str, TaskWords] = {}
         self._looked_at = -1
 

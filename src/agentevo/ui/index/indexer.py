@@ -113,7 +113,7 @@ class Indexer:
                 self.url,
                 create=False,
                 within_s=AGAIN_S,
-                tell=lambda line: None,
+                notify=lambda line: None,
                 read_only=True,
             ) as store:
                 follower = StoreFollower(store, connection, writer, _teller(writer))
