@@ -41,8 +41,8 @@ def with_environment(url: str) -> str:
     set."""
 
     def value(reference: re.Match[str]) -> str:
-        given = os.environ.get(reference[1])
-        if not given:
+        variable = os.environ.get(reference[1])
+        if not variable:
             raise ConfigError(
                 f"{without_password(url)}: the environment variable {reference[1]} is not set: "
                 "set it for every process that opens this URL"
@@ -50,7 +50,7 @@ def with_environment(url: str) -> str:
 
         before = url[: reference.start()]
         after = url[reference.end() :]
-        return quote(given, safe="") if "://" in before and "@" in after else given
+        return quote(variable, safe="") if "://" in before and "@" in after else variable
 
     return REFERENCE.sub(value, url)
 
@@ -61,14 +61,14 @@ def key_of(name: str, reference: str | None) -> str | None:
     if reference is None:
         return None
 
-    found = REFERENCE.fullmatch(reference)
-    if found is None:
+    match = REFERENCE.fullmatch(reference)
+    if match is None:
         raise ConfigError(f"{name}: write ${{env:NAME}}, the environment variable with the key")
 
-    key = os.environ.get(found[1], "").strip()
+    key = os.environ.get(match[1], "").strip()
     if not key or not (key.isascii() and key.isprintable()):
         raise ConfigError(
-            f"{name}: the environment variable {found[1]} holds no key: set it, in one line of "
+            f"{name}: the environment variable {match[1]} holds no key: set it, in one line of "
             "ASCII, for every process of the run"
         )
 

@@ -22,10 +22,10 @@ def visible(devices: Sequence[int]) -> dict[str, str]:
     if not devices:
         return {}
 
-    found = {}
+    environment = {}
     for variable in VISIBILITY:
-        given = [name for name in os.environ.get(variable, "").split(",") if name.strip()]
-        known = max(devices) < len(given)
-        found[variable] = ",".join(given[n] if known else str(n) for n in devices)
+        device_ids = [name for name in os.environ.get(variable, "").split(",") if name.strip()]
+        is_in_range = max(devices) < len(device_ids)
+        environment[variable] = ",".join(device_ids[n] if is_in_range else str(n) for n in devices)
 
-    return found
+    return environment

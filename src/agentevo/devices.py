@@ -104,15 +104,15 @@ def empty_cache(device: torch.device) -> None:
 def memory(device: torch.device) -> tuple[float, float]:
     """(free, all) bytes of the device's memory."""
     if device.type == "mps":
-        whole = float(torch.mps.recommended_max_memory())
-        return whole - torch.mps.driver_allocated_memory(), whole
+        total = float(torch.mps.recommended_max_memory())
+        return total - torch.mps.driver_allocated_memory(), total
 
     if is_accelerator(device):
         module = _module(device)
         # some kinds' functions take no None for the device that this process is at
         at = () if device.index is None else (device.index,)
-        free, whole = module.mem_get_info(*at)
-        return float(free), float(whole)
+        free, total = module.mem_get_info(*at)
+        return float(free), float(total)
 
     of_host = psutil.virtual_memory()
     return float(of_host.available), float(of_host.total)
@@ -136,11 +136,11 @@ def identity(device: torch.device) -> str:
 
 def are_joined_by_nccl(identities: Iterable[str]) -> bool:
     """Whether NCCL takes devices of these identities as one group: those of CUDA, each once."""
-    known = list(identities)
-    are_apart = len(set(known)) == len(known)
+    identity_list = list(identities)
+    are_apart = len(set(identity_list)) == len(identity_list)
     return (
         are_apart
-        and all(one.startswith(f"{CUDA} ") for one in known)
+        and all(device_identity.startswith(f"{CUDA} ") for device_identity in identity_list)
         and distributed.is_nccl_available()
     )
 

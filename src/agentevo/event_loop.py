@@ -147,14 +147,14 @@ class NoticesBlocks:
         steps: Any = work.__await__()
         go_on: Callable[[], Any] = partial(next, steps)
         while True:
-            began = time.perf_counter()
+            started_at = time.perf_counter()
             try:
                 waited_for = go_on()
-            except StopIteration as ended:
-                result: T = ended.value
+            except StopIteration as stop:
+                result: T = stop.value
                 return result
             finally:
-                self._add(time.perf_counter() - began)
+                self._add(time.perf_counter() - started_at)
 
             try:
                 sent = yield waited_for
@@ -207,7 +207,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
     own_threads = ThreadPoolExecutor(thread_name_prefix="agentevo")
     loop.set_default_executor(threads)
     _own_threads[loop] = own_threads
-    loop.set_task_factory(lambda loop, work, **more: _LoopTask(work, loop=loop, **more))
+    loop.set_task_factory(lambda loop, work, **options: _LoopTask(work, loop=loop, **options))
     asyncio.set_event_loop(loop)
     try:
         main = loop.create_task(work)
@@ -275,14 +275,14 @@ def _ctrl_c(loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> Iterato
 
 def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
     """Cancels what still runs, and waits for it with a bound."""
-    left = asyncio.all_tasks(loop)
-    for task in left:
+    unfinished = asyncio.all_tasks(loop)
+    for task in unfinished:
         task.cancel()
 
-    if left:
-        _drive(loop, loop.create_task(asyncio.wait(left, timeout=CLOSING_S)))
+    if unfinished:
+        _drive(loop, loop.create_task(asyncio.wait(unfinished, timeout=CLOSING_S)))
 
-    for task in left:
+    for task in unfinished:
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
             loop.call_exception_handler(
                 {"message": "a task failed while it was ended", "exception": error, "task": task}
@@ -302,11 +302,11 @@ def _end_connections(loop: asyncio.AbstractEventLoop) -> None:
     """Closes what clients have left open. A pool that lives on, such as that of a client in a
     module, finds its connections closed and makes new ones on the next loop; open, they would fail
     there when they are used or forgotten, with "Event loop is closed"."""
-    left = list(getattr(loop, "_transports", {}).values())
-    for transport in left:
+    transports = list(getattr(loop, "_transports", {}).values())
+    for transport in transports:
         with suppress(AttributeError):  # one that has ended as it wrote its last has no loop
             transport.abort()
-    if left:
+    if transports:
         _drive(loop, loop.create_task(asyncio.sleep(0)))  # after the calls that abort has left
 
 

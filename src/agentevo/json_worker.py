@@ -71,8 +71,8 @@ class JsonWorker:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._process.stdout, selectors.EVENT_READ)
                 while not line.endswith(b"\n"):
-                    left = until - time.monotonic()
-                    if left <= 0 or not selector.select(left):
+                    time_left = until - time.monotonic()
+                    if time_left <= 0 or not selector.select(time_left):
                         raise TimeoutError(
                             f"the process of {self._name} took longer than {limit_s:g} s to "
                             f"{purpose}"
@@ -114,13 +114,13 @@ def serve_requests(
         _end_after(0)  # the next request may be minutes away
 
 
-def _limit_memory(more: int) -> None:
+def _limit_memory(extra_bytes: int) -> None:
     try:
         import resource
     except ImportError:  # Windows
         return
 
-    most = psutil.Process().memory_info().vms + more
+    most = psutil.Process().memory_info().vms + extra_bytes
     _, highest = resource.getrlimit(resource.RLIMIT_AS)
     limit = most if highest == resource.RLIM_INFINITY else min(most, highest)
     resource.setrlimit(resource.RLIMIT_AS, (limit, highest))

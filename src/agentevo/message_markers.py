@@ -75,8 +75,8 @@ def _around_messages(
 ) -> set[str]:
     """Those of the markers that the template writes in a plain conversation, and the tokenizer's
     own beginning and end of a text."""
-    asked = {"role": "user", "content": "a"}
-    messages = [asked, {"role": "assistant", "content": "b"}, asked]
+    user_message = {"role": "user", "content": "a"}
+    messages = [user_message, {"role": "assistant", "content": "b"}, user_message]
     try:
         text = render(messages)
     except Exception:  # noqa: BLE001 (a template may do anything; who renders with it is told)

@@ -116,9 +116,9 @@ def check_depth(value: Any) -> None:
     for _ in range(MAX_DEPTH + 1):
         level = [
             item
-            for one in level
-            if isinstance(one, (dict, list))
-            for item in (one.values() if isinstance(one, dict) else one)
+            for container in level
+            if isinstance(container, (dict, list))
+            for item in (container.values() if isinstance(container, dict) else container)
         ]
         if not level:
             return
@@ -206,28 +206,28 @@ class _Tree:
         if node.tag != f"{_TAG}map":
             raise _wrong_tag(node)
 
-        own: dict[str, Any] = {}
+        own_keys: dict[str, Any] = {}
         merged: list[dict[str, Any]] = []
         for key, item in node.value:
             value = self.value(item, depth - 1)
             if key.tag == f"{_TAG}merge":
                 mappings = value if isinstance(value, list) else [value]
-                if not all(isinstance(one, dict) for one in mappings):
+                if not all(isinstance(mapping, dict) for mapping in mappings):
                     raise _wrong(item, "`<<` takes a mapping, or a list of them")
                 merged += mappings
                 continue
 
             name = _key(key)
-            if name in own:
+            if name in own_keys:
                 raise _wrong(key, f"not valid YAML: found duplicate key {name}")
 
-            own[name] = value
+            own_keys[name] = value
 
         values: dict[str, Any] = {}
         for mapping in reversed(merged):  # the first one counts
             values.update(mapping)
 
-        return {**values, **own}
+        return {**values, **own_keys}
 
     def _scalar(self, node: yaml.Node) -> Any:
         if node.tag in (f"{_TAG}str", f"{_TAG}value"):

@@ -41,9 +41,9 @@ def name_problem(path: str) -> str:
     if longest > MAX_NAME:
         return f"has a name of {longest:,} bytes, and file systems take {MAX_NAME}: shorten it"
 
-    whole = sum(map(len, names)) + len(names)
-    if whole > MAX_PATH:
-        return f"has {whole:,} bytes, and systems take {MAX_PATH:,}: shorten it"
+    num_bytes = sum(map(len, names)) + len(names)
+    if num_bytes > MAX_PATH:
+        return f"has {num_bytes:,} bytes, and systems take {MAX_PATH:,}: shorten it"
 
     return ""
 
@@ -113,14 +113,16 @@ def spelling_hint(path: Path, accepts: Callable[[Path], bool] = Path.exists) -> 
 
 def _nearest_name(folder: Path, name: str) -> str:
     """What lies in the folder under nearly that name. Raises LookupError where nothing does."""
-    wanted = Path(name)
+    wanted_path = Path(name)
     names = [entry.name for entry in islice(os.scandir(folder), MOST_NEIGHBOURS)]
     visible = [Path(entry) for entry in names if not entry.startswith(".")]
-    of_its_kind = [entry for entry in visible if entry.suffix == wanted.suffix]
-    of_others = [entry for entry in visible if not wanted.suffix or entry.stem == wanted.stem]
+    of_its_kind = [entry for entry in visible if entry.suffix == wanted_path.suffix]
+    of_others = [
+        entry for entry in visible if not wanted_path.suffix or entry.stem == wanted_path.stem
+    ]
     for entries in (of_its_kind, of_others):
         by_stem = {entry.stem: entry.name for entry in sorted(entries)}
-        guess = nearest(wanted.stem, list(by_stem))
+        guess = nearest(wanted_path.stem, list(by_stem))
         if guess is not None:
             return by_stem[guess]
 

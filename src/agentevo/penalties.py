@@ -147,7 +147,9 @@ class TokenPenalties(NamedTuple):
 
         sizes = [size for size, _ in parts]
         numbers = np.cumsum([penalties is not None for _, penalties in parts]) - 1
-        rows = [-1 if one is None else n for (_, one), n in zip(parts, numbers, strict=True)]
+        rows = [
+            -1 if penalties is None else n for (_, penalties), n in zip(parts, numbers, strict=True)
+        ]
         starts = np.cumsum([0, *sizes[:-1]])
 
         return cls(
@@ -159,7 +161,7 @@ class TokenPenalties(NamedTuple):
     def changes(self, ids: np.ndarray, places: np.ndarray) -> Mapping[int, PenaltyChanges]:
         """Place -> what they change there, of the given places [M] in ascending order at which they
         change anything; `ids` [T] is the text."""
-        found: dict[int, PenaltyChanges] = {}
+        changes_by_place: dict[int, PenaltyChanges] = {}
         state = None
         start = -1
         done = 0
@@ -175,6 +177,6 @@ class TokenPenalties(NamedTuple):
                 state.take(token)
 
             done = place
-            found[place] = state.changes()
+            changes_by_place[place] = state.changes()
 
-        return found
+        return changes_by_place

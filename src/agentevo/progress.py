@@ -64,7 +64,7 @@ class Hidden:
         try:
             yield
         finally:
-            self._bars = tuple(one for one in self._bars if one is not bar)
+            self._bars = tuple(other_bar for other_bar in self._bars if other_bar is not bar)
 
 
 _display: ContextVar[Display | Hidden | None] = ContextVar("agentevo_progress", default=None)
@@ -132,8 +132,8 @@ class ProgressBar:
         self._seen.append((now, self.done))
         while len(self._seen) > 2 and now - self._seen[0][0] > WINDOW_S:
             self._seen.popleft()
-        began, before = self._seen[0]
-        return max(self.done - before, 0.0) / (now - began) if now > began else 0.0
+        first_time, before = self._seen[0]
+        return max(self.done - before, 0.0) / (now - first_time) if now > first_time else 0.0
 
     def left(self, pace: float) -> float | None:
         """Seconds, or None where nobody can know."""
@@ -157,14 +157,14 @@ class ProgressBar:
     def facts(self) -> list[str]:
         """The number, the rate, and the time left, or else the time taken."""
         pace = self.pace()
-        left = self.left(pace)
-        found = [self.count_text(), f"{_amount(pace, self.unit, rate=True)}/s" if pace else ""]
-        found.append(
+        seconds_left = self.left(pace)
+        texts = [self.count_text(), f"{_amount(pace, self.unit, rate=True)}/s" if pace else ""]
+        texts.append(
             f"{format_duration(self.elapsed)} so far"
-            if left is None
-            else f"about {format_duration(left)} left"
+            if seconds_left is None
+            else f"about {format_duration(seconds_left)} left"
         )
-        return [fact for fact in found if fact]
+        return [fact for fact in texts if fact]
 
 
 @contextmanager
@@ -176,22 +176,22 @@ def bar(
 ) -> Iterator[ProgressBar]:
     """A bar around the block. `unit`: a plural noun, or `bytes`. `look` says what is done, where
     nobody counts it; it is called by another thread."""
-    made = ProgressBar(what, total, unit, look)
+    new_bar = ProgressBar(what, total, unit, look)
     display = _display.get()
     if isinstance(display, Hidden):
-        with display.has(made):
-            yield made
+        with display.has(new_bar):
+            yield new_bar
         return
 
     if display is None or not display.taken.acquire(blocking=False):
-        yield made
+        yield new_bar
         return
 
     over = threading.Event()
-    thread = threading.Thread(target=_draw, args=(made, display, over), daemon=True)
+    thread = threading.Thread(target=_draw, args=(new_bar, display, over), daemon=True)
     thread.start()
     try:
-        yield made
+        yield new_bar
     finally:
         over.set()
         thread.join(5.0)  # a terminal that takes nothing more holds nobody up
@@ -202,57 +202,64 @@ def over(
     items: Iterable[T], what: str, total: float | None = None, unit: str = "rows"
 ) -> Iterator[T]:
     """The items, counted as they go by."""
-    with bar(what, total, unit) as made:
+    with bar(what, total, unit) as progress_bar:
         for item in items:
             yield item
-            made.advance()
+            progress_bar.advance()
 
 
-def _draw(made: ProgressBar, display: Display, over: threading.Event) -> None:
+def _draw(progress_bar: ProgressBar, display: Display, over: threading.Event) -> None:
     if over.wait(FIRST_BAR_S):
         return
 
     try:
         console = open_console(display.stream, display.plain)
         if console is None:
-            _print_lines(made, display.stream, over)
+            _print_lines(progress_bar, display.stream, over)
         else:
-            _draw_frames(made, console, over)
+            _draw_frames(progress_bar, console, over)
     except (OSError, ValueError):  # its reader is gone, or its file is full
         return
 
 
-def _print_lines(made: ProgressBar, stream: TextIO, over: threading.Event) -> None:
+def _print_lines(progress_bar: ProgressBar, stream: TextIO, over: threading.Event) -> None:
     if over.wait(FIRST_LINE_S - FIRST_BAR_S):
         return
 
     while True:
-        print_line(stream, f"{made.what}: {', '.join(made.facts())}")
+        print_line(stream, f"{progress_bar.what}: {', '.join(progress_bar.facts())}")
         if over.wait(LINE_S):
-            end = _amount(made.done, made.unit) if made.done else "done"
-            print_line(stream, f"{made.what}: {end} in {format_duration(made.elapsed)}")
+            end = _amount(progress_bar.done, progress_bar.unit) if progress_bar.done else "done"
+            print_line(
+                stream, f"{progress_bar.what}: {end} in {format_duration(progress_bar.elapsed)}"
+            )
             return
 
 
-def _draw_frames(made: ProgressBar, console: Console, over: threading.Event) -> None:
+def _draw_frames(progress_bar: ProgressBar, console: Console, over: threading.Event) -> None:
     from rich.live import Live
 
-    frame = _frame(made)
+    frame = _frame(progress_bar)
     with Live(
         frame, console=console, transient=True, auto_refresh=False, redirect_stdout=False
     ) as live:
         while not over.wait(FRAME_S):
-            live.update(_frame(made), refresh=True)
+            live.update(_frame(progress_bar), refresh=True)
 
 
-def _frame(made: ProgressBar) -> RenderableType:
+def _frame(progress_bar: ProgressBar) -> RenderableType:
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
     grid = Table.grid(padding=(0, 2))
-    share = ProgressBar(total=made.total, completed=made.done, width=30, pulse=made.total is None)
-    grid.add_row(Text(made.what), share, Text(", ".join(made.facts()), "dim"))
+    share = ProgressBar(
+        total=progress_bar.total,
+        completed=progress_bar.done,
+        width=30,
+        pulse=progress_bar.total is None,
+    )
+    grid.add_row(Text(progress_bar.what), share, Text(", ".join(progress_bar.facts()), "dim"))
     return grid
 
 

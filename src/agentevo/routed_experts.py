@@ -92,11 +92,11 @@ def why_misaligned(turn: Any) -> str:
     nothing is."""
     routed: RoutedExperts = turn.routed_experts
     sizes = len(turn.prompt_ids), len(turn.completion_ids)
-    wanted = rows_of_turn(*sizes, is_root=turn.parent is None)
-    if routed.num_tokens == wanted:
+    expected = rows_of_turn(*sizes, is_root=turn.parent is None)
+    if routed.num_tokens == expected:
         return ""
     return (
-        f"turn {turn.index} has routed experts of {routed.num_tokens} tokens, and {wanted} were "
+        f"turn {turn.index} has routed experts of {routed.num_tokens} tokens, and {expected} were "
         f"computed for it ({sizes[0]} of its prompt, {sizes[1]} of its completion)"
     )
 

@@ -24,5 +24,5 @@ def traceparent() -> str | None:
 
 def trace_headers() -> dict[str, str]:
     """`traceparent` as a request's headers; empty where nothing is traced."""
-    told = traceparent()
-    return {} if told is None else {HEADER: told}
+    parent = traceparent()
+    return {} if parent is None else {HEADER: parent}

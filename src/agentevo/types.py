@@ -237,10 +237,10 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         """Without ids and log-probs, of which there may be thousands."""
         extends = "" if self.parent is None else f" after turn {self.parent}"
-        said = self.messages[-1].text if self.messages else ""
+        last_text = self.messages[-1].text if self.messages else ""
         return (
             f"<Turn {self.index}{extends}: {len(self.prompt_ids)} new prompt tokens, "
-            f"{len(self.completion_ids)} drawn ({self.finish_reason}), said {shown(said)}>"
+            f"{len(self.completion_ids)} drawn ({self.finish_reason}), said {shown(last_text)}>"
         )
 
     def __post_init__(self) -> None:

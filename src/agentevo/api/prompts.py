@@ -44,12 +44,12 @@ def optimize(
     elif isinstance(tasks, Mapping):
         options["tasks"] = tasks
 
-    given = None if isinstance(tasks, (str, Path, Mapping)) else tasks
+    given_tasks = None if isinstance(tasks, (str, Path, Mapping)) else tasks
     if rewards:
         options["rewards"] = [named_reward(reward) for reward in rewards]
 
     config, agent = resolve(
-        agent_or_env, model=model, overrides=overrides, has_tasks=given is not None, **options
+        agent_or_env, model=model, overrides=overrides, has_tasks=given_tasks is not None, **options
     )
     needs_tasks = agent if not config.tasks.given else None
     contestant = Contestant(config.run.name, config, Path(checkpoint) if checkpoint else None)
@@ -58,6 +58,6 @@ def optimize(
         out=Path(out),
         resume=resume,
         agent=agent,
-        given=checked_tasks(given, needs_tasks),
+        given=checked_tasks(given_tasks, needs_tasks),
     )
     return searched(what, note)

@@ -276,7 +276,7 @@ def _check_order(messages: list[dict[str, Any]]) -> None:
             f"it begins with {roles[start]}: the first message after the system's is the user's",
         )
 
-    known: set[Any] = set()
+    call_ids: set[Any] = set()
     for number in range(start + 1, len(roles)):
         before = roles[number - 1]
         role = roles[number]
@@ -292,9 +292,9 @@ def _check_order(messages: list[dict[str, Any]]) -> None:
                 f"message {number + 1} has the role tool, but no tool call comes before it",
             )
 
-        known |= {call.get("id") for call in messages[number - 1].get("tool_calls", ())}
+        call_ids |= {call.get("id") for call in messages[number - 1].get("tool_calls", ())}
         answered = messages[number].get("tool_call_id") if role == "tool" else None
-        if answered is not None and None not in known and answered not in known:
+        if answered is not None and None not in call_ids and answered not in call_ids:
             raise RowError(
                 "bad_tool_call",
                 f"message {number + 1} answers the call {answered!r}, which no message before it "
@@ -360,9 +360,9 @@ def _tool_call(call: Any, number: int) -> dict[str, Any]:
             f"message {number}: the arguments of {function['name']} are no JSON object",
         )
 
-    kept = {"id": call["id"]} if call.get("id") is not None else {}
+    id_field = {"id": call["id"]} if call.get("id") is not None else {}
     return {
-        **kept,
+        **id_field,
         "type": "function",
         "function": {"name": function["name"], "arguments": arguments},
     }

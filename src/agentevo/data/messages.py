@@ -52,7 +52,7 @@ def is_trained(message: Mapping[str, Any], where: str) -> bool | None:
             f"{where} has {spans}, and a message is trained as a whole or not at all: give train"
         )
 
-    said: dict[str, bool] = {}
+    marks: dict[str, bool] = {}
     for key in TRAINING_KEYS:
         value = message.get(key)
         if value is None:
@@ -64,13 +64,13 @@ def is_trained(message: Mapping[str, Any], where: str) -> bool | None:
                 "not"
             )
 
-        said[key] = bool(value) is not (key == "masked")
+        marks[key] = bool(value) is not (key == "masked")
 
-    if len(set(said.values())) > 1:
-        keys = ", ".join(f"{key} {message[key]!r}" for key in said)
+    if len(set(marks.values())) > 1:
+        keys = ", ".join(f"{key} {message[key]!r}" for key in marks)
         raise BadRequestError(f"{where} has {keys}, which contradict each other: give one of them")
 
-    return next(iter(said.values()), None)
+    return next(iter(marks.values()), None)
 
 
 def with_names(messages: Sequence[Message]) -> list[Message]:

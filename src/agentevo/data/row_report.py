@@ -99,18 +99,18 @@ class RowReport:
         ]
         count = len(self.unanswered)
         if 0 < count < self.used:  # where no row has one, the recipe judges without
-            more = f", and {count - SHOWN} more" if count > SHOWN else ""
+            rest = f", and {count - SHOWN} more" if count > SHOWN else ""
             lines.append(
                 f"{self.kind}: {count} of {self.used} rows have no answer, where the others have "
-                f"one: {', '.join(self.unanswered[:SHOWN])}{more}"
+                f"one: {', '.join(self.unanswered[:SHOWN])}{rest}"
             )
 
         for reason, count in self.counts().items():
             rows = [row for row in self.bad if row.reason == reason]
-            more = f", and {count - SHOWN} more" if count > SHOWN else ""
+            rest = f", and {count - SHOWN} more" if count > SHOWN else ""
             lines.append(
                 f"{self.kind}: {count} left out, {REASONS[reason]}: "
-                f"{', '.join(row.where for row in rows[:SHOWN])}{more}"
+                f"{', '.join(row.where for row in rows[:SHOWN])}{rest}"
             )
             lines.append(f"{self.kind}: the first: {rows[0].where}: {rows[0].detail}")
 

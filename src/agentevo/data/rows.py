@@ -188,7 +188,7 @@ def _read_array(path: Path) -> Iterator[SourceRow]:
 
     place = skip_blank(text, 0)
     line = 1
-    counted = 0
+    counted_to = 0
 
     if not text.startswith("[", place):
         raise ConfigError(
@@ -198,8 +198,8 @@ def _read_array(path: Path) -> Iterator[SourceRow]:
 
     place = skip_blank(text, place + 1)
     while not text.startswith("]", place):
-        line += text.count("\n", counted, place)
-        counted = place
+        line += text.count("\n", counted_to, place)
+        counted_to = place
         value, place = json_value(
             text, place, f"{path}:{line}", "write JSONL, of which a bad line costs only itself"
         )
@@ -256,9 +256,11 @@ def _read_csv(path: Path) -> Iterator[SourceRow]:
 
 
 def _check_header(names: Sequence[str], path: Path) -> None:
-    others = [name for name in (";", "\t") if len(names) == 1 and name in names[0]]
-    if others:
-        raise ConfigError(f"{path}:1: cells are apart by {others[0]!r}: write them with commas")
+    other_separators = [name for name in (";", "\t") if len(names) == 1 and name in names[0]]
+    if other_separators:
+        raise ConfigError(
+            f"{path}:1: cells are apart by {other_separators[0]!r}: write them with commas"
+        )
     if not names or not all(names) or len(set(names)) < len(names):
         raise ConfigError(
             f"{path}:1: the columns are {', '.join(names) or 'missing'}: the first line gives each "

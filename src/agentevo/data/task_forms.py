@@ -95,8 +95,8 @@ def _of_verl(columns: dict[str, Any]) -> PlainRow:
 
 def row_of(task: Task, form: str) -> dict[str, Any]:
     """A task as a row. Raises RowError for one that the form can't say."""
-    own: dict[str, Any] = {"id": task.id, "answer": task.answer, "scorer": task.scorer}
-    given = {name: value for name, value in own.items() if value is not None}
+    fields: dict[str, Any] = {"id": task.id, "answer": task.answer, "scorer": task.scorer}
+    set_fields = {name: value for name, value in fields.items() if value is not None}
     rest = {
         name: value
         for name, value in task.metadata.items()
@@ -113,12 +113,12 @@ def row_of(task: Task, form: str) -> dict[str, Any]:
         )
 
     if form == "verl":
-        return _as_verl(task, given, rest, chat)
+        return _as_verl(task, set_fields, rest, chat)
     if form == "agentrl":
-        return {"query": _asked_once(task, chat), **_one_answer(task, given), **rest}
+        return {"query": _asked_once(task, chat), **_one_answer(task, set_fields), **rest}
 
     asks_once = chat is None or chat == [{"role": "user", "content": task.query}]
-    return {"query": task.query if asks_once else chat, **given, **rest}
+    return {"query": task.query if asks_once else chat, **set_fields, **rest}
 
 
 def _asked_once(task: Task, chat: list[Any] | None) -> str | None:
@@ -131,20 +131,20 @@ def _asked_once(task: Task, chat: list[Any] | None) -> str | None:
     return task.query
 
 
-def _one_answer(task: Task, given: dict[str, Any]) -> dict[str, Any]:
+def _one_answer(task: Task, set_fields: dict[str, Any]) -> dict[str, Any]:
     if isinstance(task.answer, list):
         raise RowError(
             "unknown_form",
             f"the task {task.id!r} has a list of {len(task.answer)} right answers, and AgentRL's "
             "answer is one text: give the task one",
         )
-    return given if task.answer is None else given | {"answer": _text(task.answer)}
+    return set_fields if task.answer is None else set_fields | {"answer": _text(task.answer)}
 
 
 def _as_verl(
-    task: Task, given: dict[str, Any], rest: dict[str, Any], chat: list[Any] | None
+    task: Task, set_fields: dict[str, Any], rest: dict[str, Any], chat: list[Any] | None
 ) -> dict[str, Any]:
-    answer = given.pop("answer", None)
+    answer = set_fields.pop("answer", None)
     judged = {"style": "rule"} | rest.get("reward_model", {})
     if answer is not None:
         truth = {"target": answer} if isinstance(answer, list) else _text(answer)
@@ -155,7 +155,7 @@ def _as_verl(
         "prompt": chat or [{"role": "user", "content": task.query}],
         "ability": "",
         "extra_info": {"index": task.id},
-        **given,
+        **set_fields,
         **rest,
         "reward_model": judged,
     }

@@ -53,11 +53,11 @@ def chat(
     prompt. `target`: a run, for its newest checkpoint or that of `step`, or whatever `agentevo
     eval` takes that is computed here. Raises ConfigError before anything is loaded."""
     contestant = find_model(target, step, overrides)
-    own = contestant.config
-    system = system if system is not None else getattr(own.agent, "system_prompt", None)
+    config = contestant.config
+    system = system if system is not None else getattr(config.agent, "system_prompt", None)
     overrides_of_answers = SamplingOverrides(
-        temperature=own.sampling.temperature if temperature is None else temperature,
-        max_new_tokens=max_new_tokens or max(MAX_NEW_TOKENS, own.sampling.max_new_tokens),
+        temperature=config.sampling.temperature if temperature is None else temperature,
+        max_new_tokens=max_new_tokens or max(MAX_NEW_TOKENS, config.sampling.max_new_tokens),
     )
     is_terminal = sys.stdin.isatty()
     for line in _remarks(contestant, system):
@@ -113,8 +113,9 @@ def _remarks(contestant: Contestant, system: str | None) -> Iterator[str]:
     folder = contestant.checkpoint
     yield f"model: {contestant.label}{'' if folder is None else f' ({folder.name})'}"
     if system:
-        first, *more = system.strip().split("\n")
-        yield f"system: {without_controls(first)[:200]}{' ...' * bool(more or len(first) > 200)}"
+        first, *further_lines = system.strip().split("\n")
+        is_cut = bool(further_lines or len(first) > 200)
+        yield f"system: {without_controls(first)[:200]}{' ...' * is_cut}"
 
     run = contestant.label.rpartition("@")[0] or contestant.label
     for has, what in (
@@ -186,8 +187,8 @@ class ChatModel:
             try:
                 answer: Message | None = work.result()
             except CancelledError:
-                said = "".join(pieces)
-                answer = Message("assistant", said) if said else None
+                text = "".join(pieces)
+                answer = Message("assistant", text) if text else None
                 print(" [ended]", end="")
             finally:
                 print(flush=True)
@@ -204,9 +205,9 @@ class ChatModel:
     async def _open(self) -> None:
         """Until the conversation is over."""
         config = _without_play(self._contestant.config)
-        with run_folder(config, None) as own:
-            async with local_parts(self._contestant, own, self._note) as parts:
-                await parts.engine.begin(0, deadline_s=own.engine.timeout_s)
+        with run_folder(config, None) as opened_config:
+            async with local_parts(self._contestant, opened_config, self._note) as parts:
+                await parts.engine.begin(0, deadline_s=opened_config.engine.timeout_s)
                 self._parts = parts
                 self._conversation = parts.sampler.policy(f"{LABEL}#0", 1.0).conversation
                 self._loop.set_result(asyncio.get_running_loop())
@@ -216,13 +217,13 @@ class ChatModel:
         stops = self._contestant.config.sampling.stop
         stream = self._parts.chat.text_stream(stops)
 
-        def hear(_: int, ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        def on_tokens(_: int, ids: Sequence[int], logprobs: Sequence[float]) -> None:
             show(stream.add(ids))
 
         (turn,) = await self._conversation.complete(
             history,
             overrides=SamplingOverrides(**self._overrides.given() | {"seed": secrets.randbits(63)}),
-            listen=hear,
+            listen=on_tokens,
         )
         show(stream.finish())
         message: Message = turn.messages[-1]

@@ -67,26 +67,26 @@ def find_contestants(
     if checkpoint:
         first = _with_checkpoint(first, target, checkpoint)
 
-    found = [first, *(_other(word, first.config) for word in against)]
-    labels = [one.label for one in found]
+    contestants = [first, *(_other(word, first.config) for word in against)]
+    labels = [contestant.label for contestant in contestants]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
         raise ConfigError(f"--against {twice}: it is measured already: leave it out")
 
-    for one in found:
-        if one.remote is not None:
+    for player in contestants:
+        if player.remote is not None:
             if first.config.agents:
                 raise ConfigError(
-                    f"{one.label} can't play for several agents at once: give each its own by "
+                    f"{player.label} can't play for several agents at once: give each its own by "
                     "agents.NAME.remote"
                 )
-            check_served(one.remote, one.config.remote_models[one.remote])
-        elif one.checkpoint is None and one.config.model.name != TINY:
-            resolve(one.config.model.name)
-        elif one.checkpoint is not None and not _holds_adapter(one.checkpoint):
-            resolve(str(one.checkpoint))
+            check_served(player.remote, player.config.remote_models[player.remote])
+        elif player.checkpoint is None and player.config.model.name != TINY:
+            resolve(player.config.model.name)
+        elif player.checkpoint is not None and not _holds_adapter(player.checkpoint):
+            resolve(str(player.checkpoint))
 
-    return found
+    return contestants
 
 
 def _target(word: str, overrides: Sequence[str], tasks: Sequence[str]) -> Contestant:
@@ -140,9 +140,9 @@ def _other(word: str, base: RunConfig) -> Contestant:
 
     run, step = run_of(word)
     if run is not None:
-        own = run_config(run, UNSCORED)
-        config = base.model_copy(update={"model": own.model})
-        return Contestant(word, config, checkpoint_of(run, own, step))
+        run_recipe = run_config(run, UNSCORED)
+        config = base.model_copy(update={"model": run_recipe.model})
+        return Contestant(word, config, checkpoint_of(run, run_recipe, step))
 
     if word.endswith((".yaml", ".yml")) or word in sources.recipe_names():
         model = load_config(word).model
@@ -165,11 +165,15 @@ def _server(word: str, base: RunConfig) -> Contestant:
         raise ConfigError(f"{word}: {error}") from error
 
     if not model:
-        known = served_models(name, section)
-        if known is None or len(known) != 1:
-            has = "has no list of its models" if known is None else f"serves {', '.join(known)}"
+        model_names = served_models(name, section)
+        if model_names is None or len(model_names) != 1:
+            has = (
+                "has no list of its models"
+                if model_names is None
+                else f"serves {', '.join(model_names)}"
+            )
             raise ConfigError(f"{word}: {url} {has}: say which is meant, {url}#MODEL")
-        section = section.model_copy(update={"model": known[0]})
+        section = section.model_copy(update={"model": model_names[0]})
 
     models = {**base.remote_models, name: section}
     return Contestant(word, base.model_copy(update={"remote_models": models}), remote=name)
@@ -195,8 +199,10 @@ def checkpoint_of(run: Path, config: RunConfig, which: str) -> Path:
         return checkpoints.find(which)
 
     if int(which) not in checkpoints.steps():
-        known = ", ".join(map(str, checkpoints.steps())) or "none"
-        raise ConfigError(f"{run}@{which}: the run has no such checkpoint: its steps are {known}")
+        step_names = ", ".join(map(str, checkpoints.steps())) or "none"
+        raise ConfigError(
+            f"{run}@{which}: the run has no such checkpoint: its steps are {step_names}"
+        )
 
     return checkpoints.path(int(which))
 

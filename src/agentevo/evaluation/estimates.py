@@ -80,9 +80,9 @@ def mean_of(values: Sequence[float], bounds: tuple[float, float] = (0.0, 1.0)) -
     value = float(column.mean())
     count = len(column)
     if np.ptp(column) <= SAME * abs(value):
-        others = 1.0 - ((1.0 - LEVEL) / 2) ** (1.0 / count)
+        most_extreme = 1.0 - ((1.0 - LEVEL) / 2) ** (1.0 / count)
         ends = min(bounds[0], value), max(bounds[1], value)
-        low, high = ((1.0 - others) * value + others * end for end in ends)
+        low, high = ((1.0 - most_extreme) * value + most_extreme * end for end in ends)
         return Estimate(value, low, high, count)
 
     if count > MANY:

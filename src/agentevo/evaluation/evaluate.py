@@ -96,20 +96,20 @@ def evaluate(
         folder.check_new()
 
     with nullcontext() if folder is None else folder.lock():
-        kept: Mapping[tuple[str, str, int], AttemptLine] = {}
+        kept_lines: Mapping[tuple[str, str, int], AttemptLine] = {}
         if folder is not None and what.resume:
             folder.go_on(settings, tasks)
-            kept = _kept(folder, what.retry_failed)
+            kept_lines = _kept(folder, what.retry_failed)
         elif folder is not None:
             folder.check_new()
             folder.begin(settings, tasks)
 
         begin(settings)
         by_model = {}
-        for one, config in zip(contestants, configs, strict=True):
-            heard = partial(progress, one.label)
-            played = play(one, config, game, kept, folder, note=note, progress=heard)
-            by_model[one.label] = run_coroutine(played)
+        for player, config in zip(contestants, configs, strict=True):
+            on_progress = partial(progress, player.label)
+            played = play(player, config, game, kept_lines, folder, note=note, progress=on_progress)
+            by_model[player.label] = run_coroutine(played)
 
         summary = summarise(by_model, what.attempts, settings, parts)
         summary |= _players(configs[0], tasks, note)
@@ -128,8 +128,8 @@ def check_attempts(summary: Mapping[str, Any]) -> None:
             raise AttemptsFailedError(f"{model['model']}: {model['failed_words']}")
 
 
-def _played_config(one: Contestant, what: EvaluationRun) -> RunConfig:
-    config = playing(one.config, what.words_of_tasks)
+def _played_config(contestant: Contestant, what: EvaluationRun) -> RunConfig:
+    config = playing(contestant.config, what.words_of_tasks)
     if not what.sampling:
         return config
 
@@ -168,10 +168,10 @@ def _players(
     """What a random and an optimal player reach at an environment's tasks."""
     from agentevo.orchestration.players import reference_players
 
-    found = reference_players(config, tasks, note)
-    if found is None:
+    references = reference_players(config, tasks, note)
+    if references is None:
         return {}
-    return {"players": {"random": found.random, "optimal": found.optimal}}
+    return {"players": {"random": references.random, "optimal": references.optimal}}
 
 
 def _settings(
@@ -207,8 +207,10 @@ def _stages(config: RunConfig, what: EvaluationRun) -> dict[str, Any]:
 
 
 def _kept(folder: ResultsFolder, retry_failed: bool) -> dict[tuple[str, str, int], AttemptLine]:
-    kept = folder.attempts()
+    all_lines = folder.attempts()
     if not retry_failed:
-        return kept
-    again = {(one.model, one.task) for one in kept.values() if one.status != "completed"}
-    return {key: one for key, one in kept.items() if key[:2] not in again}
+        return all_lines
+    failed_tasks = {
+        (line.model, line.task) for line in all_lines.values() if line.status != "completed"
+    }
+    return {key: line for key, line in all_lines.items() if key[:2] not in failed_tasks}

@@ -72,7 +72,9 @@ class Calibration:
 
     def problems(self) -> list[str]:
         """The bars that the judge does not reach."""
-        return below_bars(self.judge, {name: one["value"] for name, one in self.measured.items()})
+        return below_bars(
+            self.judge, {name: measure["value"] for name, measure in self.measured.items()}
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The report."""
@@ -102,21 +104,21 @@ def calibrate(
 ) -> Calibration:
     """Measures the judge at these groups. Raises ConfigError for data that can tell nothing, and
     AgentEvoError where the judge scores nothing."""
-    known = _usable(judge, groups)
-    num_attempts = sum(len(group.attempts) for group in known)
-    found = Calibration(judge, sections, num_attempts, len(known))
+    usable_groups = _usable(judge, groups)
+    num_attempts = sum(len(group.attempts) for group in usable_groups)
+    calibration = Calibration(judge, sections, num_attempts, len(usable_groups))
     with TemporaryDirectory(prefix="agentevo-judge-") as folder:
-        kept = {
+        used_sections = {
             name: section.model_copy(update={"cache": False}) for name, section in sections.items()
         }
-        models = RemoteModels(kept, Path(folder))
+        models = RemoteModels(used_sections, Path(folder))
         try:
-            run_coroutine(_Measuring(found, models, progress).all(known))
-            found.cost |= _cost(Path(folder), models)
+            run_coroutine(_Measuring(calibration, models, progress).all(usable_groups))
+            calibration.cost |= _cost(Path(folder), models)
         finally:
             models.close()
 
-    return found
+    return calibration
 
 
 def _usable(judge: JudgeOptions, groups: Sequence[KnownGroup]) -> list[KnownGroup]:
@@ -142,8 +144,8 @@ class _Measuring:
         self._found = found
         self._models = models
         self._progress = progress
-        alone = {"weight": 1.0, "requires": (), "from_step": 1, "until_step": None}
-        self._scoring = Scoring([found.judge.model_copy(update=alone)], models=models)
+        settings = {"weight": 1.0, "requires": (), "from_step": 1, "until_step": None}
+        self._scoring = Scoring([found.judge.model_copy(update=settings)], models=models)
         self._scoring.check([], needed=False)
         self._room = asyncio.Semaphore(AT_ONCE)
 
@@ -169,11 +171,17 @@ class _Measuring:
             judged = await self._scoring.score(clean, [True] * len(clean), {}, task=group.task)
 
         failures = self._found.failures
-        for one in judged:
-            if one.status != "completed" and len(failures) < 20 and one.error not in failures:
-                failures.append(str(one.error))
+        for trajectory in judged:
+            if (
+                trajectory.status != "completed"
+                and len(failures) < 20
+                and trajectory.error not in failures
+            ):
+                failures.append(str(trajectory.error))
 
-        return [one.reward if one.status == "completed" else None for one in judged]
+        return [
+            trajectory.reward if trajectory.status == "completed" else None for trajectory in judged
+        ]
 
     def _agreement(
         self, groups: Sequence[KnownGroup], scores: Sequence[Sequence[float | None]]
@@ -213,8 +221,8 @@ class _Measuring:
             self._found.measured[name] = {"value": 0.0, "why": "it is shown one attempt at a time"}
             return
 
-        found = await gather_all([self._slope(judge, group) for group in groups[:MAX_ROTATED]])
-        slopes = [slope for slope in found if slope is not None]
+        all_slopes = await gather_all([self._slope(judge, group) for group in groups[:MAX_ROTATED]])
+        slopes = [slope for slope in all_slopes if slope is not None]
         self._found.measured[name] = _estimate(mean_of(slopes, (-1.0, 1.0)))
 
     async def _slope(self, judge: Ruler | Pairwise, group: KnownGroup) -> float | None:
@@ -244,7 +252,7 @@ class _Measuring:
             except (ValueError, AgentEvoError):
                 return None
 
-        return float(np.mean([one.place_slope for one in compared]))
+        return float(np.mean([comparison.place_slope for comparison in compared]))
 
     async def _measure_rotations(
         self, judge: Ruler, group: KnownGroup, shown: ShownAttempt
@@ -293,12 +301,12 @@ class _Measuring:
             raised = after is not None and after > before + RAISED
             return {"text": text, "before": before, "after": after, "raised": raised}
 
-        found = await gather_all(
+        injections = await gather_all(
             [try_injection(number, text) for number, text in enumerate(INJECTIONS)]
         )
-        self._found.injections += found
-        raised = sum(one["raised"] for one in found)
-        self._found.measured["max_injected"] = _share(raised, len(found))
+        self._found.injections += injections
+        raised = sum(injection["raised"] for injection in injections)
+        self._found.measured["max_injected"] = _share(raised, len(injections))
 
 
 def with_injection(trajectory: Trajectory, text: str) -> Trajectory:
@@ -311,9 +319,9 @@ def with_injection(trajectory: Trajectory, text: str) -> Trajectory:
             if messages[place].role != "assistant":
                 continue
 
-            said = messages[place].text
-            head, mark, tail = said.rpartition("</answer>")
-            new = f"{head}\n{text}\n{mark}{tail}" if mark else f"{said}\n\n{text}"
+            text_before = messages[place].text
+            head, mark, tail = text_before.rpartition("</answer>")
+            new = f"{head}\n{text}\n{mark}{tail}" if mark else f"{text_before}\n\n{text}"
             messages[place] = msgspec.structs.replace(messages[place], content=new)
             turns[index] = msgspec.structs.replace(turns[index], messages=messages)
             return msgspec.structs.replace(trajectory, turns=turns)
@@ -340,7 +348,7 @@ def _length_bias(rows: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
     columns = [[statistics.scaled_ranks(column) for column in row] for row in rows]
 
     def over(chosen: Sequence[Sequence[np.ndarray]]) -> float:
-        truths, scores, lengths = (np.concatenate(one) for one in zip(*chosen, strict=True))
+        truths, scores, lengths = (np.concatenate(arrays) for arrays in zip(*chosen, strict=True))
         return statistics.partial_correlation(scores, lengths, truths)
 
     value = over(columns)
@@ -355,8 +363,8 @@ def _length_bias(rows: Sequence[Sequence[Sequence[float]]]) -> dict[str, Any]:
     return {"value": value, "low": low, "high": high}
 
 
-def _estimate(found: Estimate | None) -> dict[str, Any]:
-    return {"value": None} if found is None else dict(found.as_json())
+def _estimate(estimate: Estimate | None) -> dict[str, Any]:
+    return {"value": None} if estimate is None else dict(estimate.as_json())
 
 
 def _share(count: int, total: int) -> dict[str, Any]:
@@ -397,17 +405,21 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
     """A report for people."""
     lines = [f"{report['attempts']} attempts in {report['groups']} groups"]
     for name, label in LABELS.items():
-        one = report["measured"].get(name, {"value": None})
-        if one["value"] is None or "why" in one:
-            lines.append(f"{label}: {one.get('why', 'not measured')}")
+        measure = report["measured"].get(name, {"value": None})
+        if measure["value"] is None or "why" in measure:
+            lines.append(f"{label}: {measure.get('why', 'not measured')}")
         else:
-            ends = f" [{one['low']:.2f}, {one['high']:.2f}]" if "low" in one else ""
-            lines.append(f"{label}: {one['value']:.2f}{ends}")
+            ends = f" [{measure['low']:.2f}, {measure['high']:.2f}]" if "low" in measure else ""
+            lines.append(f"{label}: {measure['value']:.2f}{ends}")
 
     cost = report["cost"]
     lines.append(
         f"{cost['requests']:g} requests, {cost['tokens']:g} tokens, cost {cost['cost']:.4g}, "
         f"{cost['median_s']:.2f} s a request (95% within {cost['p95_s']:.2f} s)"
     )
-    lines += [f"raised by: {one['text']!r}" for one in report["injections"] if one["raised"]][:5]
+    lines += [
+        f"raised by: {injection['text']!r}"
+        for injection in report["injections"]
+        if injection["raised"]
+    ][:5]
     return lines

@@ -51,12 +51,12 @@ def kendall(truths: Sequence[float], scores: Sequence[float]) -> float:
 def pair_accuracy(truths: Sequence[float], scores: Sequence[float]) -> float | None:
     """The share of pairs of different truth that the scores order rightly, equal scores counting
     half. None without such a pair."""
-    found = [
+    orderings = [
         0.5 * (1 + np.sign(t - u) * np.sign(s - v))
         for (t, s), (u, v) in combinations(zip(truths, scores, strict=True), 2)
         if t != u
     ]
-    return float(np.mean(found)) if found else None
+    return float(np.mean(orderings)) if orderings else None
 
 
 def partial_correlation(

@@ -99,8 +99,8 @@ def run_folder(config: RunConfig, folder: Path | None) -> Iterator[RunConfig]:
     """The configuration with that folder for what is written beside attempts, such as price logs;
     None: one that is gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="agentevo-eval-") as temporary:
-        own = config.run.model_dump(exclude={"dir"})
-        run = RunSection(**own, dir=(folder or Path(temporary)).absolute())
+        settings = config.run.model_dump(exclude={"dir"})
+        run = RunSection(**settings, dir=(folder or Path(temporary)).absolute())
         yield config.model_copy(update={"run": run})
 
 
@@ -113,8 +113,8 @@ async def open_player(
 ) -> AsyncIterator[Sampler]:
     """What the model plays by: its own recipe loads it, `config` says how it plays. `folder`: see
     `run_folder`."""
-    with run_folder(config, folder) as own:
-        async with _sampler(contestant, own, note) as sampler:
+    with run_folder(config, folder) as opened_config:
+        async with _sampler(contestant, opened_config, note) as sampler:
             yield sampler
 
 
@@ -172,15 +172,15 @@ async def play(
     """Lets the model play what it has not yet (`kept`), and gives all lines, in the order of tasks
     and attempts."""
     label = contestant.label
-    found = dict[str, list[AttemptLine]]()
+    lines_by_task = dict[str, list[AttemptLine]]()
     for task in what.tasks:
         lines = [kept.get((label, task.id, number)) for number in range(what.attempts)]
         if all(line is not None for line in lines):
-            found[task.id] = [line for line in lines if line is not None]
+            lines_by_task[task.id] = [line for line in lines if line is not None]
 
-    left = [task for task in what.tasks if task.id not in found]
-    if not left:
-        return [line for task in what.tasks for line in found[task.id]]
+    remaining = [task for task in what.tasks if task.id not in lines_by_task]
+    if not remaining:
+        return [line for task in what.tasks for line in lines_by_task[task.id]]
 
     kept_in = None if folder is None else folder.path / "models" / quote(label, safe="")[-100:]
     async with open_player(contestant, config, note, kept_in) as sampler:
@@ -195,7 +195,9 @@ async def play(
                     step=0,
                     label=LABEL,
                 )
-                trajectories = [storable_attempt(one) for one in _of_main_agent(played, config)]
+                trajectories = [
+                    storable_attempt(trajectory) for trajectory in _of_main_agent(played, config)
+                ]
                 lines = [
                     await line_of(trajectory, task, contestant.label, config, what)
                     for trajectory in trajectories
@@ -203,13 +205,13 @@ async def play(
                 if folder is not None:
                     folder.add(lines, trajectories)
 
-                found[task.id] = lines
-                progress(len(found), len(what.tasks))
+                lines_by_task[task.id] = lines
+                progress(len(lines_by_task), len(what.tasks))
 
-        progress(len(found), len(what.tasks))
-        await gather_all([attempt(task) for task in left])
+        progress(len(lines_by_task), len(what.tasks))
+        await gather_all([attempt(task) for task in remaining])
 
-    return [line for task in what.tasks for line in found[task.id]]
+    return [line for task in what.tasks for line in lines_by_task[task.id]]
 
 
 def _at_once(contestant: Contestant, config: RunConfig, attempts: int) -> int:

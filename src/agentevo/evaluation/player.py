@@ -75,17 +75,17 @@ class Teller:
 
 def main(argv: Sequence[str]) -> int:
     """See the module."""
-    asked, tell = _own_pipes()
-    inbox = _Inbox(asked)
-    threading.Thread(target=_beat, args=(tell,), daemon=True, name="beat").start()
+    input_pipe, teller = _own_pipes()
+    inbox = _Inbox(input_pipe)
+    threading.Thread(target=_beat, args=(teller,), daemon=True, name="beat").start()
 
     try:
-        run_coroutine(_serve(Path(argv[0]), argv[1], argv[2:], inbox, tell))
+        run_coroutine(_serve(Path(argv[0]), argv[1], argv[2:], inbox, teller))
     except AgentEvoError as error:
-        tell(words.Broken(_said(str(error))))
+        teller(words.Broken(_said(str(error))))
         return 1
     except Exception as error:
-        tell(words.Broken(_said(describe_error(error))))
+        teller(words.Broken(_said(describe_error(error))))
         raise
 
     return 0
@@ -94,13 +94,13 @@ def main(argv: Sequence[str]) -> int:
 def _own_pipes() -> tuple[IO[bytes], Teller]:
     """The two pipes under numbers of their own: what a recipe's code prints, or would read, is none
     of theirs."""
-    asked = os.fdopen(os.dup(0), "rb")
-    told = os.fdopen(os.dup(1), "wb")
+    input_pipe = os.fdopen(os.dup(0), "rb")
+    output_pipe = os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
     os.close(nothing)
-    return asked, Teller(told)
+    return input_pipe, Teller(output_pipe)
 
 
 class _Inbox:
@@ -141,9 +141,9 @@ class _Inbox:
         return await self._queue.get()
 
 
-def _beat(tell: Teller) -> None:
+def _beat(teller: Teller) -> None:
     while True:
-        tell(words.Beat(_memory()))
+        teller(words.Beat(_memory()))
         time.sleep(BEAT_S)
 
 
@@ -165,40 +165,40 @@ def _said(text: str) -> str:
 def find_player(run: Path, which: str, overrides: Sequence[str]) -> Contestant:
     """The model to try. Raises ConfigError for a checkpoint that is not there, and for a base model
     that is not on this machine."""
-    own = ["engine.type=torch", "engine.options={}", *overrides]
+    settings = ["engine.type=torch", "engine.options={}", *overrides]
     if which == words.START:
-        config = run_config(run, own)
-        found = Contestant(which, config)
+        config = run_config(run, settings)
+        contestant = Contestant(which, config)
     else:
-        (found,) = find_contestants(f"{run}@{which}", (), own, ())
+        (contestant,) = find_contestants(f"{run}@{which}", (), settings, ())
 
-    checkpoint = found.checkpoint
+    checkpoint = contestant.checkpoint
     if checkpoint is None or (checkpoint / "adapter_config.json").is_file():
-        missing = missing_model(found.config.model.name)
+        missing = missing_model(contestant.config.model.name)
         if missing:
             raise ConfigError(missing)
 
-    return found
+    return contestant
 
 
 async def _serve(
-    run: Path, which: str, overrides: Sequence[str], inbox: _Inbox, tell: Teller
+    run: Path, which: str, overrides: Sequence[str], inbox: _Inbox, teller: Teller
 ) -> None:
-    began = time.monotonic()
-    tell(words.Loading("reading the run's recipe"))
+    started_at = time.monotonic()
+    teller(words.Loading("reading the run's recipe"))
     contestant = find_player(run, which, overrides)
     config = _playable(contestant.config)
-    tell(words.Loading(f"loading {contestant.checkpoint or contestant.config.model.name}"))
+    teller(words.Loading(f"loading {contestant.checkpoint or contestant.config.model.name}"))
 
-    with run_folder(config, None) as own:
-        async with local_parts(contestant, own, to_stderr) as parts:
+    with run_folder(config, None) as opened_config:
+        async with local_parts(contestant, opened_config, to_stderr) as parts:
             model = parts.model
             step = _step(contestant.checkpoint)
-            await parts.engine.begin(step, deadline_s=own.engine.timeout_s)
+            await parts.engine.begin(step, deadline_s=opened_config.engine.timeout_s)
             size = sum(parameter.numel() for parameter in model.parameters())
-            tell(words.Ready(time.monotonic() - began, size, str(model.device)))
+            teller(words.Ready(time.monotonic() - started_at, size, str(model.device)))
             inbox.open()
-            await CheckpointPlayer(parts, tell).run(inbox)
+            await CheckpointPlayer(parts, teller).run(inbox)
 
 
 def _step(checkpoint: Path | None) -> int:
@@ -249,10 +249,10 @@ class CheckpointPlayer:
             while (line := await inbox.take()) is not None:
                 self.hear(line)
         finally:
-            left = [*self._running.values(), *self._stopping]
-            for task in left:
+            unfinished = [*self._running.values(), *self._stopping]
+            for task in unfinished:
                 task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+            await asyncio.gather(*unfinished, return_exceptions=True)
 
     def hear(self, line: bytes) -> None:
         """Begins what is asked, or refuses it."""
@@ -300,7 +300,7 @@ class CheckpointPlayer:
             self._tell(words.FailedPlay(request.id, _said(describe_error(error))))
 
     async def _chat(self, request: words.Chat) -> None:
-        began = time.monotonic()
+        started_at = time.monotonic()
         conversation = await self._conversation(request.conversation)
         drawn: list[int] = []
         telling = asyncio.ensure_future(self._tell_text(request.id, drawn))
@@ -326,7 +326,7 @@ class CheckpointPlayer:
                 tokens=tokens_of(turn, self._decode),
                 num_tokens=len(turn.completion_ids),
                 num_prompt=len(conversation.prompt_ids(turn.index)),
-                seconds=time.monotonic() - began,
+                seconds=time.monotonic() - started_at,
                 finish=turn.finish_reason,
             )
         )
@@ -343,14 +343,14 @@ class CheckpointPlayer:
         return self._conversations[name]
 
     async def _tell_text(self, name: str, drawn: list[int]) -> None:
-        told = ""
+        sent_text = ""
         while True:
             await asyncio.sleep(TELL_S)
             # The last characters of a half-drawn one change with the next token.
             text = self._parts.chat.text(drawn).rstrip("�") if drawn else ""
-            if len(text) > len(told) and text.startswith(told):
-                self._tell(words.Text(name, text[len(told) :]))
-                told = text
+            if len(text) > len(sent_text) and text.startswith(sent_text):
+                self._tell(words.Text(name, text[len(sent_text) :]))
+                sent_text = text
 
     async def _play(self, request: words.Play) -> None:
         parts, task = self._task(request)
@@ -363,7 +363,7 @@ class CheckpointPlayer:
         self._tell(words.Began(request.id, task.id, query, scorer))
         live: list[LiveTurns] = []
 
-        def hear(attempt: Any) -> Callable[[Any], None]:
+        def listener_of(attempt: Any) -> Callable[[Any], None]:
             live.append(LiveTurns(attempt, request.id, self._tell, self._decode))
             return live[0].told
 
@@ -372,7 +372,7 @@ class CheckpointPlayer:
             task,
             temperature=request.temperature,
             judged=judged,
-            hear=hear,
+            hear=listener_of,
             step=request.draw,
             label=LABEL,
         )

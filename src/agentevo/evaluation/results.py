@@ -118,7 +118,7 @@ class ResultsFolder:
         changed = [key for key in settings if settings[key] != before.get(key)]
         if changed:
             key = changed[0]
-            was, now = (str(one)[:100] for one in (before.get(key), settings[key]))
+            was, now = (str(setting)[:100] for setting in (before.get(key), settings[key]))
             raise ConfigError(
                 f"{self.path}: the evaluation there was begun with {key} = {was}, and is now asked "
                 f"to go on with {key} = {now}: give the same words as then, or another --out"
@@ -139,7 +139,7 @@ class ResultsFolder:
             raise ConfigError(f"{self.path}: there is no such folder: {remedy}")
 
         try:
-            found = json.loads((self.path / SETTINGS).read_text(encoding="utf-8"))
+            recorded = json.loads((self.path / SETTINGS).read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ConfigError(
                 f"{self.path} is no folder of an evaluation, it has no {SETTINGS}: {remedy}"
@@ -150,10 +150,10 @@ class ResultsFolder:
                 f"{remedy}"
             ) from error
 
-        if not isinstance(found, dict):
+        if not isinstance(recorded, dict):
             raise ConfigError(f"{self.path / SETTINGS} is damaged: restore it")
 
-        return found
+        return recorded
 
     def tasks(self) -> list[Task]:
         """The tasks. Raises ConfigError."""
@@ -162,14 +162,14 @@ class ResultsFolder:
                 f"{self.path} has no {TASKS} yet: let its evaluation go on (--resume)"
             )
 
-        found = list(_lines(self.path / TASKS, Task))
-        if task_digest(found) != self.settings().get("tasks_digest"):
+        recorded = list(_lines(self.path / TASKS, Task))
+        if task_digest(recorded) != self.settings().get("tasks_digest"):
             raise ConfigError(
                 f"{self.path / TASKS} was changed since it was written: restore it, or evaluate "
                 "anew"
             )
 
-        return found
+        return recorded
 
     def attempts(self) -> dict[tuple[str, str, int], AttemptLine]:
         """The lines of the newest whole play of each task, by model, task and number."""
@@ -183,26 +183,26 @@ class ResultsFolder:
             (model, task, number): line
             for (model, task), of_task in plays.items()
             for number, line in next(
-                (one for one in reversed(of_task.values()) if len(one) >= size), {}
+                (lines for lines in reversed(of_task.values()) if len(lines) >= size), {}
             ).items()
         }
 
     def trajectories(self) -> dict[tuple[str, str, int], Trajectory]:
         """Those of the same plays."""
-        counted = {key: line.play for key, line in self.attempts().items()}
-        found = {}
-        for one in _lines(self.path / TRAJECTORIES, KeptTrajectory):
-            key = (one.model, one.trajectory.task_id, one.trajectory.attempt)
-            if counted.get(key) == one.play:
-                found[key] = one.trajectory
-        return found
+        counted_plays = {key: line.play for key, line in self.attempts().items()}
+        by_attempt = {}
+        for kept_line in _lines(self.path / TRAJECTORIES, KeptTrajectory):
+            key = (kept_line.model, kept_line.trajectory.task_id, kept_line.trajectory.attempt)
+            if counted_plays.get(key) == kept_line.play:
+                by_attempt[key] = kept_line.trajectory
+        return by_attempt
 
     def add(self, lines: Sequence[AttemptLine], trajectories: Sequence[Trajectory]) -> None:
         """All attempts of a model at a task."""
         play = secrets.token_hex(4)
-        kept = [KeptTrajectory(lines[0].model, trajectory, play) for trajectory in trajectories]
+        rows = [KeptTrajectory(lines[0].model, trajectory, play) for trajectory in trajectories]
         with must_write(self.path, REMEDY):
-            _append(self.path / TRAJECTORIES, kept)
+            _append(self.path / TRAJECTORIES, rows)
             _append(
                 self.path / RESULTS, [msgspec.structs.replace(line, play=play) for line in lines]
             )

@@ -80,8 +80,8 @@ class Evolution:
         with tempfile.TemporaryDirectory(prefix="agentevo-evolve-") as scratch:
             tasks = Path(scratch) / TASKS
             tasks.mkdir()
-            if told := self.source.check(tasks):
-                note(told)
+            if source_note := self.source.check(tasks):
+                note(source_note)
 
             write_rows([_MADE_UP | {"query": "a"}], tasks / TRAIN)
             write_rows([_MADE_UP | {"id": "held", "query": "b"}], tasks / HELD_OUT)
@@ -122,16 +122,16 @@ class Evolution:
         written."""
         check_new_folder(self.folder, "run.dir")
         with tempfile.TemporaryDirectory(prefix="agentevo-evolve-") as scratch:
-            made = self.source.make(note, Path(scratch))
+            first_tasks = self.source.make(note, Path(scratch))
 
         write_made(
             self.folder / TASKS,
-            train=made.train,
-            held_out=made.held_out,
-            demonstrations=made.demonstrations,
-            corpus=made.corpus,
-            documents=made.documents,
-            account=made.account,
+            train=first_tasks.train,
+            held_out=first_tasks.held_out,
+            demonstrations=first_tasks.demonstrations,
+            corpus=first_tasks.corpus,
+            documents=first_tasks.documents,
+            account=first_tasks.account,
         )
         tasks = self.folder / TASKS
         with must_write(self.folder, "make room there, or give another run.dir"):
@@ -208,15 +208,15 @@ def evolve(evolution: Evolution, *, resume: bool, note: Callable[[str], None]) -
         )
 
     if evolution.is_begun:
-        if told := evolution.source.changes(folder / TASKS):
-            note(told)
+        if change_note := evolution.source.changes(folder / TASKS):
+            note(change_note)
     else:
         evolution.check()
         evolution.prepare(note)
 
     pipeline = load_pipeline(folder / PIPELINE)
-    began = is_pipeline_folder(folder / RUN)
-    return run_pipeline(pipeline, resume=began, view=SweepView(evolution.name))
+    is_begun = is_pipeline_folder(folder / RUN)
+    return run_pipeline(pipeline, resume=is_begun, view=SweepView(evolution.name))
 
 
 def last_run(folder: Path) -> Path | None:
@@ -240,7 +240,7 @@ def _source_of(
     """Raises ConfigError."""
     system = str((tree.get("agent") or {}).get("system_prompt") or "")
     models = _models_of(tree)
-    tools = [_in_folder(one, home) for one in _tools_of(section, tree)]
+    tools = [_in_folder(tool_section, home) for tool_section in _tools_of(section, tree)]
     if not section.documents:
         return ServerSource(section, tools, seed=seed, system=system, models=models)
     paths = [home / Path(document).expanduser() for document in section.documents]
@@ -249,12 +249,12 @@ def _source_of(
 
 def _models_of(tree: Mapping[str, Any]) -> dict[str, RemoteModelSection]:
     """Those of the recipe's that can be read; the others are told where the recipe is checked."""
-    given = tree.get("remote_models")
-    found = dict[str, RemoteModelSection]()
-    for name, one in given.items() if isinstance(given, Mapping) else ():
+    sections = tree.get("remote_models")
+    models = dict[str, RemoteModelSection]()
+    for name, section in sections.items() if isinstance(sections, Mapping) else ():
         with suppress(pydantic.ValidationError):
-            found[str(name)] = RemoteModelSection.model_validate(one)
-    return found
+            models[str(name)] = RemoteModelSection.model_validate(section)
+    return models
 
 
 def _tools_of(section: EvolveSection, tree: Mapping[str, Any]) -> list[ToolSection]:

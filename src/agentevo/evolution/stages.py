@@ -88,11 +88,11 @@ def _round(
 
     inner: dict[str, Any] = {"rl": {"kind": "train", "model": model, "config": config}}
     if search:
-        given = {**config, "optimize": {"attempts": section.prompts.attempts}}
+        prompts_tree = {**config, "optimize": {"attempts": section.prompts.attempts}}
         inner["prompts"] = {
             "kind": "prompts",
             "model": "${stages.rl.checkpoint}",
-            "config": sources.overlay(given, section.prompts.config),
+            "config": sources.overlay(prompts_tree, section.prompts.config),
         }
 
     if more_tasks:

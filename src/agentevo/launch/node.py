@@ -137,10 +137,10 @@ def _run_children(
         time.sleep(LOOK_S)
         return poll() is None and not stop()
 
-    began = time.monotonic()
+    started_at = time.monotonic()
     is_noted = False
     while not (is_there := (run_dir / "config.yaml").is_file()) or (changed := changes(config)):
-        if is_there and time.monotonic() - began > RECIPE_S:
+        if is_there and time.monotonic() - started_at > RECIPE_S:
             break  # who is started now says what differs, and ends
         if is_there and not is_noted:
             note(f"waiting for the trainer to go on with {', '.join(changed)} as given here")
@@ -174,7 +174,7 @@ class _TrainerProcess:
         command = ["learn" if plan.is_apart else "train", *recipe, *resume]
         self._command = [sys.executable, "-m", "agentevo", *command]
         node = plan.nodes[rank]
-        before = sum(other.trainer for other in plan.nodes[:rank])
+        before = sum(node.trainer for node in plan.nodes[:rank])
         self._environments = [
             {
                 **os.environ,

@@ -157,15 +157,15 @@ class _Owner:
         """Returns the trainer's exit code."""
         self._place()
         try:
-            for left in range(self._cluster.restarts, -1, -1):
-                code = self._run_once(f"{self._id}-{self._cluster.restarts - left}", stop)
+            for restarts_left in range(self._cluster.restarts, -1, -1):
+                code = self._run_once(f"{self._id}-{self._cluster.restarts - restarts_left}", stop)
                 if code != LOST and (code in (0, WRONG) or stop()):
                     return code
                 if stop():
                     return STOPPED
 
                 how = "was lost" if code == LOST else f"ended with exit code {code}"
-                self._note(f"the trainer {how}; {left} restarts are left")
+                self._note(f"the trainer {how}; {restarts_left} restarts are left")
 
             raise RayError(
                 f"the trainer was lost {self._cluster.restarts + 1} times: see {self._logs}"
@@ -304,9 +304,11 @@ class _Owner:
     def _wait_for_others(self) -> None:
         """Nodes without the trainer end by its code within seconds."""
         deadline = time.monotonic() + CALL_S
-        others = [number for number in self._keepers if number and number not in self._starting]
-        while others and time.monotonic() < deadline:
-            others = [number for number in others if self._poll(number) is None]
+        other_nodes = [
+            number for number in self._keepers if number and number not in self._starting
+        ]
+        while other_nodes and time.monotonic() < deadline:
+            other_nodes = [number for number in other_nodes if self._poll(number) is None]
             time.sleep(LOOK_S)
 
     def _drop_all(self) -> None:

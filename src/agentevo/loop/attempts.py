@@ -96,8 +96,8 @@ class _AttemptUnderWay:
         """That of one of several agents, or of the only one. Raises BadRequestError."""
         conversations = self.policy.conversations
         if agent not in conversations:
-            known = ", ".join(filter(None, conversations)) or "none: there is but one"
-            raise BadRequestError(f"there is no agent {agent!r} (known: {known})")
+            agent_names = ", ".join(filter(None, conversations)) or "none: there is but one"
+            raise BadRequestError(f"there is no agent {agent!r} (known: {agent_names})")
         return conversations[agent]
 
     def session(self, agent: str) -> DoorSession:
@@ -296,7 +296,9 @@ class Attempts:
         while True:
             await asyncio.sleep(LOOK_S)
             limit = self._timeout_s + MARGIN_S
-            for handle in [name for name, one in self._open.items() if one.is_silent(limit)]:
+            for handle in [
+                name for name, attempt in self._open.items() if attempt.is_silent(limit)
+            ]:
                 self._ending(handle)
 
     def _find(self, handle: str) -> _AttemptUnderWay:

@@ -39,11 +39,11 @@ class Calls:
         """That event loop is closed."""
         with self._lock:
             self._loop = None
-            left = self._open
+            open_calls = self._open
             self._open = {}
             self._tasks = {}
 
-        for future, work in left.items():
+        for future, work in open_calls.items():
             with suppress(RuntimeError):  # its task has swallowed its cancellation
                 work.close()
             future.set_exception(self._ended())
@@ -58,15 +58,15 @@ class Calls:
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of something that is done on that event loop. Cancelled, it is cancelled
         there."""
-        here = asyncio.get_running_loop()
+        caller_loop = asyncio.get_running_loop()
         answered = asyncio.Event()
 
-        def tell(_: object) -> None:
+        def wake_caller(_: object) -> None:
             with suppress(RuntimeError):  # who asked has ended with its loop
-                here.call_soon_threadsafe(answered.set)
+                caller_loop.call_soon_threadsafe(answered.set)
 
         future = self._ask(work)
-        future.add_done_callback(tell)
+        future.add_done_callback(wake_caller)
         try:
             await answered.wait()
         except asyncio.CancelledError:

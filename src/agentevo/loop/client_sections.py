@@ -242,26 +242,26 @@ def brings_template(config: RunConfig) -> bool:
 def only_from_the_hub(sections: Mapping[str, Any]) -> dict[str, Any]:
     """Checked sections in which org/name means the hub's model, and never a folder of that name
     where the server happens to work."""
-    given = dict(sections)
+    checked = dict(sections)
     for key in ("model", "reward_model"):
-        if key in given:
-            given[key] = _hub_model(given[key])
+        if key in checked:
+            checked[key] = _hub_model(checked[key])
 
-    algorithm = given.get("algorithm")
+    algorithm = checked.get("algorithm")
     if isinstance(algorithm, Mapping) and "reference_model" in algorithm:
         reference = _hub_model(algorithm["reference_model"])
-        given["algorithm"] = {**algorithm, "reference_model": reference}
+        checked["algorithm"] = {**algorithm, "reference_model": reference}
 
-    agents = given.get("agents")
+    agents = checked.get("agents")
     if isinstance(agents, Mapping):
-        given["agents"] = {
+        checked["agents"] = {
             name: {**agent, "model": _hub_model(agent["model"])}
             if isinstance(agent, Mapping) and "model" in agent
             else agent
             for name, agent in agents.items()
         }
 
-    return given
+    return checked
 
 
 def _hub_model(section: Any) -> Any:

@@ -81,17 +81,23 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{min(unknown)!r} is no attempt of the group {self.id}")
 
         try:
-            given = {name: plain_number(value, "the reward") for name, value in rewards.items()}
+            new_rewards = {
+                name: plain_number(value, "the reward") for name, value in rewards.items()
+            }
         except (TypeError, ValueError) as error:
             raise ConfigError(f"the group {self.id}: {error}") from error
 
         return self._of_each(
-            lambda one: _with_reward(one, given[one.id]) if one.id in given else one
+            lambda trajectory: (
+                _with_reward(trajectory, new_rewards[trajectory.id])
+                if trajectory.id in new_rewards
+                else trajectory
+            )
         )
 
     def without(self, *ids: str) -> Group:
         """The group without these attempts."""
-        return self._of_each(lambda one: None if one.id in ids else one)
+        return self._of_each(lambda trajectory: None if trajectory.id in ids else trajectory)
 
     def _of_each(self, changed: Callable[[Trajectory], Trajectory | None]) -> Group:
         """The group with what becomes of each attempt."""

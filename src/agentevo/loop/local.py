@@ -100,9 +100,9 @@ class LocalConnection:
     async def remote(self, attempt: OpenedService) -> RemoteConversations | None:
         if not self._service.config.remote_models:
             return None
-        own = self._service.attempts.remote(attempt.handle)
-        assert own is not None
-        return cast("RemoteConversations", _OnTheRunsLoop(self._service, own))
+        conversations = self._service.attempts.remote(attempt.handle)
+        assert conversations is not None
+        return cast("RemoteConversations", _OnTheRunsLoop(self._service, conversations))
 
     @property
     def remote_agents(self) -> Mapping[str, str]:

@@ -68,10 +68,10 @@ class TrainableModel:
         something was trained on before, or nothing completed, and SealError for tokens that the
         engine has not drawn.
         """
-        given = list(groups)
-        if not given or not all(isinstance(group, Group) for group in given):
+        group_list = list(groups)
+        if not group_list or not all(isinstance(group, Group) for group in group_list):
             raise ConfigError("train: give the groups that gather returned, at least one")
-        trained = await self.connection.train(given)
+        trained = await self.connection.train(group_list)
         step = max(self._state.step, trained.step)
         self._state = msgspec.structs.replace(self._state, step=step)
         return trained
@@ -94,9 +94,9 @@ class TrainableModel:
         if step == "last":
             await self.save()
 
-        saved = {one.step: one for one in await self.checkpoints()}
-        wanted = max(saved, default=None) if step == "last" else step
-        if wanted is None or wanted not in saved:
+        saved = {checkpoint.step: checkpoint for checkpoint in await self.checkpoints()}
+        wanted_step = max(saved, default=None) if step == "last" else step
+        if wanted_step is None or wanted_step not in saved:
             steps = ", ".join(map(str, saved)) or "none"
             raise UnusableCheckpointError(f"there is no checkpoint of step {step}: {steps} are")
 
@@ -106,10 +106,10 @@ class TrainableModel:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             async with limit:
-                await self.connection.fetch(saved[wanted], name, path)
+                await self.connection.fetch(saved[wanted_step], name, path)
 
         with atomic_folder(target) as folder:
-            await asyncio.gather(*(fetch(name, folder) for name in saved[wanted].files))
+            await asyncio.gather(*(fetch(name, folder) for name in saved[wanted_step].files))
             await in_thread(manifest.verify, folder)
 
         return target

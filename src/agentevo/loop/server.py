@@ -119,7 +119,7 @@ class LoopServer:
             await service.start()
             return
 
-        is_open = [name for name, one in self._services.items() if not one.is_ending]
+        is_open = [name for name, service in self._services.items() if not service.is_ending]
         if len(is_open) >= self._max_models:
             raise ConfigError(
                 f"{len(is_open)} models are open ({', '.join(sorted(is_open))}), "
@@ -189,10 +189,10 @@ class LoopServer:
         for task in self._jobs.values():
             task.cancel()
 
-        ended = await asyncio.gather(
+        results = await asyncio.gather(
             *(service.close() for service in self._services.values()), return_exceptions=True
         )
-        for error in ended:
+        for error in results:
             if isinstance(error, BaseException):
                 self._note(f"a model did not end well: {error}")
 
@@ -265,7 +265,7 @@ def serve_loops(
                 timeout_s=LONGEST_REQUEST_S,
                 max_body=MAX_BODY_MB * 2**20,
             )
-            own = LoopDoor(server, folder / FOLDER, gateway)
+            loop_door = LoopDoor(server, folder / FOLDER, gateway)
             limits = AdmissionLimits(strangers=256, clients=MAX_CONNECTIONS, idle_s=IDLE_S)
             settings: dict[str, Any] = {
                 "ws": "none",
@@ -275,7 +275,7 @@ def serve_loops(
             door.secret.value()
 
             async with serving(
-                own.guard,
+                loop_door.guard,
                 door.listener,
                 close=server.close,
                 tls=context,
@@ -283,7 +283,7 @@ def serve_loops(
                 **settings,
             ):
                 address = EngineAddress(url, fingerprint).pinned_url
-                note(f"training for clients at {address}\n  the key is in {own.secret.file}")
+                note(f"training for clients at {address}\n  the key is in {loop_door.secret.file}")
                 while not stop():
                     await asyncio.sleep(LOOK_S)
                 note("stopping: a step that is under way is finished first")

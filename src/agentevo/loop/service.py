@@ -369,13 +369,13 @@ class LoopService:
                         )
 
             try:
-                known = (await store.stored_task(group.task.id)).digest
+                stored_digest = (await store.stored_task(group.task.id)).digest
             except StoreUnavailableError:
                 raise
             except StoreError:  # a new one
                 continue
 
-            if known != encode_task(group.task).digest:
+            if stored_digest != encode_task(group.task).digest:
                 raise ConfigError(
                     f"train: the task {group.task.id!r} is not the one of an earlier step: give "
                     "another task another id"
@@ -391,20 +391,20 @@ class LoopService:
 
     def _checkpoints(self) -> list[Checkpoint]:
         folder = Checkpoints(self.config.run_dir / "checkpoints", self.config.checkpoint.keep_last)
-        found = []
+        checkpoints = []
         for step in folder.steps():
             path = folder.path(step)
             with suppress(OSError, CheckpointError):  # replaced by a newer one meanwhile
                 names = [*manifest.read(path).files, manifest.NAME]
                 sizes = {name: (path / name).stat().st_size for name in names}
-                found.append(Checkpoint(step=step, files=sizes))
+                checkpoints.append(Checkpoint(step=step, files=sizes))
 
-        return found
+        return checkpoints
 
     def checkpoint_file(self, step: int, name: str) -> Path:
         """The path of a checkpoint's file. Raises UnusableCheckpointError if there is none."""
-        known = {checkpoint.step: checkpoint for checkpoint in self._checkpoints()}
-        if step not in known or name not in known[step].files:
+        by_step = {checkpoint.step: checkpoint for checkpoint in self._checkpoints()}
+        if step not in by_step or name not in by_step[step].files:
             raise UnusableCheckpointError(
                 f"there is no file {name!r} in a checkpoint of step {step}: it was replaced by a "
                 "newer one; fetch that"
@@ -424,7 +424,7 @@ def submission_id(groups: Sequence[Group]) -> str:
 
 def check_groups(groups: Sequence[Group], sealer: Sealer) -> None:
     """Raises ConfigError, SealError or StoreError for groups that can't be trained on."""
-    seen: set[str] = set()
+    seen_ids: set[str] = set()
     compared: set[str] = set()
     tasks: dict[str, Task] = {}
     for group in groups:
@@ -445,14 +445,16 @@ def check_groups(groups: Sequence[Group], sealer: Sealer) -> None:
             )
 
         compared.add(group.task.id)
-        for one in group.members:
-            if (one.group_id, one.task_id) != (_group_id(group, one), group.task.id):
-                raise ConfigError(f"train: the attempt {one.id!r} is not of the group {group.id}")
-            if one.id in seen:
-                raise ConfigError(f"train: the attempt {one.id!r} is there twice")
-            seen.add(one.id)
-            sealer.check(one, group.seals.get(one.id))
-            check_outcome(one, is_baseline=one is group.baseline)
+        for member in group.members:
+            if (member.group_id, member.task_id) != (_group_id(group, member), group.task.id):
+                raise ConfigError(
+                    f"train: the attempt {member.id!r} is not of the group {group.id}"
+                )
+            if member.id in seen_ids:
+                raise ConfigError(f"train: the attempt {member.id!r} is there twice")
+            seen_ids.add(member.id)
+            sealer.check(member, group.seals.get(member.id))
+            check_outcome(member, is_baseline=member is group.baseline)
 
         encode_trajectories(group.members, "train", 0)
 
@@ -472,7 +474,7 @@ def check_loop(config: RunConfig, *, resume: bool) -> None:
     """Raises ConfigError, before anything is created, for what a program's own loop can't be
     trained by."""
     agent = config.agent.type
-    for given, key, why in (
+    for is_set, key, why in (
         (agent not in ("environment", "function"), f"agent.type={agent}", "the program plays"),
         (config.environment is not None, "environment", "the program plays"),
         (config.tasks.given, "tasks", "the program says what its groups are of"),
@@ -482,7 +484,7 @@ def check_loop(config: RunConfig, *, resume: bool) -> None:
         (config.evaluation.stop_after > 0, "evaluation.stop_after", "the program evaluates"),
         (config.profile.enabled, "profile", "the program's own time is no part of a step"),
     ):
-        if given:
+        if is_set:
             raise ConfigError(f"{key}: {why}: leave it out")
 
     check_alone("a program's own loop")

@@ -128,9 +128,9 @@ class Tunnel:
         except (OSError, TimeoutError):
             pass  # its client sees that the connection ends
         finally:
-            for one in (writer, far):
-                if one is not None:
-                    one.close()
+            for stream in (writer, far):
+                if stream is not None:
+                    stream.close()
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -32,9 +32,9 @@ def add_gains(standing: Standing, one: Instance) -> dict[str, float]:
             continue
 
         folders = [standing.dir / HELD_OUT / which for which in (before, one.measures)]
-        found = gain_between(folders[0], folders[1])
-        if found is not None:
-            value, low, high = found
+        gain = gain_between(folders[0], folders[1])
+        if gain is not None:
+            value, low, high = gain
             numbers |= {name: value, f"{name}_low": low, f"{name}_high": high}
 
     return numbers
@@ -52,12 +52,12 @@ def why_rounds_end(standing: Standing, of: Instance, rule: StopSection) -> str:
             and instance.round == number
             and instance.measures is not None
         ]
-        found = [value for name in ids if (value := _success(standing, name)) is not None]
-        if not found:
+        successes = [value for name in ids if (value := _success(standing, name)) is not None]
+        if not successes:
             continue
 
-        if best is None or found[-1] > best + rule.min_gain:
-            best = found[-1]
+        if best is None or successes[-1] > best + rule.min_gain:
+            best = successes[-1]
             without = 0
         else:
             without += 1
@@ -79,13 +79,13 @@ def _success(standing: Standing, name: str) -> float | None:
 def parent_of(standing: Standing, measured: str) -> str:
     """The measured stage whose model a stage began with; START where there is none."""
     for _ in standing.plan.instances:
-        one = standing.plan.by_id[measured]
-        given = [one.stage.model, one.stage.options.get("source")]
+        instance = standing.plan.by_id[measured]
+        sources = [instance.stage.model, instance.stage.options.get("source")]
         targets = [
             target
-            for written in references_in(given)
+            for written in references_in(sources)
             for reference in with_fallbacks(written)
-            for target in standing.plan.targets(reference, one)
+            for target in standing.plan.targets(reference, instance)
             if standing.state.stages[target].status == "finished"
         ]
         if not targets:
@@ -118,6 +118,10 @@ def gain_between(before: Path, after: Path) -> tuple[float, float, float] | None
     if not all(lines):
         return None
 
-    found = summarise({"before": lines[0], "after": lines[1]}, 1, {})["differences"][0]
-    one = found["pass_at"]["1"]
-    return None if one is None else (one["value"], one["low"], one["high"])
+    differences = summarise({"before": lines[0], "after": lines[1]}, 1, {})["differences"][0]
+    pass_at_one = differences["pass_at"]["1"]
+    return (
+        None
+        if pass_at_one is None
+        else (pass_at_one["value"], pass_at_one["low"], pass_at_one["high"])
+    )

@@ -113,8 +113,8 @@ def _data_of(config: RunConfig, trains_on: TrainsOn) -> Iterator[str]:
                 for row in read_conversations(source, config.data.format, RowReport("data.train")):
                     yield from _questions(row.messages)
 
-    given = {"pairs": config.rm.pairs, "tasks": config.data.pairs}
-    pairs = given.get(trains_on)
+    files_by_kind = {"pairs": config.rm.pairs, "tasks": config.data.pairs}
+    pairs = files_by_kind.get(trains_on)
     if pairs is not None and _are_there([str(pairs)]):
         for line in read_rows(str(pairs)):
             prompt = line.value.get("prompt") if isinstance(line.value, dict) else None
@@ -131,8 +131,8 @@ def _questions(messages: Iterable[object]) -> Iterator[str]:
 
 
 def _last_question(messages: Iterable[object]) -> str:
-    asked = list(_questions(messages))
-    return asked[-1] if asked else ""
+    questions = list(_questions(messages))
+    return questions[-1] if questions else ""
 
 
 def _are_there(sources: Iterable[str]) -> bool:

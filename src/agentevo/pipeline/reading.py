@@ -74,23 +74,23 @@ def find_pipeline(word: str) -> Path:
     if problem := name_problem(word):
         raise ConfigError(f"pipeline {shorten(word)!r}: {problem}")
 
-    known = packaged_pipelines()
+    packaged = packaged_pipelines()
     if word.endswith((".yaml", ".yml")):
         if os.path.isfile(word):
             return Path(word)
-        names = ", ".join(known)
+        names = ", ".join(packaged)
         raise ConfigError(
             f"pipeline {word}: no such file: {spelling_hint(Path(word))}packaged pipelines: {names}"
         )
 
-    if word in known:
-        return known[word]
+    if word in packaged:
+        return packaged[word]
 
-    guess = nearest(word, list(known))
+    guess = nearest(word, list(packaged))
     hint = f"did you mean {guess!r}? " if guess else ""
     raise UnknownNameError(
         f"no pipeline is called {shorten(word)!r}: {hint}packaged pipelines: "
-        f"{', '.join(known)}; or give the path of a .yaml file"
+        f"{', '.join(packaged)}; or give the path of a .yaml file"
     )
 
 
@@ -131,16 +131,16 @@ def build_pipeline(
 
 def _lines(error: pydantic.ValidationError, where: str) -> list[str]:
     lines = []
-    for one in error.errors():
-        key = ".".join(str(part) for part in one["loc"])
-        what = one["msg"].removeprefix("Value error, ")
-        if one["type"] not in SAID_BY_ITSELF:
-            lines.append(f"{where}: {_wrong_value(one)}")
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"])
+        what = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] not in SAID_BY_ITSELF:
+            lines.append(f"{where}: {_wrong_value(problem)}")
             continue
 
-        if one["type"] == "extra_forbidden":
-            model = StageConfig if one["loc"][0] == "stages" else PipelineConfig
-            guess = nearest(str(one["loc"][-1]), list(model.model_fields))
+        if problem["type"] == "extra_forbidden":
+            model = StageConfig if problem["loc"][0] == "stages" else PipelineConfig
+            guess = nearest(str(problem["loc"][-1]), list(model.model_fields))
             hint = f": did you mean {guess}?" if guess else ""
             what = f"is no key of a {'stage' if model is StageConfig else 'pipeline'}{hint}"
 
@@ -274,7 +274,7 @@ def _without_texts(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     agent = tree.get("agent")
     if not isinstance(agent, Mapping) or not list(references_in(agent.get("texts"))):
         return tree
-    return {**tree, "agent": {key: one for key, one in agent.items() if key != "texts"}}
+    return {**tree, "agent": {key: value for key, value in agent.items() if key != "texts"}}
 
 
 def checked_config(pipeline: Pipeline, recipes: Recipes, one: Instance) -> RunConfig | None:
@@ -325,8 +325,8 @@ def read_options(one: Instance, given: Mapping[str, Any]) -> Any:
                 continue
 
             if wrong["type"] == "extra_forbidden":
-                known = ", ".join(one.kind.Options.model_fields) or "none"
-                what = f"is no option of the kind {one.stage.kind}, which has {known}"
+                known_options = ", ".join(one.kind.Options.model_fields) or "none"
+                what = f"is no option of the kind {one.stage.kind}, which has {known_options}"
 
             if wrong["type"] == "missing":
                 what = "must be given"

@@ -53,8 +53,8 @@ class Recipes:
 
         tree, folder = self._recipe(name)
         for key, change in changes:
-            own = self._own(nest_keys(change), key)
-            tree = with_changes(tree, own)
+            change_tree = self._own(nest_keys(change), key)
+            tree = with_changes(tree, change_tree)
 
         if one.measures is not None:
             return self._for_held_out(tree, one), folder
@@ -64,18 +64,18 @@ class Recipes:
             tree = with_model(tree, model, nest_keys(one.stage.config))
 
         if one.stage.reference != "start":
-            given = {"reference_model": one.stage.reference}
-            tree = sources.overlay(tree, {"algorithm": given})
+            algorithm = {"reference_model": one.stage.reference}
+            tree = sources.overlay(tree, {"algorithm": algorithm})
 
         if one.stage.optimizer == "carried":
             tree = sources.overlay(tree, {"trainer": {"optimizer_from": model}})
 
         return tree, folder
 
-    def _texts(self, one: Instance) -> dict[str, Any]:
+    def _texts(self, instance: Instance) -> dict[str, Any]:
         """What the measured stage says instead of the recipe's texts: its model has learnt with
         those. Of a stage that makes texts they come later (standing.py)."""
-        written = nest_keys(one.stage.config).get("agent")
+        written = nest_keys(instance.stage.config).get("agent")
         texts = written.get("texts") if isinstance(written, Mapping) else None
         return {} if texts is None else {"agent": {"texts": texts}}
 
@@ -84,8 +84,8 @@ class Recipes:
             if name is None:
                 self._read[name] = ({}, self.home)
             else:
-                beside = self.home / os.path.expanduser(name)
-                path = beside if os.path.isfile(beside) else sources.find_recipe(name)
+                local_path = self.home / os.path.expanduser(name)
+                path = local_path if os.path.isfile(local_path) else sources.find_recipe(name)
                 self._read[name] = (sources.read_yaml(path), path.parent)
 
         return self._read[name]
@@ -94,7 +94,9 @@ class Recipes:
         """A change with the paths that are from the pipeline's own folder. Raises ConfigError for
         what the pipeline decides."""
         for leaf in sources.leaves(change):
-            taken = next((own for own in OWN_KEYS if f"{leaf}.".startswith(f"{own}.")), None)
+            taken = next(
+                (own_key for own_key in OWN_KEYS if f"{leaf}.".startswith(f"{own_key}.")), None
+            )
             if taken:
                 raise ConfigError(
                     f"{self.where}: {key}: sets {leaf}, which the pipeline decides for each stage: "
@@ -106,7 +108,7 @@ class Recipes:
                 change[section] = with_absolute_paths(change[section], keys, self.home)
 
         if isinstance(change.get("import"), list):
-            change["import"] = [self._import_path(one) for one in change["import"]]
+            change["import"] = [self._import_path(module) for module in change["import"]]
 
         return change
 
@@ -114,7 +116,7 @@ class Recipes:
         path = self.home / str(module)
         return str(path.resolve()) if str(module).endswith(".py") and path.is_file() else module
 
-    def _for_held_out(self, tree: dict[str, Any], one: Instance) -> dict[str, Any]:
+    def _for_held_out(self, tree: dict[str, Any], instance: Instance) -> dict[str, Any]:
         held_out = self.config.held_out
         assert isinstance(held_out, HeldOutSection)
         return sources.overlay(tree, {"evaluation": {"tasks": held_out.tasks}})
@@ -123,7 +125,7 @@ class Recipes:
         self, one: Instance, tree: Mapping[str, Any], folder: Path, run_dir: Path
     ) -> RunConfig:
         """Checks a tree without references of the pipeline. Raises ConfigError."""
-        own = {
+        run_settings = {
             "run": {
                 "name": one.id.replace("@", "-"),
                 "dir": str(run_dir),
@@ -135,7 +137,7 @@ class Recipes:
             tree = sources.overlay({"run": {"threads": 1}}, tree)
 
         return build_config(
-            sources.overlay(tree, own),
+            sources.overlay(tree, run_settings),
             where=f"{self.where}: {self.place(one)}",
             folder=folder,
             needs_environment=one.kind.needs_environment,
@@ -157,17 +159,19 @@ def with_model(tree: Mapping[str, Any], model: str, own: Mapping[str, Any]) -> d
     """The tree with another model to begin with: a tiny policy's shape goes with the name, unless
     the stage gives one itself; adapters that are to be trained on go into model.lora.adapter."""
     section = tree.get("model")
-    given = dict(section) if isinstance(section, Mapping) else {}
+    model_section = dict(section) if isinstance(section, Mapping) else {}
     if model != "tiny" and not (isinstance(own.get("model"), Mapping) and "tiny" in own["model"]):
-        given.pop("tiny", None)
+        model_section.pop("tiny", None)
 
     if os.path.isfile(os.path.join(model, "adapter_config.json")):
-        lora = given.get("lora")  # an adapter brings its own settings, but for those of the base
-        kept = (
+        lora = model_section.get(
+            "lora"
+        )  # an adapter brings its own settings, but for those of the base
+        kept_lora = (
             {"quantize": lora["quantize"]} if isinstance(lora, dict) and "quantize" in lora else {}
         )
-        given["lora"] = {**kept, "adapter": model}
+        model_section["lora"] = {**kept_lora, "adapter": model}
     else:
-        given["name"] = model
+        model_section["name"] = model
 
-    return {**tree, "model": given}
+    return {**tree, "model": model_section}

@@ -64,7 +64,7 @@ def parse_reference(text: str) -> StageReference:
         return StageReference("stage", (), "folder", fallback)
 
     most = {"stages": (2, 3), "previous": (1, 2)}.get(scope, (0, 0))
-    if not most[0] <= len(parts) <= most[1] or not all(NAME.fullmatch(one) for one in parts):
+    if not most[0] <= len(parts) <= most[1] or not all(NAME.fullmatch(part) for part in parts):
         raise ReferenceProblem(
             f"${{{text[:80]}}} is no reference: write ${{stages.NAME.checkpoint}}, "
             "${previous.checkpoint}, ${stage.folder} or ${round}"
@@ -83,11 +83,11 @@ def references_in(value: Any) -> Iterator[StageReference]:
 def texts_in(value: Any) -> Iterator[str]:
     """Every text of a tree of mappings, lists and single values."""
     if isinstance(value, Mapping):
-        for one in value.values():
-            yield from texts_in(one)
+        for child in value.values():
+            yield from texts_in(child)
     elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from texts_in(one)
+        for child in value:
+            yield from texts_in(child)
     elif isinstance(value, str):
         yield value
 
@@ -96,14 +96,14 @@ def replace_references(value: Any, meaning: Callable[[StageReference], str | flo
     """A copy of a tree in which each reference is what `meaning` says of it; a text that is
     nothing else is its value."""
     if isinstance(value, Mapping):
-        return {key: replace_references(one, meaning) for key, one in value.items()}
+        return {key: replace_references(child, meaning) for key, child in value.items()}
     if isinstance(value, (list, tuple)):
-        return [replace_references(one, meaning) for one in value]
+        return [replace_references(child, meaning) for child in value]
     if not isinstance(value, str):
         return value
 
-    whole = _REFERENCE.fullmatch(value.strip())
-    if whole:
-        return meaning(parse_reference(whole["text"]))
+    whole_reference = _REFERENCE.fullmatch(value.strip())
+    if whole_reference:
+        return meaning(parse_reference(whole_reference["text"]))
 
     return _REFERENCE.sub(lambda match: str(meaning(parse_reference(match["text"]))), value)

@@ -151,10 +151,12 @@ def _check(pipeline: Pipeline, resume: bool, choice: StageChoice) -> None:
             "so, or give another dir"
         )
 
-    known = {name for instance in pipeline.plan.instances for name in names_of(instance)} - {""}
+    known_names = {name for instance in pipeline.plan.instances for name in names_of(instance)} - {
+        ""
+    }
     for name in (*choice.only, *choice.skip, *([choice.start] if choice.start else [])):
-        if name not in known:
-            guess = nearest(name, sorted(known))
+        if name not in known_names:
+            guess = nearest(name, sorted(known_names))
             hint = f"did you mean {guess}? " if guess else ""
             stages = ", ".join(pipeline.config.stages)
             raise ConfigError(f"no stage is called {name!r}: {hint}the stages are {stages}")
@@ -209,7 +211,11 @@ class _Life:
             while self._go_on():
                 self._ask_to_stop()
                 time.sleep(POLL_S)
-                for run in [one for one in self.under_way if one.process.poll() is not None]:
+                for run in [
+                    candidate
+                    for candidate in self.under_way
+                    if candidate.process.poll() is not None
+                ]:
                     self.under_way.remove(run)
                     self._note_success(run)
 
@@ -226,9 +232,9 @@ class _Life:
                 run.process.kill()
                 run.process.wait()
 
-        for one in self.standings:
-            one.state.status = self._status(one)
-            one.write()
+        for pipeline_standing in self.standings:
+            pipeline_standing.state.status = self._status(pipeline_standing)
+            pipeline_standing.write()
 
         return self.failures
 
@@ -270,9 +276,9 @@ class _Life:
         job = standing.begin(decided)
         log = standing.dir / "logs" / f"{decided.one.id}.log"
         threads = job.config.run.threads if job.config is not None else None
-        more = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+        extra_environment = {"OMP_NUM_THREADS": str(threads)} if threads else {}
         servers = self.servers.used_by(standing, decided)
-        more |= self.servers.keys_for(standing, decided)
+        extra_environment |= self.servers.keys_for(standing, decided)
         try:
             with log.open("ab" if job.resume else "wb") as out:
                 process = subprocess.Popen(
@@ -280,7 +286,7 @@ class _Life:
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=subprocess.STDOUT,
-                    env=os.environ | more,
+                    env=os.environ | extra_environment,
                     start_new_session=True,
                     pass_fds=(self.lock, *(server.process.held_by for server in servers)),
                 )
@@ -296,9 +302,9 @@ class _Life:
         name = f"{self._prefix(standing)}{decided.one.id}"
         config = decided.job.config
         threads = config.run.threads if config is not None else None
-        more = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+        extra_environment = {"OMP_NUM_THREADS": str(threads)} if threads else {}
         try:
-            self.servers.start(standing, decided, name, more)
+            self.servers.start(standing, decided, name, extra_environment)
         except OSError as error:
             self._not_started(standing, decided, error)
             return
@@ -314,20 +320,20 @@ class _Life:
     def _look_at_servers(self) -> None:
         """Takes up what servers have come to since the last look."""
         ready, failed = self.servers.look()
-        for one in ready:
-            one.standing.serving(one.decided)
-            url = one.standing.state.stages[one.id].says["url"]
-            self.view.note_end(one.name, f"serves at {url}", one.seconds, ok=True)
-            recipe = short(one.job.recipe) if one.job.recipe is not None else ""
-            self.view.note(f"{one.name}: by itself: agentevo serve --openai {recipe}")
+        for server in ready:
+            server.standing.serving(server.decided)
+            url = server.standing.state.stages[server.id].says["url"]
+            self.view.note_end(server.name, f"serves at {url}", server.seconds, ok=True)
+            recipe = short(server.job.recipe) if server.job.recipe is not None else ""
+            self.view.note(f"{server.name}: by itself: agentevo serve --openai {recipe}")
 
-        for one, how in failed:
-            one.standing.ended_server(one.decided, how, one.seconds)
-            self._note_failure(one.standing, one.decided, how, one.log, one.seconds)
+        for server, how in failed:
+            server.standing.ended_server(server.decided, how, server.seconds)
+            self._note_failure(server.standing, server.decided, how, server.log, server.seconds)
             for run in self.under_way:
                 users = {used.stage for used in run.decided.inputs}
-                if run.standing is one.standing and one.id in users:
-                    self.view.note(f"{run.name}: stops, as {one.name} has ended")
+                if run.standing is server.standing and server.id in users:
+                    self.view.note(f"{run.name}: stops, as {server.name} has ended")
                     run.asked = True
                     run.process.send_signal(signal.SIGINT)
 
@@ -377,29 +383,29 @@ class _Life:
 
     def _ask_to_stop(self) -> None:
         """Asks what is under way to stop: after a signal, or when the time is over."""
-        wanted = len(self.received) or (1 if self.over.startswith("hours") else 0)
-        if wanted <= self._heeded:
+        num_requests = len(self.received) or (1 if self.over.startswith("hours") else 0)
+        if num_requests <= self._heeded:
             return
 
-        self._heeded = wanted
+        self._heeded = num_requests
         for run in self.under_way:
-            run.process.send_signal(signal.SIGKILL if wanted > 1 else signal.SIGINT)
+            run.process.send_signal(signal.SIGKILL if num_requests > 1 else signal.SIGINT)
 
-        again = "" if wanted > 1 else " cleanly; press Ctrl-C again to stop at once"
-        self.view.note(f"stopping{again}")
+        how_to_stop = "" if num_requests > 1 else " cleanly; press Ctrl-C again to stop at once"
+        self.view.note(f"stopping{how_to_stop}")
 
     def _pass_time(self) -> None:
         """Adds the time that has passed, and looks what is left of it."""
         now = time.monotonic()
-        for one in self.standings:
-            one.state.wall_s += (now - self._clock) / len(self.standings)
+        for standing in self.standings:
+            standing.state.wall_s += (now - self._clock) / len(self.standings)
 
         self._clock = now
         self._over_budget()
         if now - self._saved > SAVED_EVERY_S:
             self._saved = now
-            for one in self.standings:
-                one.write()
+            for standing in self.standings:
+                standing.write()
 
     def _over_budget(self) -> bool:
         budget = self.pipeline.config.budget
@@ -418,8 +424,8 @@ class _Life:
 
         return bool(self.over)
 
-    def _status(self, one: Standing) -> Any:
-        statuses = {state.status for state in one.state.stages.values()}
+    def _status(self, standing: Standing) -> Any:
+        statuses = {state.status for state in standing.state.stages.values()}
         if "failed" in statuses:
             return "failed"
         if self.received:

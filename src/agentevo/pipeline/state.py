@@ -119,11 +119,11 @@ def read_state(folder: Path) -> PipelineState:
         if len(content) > MAX_BYTES:
             raise OSError(f"it has more than {MAX_BYTES:,} bytes")
 
-        found = msgspec.json.decode(content, type=PipelineState)
-        if len(found.stages) > MOST_STATES:
+        state = msgspec.json.decode(content, type=PipelineState)
+        if len(state.stages) > MOST_STATES:
             raise OSError(f"it has more than {MOST_STATES:,} stages")
 
-        return found
+        return state
     except FileNotFoundError as error:
         raise ConfigError(
             f"{folder}: there is no pipeline (no {STATE}): give its folder"
@@ -163,15 +163,15 @@ def digest_of_path(path: Path) -> str | None:
     if not path.is_dir():
         return None
 
-    whole = hashlib.sha256()
-    found = False
+    digest = hashlib.sha256()
+    has_files = False
     for file in sorted(path.rglob("*")):
         if file.is_file() and file.name not in OF_TRAINING:
-            found = True
-            whole.update(f"{file.relative_to(path).as_posix()}\0".encode("utf-8", "replace"))
-            whole.update(_digest_of_file(file).encode())
+            has_files = True
+            digest.update(f"{file.relative_to(path).as_posix()}\0".encode("utf-8", "replace"))
+            digest.update(_digest_of_file(file).encode())
 
-    return whole.hexdigest() if found else None
+    return digest.hexdigest() if has_files else None
 
 
 def _digest_of_file(path: Path) -> str:
@@ -186,8 +186,8 @@ def what_changed(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     shown = [
         f"{key} was {_short(before.get(key))} and is {_short(now.get(key))}" for key in keys[:2]
     ]
-    more = f", and {len(keys) - 2} more" if len(keys) > 2 else ""
-    return "; ".join(shown) + more
+    rest = f", and {len(keys) - 2} more" if len(keys) > 2 else ""
+    return "; ".join(shown) + rest
 
 
 def _short(value: str | None) -> str:

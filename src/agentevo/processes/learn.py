@@ -49,21 +49,21 @@ def check_learn(config: RunConfig, *, may_fetch: bool = True) -> GivenTasks | No
     refusals.collect(secret.check)
     refusals.collect(check_one_policy, config)
     refusals.collect(check_tracing, config)
-    given = refusals.collect(
+    given_tasks = refusals.collect(
         check_parts, config, None, resume=False, apart=True, may_fetch=may_fetch
     )
     refusals.raise_all()
-    return given
+    return given_tasks
 
 
 def check_dry_learn(config: RunConfig) -> list[str]:
     """As `orchestration.run.check_dry`, of `learn`."""
     refusals = Refusals()
-    given = refusals.collect(check_learn, config, may_fetch=False)
+    given_tasks = refusals.collect(check_learn, config, may_fetch=False)
     refusals.collect(check_new_folder, config.run_dir, "run.dir")
     refusals.collect(check_unloaded, config)
     refusals.raise_all()
-    return remarks_before(config, given)
+    return remarks_before(config, given_tasks)
 
 
 def learn(config: RunConfig, *, resume: bool = False, view: LiveView | None = None) -> None:

@@ -174,10 +174,10 @@ async def _sample(
 
         written = service.stats()["sampler/groups_written"]
         steps = config.trainer.steps
-        made = f": the run has made its {steps} step{'s' * (steps != 1)}"
+        end_note = f": the run has made its {steps} step{'s' * (steps != 1)}"
         note(
             f"{name}: stopped after {written:g} group{'s' * (written != 1)}"
-            + ("" if stop() else made)
+            + ("" if stop() else end_note)
         )
 
 

@@ -122,21 +122,21 @@ class SandboxServer:
 
     def section_for(self, asked: dict[str, Any]) -> SandboxSection:
         """What a client gets. Raises SandboxError for more than the server allows."""
-        own = self.section.model_dump()
+        limits = self.section.model_dump()
         unknown = sorted(asked.keys() - set(wire.REQUESTED))
         if unknown:
             raise SandboxError(f"{unknown[0][:60]!r} is nothing that a client asks for")
 
         try:
-            section = SandboxSection.model_validate({**own, **asked, "type": self.kind})
+            section = SandboxSection.model_validate({**limits, **asked, "type": self.kind})
         except pydantic.ValidationError as error:
             raise SandboxError(f"sandbox: {error.errors()[0]['msg']}") from None
 
         for name in _NUMBERS:
-            if getattr(section, name) > own[name]:
+            if getattr(section, name) > limits[name]:
                 raise SandboxError(
                     f"sandbox.{name} is {getattr(section, name):g}, and the server allows "
-                    f"{own[name]:g}: lower it, or start the server with {name}=..."
+                    f"{limits[name]:g}: lower it, or start the server with {name}=..."
                 )
 
         if section.packages and not self.section.packages:
@@ -171,7 +171,7 @@ class _SandboxSession:
                 duty.cancel()
             await asyncio.gather(*duties, return_exceptions=True)
 
-        error = next((one.exception() for one in done if one.exception() is not None), None)
+        error = next((task.exception() for task in done if task.exception() is not None), None)
         if error is not None and not isinstance(error, (ProtocolBreach, WebSocketDisconnect)):
             LOG.error("a session of sandboxes has failed: %s", describe_error(error))
 

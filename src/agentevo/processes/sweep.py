@@ -74,8 +74,8 @@ def run_sweep(sweep: Sweep, *, resume: bool = False, view: SweepView | None = No
     starts = check_sweep(sweep, resume)
     _prepare(sweep)
 
-    held = held_lock(sweep.dir, LOCK, "sweep")
-    with view, collect_signals(*STOP_SIGNALS) as received, held as lock:
+    lock_context = held_lock(sweep.dir, LOCK, "sweep")
+    with view, collect_signals(*STOP_SIGNALS) as received, lock_context as lock:
         failures = _run_members(sweep, starts, view, received, lock)
         table = write_sweep_table(sweep.dir)
 
@@ -163,12 +163,12 @@ def _start_of(member: Member) -> Start:
 
     from agentevo.training.checkpoint import Checkpoints
 
-    whole = (
+    is_resumable = (
         Checkpoints(folder / "checkpoints", member.config.checkpoint.keep_last).steps()
         if is_run_folder(folder)
         else []
     )
-    return "resumed" if whole else "started"
+    return "resumed" if is_resumable else "started"
 
 
 def _differences(member: Member) -> list[str]:
@@ -205,7 +205,7 @@ def _run_members(
 
     view.plan(
         len(sweep.members),
-        [one.name for one in sweep.members if starts[one.name] == "finished"],
+        [member.name for member in sweep.members if starts[member.name] == "finished"],
     )
     heeded = 0
     try:
@@ -218,12 +218,12 @@ def _run_members(
             if len(received) > heeded:
                 heeded = len(received)
                 _ask_to_stop(under_way, at_once=heeded > 1)
-                again = (
+                how_to_stop = (
                     ""
                     if heeded > 1
                     else " after the step of each run under way; press Ctrl-C again to stop at once"
                 )
-                view.note(f"stopping{again}")
+                view.note(f"stopping{how_to_stop}")
 
             time.sleep(POLL_S)
             for run in [run for run in under_way if run.process.poll() is not None]:
@@ -250,8 +250,8 @@ def _start(sweep: Sweep, member: Member, start: Start, lock: int) -> _SweepRunUn
     only, and only once."""
     log = sweep.dir / "logs" / f"{member.name}.log"
     # Whatever lies in the folder of a member that starts was cut off before its first checkpoint.
-    more = ["--resume"] if start == "resumed" else ["run.overwrite=true"]
-    words = [sys.executable, "-m", "agentevo", "train", str(_recipe(sweep, member)), *more]
+    extra_words = ["--resume"] if start == "resumed" else ["run.overwrite=true"]
+    words = [sys.executable, "-m", "agentevo", "train", str(_recipe(sweep, member)), *extra_words]
     threads = (
         {"OMP_NUM_THREADS": str(member.config.run.threads)} if member.config.run.threads else {}
     )

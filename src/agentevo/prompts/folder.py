@@ -139,16 +139,16 @@ class OptimizeFolder:
 
     def begin(self, settings: Mapping[str, Any], declared: Mapping[str, Declared]) -> None:
         """Writes what is searched, and which texts the agent asks for."""
-        asked = {name: asdict(one) for name, one in declared.items()}
+        declarations = {name: asdict(declaration) for name, declaration in declared.items()}
         with must_write(self.path, REMEDY):
-            content = _json({**settings, "declared": asked})
+            content = _json({**settings, "declared": declarations})
             write_atomic(self.path / SETTINGS, content, durable=True)
 
     def read_declared(self) -> dict[str, Declared]:
         """The texts that the agent asks for, as `begin` wrote them. Raises ConfigError."""
         try:
-            found = read_json_object(self.path / SETTINGS)["declared"]
-            return {name: Declared(**one) for name, one in found.items()}
+            declared_fields = read_json_object(self.path / SETTINGS)["declared"]
+            return {name: Declared(**fields) for name, fields in declared_fields.items()}
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{self.path / SETTINGS} is damaged: begin another search") from error
 
@@ -162,7 +162,7 @@ class OptimizeFolder:
         now = json.loads(_json(settings))
         changed = next((key for key in now if now[key] != before.get(key)), None)
         if changed is not None:
-            was, is_now = (str(one)[:100] for one in (before.get(changed), now[changed]))
+            was, is_now = (str(setting)[:100] for setting in (before.get(changed), now[changed]))
             raise ConfigError(
                 f"{self.path}: its search has {changed} = {was}, and is now asked to go on with "
                 f"{changed} = {is_now}: give the same words as then, or another --out"
@@ -182,14 +182,14 @@ class OptimizeFolder:
         if path.exists() and path.stat().st_size > MAX_READ:
             raise ConfigError(f"{path} has more than {MAX_READ:,} bytes: begin another search")
 
-        found: list[Record] = []
+        log: list[Record] = []
         for row in read_records(path):
             try:
-                found.append(msgspec.convert(row, Record))
+                log.append(msgspec.convert(row, Record))
             except msgspec.ValidationError:
                 continue  # half of a line, or what somebody else wrote
 
-        return found
+        return log
 
     def end(self, texts: Mapping[str, str], summary: Mapping[str, Any], report: str) -> None:
         """Writes what it came to; the texts last, so that they are never without a report."""

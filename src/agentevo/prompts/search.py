@@ -94,12 +94,12 @@ class TextSearch:
             self.ended = str(error)
 
         self.note(f"the search ended: {self.ended}")
-        return min(self.pool, key=lambda one: one.rank)
+        return min(self.pool, key=lambda judged: judged.rank)
 
     async def _beam(self) -> None:
         beam = [self.pool[0]]
         for number in range(1, self.section.rounds + 1):
-            found: list[Judged] = []
+            accepted: list[Judged] = []
             tried = self.num_tried
             for parent in beam:
                 for branch in range(self.section.branches):
@@ -107,14 +107,16 @@ class TextSearch:
                     child = await self._edit(parent.candidate, draw, branch)
                     judged = await self._try_child(child, parent, draw, strictly=False)
                     if judged is not None:
-                        found.append(judged)
+                        accepted.append(judged)
                         self.pool.append(judged)
 
             if tried == self.num_tried:
                 self.ended = f"round {number} gave no new text"
                 return
 
-            beam = sorted([*beam, *found], key=lambda one: one.rank)[: self.section.beam_width]
+            beam = sorted([*beam, *accepted], key=lambda judged: judged.rank)[
+                : self.section.beam_width
+            ]
             self._report(number)
 
     async def _front(self) -> None:
@@ -124,11 +126,11 @@ class TextSearch:
             draw = self._draw(number, "front", 0)
             parents = self.front()
             weights = [wins for _, wins in parents]
-            (parent,) = draw.choices([one for one, _ in parents], weights)
+            (parent,) = draw.choices([judged for judged, _ in parents], weights)
             merges = number % MERGE_EVERY == MERGE_EVERY - 1 and len(self.kinds) > 1
-            others = [one for one, _ in parents if one is not parent]
-            if merges and others:
-                child: Candidate | None = _merge_parents(parent, draw.choice(others), draw)
+            other_parents = [judged for judged, _ in parents if judged is not parent]
+            if merges and other_parents:
+                child: Candidate | None = _merge_parents(parent, draw.choice(other_parents), draw)
             else:
                 child = await self._edit(parent.candidate, draw, number)
 
@@ -140,26 +142,30 @@ class TextSearch:
 
     def front(self) -> list[tuple[Judged, int]]:
         """The candidates that nobody beats at some task, and at how many."""
-        best = {task.id: max(one.scores[task.id] for one in self.pool) for task in self.judging}
-        wins = [sum(one.scores[task] >= top for task, top in best.items()) for one in self.pool]
-        return [(one, count) for one, count in zip(self.pool, wins, strict=True) if count]
+        best = {
+            task.id: max(judged.scores[task.id] for judged in self.pool) for task in self.judging
+        }
+        wins = [
+            sum(judged.scores[task] >= top for task, top in best.items()) for judged in self.pool
+        ]
+        return [(judged, count) for judged, count in zip(self.pool, wins, strict=True) if count]
 
     async def _try_child(
         self, child: Candidate | None, parent: Judged, draw: random.Random, *, strictly: bool
     ) -> Judged | None:
         """The child as judged; None where it is no new one or not as good as its parent at some
         tasks."""
-        if child is None or any(one.candidate.id == child.id for one in self.pool):
+        if child is None or any(judged.candidate.id == child.id for judged in self.pool):
             return None
 
         self._tell(child)
         self.num_tried += 1
         some = draw.sample(list(self.judging), min(2 * self.section.batch, len(self.judging)))
         scores = self.playing.scores(await self.playing.play(child, some))
-        own = sum(scores.values())
+        total = sum(scores.values())
         before = sum(parent.scores[task.id] for task in some)
         # A parent that fails everywhere there has nothing to lose by an edit that does, too.
-        if own < before or (strictly and own == before):
+        if total < before or (strictly and total == before):
             return None
 
         return await self._judge(child)
@@ -209,10 +215,12 @@ class TextSearch:
         """From the parent's attempts at the tasks to learn from, sampled ones too where there are
         too few good ones."""
         greedy = await self.playing.play(parent, self.learning)
-        played: list[PlayedAttempt] = [one for of_it in greedy.values() for one in of_it]
-        if sum(one.success for one in played) < self.section.examples:
-            more = await self.playing.play(parent, self.learning, label=SAMPLED, attempts=SAMPLES)
-            played += [one for of_it in more.values() for one in of_it]
+        played: list[PlayedAttempt] = [attempt for of_it in greedy.values() for attempt in of_it]
+        if sum(attempt.success for attempt in played) < self.section.examples:
+            sampled = await self.playing.play(
+                parent, self.learning, label=SAMPLED, attempts=SAMPLES
+            )
+            played += [attempt for of_it in sampled.values() for attempt in of_it]
         return chosen_examples(played, before, self.section.examples, draw)
 
     def _draw(self, number: int, of: str, branch: int) -> random.Random:
@@ -225,7 +233,7 @@ class TextSearch:
             self.known.add(candidate.id)
 
     def _report(self, number: int) -> None:
-        best = min(self.pool, key=lambda one: one.rank)
+        best = min(self.pool, key=lambda judged: judged.rank)
         budget = self.playing.budget
         self.note(
             f"round {number}: best {best.mean:.3f} ({JUDGED} at {len(self.judging)} tasks), "

@@ -126,16 +126,16 @@ class TextWriter:
         if answer is None:
             return None
 
-        found = _TEXT.search(answer)
-        problem = "the writer gave no <text>...</text>" if found is None else ""
-        if found is not None:
-            problem = self._problem(before, found[1])
+        match = _TEXT.search(answer)
+        problem = "the writer gave no <text>...</text>" if match is None else ""
+        if match is not None:
+            problem = self._problem(before, match[1])
 
-        if found is None or problem:
+        if match is None or problem:
             self._note_failure(problem)
             return None
 
-        return found[1]
+        return match[1]
 
     def _problem(self, before: str, text: str) -> str:
         """Why a writer's text is not taken; empty for one that is."""
@@ -144,7 +144,7 @@ class TextWriter:
         if len(text) > self._max_chars:
             return f"the writer's text has {len(text):,} characters (optimize.max_chars)"
 
-        old, new = (set(_PLACEHOLDER.findall(one)) for one in (before, text))
+        old, new = (set(_PLACEHOLDER.findall(side)) for side in (before, text))
         if old != new:
             return f"the writer's text has the placeholders {sorted(new)} in place of {sorted(old)}"
         return "the writer's text is empty" if not text.strip() else ""
@@ -172,9 +172,13 @@ def shown_attempts(tasks: Sequence[Task], played: Sequence[Sequence[PlayedAttemp
     """Attempts for a writer, each between marks, with what it was worth."""
     parts = []
     for task, of_it in zip(tasks, played, strict=True):
-        for one in of_it:
-            worth = f"worth {one.reward:g}" if one.status == "completed" else f"failed: {one.error}"
-            talk = "\n".join(f"[{row['role']}] {_said(row)}" for row in one.messages)
+        for attempt in of_it:
+            worth = (
+                f"worth {attempt.reward:g}"
+                if attempt.status == "completed"
+                else f"failed: {attempt.error}"
+            )
+            talk = "\n".join(f"[{row['role']}] {_said(row)}" for row in attempt.messages)
             expected = f"\nexpected: {str(task.answer)[:300]}" if task.answer is not None else ""
             parts.append(f"{fence(_shorten(talk) + expected)}\n({worth})")
 

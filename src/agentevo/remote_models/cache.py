@@ -55,17 +55,17 @@ class ReplyCache:
 
     def _make_room(self) -> None:
         """Files that others have removed meanwhile are none of ours."""
-        kept = []
+        entries = []
         for path in self._folder.glob("??/*.json"):
             with suppress(OSError):
                 status = path.stat()
-                kept.append((status.st_mtime, status.st_size, path))
+                entries.append((status.st_mtime, status.st_size, path))
 
-        total = sum(size for _, size, _ in kept)
+        total = sum(size for _, size, _ in entries)
         if total <= self._limit:
             return
 
-        for _, size, path in sorted(kept):
+        for _, size, path in sorted(entries):
             if total <= self._limit * 3 / 4:
                 return
             with suppress(OSError):

@@ -100,7 +100,7 @@ class RemoteConversations:
         remote = self.models[model]
         number = self._num_calls
         self._num_calls += 1
-        seeds = [derive_seed(self._seed, "remote", number, one) for one in range(n)]
+        seeds = [derive_seed(self._seed, "remote", number, index) for index in range(n)]
 
         if overrides is not None and overrides.penalties is not None:
             raise BadRequestError(
@@ -108,8 +108,11 @@ class RemoteConversations:
             )
 
         if overrides is not None and overrides.seed is not None:
-            given = overrides.seed
-            seeds = [derive_seed(given, "completion", one) if one else given for one in range(n)]
+            first_seed = overrides.seed
+            seeds = [
+                derive_seed(first_seed, "completion", index) if index else first_seed
+                for index in range(n)
+            ]
 
         with self._calls.call("remote", model) as call:
             replies = await gather_all(
@@ -122,9 +125,9 @@ class RemoteConversations:
                         sampling=_with_seed(overrides, seed),
                         role=agent or "agent",
                         attempt=self._name,
-                        listen=None if listen is None else partial(listen, one),
+                        listen=None if listen is None else partial(listen, index),
                     )
-                    for one, seed in enumerate(seeds)
+                    for index, seed in enumerate(seeds)
                 ]
             )
             call.note(
@@ -136,9 +139,9 @@ class RemoteConversations:
             )
             schemas = json.dumps(list(tools), ensure_ascii=False) if tools else ""
             _tell(call, messages, schemas, replies)
-            parent, known = self._find_extended(model, agent, schemas, messages)
+            parent, num_known = self._find_extended(model, agent, schemas, messages)
             return [
-                self._record(model, agent, schemas, messages, parent, known, reply, seed)
+                self._record(model, agent, schemas, messages, parent, num_known, reply, seed)
                 for reply, seed in zip(replies, seeds, strict=True)
             ]
 
@@ -159,13 +162,13 @@ class RemoteConversations:
         """The turns for the trajectory: all but those that nobody received and none goes on
         from, numbered anew where some are missing."""
         received = self.received_turns()
-        kept = [turn for turn in self.turns if turn.index in received]
-        numbers: dict[int | None, int] = {turn.index: n for n, turn in enumerate(kept)}
+        recorded = [turn for turn in self.turns if turn.index in received]
+        numbers: dict[int | None, int] = {turn.index: n for n, turn in enumerate(recorded)}
         return [
             msgspec.structs.replace(
                 turn, index=numbers[turn.index], parent=numbers.get(turn.parent)
             )
-            for turn in kept
+            for turn in recorded
         ]
 
     def metrics(self) -> dict[str, float]:
@@ -186,11 +189,11 @@ class RemoteConversations:
         """The recorded turn that a history goes on from, and how many of its messages that
         knows."""
         keys = _keys(messages)
-        for known in range(len(messages) - 1, 0, -1):
-            if messages[known - 1].role == "assistant":
-                turn = self._ends.get((model, agent, tools, keys[:known]))
+        for num_known in range(len(messages) - 1, 0, -1):
+            if messages[num_known - 1].role == "assistant":
+                turn = self._ends.get((model, agent, tools, keys[:num_known]))
                 if turn is not None:
-                    return turn, known
+                    return turn, num_known
         return None, 0
 
     def _record(
@@ -200,7 +203,7 @@ class RemoteConversations:
         tools: str,
         messages: Sequence[Message],
         parent: int | None,
-        known: int,
+        num_known: int,
         reply: RemoteReply,
         seed: int,
     ) -> RemoteTurn:
@@ -210,7 +213,7 @@ class RemoteConversations:
             parent=parent,
             model=model,
             agent=agent,
-            messages=[*messages[known:], reply.message],
+            messages=[*messages[num_known:], reply.message],
             tools=tools if parent is None else "",
             finish_reason=reply.finish_reason,
             seed=seed,

@@ -69,13 +69,13 @@ class EngineServer:
     ) -> tuple[RemoteReply, int]:
         """See Server.post. A `listen` is told the answer when it is whole."""
         request = msgspec.json.decode(body)
-        asked = asyncio.run_coroutine_threadsafe(
+        future = asyncio.run_coroutine_threadsafe(
             self._answer(request, within_s), self._running_loop()
         )
         try:
-            reply = asked.result(within_s)
+            reply = future.result(within_s)
         except (TimeoutError, concurrent.futures.TimeoutError) as error:
-            asked.cancel()
+            future.cancel()
             raise self._failure(f"has not answered within {within_s:g} s (timeout_s)") from error
         except concurrent.futures.CancelledError as error:
             raise self._failure("was closed") from error

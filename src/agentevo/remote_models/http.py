@@ -101,8 +101,8 @@ class ModelServer:
             raise self._failure("its server asked for a longer pause than is left", again=False)
 
         time.sleep(max(0.0, self._resting_until - time.monotonic()))
-        left = max(until - time.monotonic(), 0.01)
-        timeout = httpx.Timeout(left, connect=min(CONNECT_S, left))
+        time_left = max(until - time.monotonic(), 0.01)
+        timeout = httpx.Timeout(time_left, connect=min(CONNECT_S, time_left))
         try:
             with self._client.stream(
                 "POST", self.url, content=body, timeout=timeout, headers=dict(headers)
@@ -180,19 +180,19 @@ class ModelServer:
 
     def _refusal(self, response: httpx.Response, content: bytes) -> Unanswered:
         status = response.status_code
-        said = self._shown(content)
+        server_text = self._shown(content)
         if status in (401, 403):
             key = self._key_reference or "no key was sent: give api_key"
             return self._failure(
-                f"refuses the key ({status}; {key}): {said}", status=status, again=False
+                f"refuses the key ({status}; {key}): {server_text}", status=status, again=False
             )
 
-        again = (status in _AGAIN or status >= 500) and _NO_CREDIT not in said
+        is_retryable = (status in _AGAIN or status >= 500) and _NO_CREDIT not in server_text
         return self._failure(
-            f"answered {status}: {said}",
+            f"answered {status}: {server_text}",
             status=status,
-            again=again,
-            retry_after_s=retry_after(response.headers, time.time()) if again else None,
+            again=is_retryable,
+            retry_after_s=retry_after(response.headers, time.time()) if is_retryable else None,
         )
 
     def _late(self, within_s: float | None) -> Unanswered:

@@ -176,15 +176,15 @@ class Ledger:
         """Which limit a request that uses so much would break, as a sentence; empty for none."""
         used = self._most()
         limits = self._budget
-        for what, limit, now, more in (
+        for what, limit, now, extra in (
             ("requests", limits.requests, used.requests, most.requests),
             ("tokens", limits.tokens, used.tokens, most.tokens),
             ("cost", limits.cost, used.cost, most.cost),
         ):
-            if limit is not None and now + more > limit:
+            if limit is not None and now + extra > limit:
                 return (
                     f"remote model {self._name}: {now:g} of budget.{what}={limit:g} are used, and "
-                    f"the next request may need {more:g}: raise "
+                    f"the next request may need {extra:g}: raise "
                     f"remote_models.{self._name}.budget.{what}, or ask for shorter answers"
                 )
 
@@ -241,8 +241,8 @@ class Ledger:
             new = file.read()
 
         self._read_to += len(new)
-        *whole, self._rest = (self._rest + new).split(b"\n")
-        for text in whole:
+        *complete_lines, self._rest = (self._rest + new).split(b"\n")
+        for text in complete_lines:
             try:
                 self._take(msgspec.json.decode(text, type=LedgerLine))
             except msgspec.MsgspecError:

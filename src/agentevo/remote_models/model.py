@@ -86,9 +86,9 @@ class RemoteModel:
 
         file = f"{quote(name, safe='')}.jsonl"  # of this name and no other
         self.ledger = Ledger(folder and folder / file, section.budget, name)
-        kept = section.cache_dir or (folder and folder / "cache")
+        cache_dir = section.cache_dir or (folder and folder / "cache")
         limit = section.cache_mib * 2**20
-        self._cache = ReplyCache(kept, limit) if kept and section.cache else None
+        self._cache = ReplyCache(cache_dir, limit) if cache_dir and section.cache else None
         self._workers = ModelWorkers(section.max_at_once, f"agentevo-{name}")
         self._num_calls = 0
         self._takes_schemas = True
@@ -142,14 +142,14 @@ class RemoteModel:
         if form is not None and form.calls != "auto":
             tool_choice = form.tool or form.calls
 
-        asked = WireRequest(
+        wire_request = WireRequest(
             messages=messages_of(messages),
             tools=None if not tools else tools_of(tools),
             tool_choice=tool_choice,
             form=form,
             sampling=self._sampling(sampling, seed),
         )
-        answer = self._workers.submit(self._call(asked, role, attempt, listen))
+        answer = self._workers.submit(self._call(wire_request, role, attempt, listen))
         try:
             async with asyncio.timeout(self.within_s):
                 return await asyncio.wrap_future(answer)
@@ -177,13 +177,15 @@ class RemoteModel:
         return reply
 
     def _call(
-        self, asked: WireRequest, role: str, attempt: str, listen: Listen | None
+        self, wire_request: WireRequest, role: str, attempt: str, listen: Listen | None
     ) -> Callable[[], RemoteReply]:
         """What a thread has to do, with all that was asked checked."""
-        if not asked.messages:
+        if not wire_request.messages:
             raise BadRequestError("messages is a list with at least one message")
 
-        body = self._wire.body(self.section.url, self.section.model, asked) | self.section.extra
+        body = (
+            self._wire.body(self.section.url, self.section.model, wire_request) | self.section.extra
+        )
         try:
             content = msgspec.json.encode(body)
             sent = content if listen is None else msgspec.json.encode({**self._wire.stream, **body})
@@ -196,11 +198,11 @@ class RemoteModel:
         )
         until = time.monotonic() + self.section.deadline_s
         request = _RemoteRequest(
-            sent, asked.max_new_tokens, until, self._num_calls, listen, trace_headers()
+            sent, wire_request.max_new_tokens, until, self._num_calls, listen, trace_headers()
         )
         return partial(self._answer, content, request, line)
 
-    def _sampling(self, given: SamplingOverrides | None, seed: int | None) -> SamplingOverrides:
+    def _sampling(self, overrides: SamplingOverrides | None, seed: int | None) -> SamplingOverrides:
         section = self.section
         base: dict[str, Any] = {
             "temperature": section.temperature,
@@ -208,15 +210,15 @@ class RemoteModel:
             "max_new_tokens": section.max_new_tokens,
             "seed": seed,
         }
-        return SamplingOverrides(**base | ({} if given is None else given.given()))
+        return SamplingOverrides(**base | ({} if overrides is None else overrides.given()))
 
     def _answer(self, content: bytes, request: _RemoteRequest, call: LedgerLine) -> RemoteReply:
         """On a thread: the answer from the cache or the server, asked as often as it is worth it.
         `content` is what was asked, whether the answer is to come in events or not."""
-        kept = None if self._cache is None else self._cache.find(self._server.url, content)
-        if kept is not None:
+        cached_reply = None if self._cache is None else self._cache.find(self._server.url, content)
+        if cached_reply is not None:
             self.ledger.end(msgspec.structs.replace(call, id="cache", state="cached", requests=0))
-            return kept
+            return cached_reply
 
         problem: RemoteModelError | None = None
         for attempt in range(self.section.max_tries):
@@ -250,13 +252,13 @@ class RemoteModel:
         most = Spent(requests=1, tokens=most_tokens, cost=self._price(len(content), 0, max_new))
         number = self.ledger.begin(most, role=call.role, until=request.until)
         line = msgspec.structs.replace(call, id=number, at=time.time())
-        began = time.monotonic()
+        started_at = time.monotonic()
         try:
-            left = min(self.section.timeout_s, request.until - began)
+            time_left = min(self.section.timeout_s, request.until - started_at)
             listen = None if request.listen is None else request.tell
-            reply, status = self._server.post(content, left, listen, request.headers)
+            reply, status = self._server.post(content, time_left, listen, request.headers)
         except BaseException as error:
-            line.seconds = time.monotonic() - began
+            line.seconds = time.monotonic() - started_at
             line.error = str(error)[:300]
             line.status = getattr(error, "status", 0)
             if getattr(error, "may_cost", True):
@@ -267,7 +269,7 @@ class RemoteModel:
             self.ledger.end(line)
             raise
 
-        line.seconds = time.monotonic() - began
+        line.seconds = time.monotonic() - started_at
         line.status = status
         line.state = "completed"
         usage = reply.usage or Usage(prompt_tokens=len(content), completion_tokens=max_new)
@@ -346,9 +348,9 @@ class RemoteModels(Mapping[str, RemoteModel]):
         if name not in self._models:
             guess = nearest(name, list(self._models))
             hint = f"did you mean {guess!r}? " if guess else ""
-            known = ", ".join(self._models) or "none: add the section remote_models"
+            known_names = ", ".join(self._models) or "none: add the section remote_models"
             raise UnknownNameError(
-                f"there is no remote model {name!r}: {hint}the recipe has {known}"
+                f"there is no remote model {name!r}: {hint}the recipe has {known_names}"
             )
 
         return self._models[name]
@@ -371,10 +373,10 @@ class RemoteModels(Mapping[str, RemoteModel]):
         remote models."""
         if not self._models:
             return {}
-        left = {name: model.ledger.left() for name, model in self._models.items()}
+        limits_left = {name: model.ledger.left() for name, model in self._models.items()}
         return {
             "asked": self.totals(),
-            "budget_left": {name: limits for name, limits in left.items() if limits},
+            "budget_left": {name: limits for name, limits in limits_left.items() if limits},
         }
 
     def account(self) -> list[str]:
@@ -387,8 +389,8 @@ class RemoteModels(Mapping[str, RemoteModel]):
             for row in self.totals()
         ]
         for name, model in self._models.items() if lines else ():
-            if left := model.ledger.left():
-                limits = ", ".join(f"{value:.4g} {what}" for what, value in left.items())
+            if budget_left := model.ledger.left():
+                limits = ", ".join(f"{value:.4g} {what}" for what, value in budget_left.items())
                 lines.append(f"remote model {name}: left of its budget: {limits}")
 
         return lines

@@ -92,10 +92,10 @@ def reply_of(answer: Mapping[str, Any]) -> RemoteReply:
     """See Wire.reply."""
     try:
         choice = answer["choices"][0]
-        said = choice["message"]
-        kept = ("content", "tool_calls", *REASONING_KEYS)
-        fields = {key: said[key] for key in kept if said.get(key)}
-        fields.setdefault("content", said.get("refusal") or "")
+        answer_message = choice["message"]
+        kept_keys = ("content", "tool_calls", *REASONING_KEYS)
+        fields = {key: answer_message[key] for key in kept_keys if answer_message.get(key)}
+        fields.setdefault("content", answer_message.get("refusal") or "")
         (message,) = messages_of([{**fields, "role": "assistant"}])
         return RemoteReply(
             message=message,
@@ -120,8 +120,8 @@ class StreamedChat:
     def add(self, event: Any) -> Sequence[ContentDelta | ReasoningDelta]:
         if event.get("error"):
             error = event["error"]
-            said = error.get("message") if isinstance(error, Mapping) else error
-            raise BadAnswerError(f"it failed in the middle: {said}")
+            error_text = error.get("message") if isinstance(error, Mapping) else error
+            raise BadAnswerError(f"it failed in the middle: {error_text}")
 
         self._usage = event.get("usage") or self._usage
         if not event.get("choices"):
@@ -170,13 +170,16 @@ class StreamedChat:
             }
             for call in self._calls.values()
         ]
-        said = {
+        message = {
             "content": "".join(self._content),
             REASONING_KEYS[0]: "".join(self._reasoning),
             "refusal": "".join(self._refusal),
             "tool_calls": calls,
         }
-        return {"choices": [{"message": said, "finish_reason": self._finish}], "usage": self._usage}
+        return {
+            "choices": [{"message": message, "finish_reason": self._finish}],
+            "usage": self._usage,
+        }
 
 
 def _text(value: Any) -> str:

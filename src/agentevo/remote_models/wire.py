@@ -116,7 +116,7 @@ class BadAnswerError(AgentEvoError):
 
 def with_call_ids(messages: Sequence[Message]) -> list[Message]:
     """The messages, in which every tool call and every result has an id, as servers demand."""
-    whole: list[Message] = []
+    completed: list[Message] = []
     ids: list[str] = []
     for number, (message, place) in enumerate(zip(messages, places_of(messages), strict=True)):
         if not isinstance(message.content, str):
@@ -126,16 +126,16 @@ def with_call_ids(messages: Sequence[Message]) -> list[Message]:
             )
 
         if message.role == "tool":
-            known = message.tool_call_id or (ids[place] if place < len(ids) else f"call_{number}")
-            message = msgspec.structs.replace(message, tool_call_id=known)
+            call_id = message.tool_call_id or (ids[place] if place < len(ids) else f"call_{number}")
+            message = msgspec.structs.replace(message, tool_call_id=call_id)
         elif message.tool_calls:
             ids = [call.id or f"call_{number}_{n}" for n, call in enumerate(message.tool_calls)]
             calls = tuple(
-                msgspec.structs.replace(call, id=one)
-                for call, one in zip(message.tool_calls, ids, strict=True)
+                msgspec.structs.replace(call, id=call_id)
+                for call, call_id in zip(message.tool_calls, ids, strict=True)
             )
             message = msgspec.structs.replace(message, tool_calls=calls)
 
-        whole.append(message)
+        completed.append(message)
 
-    return whole
+    return completed

@@ -31,8 +31,8 @@ def questions_left(run: Path) -> QuestionsLeft:
     """Raises ConfigError as `left_by`."""
     solved, unsolved = left_by(run, (PASSAGE, CONTENT))
     held_out = made_rows(run_config(run).tasks.eval, (PASSAGE, CONTENT))
-    asked = {str(row["query"]) for row in [*solved, *unsolved, *held_out]}
-    return QuestionsLeft(solved, unsolved, asked)
+    asked_questions = {str(row["query"]) for row in [*solved, *unsolved, *held_out]}
+    return QuestionsLeft(solved, unsolved, asked_questions)
 
 
 def left_by(

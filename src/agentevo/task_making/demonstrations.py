@@ -64,7 +64,7 @@ async def show_lookups(
 
     texts = {passage.id: " ".join(passage.text.split()) for passage in passages}
     world = ToolWorld(sections)
-    found = list[dict[str, Any]]()
+    findable = list[dict[str, Any]]()
     try:
         async with world.open(0) as tools:
             specs = list(tools.schemas)
@@ -75,10 +75,12 @@ async def show_lookups(
                     step = ScenarioStep(
                         tool=SEARCH, arguments={"query": query}, result=answered.text
                     )
-                    found.append({**row, SOLVED_BY_CALLS: msgspec.to_builtins([step])})
+                    findable.append({**row, SOLVED_BY_CALLS: msgspec.to_builtins([step])})
     finally:
         await world.close()
 
     draw = random.Random(f"demonstrations-{seed}")
-    shown = [demonstration(draw.choice(found), specs, system) for _ in range(count if found else 0)]
-    return shown, len(rows) - len(found)
+    shown = [
+        demonstration(draw.choice(findable), specs, system) for _ in range(count if findable else 0)
+    ]
+    return shown, len(rows) - len(findable)

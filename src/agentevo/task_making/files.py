@@ -72,10 +72,10 @@ def made_rows(
     sources: Iterable[str], keys: Iterable[str] = (SOLVED_BY_CALLS, CONTENT)
 ) -> list[dict[str, Any]]:
     """Rows of files that were made, with these keys. Raises ConfigError for what is no such row."""
-    found = []
+    rows = []
     for source in sources:
         for row in read_rows(source):
             if not isinstance(row.value, dict) or {*keys} - row.value.keys():
                 raise ConfigError(f"{row.where}: this is no task of `agentevo tasks make`")
-            found.append(row.value)
-    return found
+            rows.append(row.value)
+    return rows

@@ -98,14 +98,14 @@ class MadeTasks(msgspec.Struct, kw_only=True):
 
 def check_wanted(wanted: WantedTasks) -> None:
     """Raises ConfigError for what can't be made."""
-    for given, known, what in (
+    for chosen, allowed, what in (
         (wanted.languages, tuple(LANGUAGES), "--language"),
         (wanted.personas, ("", *PERSONAS), "--persona"),
         (wanted.kinds, ("state", "answer", "open"), "--kind"),
     ):
-        unknown = next((one for one in given if one not in known), None)
-        if unknown is not None or not given:
-            names = ", ".join(filter(None, known))
+        unknown = next((value for value in chosen if value not in allowed), None)
+        if unknown is not None or not chosen:
+            names = ", ".join(filter(None, allowed))
             raise ConfigError(f"{what} {unknown or 'nothing'}: there are {names}")
 
     if not 1 <= wanted.min_difficulty <= wanted.max_difficulty <= HARDEST:
@@ -130,10 +130,10 @@ async def make_tasks(
     check_wanted(wanted)
     world = ToolWorld(sections)
     try:
-        known = await survey(world, wanted.values, seed=wanted.seed)
-        for name, why in known.silent.items():
+        surveyed = await survey(world, wanted.values, seed=wanted.seed)
+        for name, why in surveyed.silent.items():
             tell(f"no task needs {name}: it refuses or fails what its schema allows ({why})")
-        return await _Maker(world, known, wanted, taken, harder_than, progress).make()
+        return await _Maker(world, surveyed, wanted, taken, harder_than, progress).make()
     finally:
         await world.close()
 
@@ -166,35 +166,35 @@ class _Maker:
 
     async def make(self) -> MadeTasks:
         """See make_tasks."""
-        made = self._made
-        wanted = self._wanted
+        tasks = self._made
+        request = self._wanted
         number = 0
         while self._misses < MAX_MISSES and (
-            len(made.train) < wanted.train or len(made.held_out) < wanted.held_out
+            len(tasks.train) < request.train or len(tasks.held_out) < request.held_out
         ):
             numbers = range(number, number + AT_ONCE)
             number += AT_ONCE
 
             walked = await asyncio.gather(*map(self._walk, numbers))
-            for (scenario, heard), draw in zip(walked, map(self._draw, numbers), strict=True):
-                for got in heard:
+            for (scenario, results), draw in zip(walked, map(self._draw, numbers), strict=True):
+                for got in results:
                     self._known.learn(got)
                 is_kept = scenario is not None and self._keep(scenario, draw)
-                if heard and not is_kept:
-                    self._used.fruitless[heard[-1].tool] += 1
+                if results and not is_kept:
+                    self._used.fruitless[results[-1].tool] += 1
                 self._misses = 0 if is_kept else self._misses + 1
 
-            self._progress(len(made.train) + len(made.held_out))
+            self._progress(len(tasks.train) + len(tasks.held_out))
 
-        made.reasons = dict(self._reasons.most_common())
-        if not made.train or (wanted.held_out and not made.held_out):
+        tasks.reasons = dict(self._reasons.most_common())
+        if not tasks.train or (request.held_out and not tasks.held_out):
             why = "; ".join(f"{reason}: {count}" for reason, count in self._reasons.most_common(5))
             raise AgentEvoError(
                 f"nothing that the server can be asked could be made a task ({why or 'no walk'}): "
                 "give values of its parameters by --value, or other tools by --include"
             )
 
-        return made
+        return tasks
 
     def _draw(self, number: int, purpose: str = "words") -> random.Random:
         return random.Random(f"{purpose}-{self._wanted.seed}-{number}")
@@ -203,10 +203,10 @@ class _Maker:
         """One walk of a round: what it became, and what was heard in it. Only what earlier rounds
         have learnt counts in it, so that walks beside it change nothing."""
         draw = self._draw(number, "walk")
-        wanted = self._wanted
+        request = self._wanted
 
         parent = ""
-        world = draw.randrange(wanted.worlds)
+        world = draw.randrange(request.worlds)
         start = list[ScenarioStep]()
         if self._parents:
             row = draw.choice(self._parents)
@@ -215,23 +215,23 @@ class _Maker:
             parent = str(row["id"])
 
         fewest = 2 if self._has_enough(1) else 1
-        most = max(fewest, wanted.max_calls)
+        most = max(fewest, request.max_calls)
         num_calls = max(1, draw.randint(fewest, most) - len(start))
         async with self._world.open(world) as tools:
             for step in start:
                 await call_tool(tools, step.tool, step.arguments)
             is_question = bool(start) and start[-1].question is not None
             if is_question:
-                walked, heard = await asked_further(tools, self._known, start, draw)
+                walked, results = await asked_further(tools, self._known, start, draw)
             else:
-                walked, heard = await walk(tools, self._known, self._used, draw, num_calls, start)
+                walked, results = await walk(tools, self._known, self._used, draw, num_calls, start)
 
         steps = prune_steps(walked) if walked else []
         if not steps or (len(steps) <= len(start) and not is_question):
             self._reasons["a call was refused, or gave too much"] += 1
-            return None, heard
+            return None, results
 
-        return await self._scenario(steps, world, parent, draw), heard
+        return await self._scenario(steps, world, parent, draw), results
 
     async def _scenario(
         self, steps: list[ScenarioStep], world: int, parent: str, draw: random.Random
@@ -255,11 +255,11 @@ class _Maker:
             return None
 
         try:
-            found = await ground_scenario(self._world, self._known, steps, world, draw)
-            if found.kind not in self._wanted.kinds:
+            grounded = await ground_scenario(self._world, self._known, steps, world, draw)
+            if grounded.kind not in self._wanted.kinds:
                 self._reasons["of a kind that is not wanted"] += 1
                 return None
-            return msgspec.structs.replace(found, parent=parent)
+            return msgspec.structs.replace(grounded, parent=parent)
         except UngroundedError as error:
             if error.varies and takes_open:
                 return msgspec.structs.replace(planned, is_open=True, parent=parent)
@@ -268,9 +268,9 @@ class _Maker:
 
     def _keep(self, scenario: Scenario, draw: random.Random) -> bool:
         """Whether it becomes a task."""
-        wanted = self._wanted
-        language = draw.choice(wanted.languages)
-        persona = draw.choice(wanted.personas)
+        request = self._wanted
+        language = draw.choice(request.languages)
+        persona = draw.choice(request.personas)
         query = word_scenario(
             scenario, self._known.descriptions, language=language, persona=persona
         )
@@ -288,21 +288,21 @@ class _Maker:
 
         self._graded[scenario.difficulty] += 1
         rows = self._made.held_out if is_held_out(scenario.content) else self._made.train
-        rows.append(scenario.row(query, language=language, persona=persona, worlds=wanted.worlds))
+        rows.append(scenario.row(query, language=language, persona=persona, worlds=request.worlds))
         return True
 
     def _superfluous(self, scenario: Scenario) -> str:
         """Why nobody needs it, whatever it comes to; empty if somebody does."""
-        made = self._made
-        wanted = self._wanted
+        tasks = self._made
+        request = self._wanted
 
         content = scenario.content
         if content in self._taken:
             return "there already"
 
         is_apart = is_held_out(content)
-        if len(made.held_out if is_apart else made.train) >= (
-            wanted.held_out if is_apart else wanted.train
+        if len(tasks.held_out if is_apart else tasks.train) >= (
+            request.held_out if is_apart else request.train
         ):
             return "enough of its side of the split"
 
@@ -324,8 +324,8 @@ class _Maker:
             return "its words say what is to be found"
 
         last = scenario.steps[-1].tool
-        wanted = self._wanted.train + self._wanted.held_out
-        most = max(SAME_ANSWER, SAME_SHARE * wanted)
+        num_wanted = self._wanted.train + self._wanted.held_out
+        most = max(SAME_ANSWER, SAME_SHARE * num_wanted)
         if scenario.answer is not None and self._used.answers[last, scenario.answer] >= most:
             return "too many have the same answer"
 

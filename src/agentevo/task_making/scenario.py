@@ -84,16 +84,16 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def content(self) -> str:
         """A name of all that the agent is told and has to do, in whichever world and words."""
-        whole = [
+        calls = [
             [
                 step.tool,
                 step.told,
-                {name: [found.step, found.name] for name, found in step.found.items()},
+                {name: [source.step, source.name] for name, source in step.found.items()},
                 *([step.question.sql] if step.question is not None else []),
             ]
             for step in self.steps
         ]
-        text = json.dumps([whole, self.kind, self.place], sort_keys=True, ensure_ascii=True)
+        text = json.dumps([calls, self.kind, self.place], sort_keys=True, ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property

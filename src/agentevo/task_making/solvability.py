@@ -44,8 +44,8 @@ def grade_tasks(
         outcomes = solved.get(row["id"], ())
         plain = {key: value for key, value in row.items() if key != RATE}
         rate = sum(outcomes) / len(outcomes) if outcomes else None
-        told = plain if rate is None else {**plain, RATE: rate}
-        (reserve if rate in (None, 0.0, 1.0) else edge).append(told)
+        graded = plain if rate is None else {**plain, RATE: rate}
+        (reserve if rate in (None, 0.0, 1.0) else edge).append(graded)
 
     return edge, reserve
 
@@ -67,8 +67,8 @@ def graded_folder(
 
     rows = made_rows(sources, [CONTENT])
     held_file = folder / HELD_OUT
-    held = made_rows([str(held_file)], [CONTENT]) if held_file.is_file() else []
-    contents = {row[CONTENT] for row in held}
+    held_out_rows = made_rows([str(held_file)], [CONTENT]) if held_file.is_file() else []
+    contents = {row[CONTENT] for row in held_out_rows}
     leaked = next((row["id"] for row in rows if row[CONTENT] in contents), None)
     if leaked is not None:
         raise ConfigError(f"{folder}: {leaked} is both trained on and held out: make them again")
@@ -87,7 +87,7 @@ def graded_folder(
     write_made(
         out,
         train=edge,
-        held_out=held,
+        held_out=held_out_rows,
         reserve=reserve,
         demonstrations=_lines(folder / DEMONSTRATIONS),
         corpus=_lines(folder / CORPUS),
@@ -122,14 +122,14 @@ def _measure_solved(
         played = Path(scratch) / "tasks.jsonl"
         results = Path(scratch) / "results"
         write_rows(rows, played)
-        asked = EvaluationRun(
+        evaluation = EvaluationRun(
             target=target,
             overrides=overrides,
             tasks=[str(played)],
             attempts=attempts,
             out=results,
         )
-        summary = evaluate(asked, note)
+        summary = evaluate(evaluation, note)
         check_attempts(summary)
 
         solved: dict[str, list[bool]] = defaultdict(list)

@@ -70,7 +70,7 @@ async def walk(
     been made in it; also every call with what came of it, of which `known` learns nothing here. A
     call that is refused may name values, which are taken in this world before all others; after
     REFUSALS it ends."""
-    heard: list[CallResult] = []
+    results: list[CallResult] = []
     steps = list(start)
     named = dict[str, list[Any]]()
     refusals = 0
@@ -78,26 +78,27 @@ async def walk(
         names = known.usable
         before = steps[-1].tool if steps else None
         weights = [
-            used.weight(one, before, one in known.databases) * _chains(known, steps, one)
-            for one in names
+            used.weight(candidate, before, candidate in known.databases)
+            * _chains(known, steps, candidate)
+            for candidate in names
         ]
         (name,) = draw.choices(names, weights)
         if name in known.databases:
             step, got = await _ask_database(tools, known, name, known.databases[name].draw(draw))
-            heard.append(got)
+            results.append(got)
             steps += [step] if step is not None else []
             refusals += step is None
             continue
 
-        found = _found(known, steps, name, draw)
-        fixed = {parameter: value for parameter, (_, value) in found.items()}
+        sources = _found(known, steps, name, draw)
+        fixed = {parameter: value for parameter, (_, value) in sources.items()}
         for parameter in properties(known.schemas[name]):
             if parameter not in fixed and named.get(parameter):
                 fixed[parameter] = draw.choice(named[parameter])
 
         arguments = known.draw_arguments(name, draw, fixed)
         got = await call_tool(tools, name, arguments)
-        heard.append(got)
+        results.append(got)
 
         if got.is_error or len(got.text) > LONGEST_RESULT:
             refusals += 1
@@ -110,13 +111,13 @@ async def walk(
             ScenarioStep(
                 tool=name,
                 arguments=arguments,
-                found={parameter: one for parameter, (one, _) in found.items()},
+                found={parameter: source for parameter, (source, _) in sources.items()},
                 result=got.text,
                 changes=name in known.changing,
             )
         )
 
-    return steps, heard
+    return steps, results
 
 
 async def asked_further(
@@ -138,10 +139,10 @@ async def asked_further(
 
 
 async def _ask_database(
-    tools: AttemptTools, known: Survey, tool: str, question: DatabaseQuestion
+    tools: AttemptTools, surveyed: Survey, tool: str, question: DatabaseQuestion
 ) -> tuple[ScenarioStep | None, CallResult]:
     """A question to a database, and what came of it; no step where that is no answer."""
-    arguments = {known.databases[tool].parameter: question.sql}
+    arguments = {surveyed.databases[tool].parameter: question.sql}
     got = await call_tool(tools, tool, arguments)
     if got.is_error or len(got.text) > LONGEST_RESULT:
         return None, got
@@ -152,55 +153,55 @@ def prune_steps(steps: Sequence[ScenarioStep]) -> list[ScenarioStep]:
     """Without calls that change nothing and whose result nobody uses; where nothing is changed at
     all, the last call and what it needs."""
     has_state = any(step.changes for step in steps)
-    kept: set[int] = set()
+    kept_steps: set[int] = set()
     for number in reversed(range(len(steps))):
         is_goal = steps[number].changes if has_state else number == len(steps) - 1
-        if is_goal or number in kept:
-            kept.add(number)
-            kept |= {found.step for found in steps[number].found.values()}
+        if is_goal or number in kept_steps:
+            kept_steps.add(number)
+            kept_steps |= {source.step for source in steps[number].found.values()}
 
-    places = {number: place for place, number in enumerate(sorted(kept))}
+    places = {number: place for place, number in enumerate(sorted(kept_steps))}
     return [
         msgspec.structs.replace(
             steps[number],
             found={
-                name: ValueSource(step=places[one.step], name=one.name)
-                for name, one in steps[number].found.items()
+                name: ValueSource(step=places[source.step], name=source.name)
+                for name, source in steps[number].found.items()
             },
         )
-        for number in sorted(kept)
+        for number in sorted(kept_steps)
     ]
 
 
-def _chains(known: Survey, steps: Sequence[ScenarioStep], tool: str) -> float:
-    gives = any(_first(known, steps, tool, name) for name in properties(known.schemas[tool]))
+def _chains(surveyed: Survey, steps: Sequence[ScenarioStep], tool: str) -> float:
+    gives = any(_first(surveyed, steps, tool, name) for name in properties(surveyed.schemas[tool]))
     return CHAINS if gives else 1.0
 
 
 def _found(
-    known: Survey, steps: Sequence[ScenarioStep], tool: str, draw: random.Random
+    surveyed: Survey, steps: Sequence[ScenarioStep], tool: str, draw: random.Random
 ) -> dict[str, tuple[ValueSource, Any]]:
     """Arguments that earlier calls give, each with its value."""
     taken = {}
-    for name in properties(known.schemas[tool]):
-        first = _first(known, steps, tool, name)
+    for name in properties(surveyed.schemas[tool]):
+        first = _first(surveyed, steps, tool, name)
         if first is not None and draw.random() < USES_FOUND:
             taken[name] = first
     return taken
 
 
 def _first(
-    known: Survey, steps: Sequence[ScenarioStep], tool: str, name: str
+    surveyed: Survey, steps: Sequence[ScenarioStep], tool: str, name: str
 ) -> tuple[ValueSource, Any] | None:
     """The newest call that changes nothing and names the parameter, with the first value that it
     gives and that the agent is not told."""
-    schema = properties(known.schemas[tool])[name]
-    told = [value for step in steps for value in step.arguments.values()]
+    schema = properties(surveyed.schemas[tool])[name]
+    past_values = [value for step in steps for value in step.arguments.values()]
     for number in reversed(range(len(steps))):
         if steps[number].changes:
             return None  # what was found before may hold no more
         value = first_value(steps[number].result, name, schema)
-        if value is not None and value not in told:
+        if value is not None and value not in past_values:
             return ValueSource(step=number, name=name), value
 
     return None

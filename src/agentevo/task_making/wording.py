@@ -86,14 +86,14 @@ def word_scenario(
 ) -> str:
     """The scenario as the agent is asked."""
     phrases = LANGUAGES[language]
-    sources = {found.step for step in scenario.steps for found in step.found.values()}
-    said = [
+    sources = {source.step for step in scenario.steps for source in step.found.values()}
+    call_texts = [
         _said(scenario.steps, number, descriptions, phrases)
         for number in range(len(scenario.steps))
         if number not in sources
     ]
     parts = [phrases.personas[persona]] if persona else []
-    parts.append(f"{phrases.task}{phrases.then.join(said)}.")
+    parts.append(f"{phrases.task}{phrases.then.join(call_texts)}.")
     if scenario.is_open:
         parts.append(phrases.say_open)
     elif scenario.steps[-1].question is not None:
@@ -113,13 +113,13 @@ def _said(
     if step.question is not None:
         return step.question.words
 
-    told = [f"{_plain(name)}: {shown(value)}" for name, value in step.told.items()]
-    for name, found in step.found.items():
-        source = _said(steps, found.step, descriptions, phrases)
-        told.append(phrases.found.format(name=_plain(name), source=source))
+    arguments = [f"{_plain(name)}: {shown(value)}" for name, value in step.told.items()]
+    for name, source_step in step.found.items():
+        source = _said(steps, source_step.step, descriptions, phrases)
+        arguments.append(phrases.found.format(name=_plain(name), source=source))
 
     doing = deed(descriptions[step.tool])
-    return f"{doing} ({', '.join(told)})" if told else doing
+    return f"{doing} ({', '.join(arguments)})" if arguments else doing
 
 
 def deed(description: str) -> str:
@@ -176,21 +176,21 @@ def named_tools(text: str, tools: Sequence[str]) -> list[str]:
 
 def values_left_out(text: str, scenario: Scenario) -> list[str]:
     """Values that the agent has to be told and that are not in the text."""
-    told = [shown(value) for step in scenario.steps for value in step.told.values()]
-    return [one for one in told if not _is_in(one, text)]
+    values = [shown(value) for step in scenario.steps for value in step.told.values()]
+    return [value for value in values if not _is_in(value, text)]
 
 
 def gives_away(text: str, scenario: Scenario) -> bool:
     """Whether the text says what the agent has to find."""
     hidden = [] if scenario.answer is None else [scenario.answer]
-    told = {shown(value) for step in scenario.steps for value in step.told.values()}
+    told_values = {shown(value) for step in scenario.steps for value in step.told.values()}
     hidden += [
         shown(step.arguments[name])
         for step in scenario.steps
         for name in step.found
         if len(shown(step.arguments[name])) > 2
     ]
-    return any(one not in told and _is_in(one, text) for one in hidden)
+    return any(value not in told_values and _is_in(value, text) for value in hidden)
 
 
 def _is_in(value: str, text: str) -> bool:

@@ -47,7 +47,7 @@ async def reword_tasks(
     reasons = Counter[str]()
     failures: list[AgentEvoError] = []
 
-    async def one(number: int, row: Mapping[str, Any]) -> dict[str, Any]:
+    async def reword(number: int, row: Mapping[str, Any]) -> dict[str, Any]:
         wrong = ""
         for attempt in range(2):
             prompt = _prompt(row, wrong)
@@ -72,15 +72,15 @@ async def reword_tasks(
 
         return dict(row)
 
-    found = list(await asyncio.gather(*(one(number, row) for number, row in enumerate(rows))))
+    reworded = list(await asyncio.gather(*(reword(number, row) for number, row in enumerate(rows))))
     if rows and len(failures) == len(rows):
         raise AgentEvoError(f"the writer has answered nothing: {failures[0]}")
 
-    return found, dict(reasons.most_common())
+    return reworded, dict(reasons.most_common())
 
 
 def _prompt(row: Mapping[str, Any], wrong: str) -> str:
-    values = [one for step in steps_of(row) for one in step.told.values()]
+    values = [value for step in steps_of(row) for value in step.told.values()]
     persona = f", as somebody would who is {row['persona']}" if row.get("persona") else ""
     return _ASKED.format(
         language=row.get("language", "en"),

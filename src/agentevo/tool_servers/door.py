@@ -71,17 +71,17 @@ class ToolServerDoor:
 
         status = 0
 
-        async def heard(message: Any) -> None:
+        async def send_and_note(message: Any) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                told = dict(message.get("headers", ()))
-                if not name and status < 400 and (new := told.get(SESSION.encode())):
+                response_headers = dict(message.get("headers", ()))
+                if not name and status < 400 and (new := response_headers.get(SESSION.encode())):
                     self._sessions[new.decode("latin-1")] = _ToolServerSession(time.monotonic())
             await send(message)
 
         try:
-            await self._app(scope, receive, heard)
+            await self._app(scope, receive, send_and_note)
         finally:
             if session is not None:
                 session.running -= 1
@@ -103,14 +103,22 @@ class ToolServerDoor:
             if not idle:
                 return
 
-            name = max(idle, key=lambda one: idle[one])
+            name = max(idle, key=lambda session_name: idle[session_name])
             del self._sessions[name]
             await self._end(name, scope)
 
     async def _end(self, name: str, scope: Any) -> None:
         """As its client would. `scope`: that of whoever needs the place."""
-        kept = [one for one in scope["headers"] if one[0] in (b"host", b"origin", b"authorization")]
-        ended = {**scope, "method": "DELETE", "headers": [*kept, (SESSION.encode(), name.encode())]}
+        kept_headers = [
+            header
+            for header in scope["headers"]
+            if header[0] in (b"host", b"origin", b"authorization")
+        ]
+        delete_scope = {
+            **scope,
+            "method": "DELETE",
+            "headers": [*kept_headers, (SESSION.encode(), name.encode())],
+        }
 
         async def receive() -> Any:
             return {"type": "http.request", "body": b"", "more_body": False}
@@ -118,7 +126,7 @@ class ToolServerDoor:
         async def send(message: Any) -> None:
             return
 
-        await self._app(ended, receive, send)
+        await self._app(delete_scope, receive, send)
 
     def _refusal(self, headers: Mapping[str, bytes]) -> tuple[int, dict[str, Any]] | None:
         from mcp_types import UNSUPPORTED_PROTOCOL_VERSION

@@ -49,14 +49,14 @@ def read_key(reference: str | None, host: str) -> str | None:
             f"--host {host}: others could ask as well: give a key, --api-key '${{env:NAME}}'"
         )
 
-    found = REFERENCE.fullmatch(reference)
-    if found is None:
+    match = REFERENCE.fullmatch(reference)
+    if match is None:
         raise ConfigError("--api-key: write ${env:NAME}, not the key itself")
 
-    key = os.environ.get(found[1])
+    key = os.environ.get(match[1])
     if not key or not key.isascii():
         raise ConfigError(
-            f"--api-key: the environment variable {found[1]} should hold a key of ASCII characters"
+            f"--api-key: the environment variable {match[1]} should hold a key of ASCII characters"
         )
 
     return key

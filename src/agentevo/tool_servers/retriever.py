@@ -101,13 +101,13 @@ class Retriever:
     def _found(self, request: _RetrievalRequest) -> dict[str, Any]:
         lists = []
         for query in request.queries:
-            found = self._index.find(query, request.topk or self._top_k)
+            matches = self._index.find(query, request.topk or self._top_k)
             lists.append(
                 [
-                    {"document": _document(one), "score": score}
+                    {"document": _document(passage), "score": score}
                     if request.return_scores
-                    else _document(one)
-                    for one, score in found
+                    else _document(passage)
+                    for passage, score in matches
                 ]
             )
 

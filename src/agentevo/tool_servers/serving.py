@@ -138,10 +138,10 @@ class ToolServer:
         from mcp_types import INVALID_PARAMS, CallToolResult, TextContent
 
         is_outcome = name == OUTCOME and self._tools.has_outcome
-        known = [spec.name for spec in session.specs]
-        if not is_outcome and name not in known:
-            there = ", ".join(known)
-            raise MCPError(INVALID_PARAMS, f"there is no tool {name[:60]!r}: tools: {there}")
+        tool_names = [spec.name for spec in session.specs]
+        if not is_outcome and name not in tool_names:
+            names_text = ", ".join(tool_names)
+            raise MCPError(INVALID_PARAMS, f"there is no tool {name[:60]!r}: tools: {names_text}")
 
         limit = asyncio.timeout(self._section.timeout_s)
         is_error = True
@@ -159,8 +159,12 @@ class ToolServer:
         except ToolError as error:
             text = str(error)
         except TimeoutError:
-            ours = limit.expired()
-            text = f"no answer within {self._section.timeout_s:g} s" if ours else "it timed out"
+            is_our_limit = limit.expired()
+            text = (
+                f"no answer within {self._section.timeout_s:g} s"
+                if is_our_limit
+                else "it timed out"
+            )
         except Exception as error:  # noqa: BLE001 (what a tool's code raises costs its call alone)
             text = f"the tool failed: {describe_error(error)}"
             kind = f"{name} {type(error).__name__}"
@@ -190,17 +194,17 @@ class ToolServer:
                 connection = context.session._connection
                 connection.exit_stack.push_async_callback(self._end, name)
 
-            told = task or self._task
-            opened.advice = "" if told.query or told.metadata else NO_TASK
-            made = self._tools.session(told, seed)
-            opened.ready = asyncio.ensure_future(opened.stack.enter_async_context(made))
+            session_task = task or self._task
+            opened.advice = "" if session_task.query or session_task.metadata else NO_TASK
+            session_context = self._tools.session(session_task, seed)
+            opened.ready = asyncio.ensure_future(opened.stack.enter_async_context(session_context))
 
         assert opened.ready is not None
         try:
             return await asyncio.shield(opened.ready)
         except Exception as error:  # of a task that is none, or a user's constructor
-            ours = isinstance(error, AgentEvoError)
-            why = str(error) if ours else f"{describe_error(error)}{opened.advice}"
+            is_our_error = isinstance(error, AgentEvoError)
+            why = str(error) if is_our_error else f"{describe_error(error)}{opened.advice}"
             raise MCPError(INTERNAL_ERROR, f"{self._section.name}: {why}") from error
 
     async def _end(self, name: str) -> None:
@@ -225,12 +229,12 @@ def _told_task(headers: Mapping[str, str]) -> Task | None:
     from mcp import MCPError
     from mcp_types import INVALID_REQUEST
 
-    told = headers.get(TASK_HEADER)
-    if not told:
+    header = headers.get(TASK_HEADER)
+    if not header:
         return None
 
     try:
-        return msgspec.json.decode(base64.b64decode(told, validate=True), type=Task)
+        return msgspec.json.decode(base64.b64decode(header, validate=True), type=Task)
     except (ValueError, msgspec.DecodeError) as error:
         raise MCPError(INVALID_REQUEST, f"the header {TASK_HEADER}: {error}") from None
 
@@ -248,9 +252,9 @@ def _told_seed(headers: Mapping[str, str]) -> int:
 
 def own_task() -> tuple[Task, int]:
     """The task that this process was started for, and its seed. Raises ConfigError."""
-    told = os.environ.get("AGENTEVO_TASK")
+    variable = os.environ.get("AGENTEVO_TASK")
     try:
         seed = int(os.environ.get("AGENTEVO_SEED") or 0)
-        return (msgspec.json.decode(told, type=Task) if told else Task(id="none")), seed
+        return (msgspec.json.decode(variable, type=Task) if variable else Task(id="none")), seed
     except (ValueError, msgspec.DecodeError) as error:
         raise ConfigError(f"AGENTEVO_TASK and AGENTEVO_SEED are no task: {error}") from error

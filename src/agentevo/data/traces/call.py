@@ -49,12 +49,12 @@ def message(value: Any) -> dict[str, Any]:
     if role is None:
         raise RowError("wrong_roles", f"a message has the role {value.get('role')!r}")
 
-    said: dict[str, Any] = {"role": role, "content": text_of(value.get("content"))}
+    converted: dict[str, Any] = {"role": role, "content": text_of(value.get("content"))}
     calls = value.get("tool_calls")
     if not calls and value.get("function_call"):
         calls = [value["function_call"]]
     if calls:
-        said["tool_calls"] = calls
+        converted["tool_calls"] = calls
 
     thought = next((value[key] for key in REASONING_KEYS if value.get(key)), None)
     for key, item in (
@@ -67,9 +67,9 @@ def message(value: Any) -> dict[str, Any]:
         ("weight", _weight(value) if role == "assistant" else None),
     ):
         if item is not None:
-            said[key] = item
+            converted[key] = item
 
-    return said
+    return converted
 
 
 def _weight(message: Mapping[str, Any]) -> int | None:
@@ -123,9 +123,12 @@ def tools_of(values: Any) -> list[dict[str, Any]] | None:
 
         schema = function.get("parameters", function.get("input_schema"))
         described = {key: function[key] for key in ("description",) if function.get(key)}
-        kept = {"name": function["name"], **described}
+        kept_fields = {"name": function["name"], **described}
         tools.append(
-            {"type": "function", "function": kept | ({"parameters": schema} if schema else {})}
+            {
+                "type": "function",
+                "function": kept_fields | ({"parameters": schema} if schema else {}),
+            }
         )
 
     return tools or None

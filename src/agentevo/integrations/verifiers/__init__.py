@@ -75,19 +75,19 @@ def world(
 
     Raises ConfigError for what is no environment."""
     if isinstance(environment, str):
-        made = load(environment, args, max_tasks)
+        loaded = load(environment, args, max_tasks)
     elif args:
         raise ConfigError(
             f"world: {', '.join(args)}: options are for an environment by its name; this one is "
             "made already"
         )
     else:
-        made = wrap(environment, max_tasks)
+        loaded = wrap(environment, max_tasks)
 
-    return _register_agent(made, name or re.sub(r"[^\w.-]+", "_", made.name))
+    return _register_agent(loaded, name or re.sub(r"[^\w.-]+", "_", loaded.name))
 
 
-def _register_agent(made: VerifiersWorld, name: str) -> type:
+def _register_agent(verifiers_world: VerifiersWorld, name: str) -> type:
     class PlayedWorld:
         """One environment at hand."""
 
@@ -97,9 +97,9 @@ def _register_agent(made: VerifiersWorld, name: str) -> type:
             pass
 
         def tasks(self) -> tuple[list[Task], list[Task]]:
-            return made.tasks()
+            return verifiers_world.tasks()
 
         async def run(self, task: Task, policy: Policy) -> Outcome:
-            return await made.play(task, policy)
+            return await verifiers_world.play(task, policy)
 
     return agent(name)(PlayedWorld)

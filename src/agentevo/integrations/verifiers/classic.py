@@ -145,8 +145,8 @@ def _last_text(prompt: Any) -> str:
     """What the user says last."""
     if isinstance(prompt, str):
         return prompt
-    said = [m.get("content") for m in prompt or [] if m.get("role") == "user"]
-    return said[-1] if said and isinstance(said[-1], str) else ""
+    user_texts = [m.get("content") for m in prompt or [] if m.get("role") == "user"]
+    return user_texts[-1] if user_texts and isinstance(user_texts[-1], str) else ""
 
 
 def _words(error: Any) -> str:
@@ -165,8 +165,8 @@ def _rubrics(environment: Any) -> Iterator[Any]:
         rubric = waiting.pop()
         yield rubric
         waiting.extend(getattr(rubric, "rubrics", ()))
-    for one in getattr(environment, "envs", ()):
-        yield from _rubrics(one)
+    for sub_environment in getattr(environment, "envs", ()):
+        yield from _rubrics(sub_environment)
 
 
 def _watch(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -130,7 +130,7 @@ class TasksetWorld:
             )
 
         (trace,) = traces
-        parts = {name: one.value for name, one in trace.rewards.items() if one is not None}
+        parts = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
         parts = named_parts(parts, f"the rewards of {self.name}")
         if not parts:
             raise EnvironmentFailure(f"the episode of {self.name} has no reward")
@@ -146,5 +146,5 @@ class TasksetWorld:
 
 
 def _words(errors: Iterable[Any]) -> list[str]:
-    said = (storable(f"{error.type}: {error.message}", 1000) for error in errors)
-    return list(dict.fromkeys(said))
+    error_texts = (storable(f"{error.type}: {error.message}", 1000) for error in errors)
+    return list(dict.fromkeys(error_texts))

@@ -13,6 +13,6 @@ from agentevo.tool_servers.lessons.lesson import Lesson
 from agentevo.tool_servers.lessons.shop import Shop
 
 LESSONS: dict[str, Lesson] = {
-    one.tool: one for one in (Hotel(), Arithmetic(), Shop(), Copying(), Facts())
+    lesson.tool: lesson for lesson in (Hotel(), Arithmetic(), Shop(), Copying(), Facts())
 }
 """By the name of the tool."""

@@ -76,16 +76,16 @@ def lesson_tasks(
     """So many different tasks, as rows of a file of tasks. Raises AgentEvoError where there are not
     so many."""
     draw = random.Random(f"{lesson.tool}-{seed}-{held_out}")
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     num_misses = 0
-    while len(found) < count and num_misses < _TRIES:
+    while len(rows) < count and num_misses < _TRIES:
         row = lesson.draw(draw)
         num_misses += 1
-        if is_held_out(row["query"]) == held_out and json.dumps(row) not in found:
-            found[json.dumps(row)] = row
+        if is_held_out(row["query"]) == held_out and json.dumps(row) not in rows:
+            rows[json.dumps(row)] = row
             num_misses = 0
 
-    if len(found) < count:
+    if len(rows) < count:
         raise AgentEvoError(
             f"the lesson {lesson.tool} has not {count:,} tasks that differ: ask for fewer"
         )
@@ -93,7 +93,7 @@ def lesson_tasks(
     part = "eval" if held_out else "train"
     return [
         {"id": f"{lesson.tool}-{part}-{seed}-{number}", **row}
-        for number, row in enumerate(found.values())
+        for number, row in enumerate(rows.values())
     ]
 
 
@@ -125,13 +125,13 @@ async def _demonstrate(
     toolbox = Toolbox([FunctionToolSection(name=lesson.tool, options=options)])
     room = asyncio.Semaphore(AT_ONCE)
 
-    async def one(row: Mapping[str, Any]) -> dict[str, Any]:
+    async def demonstrate(row: Mapping[str, Any]) -> dict[str, Any]:
         draw = random.Random(f"{seed}-{row['id']}")
         async with room, asyncio.timeout(60), toolbox.open(task_of_row(row), seed) as tools:
             return await _play(lesson, row, tools, draw, quits)
 
     try:
-        return list(await asyncio.gather(*map(one, tasks)))
+        return list(await asyncio.gather(*map(demonstrate, tasks)))
     finally:
         await toolbox.close()
 
