@@ -77,9 +77,9 @@ def outside_scopes() -> Iterator[None]:
 class _LoopTask(asyncio.Task[Any]):
     """A task that code of another scope can't cancel."""
 
-    def __init__(self, work: Any, *, context: contextvars.Context | None = None, **more: Any):
+    def __init__(self, work: Any, *, context: contextvars.Context | None = None, **options: Any):
         self._scope = (contextvars.copy_context() if context is None else context).get(_scope)
-        super().__init__(work, context=context, **more)
+        super().__init__(work, context=context, **options)
         if self._scope is not None:
             self._scope.add(self)
 

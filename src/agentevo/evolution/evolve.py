@@ -156,10 +156,10 @@ class Evolution:
 
 
 def read_evolution(
-    target: str, overrides: Sequence[str], *, documents: Sequence[str] = (), **given: Any
+    target: str, overrides: Sequence[str], *, documents: Sequence[str] = (), **section_keys: Any
 ) -> Evolution:
     """`target`: a URL, a command, documents, or a YAML file whose section `evolve` says the rest.
-    `documents`: further ones. `given`: keys of that section that count before all others. Raises
+    `documents`: further ones. `section_keys`: keys of that section that count before all others. Raises
     ConfigError."""
     is_file = target.endswith((".yaml", ".yml"))
     path = sources.find_recipe(target) if is_file else None
@@ -181,7 +181,7 @@ def read_evolution(
         section = {**section, "server": target}
 
     try:
-        read = EvolveSection.model_validate(sources.overlay(section, given))
+        read = EvolveSection.model_validate(sources.overlay(section, section_keys))
     except pydantic.ValidationError as error:
         lines = [entry_problem("evolve", EvolveSection, wrong) for wrong in error.errors()]
         raise ConfigError("\n".join(lines)) from error

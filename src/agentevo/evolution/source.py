@@ -169,7 +169,7 @@ class DocumentsSource:
         system: str,
         models: Mapping[str, RemoteModelSection],
     ) -> None:
-        """`given`: the recipe's own tools; one of the name `search` says how it looks. Raises
+        """`tool_sections`: the recipe's own tools; one of the name `search` says how it looks. Raises
         ConfigError."""
         self._section = section
         self._paths = paths

@@ -22,7 +22,7 @@ class Calls:
     """See the module. Its methods may be called on any thread."""
 
     def __init__(self, ended: Callable[[], Exception]) -> None:
-        """`ended`: a new exception that says why the run has ended."""
+        """`make_end_error`: gives a new exception that says why the run has ended."""
         self._ended = ended
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None

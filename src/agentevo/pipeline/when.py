@@ -20,7 +20,7 @@ SIGNS: dict[str, Callable[[float, float], bool]] = {
 
 
 class StageCondition(NamedTuple):
-    """`left` is the reference as it is written."""
+    """`reference` is the reference as it is written."""
 
     left: str
     sign: str

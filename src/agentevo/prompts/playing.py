@@ -47,7 +47,7 @@ class Playing:
         given: dict[str, str],
         at_once: int,
     ) -> None:
-        """`given`: the recipe's texts, which a candidate's replace. `at_once`: groups."""
+        """`recipe_texts`: the recipe's texts, which a candidate's replace. `at_once`: groups."""
         self._sampler = sampler
         self._folder = folder
         self.budget = budget

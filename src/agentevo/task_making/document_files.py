@@ -225,8 +225,8 @@ def _check_sizes(files: Iterable[Path], problems: list[str]) -> None:
 
     if num_bytes > MOST_BYTES and not problems:
         problems.append(
-            f"the documents have {num_bytes:,} bytes together, and at most {MOST_BYTES:,} are read: "
-            "give a part of them"
+            f"the documents have {num_bytes:,} bytes together, and at most {MOST_BYTES:,} are "
+            "read: give a part of them"
         )
 
 

@@ -89,7 +89,7 @@ def tasks_from(
     asked: Iterable[str] = (),
     progress: Callable[[int], None] = lambda done: None,
 ) -> ReadDocuments:
-    """Sentences with gaps. `asked`: questions that are not asked again."""
+    """Sentences with gaps. `earlier_questions`: they are not asked again."""
     tasks = ReadDocuments(asked=set(asked))
     order = _shuffle(passages, seed)
     on_both = _on_both_sides(passages)

@@ -102,7 +102,7 @@ class Survey(msgspec.Struct, kw_only=True):
 async def survey(
     world: ToolWorld, given: Mapping[str, Sequence[Any]] | None = None, *, seed: int
 ) -> Survey:
-    """Finds it out. `given`: values that somebody names, by parameter. Raises
+    """Finds it out. `named_values`: values that somebody names, by parameter. Raises
     ToolUnavailableError where the server can't be reached, ConfigError where it has no tools, or
     answers no call of any."""
     draw = random.Random(f"survey-{seed}")

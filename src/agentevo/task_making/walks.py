@@ -67,7 +67,7 @@ async def walk(
     start: Sequence[ScenarioStep] = (),
 ) -> tuple[list[ScenarioStep], list[CallResult]]:
     """One walk of at most so many calls in a session of its own, after those of `start`, which have
-    been made in it; also every call with what came of it, of which `known` learns nothing here. A
+    been made in it; also every call with what came of it, of which `survey` learns nothing here. A
     call that is refused may name values, which are taken in this world before all others; after
     REFUSALS it ends."""
     results: list[CallResult] = []
@@ -139,10 +139,10 @@ async def asked_further(
 
 
 async def _ask_database(
-    tools: AttemptTools, surveyed: Survey, tool: str, question: DatabaseQuestion
+    tools: AttemptTools, survey: Survey, tool: str, question: DatabaseQuestion
 ) -> tuple[ScenarioStep | None, CallResult]:
     """A question to a database, and what came of it; no step where that is no answer."""
-    arguments = {surveyed.databases[tool].parameter: question.sql}
+    arguments = {survey.databases[tool].parameter: question.sql}
     got = await call_tool(tools, tool, arguments)
     if got.is_error or len(got.text) > LONGEST_RESULT:
         return None, got
@@ -173,29 +173,29 @@ def prune_steps(steps: Sequence[ScenarioStep]) -> list[ScenarioStep]:
     ]
 
 
-def _chains(surveyed: Survey, steps: Sequence[ScenarioStep], tool: str) -> float:
-    gives = any(_first(surveyed, steps, tool, name) for name in properties(surveyed.schemas[tool]))
+def _chains(survey: Survey, steps: Sequence[ScenarioStep], tool: str) -> float:
+    gives = any(_first(survey, steps, tool, name) for name in properties(survey.schemas[tool]))
     return CHAINS if gives else 1.0
 
 
 def _found(
-    surveyed: Survey, steps: Sequence[ScenarioStep], tool: str, draw: random.Random
+    survey: Survey, steps: Sequence[ScenarioStep], tool: str, draw: random.Random
 ) -> dict[str, tuple[ValueSource, Any]]:
     """Arguments that earlier calls give, each with its value."""
     taken = {}
-    for name in properties(surveyed.schemas[tool]):
-        first = _first(surveyed, steps, tool, name)
+    for name in properties(survey.schemas[tool]):
+        first = _first(survey, steps, tool, name)
         if first is not None and draw.random() < USES_FOUND:
             taken[name] = first
     return taken
 
 
 def _first(
-    surveyed: Survey, steps: Sequence[ScenarioStep], tool: str, name: str
+    survey: Survey, steps: Sequence[ScenarioStep], tool: str, name: str
 ) -> tuple[ValueSource, Any] | None:
     """The newest call that changes nothing and names the parameter, with the first value that it
     gives and that the agent is not told."""
-    schema = properties(surveyed.schemas[tool])[name]
+    schema = properties(survey.schemas[tool])[name]
     past_values = [value for step in steps for value in step.arguments.values()]
     for number in reversed(range(len(steps))):
         if steps[number].changes:

@@ -178,7 +178,7 @@ class BookingOffice:
         return float(all(self._takes(stay, remaining) for stay in self._wanted) and not remaining)
 
     def _takes(self, stay: WantedStay, remaining: dict[int, Booking]) -> bool:
-        """Whether a booking is what was asked for; it is taken out of `left` then."""
+        """Whether a booking is what was asked for; it is taken out of `remaining` then."""
         mine = [
             booking
             for booking in remaining.values()
