@@ -108,9 +108,9 @@ async def play_attempt(
     step: int = 0,
     label: str = LABEL,
 ) -> list[Trajectory]:
-    """One attempt, one trajectory of each agent, which is written nowhere. `listener_of` is given the
-    attempt before it begins, and gives what is told of its calls; `step` and `label` are part of
-    the attempt's seed."""
+    """One attempt, one trajectory of each agent, which is written nowhere. `listener_of` is given
+    the attempt before it begins, and gives what is told of its calls; `step` and `label` are part
+    of the attempt's seed."""
     group = sampler.group(task, attempts=1, temperature=temperature, step=step, label=label)
     (attempt,) = group.members
     on_call = hear(attempt)

@@ -169,8 +169,8 @@ async def play(
     note: Callable[[str], None],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[AttemptLine]:
-    """Lets the model play what it has not yet (`kept_lines`), and gives all lines, in the order of tasks
-    and attempts."""
+    """Lets the model play what it has not yet (`kept_lines`), and gives all lines, in the order of
+    tasks and attempts."""
     label = contestant.label
     lines_by_task = dict[str, list[AttemptLine]]()
     for task in what.tasks:

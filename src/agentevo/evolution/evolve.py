@@ -159,8 +159,8 @@ def read_evolution(
     target: str, overrides: Sequence[str], *, documents: Sequence[str] = (), **section_keys: Any
 ) -> Evolution:
     """`target`: a URL, a command, documents, or a YAML file whose section `evolve` says the rest.
-    `documents`: further ones. `section_keys`: keys of that section that count before all others. Raises
-    ConfigError."""
+    `documents`: further ones. `section_keys`: keys of that section that count before all others.
+    Raises ConfigError."""
     is_file = target.endswith((".yaml", ".yml"))
     path = sources.find_recipe(target) if is_file else None
     tree: dict[str, Any] = {} if path is None else sources.read_yaml(path)

@@ -169,8 +169,8 @@ class DocumentsSource:
         system: str,
         models: Mapping[str, RemoteModelSection],
     ) -> None:
-        """`tool_sections`: the recipe's own tools; one of the name `search` says how it looks. Raises
-        ConfigError."""
+        """`tool_sections`: the recipe's own tools; one of the name `search` says how it looks.
+        Raises ConfigError."""
         self._section = section
         self._paths = paths
         self._given = given

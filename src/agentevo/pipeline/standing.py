@@ -515,8 +515,8 @@ class Standing:
     def record_end(
         self, decided: Decided, code: int, seconds: float, *, asked: bool = False
     ) -> str:
-        """Records how its process ended; what went wrong, or empty. `is_asked_to_stop`: it was asked to stop,
-        and may have ended by the signal itself."""
+        """Records how its process ended; what went wrong, or empty. `is_asked_to_stop`: it was
+        asked to stop, and may have ended by the signal itself."""
         instance = decided.one
         state = self.state.stages[decided.one.id]
         state.wall_s += seconds

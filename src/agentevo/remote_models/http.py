@@ -31,8 +31,8 @@ _NO_CREDIT = "insufficient_quota"
 
 
 class Unanswered(AgentEvoError):
-    """A request without a good answer. `is_retryable`: asking again may help, after `retry_after_s` where
-    the server says so. `may_cost`: it may have to be paid for."""
+    """A request without a good answer. `is_retryable`: asking again may help, after `retry_after_s`
+    where the server says so. `may_cost`: it may have to be paid for."""
 
     def __init__(
         self,

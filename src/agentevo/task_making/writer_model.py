@@ -25,8 +25,8 @@ def writer_section(
     key: str | None = None,
     known: Mapping[str, RemoteModelSection] | None = None,
 ) -> RemoteModelSection:
-    """`word`: a name of `known_models`; a URL, which is OpenAI's API of the model `name`, or URL#MODEL;
-    or as in model.name a folder, a run or a known model, which is computed here. `key`:
+    """`word`: a name of `known_models`; a URL, which is OpenAI's API of the model `name`, or
+    URL#MODEL; or as in model.name a folder, a run or a known model, which is computed here. `key`:
     ${env:NAME}, for a URL. Raises ConfigError."""
     if known and word in known:
         return known[word]
