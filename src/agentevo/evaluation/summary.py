@@ -128,12 +128,14 @@ def _differences(first: Lines, second: Lines, attempts: int) -> dict[str, Any]:
     def of(value: OfTask) -> dict[str, float] | None:
         pairs = [(value(before[task]), value(after[task])) for task in before if task in after]
         both = [
-            (left_lines, two)
-            for left_lines, two in pairs
-            if left_lines is not None and two is not None
+            (value_before, value_after)
+            for value_before, value_after in pairs
+            if value_before is not None and value_after is not None
         ]
         return _json(
-            paired_difference([left_lines for left_lines, _ in both], [two for _, two in both])
+            paired_difference(
+                [value_before for value_before, _ in both], [value_after for _, value_after in both]
+            )
         )
 
     return {

@@ -39,9 +39,9 @@ class ProgramParts:
         """Out of the sections of a recipe. Raises ConfigError with a line for each problem."""
         configs, problems = read_rewards([named_reward(reward) for reward in rewards])
         sections: dict[str, RemoteModelSection] = {}
-        for name, options_given in remote_models.items():
+        for name, declared in remote_models.items():
             try:
-                options = plain_option(options_given, named=False)
+                options = plain_option(declared, named=False)
                 sections[name] = RemoteModelSection.model_validate(options)
             except pydantic.ValidationError as error:
                 problems += [

@@ -212,7 +212,9 @@ def _all_of(plan: PipelinePlan, of: Instance, name: str) -> list[str]:
         instance for instance in plan.instances if instance.group == name and name != of.group
     ]
     return [
-        last.id for last in rounds if last.round == max(candidate.round for candidate in rounds)
+        instance.id
+        for instance in rounds
+        if instance.round == max(candidate.round for candidate in rounds)
     ]
 
 

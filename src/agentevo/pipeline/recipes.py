@@ -164,9 +164,8 @@ def with_model(tree: Mapping[str, Any], model: str, own: Mapping[str, Any]) -> d
         model_section.pop("tiny", None)
 
     if os.path.isfile(os.path.join(model, "adapter_config.json")):
-        lora = model_section.get(
-            "lora"
-        )  # an adapter brings its own settings, but for those of the base
+        # An adapter brings its own settings, except those of the base model.
+        lora = model_section.get("lora")
         kept_lora = (
             {"quantize": lora["quantize"]} if isinstance(lora, dict) and "quantize" in lora else {}
         )

@@ -245,9 +245,8 @@ class Standing:
             return Decided(instance, job, setting, inputs)
 
         is_begun = is_same and state.status in ("running", "stopped", "failed")
-        if is_begun and instance.kind.is_finished(
-            job
-        ):  # a kill came between its end and our record
+        if is_begun and instance.kind.is_finished(job):
+            # The process was killed between the stage's end and our record of it.
             self.take_outputs(instance, job, inputs)
             return None
 

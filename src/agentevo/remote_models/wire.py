@@ -116,7 +116,7 @@ class BadAnswerError(AgentEvoError):
 
 def with_call_ids(messages: Sequence[Message]) -> list[Message]:
     """The messages, in which every tool call and every result has an id, as servers demand."""
-    completed: list[Message] = []
+    with_ids: list[Message] = []
     ids: list[str] = []
     for number, (message, place) in enumerate(zip(messages, places_of(messages), strict=True)):
         if not isinstance(message.content, str):
@@ -131,11 +131,11 @@ def with_call_ids(messages: Sequence[Message]) -> list[Message]:
         elif message.tool_calls:
             ids = [call.id or f"call_{number}_{n}" for n, call in enumerate(message.tool_calls)]
             calls = tuple(
-                msgspec.structs.replace(call, id=call_id)
-                for call, call_id in zip(message.tool_calls, ids, strict=True)
+                msgspec.structs.replace(call, id=id_)
+                for call, id_ in zip(message.tool_calls, ids, strict=True)
             )
             message = msgspec.structs.replace(message, tool_calls=calls)
 
-        completed.append(message)
+        with_ids.append(message)
 
-    return completed
+    return with_ids

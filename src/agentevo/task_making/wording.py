@@ -114,8 +114,8 @@ def _said(
         return step.question.words
 
     arguments = [f"{_plain(name)}: {shown(value)}" for name, value in step.told.items()]
-    for name, source_step in step.found.items():
-        source = _said(steps, source_step.step, descriptions, phrases)
+    for name, origin in step.found.items():
+        source = _said(steps, origin.step, descriptions, phrases)
         arguments.append(phrases.found.format(name=_plain(name), source=source))
 
     doing = deed(descriptions[step.tool])
