@@ -1,5 +1,5 @@
-"""Passwords in URLs: `${env:NAME}` stands where the password belongs, and whoever opens the URL
-puts in the value of that environment variable.
+"""Passwords in URLs: `${env:NAME}` stands where the password belongs, and the code that opens the
+URL inserts the value of that environment variable.
 
 A configuration holds the URL as it was written, and so does everything that is made from one:
 config.yaml, reports, messages, the words of child processes. A URL with the password itself is
@@ -21,7 +21,7 @@ EXAMPLE = "${env:STORE_PASSWORD}"
 API_KEYS = ("api_key", "admin_api_key", "engine_secret")
 """What a configuration calls the key of a server, wherever it is."""
 _WITH_KEYS = ("tools", "engine", "remote_models", "sandbox", "mcp")
-"""Sections of servers whose URLs nobody puts anything into: their keys are `api_key`."""
+"""Sections of servers into whose URLs no code inserts a value: their keys are `api_key`."""
 _HIDDEN = "***"
 _URL = re.compile(r"(?<![A-Za-z0-9+.-])[A-Za-z0-9+.-]++:/{1,2}\S+")
 """Begins where a name begins and never goes back, so that a name of a megabyte is read once."""
@@ -97,7 +97,7 @@ def all_but_password(url: str) -> str:
 
 def credential_problems(tree: Mapping[str, object]) -> list[str]:
     """Values of a configuration that would write a password down, or that hold `${env:NAME}` where
-    nobody puts anything in, as 'key: problem: remedy'."""
+    no code inserts a value, as 'key: problem: remedy'."""
     problems = []
     for key, text in _texts(tree):
         if key.rpartition(".")[2] in API_KEYS:

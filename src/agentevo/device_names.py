@@ -8,7 +8,7 @@ from typing import Literal
 
 DeviceName = Literal["auto", "cpu", "cuda", "npu", "xpu", "mps"]
 """`cuda` is NVIDIA's, and AMD's with PyTorch for ROCm; `npu` Huawei's Ascend; `xpu` Intel's; `mps`
-Apple's. `auto` takes the first of cuda, npu and xpu that is there, else the CPU."""
+Apple's. `auto` takes the first available of cuda, npu and xpu, else the CPU."""
 CUDA = "cuda"
 """The kind that vLLM and SGLang are fastest on."""
 VISIBILITY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")

@@ -35,7 +35,7 @@ _WHOSE = {
 }
 _AUTOCASTS = ("cpu", *_WHOSE)
 _PINNED = AUTOMATIC
-"""Kinds to which pinned memory of the host is copied while the CPU goes on."""
+"""Kinds to which pinned memory of the host is copied while the CPU continues."""
 _COMPILED = (CUDA,)
 """Kinds for which PyTorch's compiler makes kernels: FlexAttention, log-probs, decoder layers."""
 
@@ -83,7 +83,7 @@ def collectives(device: torch.device) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for what the device has been told to compute."""
+    """Waits for all work that was submitted to the device."""
     if is_accelerator(device):
         _module(device).synchronize()
 
@@ -158,7 +158,7 @@ def all_of(device: torch.device) -> list[torch.device]:
 
 
 def can_pin(device: torch.device) -> bool:
-    """Whether copies to it from pinned memory go on beside the CPU's work."""
+    """Whether copies from pinned memory to the device overlap with the CPU's work."""
     return device.type in _PINNED
 
 

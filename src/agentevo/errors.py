@@ -133,12 +133,12 @@ class WeightsLostError(EngineError):
 
 
 class StreamDivergedError(EngineUnavailableError):
-    """A request whose tokens were streamed was drawn otherwise in the end: what its listener was
-    told can't be taken back."""
+    """A request whose tokens were streamed ended with other tokens: what its listener received
+    can't be taken back."""
 
 
 class ListenerError(AgentEvoError):
-    """A listener of a request's tokens raised: its own request ends, and the engine goes on."""
+    """A listener of a request's tokens raised: its own request ends, and the engine continues."""
 
 
 class AttemptsFailedError(AgentEvoError):
@@ -190,7 +190,7 @@ class StoreUnavailableError(StoreError):
 
 
 class DiskError(AgentEvoError):
-    """A file can't be written: the disk is full, or may only be read. What is there stays whole."""
+    """A file can't be written: the disk is full, or is read-only. Existing content stays whole."""
 
 
 class TrainingError(AgentEvoError):

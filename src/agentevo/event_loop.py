@@ -1,4 +1,4 @@
-"""Running a coroutine to its end, beside a user's code that may do anything to the event loop.
+"""Running a coroutine to its end, next to a user's code that may do anything to the event loop.
 
 A user's code (an agent, a scorer) runs in a `TaskScope`. It can cancel the tasks that were started
 in its scope and no others; a KeyboardInterrupt or SystemExit of its tasks ends that task alone;
@@ -127,9 +127,9 @@ async def gather_all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 class NoticesBlocks:
-    """Awaits a user's coroutine, and says once where it keeps the event loop to itself: whatever
-    blocks in it, such as time.sleep or a client that is not async, stops all that runs beside
-    it. A step of BLOCK_S or more counts; `TELL_S` of them together are told."""
+    """Awaits a user's coroutine, and warns once where it blocks the event loop: code that blocks,
+    such as time.sleep or a client that is not async, stops everything else on the loop. A step of
+    BLOCK_S or more counts; the warning follows after `TELL_S` of them together."""
 
     BLOCK_S = 0.25
     TELL_S = 1.0
@@ -248,8 +248,8 @@ def _is_of_a_scope(error: BaseException) -> bool:
 
 @contextmanager
 def _ctrl_c(loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> Iterator[list[int]]:
-    """Where nobody else handles it, Ctrl-C cancels `main`, and a second one interrupts at once.
-    Yields the signals that have come."""
+    """Where no other handler is installed, Ctrl-C cancels `main`, and a second one interrupts at
+    once. Yields the signals that have come."""
     received: list[int] = []
 
     def handle(number: int, frame: object) -> None:
@@ -288,7 +288,7 @@ def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
                 {"message": "a task failed while it was ended", "exception": error, "task": task}
             )
 
-    loop.set_exception_handler(lambda loop, context: None)  # nobody waits for what is left
+    loop.set_exception_handler(lambda loop, context: None)  # no code waits for what is left
     _drive(loop, loop.create_task(_within(CLOSING_S, loop.shutdown_asyncgens)))
 
 

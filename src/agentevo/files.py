@@ -2,8 +2,8 @@
 
 The content is made in a hidden sibling and renamed into place, which a killed process can't leave
 half done. Folders are not guarded against power loss: that takes `sync_to_disk` of each file, of
-the folder, and of the one that it lies in, in this order. Replacing an existing folder has one
-instant, between two renames, in which neither is in place.
+the folder, and of its parent folder, in this order. Replacing an existing folder has one instant,
+between two renames, in which neither is in place.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def sync_to_disk(path: Path) -> None:
 
 
 def remove_leftovers(target: Path) -> None:
-    """Deletes what killed writers of `target` left beside it. Only for a caller that holds a lock
-    on `target`."""
+    """Deletes the temporary files of killed writers of `target`. Only for a caller that holds a
+    lock on `target`."""
     for path in target.parent.glob(f".{target.name}.*{PARTIAL}"):
         shutil.rmtree(path, ignore_errors=True)

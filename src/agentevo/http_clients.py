@@ -1,5 +1,5 @@
 """What all HTTP clients have in common: the authorities that they trust, which are read once (it
-takes 50 ms, in which nobody plays), and before which servers no proxy lies."""
+takes 50 ms, in which no attempt plays), and the servers that are reached without a proxy."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A process of its own for work that no thread can break off, such as sympy or a chat template of
-somebody else's: it has a limit of memory, and whoever asks ends it when it is late.
+"""A process of its own for work that no thread can interrupt, such as sympy or a foreign chat
+template: it has a limit of memory, and its caller ends it when it is late.
 
 A request is a line of JSON, and so is the answer. The first line says that the process is ready.
 The end of the requests ends the process.
@@ -23,7 +23,7 @@ import psutil
 START_S = 120.0
 """Longest time for a process to import what it needs, on a machine that is busy."""
 LONGEST_S = 120
-"""A request that nobody waits for any more ends the process after this time."""
+"""A request without a waiting caller ends the process after this time."""
 
 
 class JsonWorker:

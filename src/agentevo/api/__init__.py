@@ -242,8 +242,8 @@ def resolve(
     has_tasks: bool = False,
     **sections: Any,
 ) -> tuple[RunConfig, AgentFunction | None]:
-    """What `train` will run: the checked configuration, and the agent function if that was given.
-    `has_tasks`: a list of them is given beside it."""
+    """What `train` will run: the checked configuration, and the agent function if one was given.
+    `has_tasks`: whether a list of tasks is given as well."""
     named = {"model": model, "algorithm": algorithm}
     options = {
         key: plain_option(value, named=key in named)

@@ -41,10 +41,10 @@ def evaluate(  # noqa: PLR0913 (the options of `agentevo eval`)
 
     `target` and `against` are words of the command line (a recipe, RUN, RUN@STEP, a model, a name
     of `remote_models`, URL#MODEL), or the run that was trained. `tasks` are files, or a list of
-    tasks or rows; None: the target's held-out ones. The other arguments are the command's options;
-    `note` hears what it says beside its table. Raises `ConfigError`, before anything is created,
-    for whatever the command line would refuse, and `AttemptsFailedError` where every attempt of a
-    model has failed, when all is written.
+    tasks or rows; None takes the target's held-out tasks. The other arguments are the command's
+    options; `note` receives what the command prints besides its table. Raises `ConfigError`, before
+    anything is created, for everything that the command line would refuse, and
+    `AttemptsFailedError` where every attempt of a model has failed, after everything is written.
     """
     with training_packages("an evaluation"):
         from agentevo.evaluation.evaluate import EvaluationRun, check_attempts

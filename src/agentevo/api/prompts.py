@@ -27,11 +27,11 @@ def optimize(
     """Searches, and returns the contents of `summary.json`; `out` is the folder of results, with
     `texts.yaml`.
 
-    The other arguments are those of `agentevo.train`; how to search is the section `optimize`, such
-    as `optimize={"attempts": 400}`. `checkpoint`: a folder of weights in the place of the model's.
-    `note` hears what the command says beside its table. Raises `ConfigError`, before anything is
-    created, for whatever the command line would refuse, and `AttemptsFailedError` where the agent's
-    own texts let nothing be played.
+    The other arguments are those of `agentevo.train`; the section `optimize` says how to search,
+    such as `optimize={"attempts": 400}`. `checkpoint`: a folder of weights that replace the
+    model's. `note` receives what the command prints besides its table. Raises `ConfigError`, before
+    anything is created, for everything that the command line would refuse, and
+    `AttemptsFailedError` where the agent's own texts let no attempt complete.
     """
     with training_packages("a search for texts"):
         from agentevo.evaluation.contestants import Contestant

@@ -185,8 +185,8 @@ def _report(
 
 @contextmanager
 def _throwaway_store() -> Iterator[str]:
-    """URL of a store for trajectories that nobody keeps: a finished run's own record stays as
-    training left it."""
+    """URL of a temporary store for trajectories: a finished run's own record stays as training left
+    it."""
     with tempfile.TemporaryDirectory(prefix="agentevo-eval-") as folder:
         yield f"sqlite:///{folder}/store.sqlite"
 

@@ -179,7 +179,7 @@ _CONVERT: dict[str, Callable[[str, Mapping[str, Any]], ChatRow]] = {
 
 def _check_row(where: str, messages: list[dict[str, Any]], tools: Any) -> ChatRow:
     """Makes a row of messages that keep every rule of a conversation. Messages after the
-    assistant's last one are left off, because nobody answers them."""
+    assistant's last one are dropped, because they have no answer."""
     if not messages:
         raise RowError("empty", "no messages")
 
@@ -303,7 +303,7 @@ def _check_order(messages: list[dict[str, Any]]) -> None:
 
 
 def _text(content: Any, number: int) -> str:
-    """The content as one text; None (beside tool calls) becomes an empty text."""
+    """The content as one text; None (next to tool calls) becomes an empty text."""
     if content is None:
         return ""
 

@@ -92,7 +92,7 @@ class RowReport:
         return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
 
     def lines(self) -> list[str]:
-        """The account for people: one line for all rows, and for each reason its first rows."""
+        """The account as readable lines: one for all rows, and for each reason its first rows."""
         lines = [
             f"{self.kind}: {self.used} of {self.rows} rows are used"
             + (f", {self.shortened} shortened" if self.shortened else "")

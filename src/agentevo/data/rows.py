@@ -11,8 +11,8 @@
                         (pip install 'agentevo[data]')
 
 A row keeps the place where it was read. A line that is no JSON or no UTF-8 is a bad row, and
-reading goes on; a file that is broken as a whole is a ConfigError. A line ends with a line feed
-alone: other characters that end one for people, such as U+2028, stand in JSON as they are.
+reading continues; a file that is broken as a whole is a ConfigError. Only a line feed ends a line:
+other characters that end one visually, such as U+2028, are kept in JSON as they are.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def read_rows(source: str) -> Iterator[SourceRow]:
 
 
 def read_json_lines(path: Path) -> Iterator[SourceRow]:
-    """Every line of a file of JSON lines, whatever its name is, but for empty ones. Raises
+    """Every line of a file of JSON lines except empty ones, whatever the file's name. Raises
     ConfigError for a file that can't be read, and for a line that is no JSON."""
     check_file(path)
     for row in _read(path, _read_lines):
@@ -163,7 +163,8 @@ def _parsed_line(line: bytes) -> Any:
 
 
 def _in_line(error: ParseError, text: str) -> str:
-    """What is wrong, and where in the line: that of the file is told beside it."""
+    """What is wrong, and where in the line: the place of the line in the file is reported
+    separately."""
     cause = error.__cause__
     if not isinstance(cause, json.JSONDecodeError):
         return str(error)
@@ -342,7 +343,7 @@ def _read_dataset(source: str, path: Path) -> Iterator[SourceRow]:
 
 def _without_nulls(value: Any) -> Any:
     """The row without its null values: a table gives every row all keys that any row has, and null
-    stands for those that a row lacks."""
+    marks those that a row lacks."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

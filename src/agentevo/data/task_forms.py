@@ -6,8 +6,9 @@
     art       {"task", "difficulty"}
     agentevo  {"id", "query", "answer", "scorer", ...}, a query being a text or chat messages
 
-What a form has no column for stands beside its columns under its own name, so that a task that is
-written in any form and read again is the same one. A task that the form can't say is a RowError.
+A value without a column in a form is written next to the form's columns under its own name, so that
+a task that is written in any form and read again is the same task. A task that the form can't
+express is a RowError.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ AGENTRL_SCHEMA = "answer"
 
 
 class PlainRow(NamedTuple):
-    """A row's columns, and those of them that may hold the query and the answer, the first that is
-    there."""
+    """A row's columns, and those of them that may hold the query and the answer; the first one
+    present counts."""
 
     columns: dict[str, Any]
     query_keys: tuple[str, ...] = QUERY_KEYS
@@ -74,7 +75,8 @@ def _form_of(row: Mapping[str, Any]) -> str:
 
 
 def _of_verl(columns: dict[str, Any]) -> PlainRow:
-    """The prompt is the query, also beside a column `question`, as Search-R1's rows have it."""
+    """The prompt is the query, also where a column `question` is present, as in Search-R1's
+    rows."""
     judged = columns.get("reward_model")
     if not isinstance(judged, Mapping):
         raise RowError(

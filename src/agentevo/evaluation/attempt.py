@@ -1,5 +1,5 @@
-"""One attempt, played and shown as it happens: what the policy is told and says, calls of tools and
-code with their results, and what the attempt is worth."""
+"""One attempt, played and shown as it happens: what the policy receives and says, calls of tools
+and code with their results, and what the attempt is worth."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def try_attempt(
 
 
 def is_judged(config: RunConfig, task: Task, *, asked: str | None, answer: str | None) -> bool:
-    """Whether something can say what an attempt is worth: at a text that somebody has asked without
-    an answer, only what needs none."""
+    """Whether an attempt can be scored: for a text that a user has asked without an answer, only by
+    a scorer that needs none."""
     if asked is None or answer is not None:
         return True
     return not config.rewards and not find_agent(config, None).needs_scorer
@@ -108,9 +108,9 @@ async def play_attempt(
     step: int = 0,
     label: str = LABEL,
 ) -> list[Trajectory]:
-    """One attempt, one trajectory of each agent, which is written nowhere. `listener_of` is given
-    the attempt before it begins, and gives what is told of its calls; `step` and `label` are part
-    of the attempt's seed."""
+    """One attempt, one trajectory of each agent, which is not written anywhere. `listener_of`
+    receives the attempt before it begins, and returns the listener of its calls; `step` and `label`
+    are part of the attempt's seed."""
     group = sampler.group(task, attempts=1, temperature=temperature, step=step, label=label)
     (attempt,) = group.members
     on_call = hear(attempt)

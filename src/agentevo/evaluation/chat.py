@@ -3,9 +3,9 @@
     a line -> the history -> Conversation.complete, printed as it is drawn -> the history
 
 The model computes on a thread with an event loop of its own. The main thread reads lines and waits
-for answers, so that Ctrl-C interrupts what it waits for: an answer, whose text so far stays in the
-history, and nothing else. Each answer extends the tokens of those before it. The conversation is
-kept nowhere, and the run's environment and tools are no part of it.
+for answers, so that Ctrl-C interrupts only what it waits for: an answer, whose text so far stays in
+the history. Each answer extends the tokens of those before it. The conversation is not stored, and
+does not involve the run's environment and tools.
 """
 
 from __future__ import annotations

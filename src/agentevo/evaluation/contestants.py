@@ -47,7 +47,7 @@ class Contestant:
 
     @property
     def origin(self) -> str:
-        """What is played, so that the same word for other weights is told."""
+        """What is played, which distinguishes equal words for different weights."""
         if self.remote is not None:
             section = self.config.remote_models[self.remote]
             return f"{section.url}#{section.model}"

@@ -53,7 +53,7 @@ class EvaluationRun:
     by: Sequence[str] = ()
     """Keys of the tasks' metadata: for each of their values a row of its own."""
     retry_failed: bool = False
-    """A resumed evaluation plays tasks again of which an attempt failed."""
+    """A resumed evaluation plays tasks with failed attempts again."""
 
     @property
     def words_of_tasks(self) -> Sequence[str]:
@@ -67,9 +67,9 @@ def evaluate(
     progress: Callable[[str, int, int], None] = lambda label, done, total: None,
     begin: Callable[[Mapping[str, Any]], None] = lambda settings: None,
 ) -> dict[str, Any]:
-    """Plays, and gives the summary. `begin` hears what is measured, before it is played. Raises
-    ConfigError before anything is created, and AttemptsFailedError where every attempt of a model
-    has failed, when all is written."""
+    """Plays, and returns the summary. `begin` receives the settings before anything is played.
+    Raises ConfigError before anything is created, and AttemptsFailedError where every attempt of a
+    model has failed, after everything is written."""
     if not 1 <= what.attempts <= MAX_ATTEMPTS:
         raise ConfigError(f"--attempts {what.attempts}: give 1 to {MAX_ATTEMPTS}")
     if (what.resume or what.retry_failed) and what.out is None:
@@ -177,7 +177,7 @@ def _players(
 def _settings(
     what: EvaluationRun, contestants: Sequence[Contestant], config: RunConfig, game: PlaySettings
 ) -> dict[str, Any]:
-    """What has to be the same for an evaluation to go on, and what its numbers are of."""
+    """What has to be the same for an evaluation to be resumed, and what its numbers describe."""
     return {
         "tasks": list(what.words_of_tasks) or "held out",
         "num_tasks": len(game.tasks),

@@ -1,8 +1,8 @@
 """`agentevo judge calibrate`: how far a judge agrees with the truth, and by what it is misled.
 
-Everything is asked through the very scorer that training would use, prompts, votes, failover and
-failures included. All intervals are 95%, by resampling groups (evaluation/estimates.py) but for
-the share of injections (Wilson's).
+Every question is asked through the scorer that training would use, including its prompts, votes,
+failover and failures. All intervals are 95%, by resampling groups (evaluation/estimates.py), except
+that of the share of injections (Wilson's).
 
     agreement   Spearman's and Kendall's correlation with the truth within groups, the share of
                 pairs that are ordered rightly
@@ -402,7 +402,7 @@ LABELS = {
 
 
 def lines_of(report: Mapping[str, Any]) -> list[str]:
-    """A report for people."""
+    """A report as readable lines."""
     lines = [f"{report['attempts']} attempts in {report['groups']} groups"]
     for name, label in LABELS.items():
         measure = report["measured"].get(name, {"value": None})

@@ -1,7 +1,7 @@
 """How far scores agree with the truth, and what else they depend on: pure functions of numbers.
 
 Ranks are midranks, so that equal values have equal ranks. Where all scores, or all truths, are
-equal, no order is told: correlations are 0 then.
+equal, there is no order: correlations are 0 then.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An attempt that is played, as events for somebody who watches it in a browser."""
+"""A running attempt, as events for a viewer in a browser."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentevo.types import Message, RemoteTurn, Trajectory, Turn
 MAX_TOKENS = 4_096
 """Tokens of a turn that are shown one by one."""
 MAX_EVENTS = 4_000
-"""Of one attempt; its end is always told."""
+"""Of one attempt; its end is always sent."""
 MAX_SHOWN = 30_000
 """Characters of a message."""
 _UNTRAINED = Training(None, None, None)

@@ -1,4 +1,4 @@
-"""Tasks taken apart: by the recipe's stages, and by keys of their metadata such as a difficulty."""
+"""Tasks in groups: by the recipe's stages, and by keys of their metadata such as a difficulty."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Parts = Mapping[str, Mapping[str, frozenset[str]]]
 
 
 def parts_of_tasks(tasks: Sequence[Task], settings: Mapping[str, Any]) -> Parts:
-    """What an evaluation's settings take its tasks apart by (`stages`, `by`). Raises ConfigError
-    for a key that no task has, or that has too many values."""
+    """The groups of tasks that an evaluation's settings ask for (`stages`, `by`). Raises
+    ConfigError for a key that no task has, or that has too many values."""
     parts: dict[str, dict[str, frozenset[str]]] = {}
     if stages := settings.get("stages"):
         parts[STAGE] = {name: frozenset(ids) for name, ids in stages.items()}

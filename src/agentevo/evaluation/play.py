@@ -1,10 +1,10 @@
 """Models play tasks, several attempts each, and every attempt leaves a line.
 
-Every model meets the same tasks in the same order, by the same agent, with the same seeds: an
+Every model plays the same tasks in the same order, by the same agent, with the same seeds: an
 attempt's seeds are made of the run's seed, the task and its number. Models play one after the
-other, so that but one is in memory; a model's tasks play together, as many as its engine or its
+other, so that only one is in memory; a model's tasks play together, as many as its engine or its
 server takes at once. A model's attempts at a task are written when all of them have ended. An
-engine that fails for good ends the evaluation, which can go on from there.
+engine that fails for good ends the evaluation, which can be resumed from there.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def playing(config: RunConfig, files: Sequence[str]) -> RunConfig:
 
 @contextmanager
 def run_folder(config: RunConfig, folder: Path | None) -> Iterator[RunConfig]:
-    """The configuration with that folder for what is written beside attempts, such as price logs;
-    None: one that is gone afterwards."""
+    """The configuration with that folder for what is written besides attempts, such as price logs;
+    None uses a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="agentevo-eval-") as temporary:
         settings = config.run.model_dump(exclude={"dir"})
         run = RunSection(**settings, dir=(folder or Path(temporary)).absolute())
@@ -234,7 +234,7 @@ def _of_main_agent(trajectories: Sequence[Trajectory], config: RunConfig) -> lis
 async def line_of(
     trajectory: Trajectory, task: Task, label: str, config: RunConfig, what: PlaySettings
 ) -> AttemptLine:
-    """What an attempt came to, as a line."""
+    """The result of an attempt, as a line."""
     completed = trajectory.status == "completed"
     metrics = trajectory.metrics
     return AttemptLine(
@@ -275,7 +275,7 @@ async def _answer(trajectory: Trajectory, task: Task) -> str:
 
 
 def check_play(config: RunConfig, tasks: Sequence[Task], *, has_engine: bool) -> None:
-    """Raises ConfigError, before anything is created, for tasks that nobody can play or judge.
+    """Raises ConfigError, before anything is created, for tasks that can't be played or judged.
     `has_engine`: rewards can ask the policy's engine."""
     from agentevo.agents.named_by_task import asks_once, check_agent_names
     from agentevo.orchestration.players import find_agent, solo_environment

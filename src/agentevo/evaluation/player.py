@@ -1,13 +1,13 @@
-"""One checkpoint of a run, held by a process of its own so that somebody can try it: chat with it,
+"""One checkpoint of a run, held by a process of its own so that a user can try it: chat with it,
 and let it play tasks through the run's agent, environment and tools.
 
     python -m agentevo.evaluation.player RUN last|best|start|STEP [OVERRIDE]...
 
-It is asked on standard input and answers on standard output (`player_words.py`); what the recipe's
-own code prints goes to standard error. It ends with its standard input, so with whoever asks,
-however that ends. Nothing is written into the run: attempts have a store that is gone afterwards,
-as those of `agentevo agent try`, whose way to a model, a task and an attempt this is. Nothing is
-downloaded.
+The process receives requests on standard input and answers on standard output (`player_words.py`);
+output of the recipe's own code goes to standard error. It ends with its standard input, and so with
+its client, however that ends. It writes nothing into the run: attempts use a temporary store, as
+those of `agentevo agent try`, with which it shares the way to a model, a task and an attempt. It
+downloads nothing.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from agentevo.types import SamplingOverrides, Task
 LABEL = "try"
 BEAT_S = 2.0
 LETTING_GO_S = 5.0
-"""How long it may take to end when nobody asks any more."""
+"""How long the process may take to end after its client is gone."""
 TELL_S = 0.08
-"""How often a reply's new text is told."""
+"""How often a reply's new text is sent."""
 MAX_CONVERSATIONS = 8
 MAX_AT_ONCE = 4
 """Requests; more are refused."""
@@ -68,7 +68,7 @@ class Teller:
 
     def __call__(self, event: words.Event) -> None:
         line = self._encode(event) + b"\n"
-        with self._lock, suppress(OSError, ValueError):  # nobody listens: the input ends as well
+        with self._lock, suppress(OSError, ValueError):  # no reader is left: the input ends as well
             self._out.write(line)
             self._out.flush()
 
@@ -92,8 +92,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _own_pipes() -> tuple[IO[bytes], Teller]:
-    """The two pipes under numbers of their own: what a recipe's code prints, or would read, is none
-    of theirs."""
+    """The two pipes under numbers of their own: the recipe's code prints to other pipes and reads
+    from other ones."""
     input_pipe = os.fdopen(os.dup(0), "rb")
     output_pipe = os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -130,14 +130,14 @@ class _Inbox:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, line)
 
     def open(self) -> None:
-        """From now on lines come to the running event loop."""
+        """From now on the running event loop receives the lines."""
         with self._lock:
             self._loop = asyncio.get_running_loop()
             for line in self._held:
                 self._queue.put_nowait(line)
 
     async def take(self) -> bytes | None:
-        """The next line; None when nobody asks any more."""
+        """The next line; None when the client is gone."""
         return await self._queue.get()
 
 
@@ -148,7 +148,7 @@ def _beat(teller: Teller) -> None:
 
 
 def _memory() -> int:
-    """Bytes of this process that are in memory; 0 where nobody says."""
+    """Bytes of this process that are in memory; 0 where that is unknown."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
@@ -230,7 +230,7 @@ class CheckpointPlayer:
 
     @cached_property
     def _asking(self) -> Any:
-        """What plays a query that somebody has typed: asked once, where the recipe's agent plays an
+        """What plays a query that a user has typed: asked once, where the recipe's agent plays an
         environment."""
         from agentevo.orchestration.players import find_agent
 
@@ -244,7 +244,7 @@ class CheckpointPlayer:
         return lambda ids: str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
     async def run(self, inbox: _Inbox) -> None:
-        """Until nobody asks any more."""
+        """Until the client is gone."""
         try:
             while (line := await inbox.take()) is not None:
                 self.hear(line)
@@ -393,6 +393,6 @@ class CheckpointPlayer:
 
 
 if __name__ == "__main__":
-    # Nothing that it loads may ask the hub; whoever set it otherwise is not overruled.
+    # Nothing that the process loads may ask the hub, unless the environment already says otherwise.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     sys.exit(main(sys.argv[1:]))

@@ -20,7 +20,7 @@ MAX_TOKENS = 4096
 MAX_TEXT = 4_000
 """Characters of what a call was given or gave, and of any error."""
 START = "start"
-"""The name of the weights that the run began with, beside the steps of its checkpoints."""
+"""The name of the weights that the run began with, next to the steps of its checkpoints."""
 
 Id = Annotated[str, msgspec.Meta(pattern=r"^[\w-]{1,64}$")]
 Temperature = Annotated[float, msgspec.Meta(ge=0.0, le=10.0)]
@@ -31,7 +31,7 @@ class Chat(msgspec.Struct, frozen=True, tag="chat", forbid_unknown_fields=True):
 
     id: Id
     conversation: Id
-    """Requests of one conversation go on from its recorded tokens."""
+    """Requests of one conversation continue its recorded tokens."""
     messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     temperature: Temperature = 1.0
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)] = 256
@@ -128,7 +128,7 @@ class Called(msgspec.Struct, frozen=True, tag="called"):
     took_s: float | None = None
     status: str = ""
     texts: list[tuple[str, str]] = []
-    """(what, text): what it was given, what came of it."""
+    """(what, text): its input, its result."""
 
 
 class Turned(msgspec.Struct, frozen=True, tag="turned"):
@@ -139,11 +139,11 @@ class Turned(msgspec.Struct, frozen=True, tag="turned"):
     agent: str
     turn: TurnView
     tokens: TokenBlock | None
-    """None of another model, whose tokens nobody knows."""
+    """None for another model, whose tokens are unknown."""
 
 
 class EndedPlay(msgspec.Struct, frozen=True, tag="ended"):
-    """What an attempt came to, of each agent."""
+    """The result of an attempt, for each agent."""
 
     id: str
     agent: str

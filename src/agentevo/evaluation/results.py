@@ -1,4 +1,4 @@
-"""The folder of an evaluation, from which an interrupted one goes on.
+"""The folder of an evaluation, from which an interrupted evaluation is resumed.
 
     eval.json           what is measured: tasks, models, attempts, sampling; written first: where
                         nothing else is there yet, `--resume` goes on as well
@@ -7,10 +7,11 @@
     results.jsonl       a line for each attempt, see AttemptLine
     summary.json        what they come to; written last
 
-Both logs are only added to, all attempts of a model at one task at once, trajectories first: a
-play, whose lines have one name. A line that a killed process has left half written is no line, and
-a play of which a line is missing is none: the newest whole one counts, with its trajectories, and a
-task without one is played again. Nothing else of an interrupted evaluation is lost.
+Both logs are append-only. All attempts of a model at one task are appended at once, trajectories
+first: a play, whose lines share one name. A line that a killed process has left half written does
+not count, and neither does a play with a missing line: the newest complete play counts, with its
+trajectories, and a task without one is played again. An interruption loses nothing else of an
+evaluation.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _ENCODER = msgspec.json.Encoder(enc_hook=lambda column: column.tolist())  # colu
 
 
 class AttemptLine(msgspec.Struct, frozen=True, kw_only=True):
-    """What one attempt came to."""
+    """The result of one attempt."""
 
     model: str
     task: str
@@ -93,11 +94,12 @@ class ResultsFolder:
         self.path = path
 
     def lock(self) -> AbstractContextManager[None]:
-        """Raises ConfigError where another process evaluates into the folder, or nobody can."""
+        """Raises ConfigError where another process evaluates into the folder, or the folder can't
+        be locked."""
         return locked_output(self.path, LOCK, "evaluates")
 
     def check_new(self) -> None:
-        """Raises ConfigError where something is there already."""
+        """Raises ConfigError where the folder already has content."""
         if (self.path / SETTINGS).exists():
             raise ConfigError(
                 f"{self.path} has an evaluation already: go on with it by --resume, or give "

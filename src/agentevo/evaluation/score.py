@@ -29,7 +29,7 @@ from agentevo.types import Task, Trajectory
 
 PRICE_LOGS = "remote_models"
 _AGENTS_OWN = "returned"
-"""The reward that is what the agent returned, which is not kept beside what it was made to."""
+"""The reward that the agent returned itself; it is not stored separately from the final reward."""
 
 
 def score(

@@ -1,9 +1,10 @@
-"""What the lines of an evaluation come to: one account for each model, paired differences from the
+"""The summary of an evaluation's lines: one account for each model, paired differences from the
 first, and a table of both.
 
-Attempts that failed are counted apart: they are in no mean. A mean is over tasks, of what each
-task's completed attempts come to, so that a task counts once however many of its attempts failed;
-a task without a completed attempt is in none. A difference is over the tasks that both models have.
+Failed attempts are counted separately: they are in no mean. A mean is over tasks, of the results of
+each task's completed attempts, so that a task counts once however many of its attempts failed; a
+task without a completed attempt is in no mean. A difference is over the tasks that both models
+have.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from agentevo.rollout.failures import count_kinds, failure_words
 
 Lines = Sequence[AttemptLine]
 OfTask = Callable[[Lines], float | None]
-"""What the completed attempts at one task come to; None where that is not defined."""
+"""The value of the completed attempts at one task; None where it is not defined."""
 
 
 def summarise(
@@ -28,8 +29,8 @@ def summarise(
     settings: Mapping[str, Any],
     parts: Parts | None = None,
 ) -> dict[str, Any]:
-    """Contents of summary.json. `by_model`: the lines of each, the first is compared with.
-    `parts`: what the tasks are taken apart by."""
+    """Contents of summary.json. `by_model`: the lines of each; the others are compared with the
+    first. `parts`: the groups of tasks."""
     labels = list(by_model)
     first = by_model[labels[0]]
     return {
@@ -46,7 +47,7 @@ def summarise(
 
 
 def account(label: str, lines: Lines, attempts: int) -> dict[str, Any]:
-    """What one model came to."""
+    """The results of one model."""
     failed = [line.error for line in lines if line.status != "completed"]
     summary: dict[str, Any] = {
         "model": label,
@@ -184,7 +185,8 @@ def _json(estimate: Estimate | None) -> dict[str, float] | None:
 
 
 def table(summary: Mapping[str, Any]) -> str:
-    """The summary for people: a row for each model, its sources and scorers, the differences."""
+    """The summary as a readable table: a row for each model, its sources and scorers, the
+    differences."""
     models = summary["models"]
     ks = list(models[0]["pass_at"])
     head = ["model", *(f"pass@{k}" for k in ks), "reward", "failed", "tokens"]

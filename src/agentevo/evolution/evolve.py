@@ -58,8 +58,8 @@ class Evolution:
     """What is to be done, read and checked; nothing is created or called by that."""
 
     def __init__(self, tree: Mapping[str, Any], section: EvolveSection, home: Path):
-        """`tree`: the recipe, its section `evolve` apart; `home`: where its paths are from. Raises
-        ConfigError."""
+        """`tree`: the recipe without its section `evolve`; `home`: the folder that its paths are
+        relative to. Raises ConfigError."""
         run = tree.get("run")
         run = run if isinstance(run, Mapping) else {}
         self.tree = tree
@@ -100,8 +100,8 @@ class Evolution:
             return read
 
     def _check_searches(self, pipeline: Pipeline) -> None:
-        """Refuses a search for texts whose attempts the comparison on the held-out tasks uses up,
-        which would be told hours later."""
+        """Refuses a search for texts whose attempts the comparison on the held-out tasks uses up:
+        it would fail hours later."""
         searches = [instance for instance in pipeline.plan.instances if instance.kind.makes_texts]
         if not searches:
             return
@@ -199,7 +199,7 @@ def read_evolution(
 
 
 def evolve(evolution: Evolution, *, resume: bool, note: Callable[[str], None]) -> dict[str, Any]:
-    """Makes the tasks, or goes on, and runs the stages. Blocks. Returns the pipeline's results.
+    """Makes the tasks, or resumes, and runs the stages. Blocks. Returns the pipeline's results.
     Raises as `run_pipeline`, and what making tasks raises."""
     folder = evolution.folder
     if evolution.is_begun and not resume:
@@ -248,7 +248,7 @@ def _source_of(
 
 
 def _models_of(tree: Mapping[str, Any]) -> dict[str, RemoteModelSection]:
-    """Those of the recipe's that can be read; the others are told where the recipe is checked."""
+    """The readable ones of the recipe's models; the check of the recipe reports the others."""
     sections = tree.get("remote_models")
     models = dict[str, RemoteModelSection]()
     for name, section in sections.items() if isinstance(sections, Mapping) else ():

@@ -55,9 +55,9 @@ class TaskOrigin(Protocol):
     """See the module. `tasks` is the folder that the first tasks are, or will be, in."""
 
     def check(self, tasks: Path) -> str:
-        """Raises ConfigError for what can be told before a task is made; writes into the folder,
-        which is thrown away, what the tools need to be looked at. Returns what there is, in
-        words, or nothing."""
+        """Raises ConfigError for what can be found out before a task is made; writes into the
+        folder, which is thrown away, what the tools need to be inspected. Returns a description of
+        the source, or an empty text."""
         ...
 
     def sections(self, tasks: Path) -> list[Any]:

@@ -135,7 +135,7 @@ def pipeline_of(
     name: str,
     seed: int,
 ) -> dict[str, Any]:
-    """The file of the pipeline, as a mapping; its recipe lies beside it."""
+    """The file of the pipeline, as a mapping; its recipe is in the same folder."""
     return {
         "name": name,
         "description": "Made by `agentevo evolve` (docs/evolve.md).",

@@ -1,11 +1,11 @@
 """`agentevo launch node`: the processes of one machine of a launch, as nodes.yaml has them.
 
-The trainer's ranks run to their end; engines and samplers are started again when they die
-(processes/supervisor.py). Node 0 writes a heartbeat into a file beside the run's folder, and how
+The trainer's ranks run to their end; engines and samplers are restarted when they die
+(processes/supervisor.py). Node 0 writes a heartbeat into a file next to the run's folder, and how
 the trainer ended; nodes without a rank end with it, by the same exit code, and give up after LOST_S
-without a heartbeat. The file's name holds the launch's id, so that a job that is started again does
-not take the end of the former one for its own. SIGTERM and Ctrl-C go to the trainer, which ends
-after its step; nothing of the run is lost, and the same command goes on with it.
+without a heartbeat. The file's name holds the launch's id, so that a restarted job does not take
+the end of the former one for its own. SIGTERM and Ctrl-C go to the trainer, which ends after its
+step; nothing of the run is lost, and the same command resumes it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ OLD_S = 120.0
 GRACE_S = 240.0
 """For the trainer to end after its step."""
 SOON_S = 15.0
-"""For the ranks beside one that failed."""
+"""For the other ranks, when one has failed."""
 PR_SET_PDEATHSIG = 1
 """prctl(2)."""
 _LIBC = ctypes.CDLL(None)
@@ -77,9 +77,9 @@ def run_node(
     parent: int | None = None,
     note: Callable[[str], None] = to_stderr,
 ) -> int:
-    """Runs what the node of that rank has to; blocks. Returns the exit code of the trainer. `head`
-    is where node 0 is reached; `parent` a process with which it ends. Raises ConfigError for a rank
-    that there is not."""
+    """Runs the processes of the node of that rank; blocks. Returns the exit code of the trainer.
+    `head` is the address of node 0; `parent` a process with which it ends. Raises ConfigError for a
+    rank that does not exist."""
     plan = read_plan(path)
     if not 0 <= rank < len(plan.nodes):
         raise ConfigError(f"--rank {rank}: {path} has {len(plan.nodes)} nodes, from 0")
@@ -128,7 +128,7 @@ def _run_children(
     stop: Callable[[], bool],
     note: Callable[[str], None],
 ) -> None:
-    """Keeps the node's engines and samplers alive from when the run's folder is there, with this
+    """Keeps the node's engines and samplers alive from when the run's folder exists, with this
     recipe, until `poll` gives the trainer's exit code or a stop is requested. Raises
     ChildFailedError."""
     run_dir = config.run_dir
@@ -206,7 +206,8 @@ class _TrainerProcess:
         self.end()
 
     def poll(self) -> int | None:
-        """None while they go on. One that failed ends it: the others wait for it in vain."""
+        """None while the ranks run. One failed rank ends the others, which would wait for it in
+        vain."""
         codes = [to_exit_code(process.poll()) for process in self._processes]
         failed = next((code for code in codes if code), None)
         return codes[0] if failed is None else failed

@@ -1,11 +1,11 @@
 """`agentevo launch own`: a launch's nodes as actors of a Ray cluster, one per bundle of a placement
-group, each of which keeps one process, `agentevo launch node`.
+group. Each keeps one process, `agentevo launch node`.
 
-A lost node is reported and started again: a node without the trainer by itself, while the others
-go on, wherever Ray places its bundle anew; the trainer's node with the whole launch, which goes on
-from where the run stands (`restarts` times). Every call of Ray's has a deadline: an actor whose
-node has died answers neither yes nor no for a while. Processes end with their actor, and actors
-with this owner. All nodes see the launch's folder and the run's, as with other clusters.
+A lost node is reported and restarted: a node without the trainer alone, while the others continue,
+wherever Ray places its bundle again; the trainer's node with the whole launch, which continues from
+where the run stands (`restarts` times). Every call of Ray's has a deadline: an actor whose node has
+died gives no answer for a while. Processes end with their actor, and actors with this owner. All
+nodes see the launch's folder and the run's, as with other clusters.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Keeper:
         return address, self._process.pid
 
     def poll(self) -> int | None:
-        """Its exit code, 128 and the number for a signal; None while it goes on."""
+        """Its exit code, 128 and the number for a signal; None while it runs."""
         assert self._process is not None
         return to_exit_code(self._process.poll())
 
@@ -233,8 +233,8 @@ class _Owner:
         return LOST
 
     def _start(self, number: int, head: str | None, id: str) -> None:
-        """Asks for a node's process in its bundle, which Ray may have to place anew. `head`: where
-        node 0 is, None for that itself."""
+        """Asks for a node's process in its bundle, which Ray may have to place again. `head`: the
+        address of node 0, None for node 0 itself."""
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             placement_group=self._group, placement_group_bundle_index=number
         )
@@ -266,7 +266,7 @@ class _Owner:
         return str(address)
 
     def _poll(self, number: int) -> int | None:
-        """Its exit code, or LOST; None while it goes on or is being started."""
+        """Its exit code, or LOST; None while it runs or starts."""
         try:
             if number in self._starting:
                 self._poll_start(number)

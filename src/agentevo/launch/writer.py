@@ -32,7 +32,7 @@ class WrittenLaunch(NamedTuple):
     folder: Path
     command: list[str]
     notes: list[str]
-    """Lines for whoever launches."""
+    """Lines for the user who launches."""
 
 
 class SubmitError(AgentEvoError):

@@ -3,9 +3,9 @@ it happens on the run's event loop.
 
     open -> generate, or calls of a client of its own -> settle -> end
 
-Every request may be repeated: an attempt is begun once, and asked again for its end it says the
-same. More than the limit wait for their turn. An attempt of which nothing was asked for as long as
-an attempt may take is given up: its program is gone.
+Every request may be repeated: an attempt begins once, and repeated requests for its end have the
+same answer. Attempts beyond the limit wait for their turn. An attempt without a request for as long
+as an attempt may take is given up: its program is gone.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class Attempts:
     def _retrieve_exception(self, task: asyncio.Task[EndedAttempts]) -> None:
         self._slots.release()
         if not task.cancelled():
-            task.exception()  # nobody may ask
+            task.exception()  # no program may ask
 
     async def _end(self, attempt: _AttemptUnderWay) -> EndedAttempts:
         for task in attempt.asks.values():

@@ -1,7 +1,7 @@
 """What other threads' event loops ask of the event loop of a run, which may end at any moment.
 
-Invariant: whoever asks is answered: with the result, or with why the run has ended. No coroutine is
-left that was never begun, and nothing is said to an event loop that is closed.
+Invariant: every caller gets an answer: the result, or why the run has ended. Every coroutine is
+begun, and a closed event loop receives nothing.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class LoopDoor:
             if type(error) is TimeoutError:
                 return Response(status_code=ASK_AGAIN)
             return _failure_response(*failure_of(error))
-        except Exception as error:  # noqa: BLE001 (whatever it is, the server goes on)
+        except Exception as error:  # noqa: BLE001 (whatever it is, the server continues)
             return _failure_response(*failure_of(error))
 
     async def _route(  # noqa: PLR0911 (a table of routes)

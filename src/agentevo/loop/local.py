@@ -164,14 +164,14 @@ async def open_model(
     note: Callable[[str], None] = to_stderr,
     **sections: Any,
 ) -> AsyncIterator[TrainableModel]:
-    """A model that this program's own loop trains, in a folder of its own: a new one, or the one
-    that is there, which goes on from its newest committed step.
+    """A model that this program's own loop trains, in a folder of its own: a new one, or the
+    existing one, which continues from its newest committed step.
 
     `sections` are those of a recipe, as `agentevo.train` takes them, such as
-    `model="smollm2-135m-instruct"` or `trainer={"group_size": 4}`; a run that goes on keeps what
-    it is not told. `rewards` (names, options, functions) judge what its rollouts return no reward
-    for. `trainer.steps` is without a bound unless given. Raises ConfigError before anything is
-    created.
+    `model="smollm2-135m-instruct"` or `trainer={"group_size": 4}`; a resumed run keeps every
+    setting that they do not give. `rewards` (names, options, functions) judge what its rollouts
+    return no reward for. `trainer.steps` has no bound unless given. Raises ConfigError before
+    anything is created.
     """
     path = Path(folder)
     if rewards:

@@ -45,13 +45,13 @@ class TrainableModel:
 
     @property
     def step(self) -> int:
-        """Steps that are committed, as far as is known here: a loop that is resumed goes on from
-        this one."""
+        """Steps that are committed, as far as is known here: a resumed loop continues from this
+        one."""
         return self._state.step
 
     @property
     def state(self) -> ModelState:
-        """As it was when something was last heard of it."""
+        """The state at the last answer of the server."""
         return self._state
 
     async def refresh(self) -> ModelState:
@@ -62,10 +62,10 @@ class TrainableModel:
     async def train(self, groups: Sequence[Group]) -> TrainedSubmission:
         """One step on these groups, by the recipe; returns when it is committed.
 
-        The same groups again, after an answer that was lost, say, are not trained again: the answer
-        is what their step came to. Attempts that failed are left out, and so is what is older than
-        `rollout.staleness`; `dropped` says what and why. Raises ConfigError for groups of which
-        something was trained on before, or nothing completed, and SealError for tokens that the
+        Groups that are submitted again, after a lost answer, say, are not trained again: the answer
+        is the result of their step. Failed attempts are left out, and so are those older than
+        `rollout.staleness`; `dropped` says which and why. Raises ConfigError for groups that were
+        trained on before in part, or without a completed attempt, and SealError for tokens that the
         engine has not drawn.
         """
         group_list = list(groups)
@@ -85,9 +85,9 @@ class TrainableModel:
         return await self.connection.checkpoints()
 
     async def fetch(self, to: str | Path, *, step: int | Literal["last"] = "last") -> Path:
-        """Copies a checkpoint into the new folder `to`, whole or not at all, and checks every
+        """Copies a checkpoint into the new folder `to`, completely or not at all, and checks every
         byte of it. `last` saves the present weights first. Raises UnusableCheckpointError where
-        there is none of that step."""
+        that step has no checkpoint."""
         target = Path(to)
         if await in_thread(target.exists):
             raise ConfigError(f"{target} is there already: give the name of a new folder")

@@ -31,7 +31,7 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     """`run.seed`."""
     has_baseline: bool = False
-    """Whether the algorithm compares a group with a greedy attempt beside it."""
+    """Whether the algorithm compares a group with a greedy attempt at the same task."""
     agents: list[str] = []
     """The names of several agents, in the order of their trajectories; empty where there is one."""
     trained_agents: list[str] = []
@@ -55,7 +55,7 @@ class OpenedService(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt that has begun."""
 
     handle: str
-    """By which it is asked for; nobody can guess it."""
+    """The name for requests about it; it can't be guessed."""
     names: dict[str, str]
     """The id of each agent's trajectory; a single one has no name."""
     keys: dict[str, str] = {}
@@ -95,7 +95,7 @@ class SettledAgent(msgspec.Struct, frozen=True, kw_only=True):
 
     turns: list[Turn]
     received: list[int]
-    """Indices of the turns that somebody has received."""
+    """Indices of the turns that a client has received."""
 
 
 class Settled(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +109,7 @@ class EndedAgent(msgspec.Struct, frozen=True, kw_only=True):
     """What is recorded of one agent in an attempt."""
 
     turns: list[Turn]
-    """Those that somebody has received, numbered anew."""
+    """The turns that a client has received, renumbered."""
     numbers: dict[int, int]
     """Index of a turn during the attempt -> its index in `turns`."""
     metrics: dict[str, float]
@@ -126,7 +126,7 @@ class EndedAttempts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainedSubmission(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step has come to."""
+    """The result of a step."""
 
     step: int
     metrics: dict[str, float | None]

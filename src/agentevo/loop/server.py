@@ -45,7 +45,7 @@ MAX_CONNECTIONS = 4096
 IDLE_S = 120.0
 MAX_BODY_MB = 16
 KEPT_S = 60.0
-"""How long a result is kept for a client that was told to ask again."""
+"""How long a result is kept for a client that was asked to try again."""
 LONGEST_REQUEST_S = 3600.0
 
 
@@ -65,8 +65,8 @@ class LoopServer:
         """Of attempts, by their keys at the gateway."""
 
     async def job(self, key: tuple[str, ...], work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of something that may take long, which is begun once and asked for again and
-        again until it is there. Raises TimeoutError where it is not yet."""
+        """The result of work that may take long. It begins once, and the client asks again until
+        the result is ready. Raises TimeoutError where it is not ready yet."""
         task = self._jobs.get(key)
         if task is None:
             task = self._jobs[key] = asyncio.create_task(work())
@@ -176,7 +176,7 @@ class LoopServer:
             self._note(f"{name}: closed")
 
     def models(self) -> list[ListedModel]:
-        """Those that there are, by name."""
+        """The existing models, by name."""
         names = {path.parent.name for path in self.folder.glob("*/config.yaml")}
         services = dict(self._services)
         is_open = {name for name, service in services.items() if not service.is_ending}

@@ -64,8 +64,8 @@ T = TypeVar("T")
 CLOSE_S = 600.0
 """How long the end of a run may take: a step that is under way, and a checkpoint."""
 BREAK_OFF_S = 10.0
-"""How long a run may take to end that is not open yet: an engine that starts, a model that loads.
-What hears of no end, such as a download, ends with the process."""
+"""How long a run that is not open yet may take to end: an engine that starts, a model that loads.
+Work that can't be cancelled, such as a download, ends with the process."""
 START_S = 60.0
 """How long the gateway may take to listen."""
 GREEDY = "greedy"
@@ -73,7 +73,7 @@ GREEDY = "greedy"
 
 
 class _Notes(LiveView):
-    """Says what somebody should know, and draws no progress: that is the program's."""
+    """Prints what the user should know, without progress, which belongs to the program."""
 
     def __init__(self, title: str, tell: Callable[[str], None]) -> None:
         super().__init__(title, plain=True)
@@ -111,9 +111,9 @@ class LoopService:
         is_of_stranger: bool = False,
     ) -> None:
         """`door`: where attempts' own clients ask, if not at a gateway of this process. `note`
-        hears what somebody should know. `is_of_stranger`: chat templates are rendered within
+        receives what the user should know. `is_of_stranger`: chat templates are rendered within
         bounds (models/template_rendering.py). Raises ConfigError, before anything is created, for
-        what can't be trained so."""
+        what can't be trained this way."""
         check_loop(config, resume=resume)
         self.config = config
         self._resume = resume and not is_given_up(config.run_dir)
@@ -153,15 +153,15 @@ class LoopService:
         return self.is_over or self._calls.is_closed
 
     async def start(self) -> None:
-        """Opens the run, unless somebody does so already, and returns once it is open; raises
-        whatever keeps it from that."""
+        """Opens the run, unless another caller does so already, and returns once it is open; raises
+        whatever prevents that."""
         if self._thread.ident is None:
             self._thread.start()
         await asyncio.shield(asyncio.wrap_future(self._opened))
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Does something on the run's event loop. Raises why the run has ended where it has, or
-        ends meanwhile."""
+        """Runs work on the run's event loop. Raises why the run has ended where it has ended
+        already, or ends during the work."""
         return await self._calls.call(work)
 
     def call_now(self, work: Callable[[], T]) -> T:
@@ -324,7 +324,7 @@ class LoopService:
                 self._submissions.submit(Submission(name, tasks, trajectories))
                 break
 
-            checked_at = self._step  # a step that is committed meanwhile may have some of them
+            checked_at = self._step  # a step that was just committed may have some of them
             try:
                 await self._check_new(groups)
             except ConfigError:
@@ -338,7 +338,7 @@ class LoopService:
         return name in self._steps or self._submissions.has(name)
 
     async def wait_for_training(self, name: str) -> TrainedSubmission:
-        """What a submission has come to, once it is committed."""
+        """The result of a submission, once it is committed."""
         if name not in self._steps:
             if not self._submissions.has(name):
                 raise ModelNotOpenError("this submission is not under way here: submit it again")
@@ -394,7 +394,7 @@ class LoopService:
         checkpoints = []
         for step in folder.steps():
             path = folder.path(step)
-            with suppress(OSError, CheckpointError):  # replaced by a newer one meanwhile
+            with suppress(OSError, CheckpointError):  # a newer one has just replaced it
                 names = [*manifest.read(path).files, manifest.NAME]
                 sizes = {name: (path / name).stat().st_size for name in names}
                 checkpoints.append(Checkpoint(step=step, files=sizes))

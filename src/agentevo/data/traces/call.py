@@ -1,4 +1,4 @@
-"""One recorded call of a model, whoever recorded it, and what all readers of records need."""
+"""One recorded call of a model, from any recorder, and what all readers of records need."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RecordedCall:
     """In OpenAI's form."""
     tools: list[dict[str, Any]] | None = None
     is_given: bool = False
-    """It is no record of one call but a conversation to learn, of which every answer is taught."""
+    """Not a record of one call but a conversation to learn, every answer of which is taught."""
     model: str = ""
 
 

@@ -1,10 +1,10 @@
 """Recorded calls -> rows, each said once.
 
-An agent's calls repeat its history: each holds all that was said before. So a call whose whole
-conversation another one goes on from is part of that one (`continued`), and an equal one is a
-duplicate. In what is left, an answer is taught if some record has it as the answer of a call; what
-somebody else put into a history (examples, for instance) is context. A row that `agentevo sft`
-would refuse is left out here already.
+An agent's calls repeat its history: each holds everything said before. So a call whose whole
+conversation another call continues is part of that one (`continued`), and an equal call is a
+duplicate. Of the remaining calls, an answer is taught if some record has it as the answer of a
+call; what another author put into a history (examples, for instance) is context. A row that
+`agentevo sft` would refuse is left out here already.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FORMS = ("auto", "openai", "anthropic", "opentelemetry")
 
 @dataclass(frozen=True)
 class Imported:
-    """What came of the sources."""
+    """The conversations of the sources, and the report."""
 
     rows: list[dict[str, Any]]
     """In the form `messages`."""
@@ -140,9 +140,9 @@ def _row(call: RecordedCall, digests: list[bytes], answered: set[bytes]) -> dict
 
 
 def _digests(call: RecordedCall) -> list[bytes]:
-    """For each message, what stands for the conversation up to it: ids of tool calls, which
-    recorders make anew, the spelling of arguments and thoughts, which clients leave out, are no
-    part of it."""
+    """For each message, a digest of the conversation up to it. It leaves out ids of tool calls,
+    which recorders create again, the spelling of arguments, and thoughts, which clients leave
+    out."""
     digest = sha256(json.dumps(call.tools, sort_keys=True).encode())
     digests = []
     for message in call.messages:

@@ -3,7 +3,7 @@
 
 An attempt is the environment's `run_rollout`, with a client of the gateway: it asks, calls its
 tools and is scored by its rubric, whose weighted sum is the reward; the score of each function is a
-metric. verifiers counts a function that raises as 0 and goes on; here its attempt fails.
+metric. verifiers counts a function that raises as 0 and continues; here its attempt fails.
 """
 
 from __future__ import annotations

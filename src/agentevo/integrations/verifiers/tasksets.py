@@ -94,7 +94,7 @@ class TasksetWorld:
                     async with self._environment.serving():
                         up.set_result(None)
                         await asyncio.Event().wait()
-                except Exception as error:  # noqa: BLE001 (handed to whoever waits)
+                except Exception as error:  # noqa: BLE001 (handed to the waiting caller)
                     if not up.done():
                         up.set_exception(error)
                     self._serving.pop(loop, None)
