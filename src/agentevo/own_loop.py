@@ -32,8 +32,8 @@ class OwnLoop:
         self._num_left = 0
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What the coroutine returns or raises on that loop; it is cancelled with whoever awaits
-        this. Raises EnvironmentFailure if too many loops are blocked."""
+        """What the coroutine returns or raises on that loop; it is cancelled with the caller.
+        Raises EnvironmentFailure if too many loops are blocked."""
         loop = self._running()
         future = asyncio.run_coroutine_threadsafe(_guard(work), loop)
         try:

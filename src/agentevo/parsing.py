@@ -1,4 +1,4 @@
-"""YAML and JSON that somebody wrote by hand, that another program wrote, or that was damaged since:
+"""YAML and JSON that a user wrote by hand, that another program wrote, or that was damaged since:
 read within limits, so that no text makes the reader crash, hang or run out of memory.
 
 A mapping's keys are texts, as they are written: `1: x` and `~: x` have the keys `1` and `~`.
@@ -52,8 +52,8 @@ class ParseError(ValueError):
 
 
 def read_text(path: Path, *, at_most: int = MAX_BYTES) -> str:
-    """The text of a file that somebody wrote. Raises ConfigError for what is no file, can't be
-    read, has more than `at_most` bytes, or is not UTF-8."""
+    """The text of a user's file. Raises ConfigError for what is no file, can't be read, has more
+    than `at_most` bytes, or is not UTF-8."""
     size = check_file(path)
     if size > at_most:
         raise ConfigError(

@@ -1,5 +1,5 @@
-"""Paths that somebody gave: what can't be one, and where no folder can be made, said before
-anything is created."""
+"""Paths that a user gave: checks for what can't be a path, and for where no folder can be made,
+before anything is created."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ MOST_NEIGHBOURS = 2000
 
 
 def name_problem(path: str) -> str:
-    """What keeps a text from being a path and what to do, or empty. Whether something is there is
-    not looked at."""
+    """Why a text can't be a path and what to do, or empty. The function does not check whether the
+    path exists."""
     if "\0" in path:
         return "has a NUL character, which no path has: remove it"
 
@@ -96,9 +96,9 @@ def _place_problem(folder: Path) -> str:
 
 
 def spelling_hint(path: Path, accepts: Callable[[Path], bool] = Path.exists) -> str:
-    """`did you mean 'runs/lake'? ` for a path that is not there, where one that is there is written
-    nearly so, in any of its parts, and is accepted; else empty. The ending of a file counts
-    apart."""
+    """`did you mean 'runs/lake'? ` for a missing path, if an existing one that is accepted has
+    nearly that spelling, in any of its parts; else empty. The ending of a file is compared
+    separately."""
     try:
         corrected = Path(path.anchor)
         for part in path.parts[len(corrected.parts) :]:
@@ -112,7 +112,7 @@ def spelling_hint(path: Path, accepts: Callable[[Path], bool] = Path.exists) -> 
 
 
 def _nearest_name(folder: Path, name: str) -> str:
-    """What lies in the folder under nearly that name. Raises LookupError where nothing does."""
+    """The entry of the folder with nearly that name. Raises LookupError where there is none."""
     wanted_path = Path(name)
     names = [entry.name for entry in islice(os.scandir(folder), MOST_NEIGHBOURS)]
     visible = [Path(entry) for entry in names if not entry.startswith(".")]

@@ -1,5 +1,5 @@
-"""Penalties of what was said already, and biases of tokens: what they make of a model's logits, for
-whoever draws under them and for whoever computes the same distribution again.
+"""Penalties of tokens that a text has already, and biases of tokens: their effect on a model's
+logits, for code that draws under them and for code that computes the same distribution again.
 
 With logits z, r = repetition and c the number of times that a token has been drawn in this
 completion:

@@ -4,12 +4,12 @@
         for row in rows:
             progress.advance()
 
-Where a command has said `showing(stderr)`, one thread looks at the number now and then and draws
-it: a bar on a terminal, which is gone at the end; elsewhere a line after FIRST_LINE_S and then
-every LINE_S, each of which stands on its own. Work that is over before leaves nothing. Without
-`showing`, as from Python, nothing is ever drawn, and within a bar no other one is. Within `hidden`
-somebody else shows what is done, and may look at the bars that are under way. The time left is what
-the pace of the last WINDOW_S says, a standstill included. `advance` costs an addition.
+Where a command has called `showing(stderr)`, one thread looks at the number now and then and draws
+it: on a terminal a bar, which disappears at the end; elsewhere a complete line after FIRST_LINE_S
+and then every LINE_S. Work that ends earlier leaves nothing. Without `showing`, as from Python,
+nothing is ever drawn, and within a bar no other bar is drawn. Within `hidden` another view shows
+the progress, and may read the bars that are under way. The time left follows from the pace of the
+last WINDOW_S, a standstill included. `advance` costs an addition.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def showing(stream: TextIO, *, plain: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def hidden() -> Iterator[Hidden]:
-    """No bar is drawn within this block: somebody else shows what is done."""
+    """No bar is drawn within this block: another view shows the progress."""
     bars = Hidden()
     token = _display.set(bars)
     try:
@@ -99,7 +99,7 @@ def is_shown() -> bool:
 
 
 class ProgressBar:
-    """The number of what is done, for whoever does it."""
+    """The number of what is done, for the code that does it."""
 
     def __init__(
         self, what: str, total: float | None, unit: str, look: Callable[[], float] | None = None
@@ -136,7 +136,7 @@ class ProgressBar:
         return max(self.done - before, 0.0) / (now - first_time) if now > first_time else 0.0
 
     def left(self, pace: float) -> float | None:
-        """Seconds, or None where nobody can know."""
+        """Seconds, or None where that can't be known."""
         if self.total is None or pace <= 0 or self.elapsed < LEAST_PACE_S:
             return None
         return max(self.total - self.done, 0.0) / pace
@@ -174,8 +174,8 @@ def bar(
     unit: str = "rows",
     look: Callable[[], float] | None = None,
 ) -> Iterator[ProgressBar]:
-    """A bar around the block. `unit`: a plural noun, or `bytes`. `look` says what is done, where
-    nobody counts it; it is called by another thread."""
+    """A bar around the block. `unit`: a plural noun, or `bytes`. `look` returns what is done, where
+    no code counts it; another thread calls it."""
     new_bar = ProgressBar(what, total, unit, look)
     display = _display.get()
     if isinstance(display, Hidden):
@@ -194,7 +194,7 @@ def bar(
         yield new_bar
     finally:
         over.set()
-        thread.join(5.0)  # a terminal that takes nothing more holds nobody up
+        thread.join(5.0)  # a terminal that takes nothing more blocks no work
         display.taken.release()
 
 

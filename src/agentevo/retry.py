@@ -60,8 +60,8 @@ async def with_retries(
 
 
 class _Reporter:
-    """Says from time to time what is waited for, from when it is made until `stop`, while the event
-    loop goes on."""
+    """Reports from time to time what is waited for, from its creation until `stop`, while the event
+    loop continues."""
 
     def __init__(self, what: str, within_s: float, tell: Callable[[str], None]) -> None:
         self._what = what

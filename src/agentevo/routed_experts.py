@@ -1,9 +1,9 @@
 """Which experts the routers of a mixture chose, token by token.
 
 A turn has a row for each token that was computed for it first: the last token of the turn that it
-goes on from, its prompt, and its completion without the last token, which nothing was predicted
-from yet. So along a path of the turn tree the rows of its turns, one after the other, are those of
-its tokens but the last:
+continues, its prompt, and its completion without the last token, which nothing was predicted from
+yet. So along a path of the turn tree the rows of its turns, one after the other, are those of its
+tokens except the last:
 
     rows(path) = sum over its turns of (prompt tokens + completion tokens) - 1
 

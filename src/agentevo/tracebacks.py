@@ -35,9 +35,9 @@ _RELAYS = tuple(
 
 
 def traceback_of(error: BaseException | None) -> str:
-    """Where in a user's code it was raised, then what it came of; places in AgentEvo are left out,
-    and of installed packages all but that which raised. Empty where that says no more than the
-    error's first line, and for a server that is away, which is no code's fault."""
+    """Where a user's code raised the error, then its causes; places in AgentEvo are left out, and
+    of installed packages all except the one that raised. Empty where that says no more than the
+    error's first line, and for a server that is away, which is not an error of the code."""
     if error is None:
         return ""
 
@@ -70,8 +70,8 @@ def name_place(text: str) -> str:
 
 
 def describe_failure(error: BaseException) -> str:
-    """`Kind: message` of what a user's code raised, and below it where; without places where Python
-    refused the arguments, so that none of that code has run."""
+    """`Kind: message` of an error that a user's code raised, and below it the place; without places
+    where Python refused the arguments, so that none of that code has run."""
     frames = traceback.extract_tb(error.__traceback__)
     has_run = any(not frame.filename.startswith((_OURS, *_RELAYS)) for frame in frames)
     is_refused_call = isinstance(error, TypeError) and not has_run
@@ -128,7 +128,7 @@ def _one_traceback(error: BaseException, *, is_cause: bool) -> str:
     lines = ["Traceback (most recent call last):\n", *traceback.format_list(shown)]
 
     error_text = "".join(traceback.format_exception_only(type(error), error))
-    if not shown and not is_cause:  # the error's first line is told beside it
+    if not shown and not is_cause:  # the error's first line is reported separately
         error_text = error_text.partition("\n")[2]
 
     return storable("".join([*(lines if shown else []), error_text])).rstrip()

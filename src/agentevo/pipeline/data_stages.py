@@ -14,7 +14,7 @@ from agentevo.pipeline.kinds import AGENTEVO, Job, StageKind, StageResult
 from agentevo.types import LARGEST_TEMPERATURE, LOWEST_TEMPERATURE
 
 SUMMARY = "summary.json"
-"""What an evaluation, or a scoring, came to."""
+"""The result of an evaluation, or of a scoring."""
 
 
 class EvaluateOptions(Section):
@@ -76,7 +76,7 @@ class EvaluateStage(StageKind):
         return (job.folder / "eval.json").is_file()
 
     def _has_failed(self, job: Job) -> bool:
-        """Whether it came to its end with no attempt that did not fail, such as where the judge was
+        """Whether every attempt of a finished evaluation failed, such as where the judge was
         away."""
         try:
             model = read_json_object(job.folder / SUMMARY)["models"][0]
@@ -89,7 +89,7 @@ class EvaluateStage(StageKind):
 
 
 def measure(folder: Path) -> StageResult:
-    """What the evaluation in a folder came to. Raises ConfigError for one that was damaged."""
+    """The result of the evaluation in a folder. Raises ConfigError for one that was damaged."""
     try:
         model = read_json_object(folder / SUMMARY)["models"][0]
         numbers: dict[str, float] = {}

@@ -41,7 +41,7 @@ def add_gains(standing: Standing, one: Instance) -> dict[str, float]:
 
 
 def why_rounds_end(standing: Standing, of: Instance, rule: StopSection) -> str:
-    """Why the rounds of a group end before this one; empty where they go on."""
+    """Why the rounds of a group end before this one; empty where they continue."""
     best = _success(standing, f"{START}@{HELD_OUT}")
     without = 0
     for number in range(1, of.round):

@@ -71,7 +71,7 @@ class CommandOptions(Section):
     checkpoint: str | None = None
     """A folder in the stage's folder with a model that it makes: `${stages.NAME.checkpoint}`."""
     resume: tuple[str, ...] | None = None
-    """Arguments that are added where it goes on with what an interrupted life left in its folder.
+    """Arguments that are added where it continues with what an interrupted life left in its folder.
     Default: its folder is emptied, and it begins again."""
 
 

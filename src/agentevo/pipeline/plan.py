@@ -25,7 +25,7 @@ HELD_OUT = "held_out"
 START = "start"
 """The model that the pipeline begins with."""
 GAINS = ("success", "reward", "gain", "gain_from_start")
-"""Numbers that a measurement gives, beside the ends of their intervals."""
+"""Numbers that a measurement gives, besides the ends of their intervals."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class PipelinePlan:
         object.__setattr__(self, "by_id", {instance.id: instance for instance in self.instances})
 
     def targets(self, reference: StageReference, of: Instance) -> list[str]:
-        """Ids of the instances that a reference may mean, the first that is done counting; empty
-        where there can be none, as in the first round. Raises ReferenceProblem for a name that
-        there is not."""
+        """Ids of the instances that a reference may mean, of which the first finished one counts;
+        empty where there can be none, as in the first round. Raises ReferenceProblem for an unknown
+        name."""
         if reference.scope in ("stage", "round"):
             return []
         if reference.scope == "previous":
@@ -132,8 +132,8 @@ def instance_id(group: str, round_: int, inner: str) -> str:
 
 
 def make_plan(config: PipelineConfig, where: str) -> PipelinePlan:
-    """Raises ConfigError, a line for each problem: kinds, names and keys that there are not, and
-    stages that wait for one another."""
+    """Raises ConfigError, a line for each problem: unknown kinds, names and keys, and stages that
+    wait for one another."""
     problems: list[str] = []
     bare: list[Instance] = []
     for name, stage in config.stages.items():
@@ -379,4 +379,4 @@ def _place(path: Sequence[str]) -> str:
 
 
 Lookup = Callable[[StageReference], str | float]
-"""What a reference stands for."""
+"""The value of a reference."""

@@ -235,8 +235,8 @@ def _check_names(pipeline: Pipeline) -> None:
 
 def check_recipes(pipeline: Pipeline) -> None:
     """Reads the recipe and the options of every stage, of repeated ones those of the first two
-    rounds, and compares held-out tasks with what is trained on. What other stages will make stands
-    for itself by its future path. Raises ConfigError."""
+    rounds, and compares held-out tasks with what is trained on. A future output of another stage is
+    represented by its path. Raises ConfigError."""
     seed = (pipeline.config.seeds or (pipeline.config.seed,))[0]
     recipes = pipeline.recipes(seed)
 
@@ -344,7 +344,7 @@ def stage_folder(dir_: Path, one: Instance) -> Path:
 
 
 class _Planned:
-    """What references stand for before anything has run."""
+    """The values of references before anything has run."""
 
     def __init__(self, pipeline: Pipeline, one: Instance) -> None:
         self.pipeline = pipeline

@@ -6,9 +6,10 @@
     ${previous.NAME.KEY}          in a group: of a stage of it, in the round before
     ${round}  ${stage.folder}     the number of the round, the stage's own folder
 
-After `|` stands what counts where there is none (in the first round, or since the stage was left
-out): another reference without its `${}`, or a text. KEY is `folder`, `checkpoint`, `file`, or a
-number that the stage came to, such as `success`. Every other `${...}` is the recipe's.
+After `|` comes the fallback, for an output that does not exist (in the first round, or since the
+stage was left out): another reference without its `${}`, or a text. KEY is `folder`, `checkpoint`,
+`file`, or a number among the stage's results, such as `success`. Every other `${...}` is the
+recipe's.
 """
 
 from __future__ import annotations

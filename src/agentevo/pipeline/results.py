@@ -1,4 +1,4 @@
-"""What a pipeline came to: a table of its stages, the same as JSON, and report.html.
+"""The results of a pipeline: a table of its stages, the same as JSON, and report.html.
 
 Of one seed an interval is that of the mean over the held-out tasks (evaluation/estimates.py). Of n
 seeds it is that of the mean over seeds by Student's t: mean +- t(0.975, n - 1) * std / sqrt(n).

@@ -1,13 +1,13 @@
 """Runs a pipeline: stages as processes of their own, several at once where they need not wait for
-one another, until all are done, something failed, the budget is used, or somebody asks to stop.
+one another, until all are done, one failed, the budget is used, or the user asks to stop.
 
     DIR/pipeline.yaml   what is run      pipeline.json   where it stands   report.html   table.md
     DIR/recipes/ID.yaml   logs/ID.log   stages/ID/ (a run's folder, or files)   held_out/ID/
     of several seeds: DIR/pipeline.yaml   table.md   table.json   seed-N/ (each as above)
 
-A lock on the folder is held by this process and by every stage that it starts, which inherit its
-file descriptor: a pipeline whose stages outlived it (a killed parent) can't be resumed beside them.
-The first Ctrl-C (or SIGTERM, SIGHUP) starts nothing more and asks what is under way to stop
+This process holds a lock on the folder, and so does every stage that it starts, which inherits its
+file descriptor: a pipeline whose stages outlived it (a killed parent) can't be resumed next to
+them. The first Ctrl-C (or SIGTERM, SIGHUP) starts nothing more and asks what is under way to stop
 cleanly; a second kills it. Servers of stages (servers.py) end last.
 """
 
@@ -267,7 +267,7 @@ class _Life:
         return f"seed {standing.seed}: " if len(self.standings) > 1 else ""
 
     def _start(self, standing: Standing, decided: Decided) -> None:
-        """In a session of its own, so that the terminal's Ctrl-C comes to it through us only, and
+        """In a session of its own, so that the terminal's Ctrl-C reaches it only through us, and
         only once."""
         if decided.one.kind.serves:
             self._start_server(standing, decided)
@@ -318,7 +318,7 @@ class _Life:
         self._note_failure(standing, decided, f"can't be started: {error}", log, 0.0)
 
     def _look_at_servers(self) -> None:
-        """Takes up what servers have come to since the last look."""
+        """Records which servers have become ready or have failed since the last call."""
         ready, failed = self.servers.look()
         for server in ready:
             server.standing.serving(server.decided)
@@ -338,7 +338,7 @@ class _Life:
                     run.process.send_signal(signal.SIGINT)
 
     def serve_on(self) -> None:
-        """When all has ended well, serves what is to be kept until somebody asks to stop."""
+        """When all has ended well, serves what is to be kept until the user asks to stop."""
         if self.failures or self.over or self.received:
             return
 

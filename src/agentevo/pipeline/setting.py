@@ -1,5 +1,5 @@
-"""What a stage is made of, so that it is told from what it was: contents count, and not where they
-lie."""
+"""The inputs of a stage, which show whether it has changed: contents count, and not where they are
+stored."""
 
 from __future__ import annotations
 

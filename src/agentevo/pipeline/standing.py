@@ -94,7 +94,7 @@ class Standing:
         self._wanted: set[str] = set()
         """Ids of stages whose servers have ended and are needed again."""
         self.notes: list[str] = []
-        """What people should be told."""
+        """Notes for the user."""
         self._said: set[str] = set()
         self.failures: list[str] = []
         """What could not even begin, and why."""
@@ -366,8 +366,8 @@ class Standing:
     def _read_recipe(
         self, instance: Instance, tree: Mapping[str, Any], home: Path, folder: Path
     ) -> RunConfig:
-        """The recipe as the stage's program would read it. The engine that a stage takes by the
-        machine is none of what it is made of."""
+        """The recipe as the stage's program would read it. The engine that a stage chooses by the
+        machine is not one of the stage's inputs."""
         if not (instance.kind.chooses_engine and installed_engines()):
             return self.recipes.read(instance, tree, home, folder)
 

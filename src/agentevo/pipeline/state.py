@@ -41,7 +41,7 @@ class StageOutput(msgspec.Struct, kw_only=True):
     """What a stage has made."""
 
     path: str
-    """Within the pipeline's folder, where it lies in it."""
+    """Relative to the pipeline's folder, for a path in it."""
     sha256: str
     """Of its content; of a whole folder of a run a name that no other run has."""
 

@@ -62,7 +62,8 @@ class RunStage(StageKind):
 
 
 def _summary(folder: Path) -> dict[str, Any] | None:
-    """summary.json of a run that came to an end; None of one that did not, or damaged it."""
+    """summary.json of a completed run; None of one that has not completed, or has a damaged
+    summary."""
     file = folder / "summary.json"
     if not is_run_folder(folder) or not file.is_file():
         return None

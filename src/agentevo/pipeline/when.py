@@ -27,7 +27,7 @@ class StageCondition(NamedTuple):
     right: float
 
     def holds(self, left: float) -> bool:
-        """Of what the reference stands for."""
+        """Whether the condition holds for the value of the reference."""
         return SIGNS[self.sign](left, self.right)
 
 

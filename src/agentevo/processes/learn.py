@@ -70,7 +70,7 @@ def learn(config: RunConfig, *, resume: bool = False, view: LiveView | None = No
     """Trains from wherever the run stands to its last step; blocks. Whichever process of the run
     comes first makes its folder.
 
-    `resume`: goes on with a configuration that differs from the run's in keys that a resume may
+    `resume`: continues with a configuration that differs from the run's in keys that a resume may
     change, and makes it the run's. A model that can't be loaded leaves no folder behind. Raises
     ConfigError if the folder holds another configuration, or another process trains there.
     """

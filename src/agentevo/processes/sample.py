@@ -242,10 +242,10 @@ async def _serve(
     *,
     ends: bool,
 ) -> None:
-    """Runs the service until `stop` or, where it `ends` by itself, the last step; whatever fails
-    meanwhile is raised."""
+    """Runs the service until `stop` or, where it `ends` by itself, the last step; raises what fails
+    in that time."""
     done: list[bool] = []
-    await engine.refresh()  # from here on it goes on looking
+    await engine.refresh()  # from here on it continues looking
 
     serving = asyncio.create_task(service.run(lambda: stop() or bool(done)))
     watching = [asyncio.create_task(_until_done(store, steps, done))] if ends else []

@@ -2,9 +2,9 @@
 
 A WebSocket is a sandbox (sandbox/wire.py; sandbox/remote.py is the client): it ends with the
 connection, so that a client which is killed, or cut off from the network, leaves nothing running
-for longer than SILENT_S. Who does not show the key of the server's folder is refused before
-anything is read, and cut off within seconds (inference/admission.py). Clients choose limits up to
-the server's own and none of the walls. What a client sends beyond the protocol ends its sandbox.
+for longer than SILENT_S. A client without the key of the server's folder is refused before anything
+is read, and cut off within seconds (inference/admission.py). Clients choose limits up to the
+server's own, and can't choose the isolation. A message outside the protocol ends its sandbox.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _NUMBERS = tuple(name for name in wire.REQUESTED if name not in ("env", "package
 
 
 class ProtocolBreach(Exception):
-    """What a client sent is no part of the protocol."""
+    """A client sent a message outside the protocol."""
 
 
 class SandboxServer:

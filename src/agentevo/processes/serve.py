@@ -1,11 +1,11 @@
 """`agentevo serve`: one engine of a run as a process of its own.
 
-It waits for the run's first weights, announces itself in RUN/engines/, and follows them from then
-on (RUN/weights/, or what rollout.transport says): new weights are read and verified while it
-serves, then swapped in (rollout.in_flight says what becomes of running requests). Weights that are
-torn, changed or unfit are refused and the old ones go on serving. The version that it serves only
+The engine waits for the run's first weights, announces itself in RUN/engines/, and follows them
+from then on (RUN/weights/, or what rollout.transport says): it reads and verifies new weights while
+it serves, then swaps them in (rollout.in_flight decides about running requests). It refuses weights
+that are torn, changed or unfit and continues to serve the old ones. The version that it serves only
 grows, also when the trainer goes back to a checkpoint. An engine whose steps fail again and again
-ends: what is wrong with it may be its device, and answers of errors are quick and draw requests.
+ends: its device may be defective, and error answers are quick and attract requests.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ class VersionFollower:
             raise
 
     def _read_verified(self, latest: Latest) -> Weights:
-        """Read and verified, beside the engine."""
+        """Read and verified, while the engine works."""
         try:
             weights = self._weights.read(latest.version, sha256=latest.sha256)
         except WeightsNotSentError:

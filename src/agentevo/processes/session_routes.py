@@ -99,7 +99,7 @@ class SessionRoutes:
 
             connection: AdmittedConnection = scope["state"]["connection"]
             scope["state"]["bearer"] = bearer = _bearer(scope)
-            # A key of the right length may be a session's; whoever shows none does not stay.
+            # A key of the right length may be a session's; a client without one is cut off.
             is_admitted = bool(bearer) and connection.admit()
             try:
                 await self._app(scope, receive, send)
@@ -207,7 +207,7 @@ class SessionRoutes:
         work: Callable[[OutsideSession, Any], Coroutine[Any, Any, Any]],
     ) -> Response:
         """`work` with the session that the path names, and the body as such a record, on the
-        sampler's loop; for whoever may."""
+        sampler's loop; for clients with the right key."""
         bearer: str = request.scope["state"]["bearer"]
 
         async def there() -> OutsideSession:

@@ -4,12 +4,13 @@
     runs/NAME/recipes/VARIANT-SEED.yaml  logs/VARIANT-SEED.log  VARIANT-SEED/ (the run)
 
 Lifecycle of a member: waiting -> under way -> finished | failed | stopped. One that fails does not
-stop the others. A sweep that was interrupted goes on with `resume`: finished members stay as they
-are, one with a checkpoint goes on from it, any other starts again. No member's folder is ever used
-under another configuration than the one it was run with.
+stop the others. `resume` continues an interrupted sweep: finished members stay as they are, one
+with a checkpoint continues from it, any other starts again. No member's folder is ever used under
+another configuration than the one it was run with.
 
-A lock on the sweep's folder is held by this process and by every run it starts, which inherit its
-file descriptor: a sweep whose runs outlived it (a killed parent) can't be started beside them.
+This process holds a lock on the sweep's folder, and so does every run that it starts, which
+inherits its file descriptor: a sweep whose runs outlived it (a killed parent) can't be started next
+to them.
 
 The first Ctrl-C (or SIGTERM, SIGHUP) starts nothing more and asks the runs under way to stop
 cleanly after their step; a second kills them.
@@ -52,8 +53,8 @@ STOPPED = 130
 """Exit code of a run that Ctrl-C stopped."""
 
 Start = Literal["started", "resumed", "finished"]
-"""How a member begins: from nothing, from its last checkpoint, or not at all, since it has come to
-its end."""
+"""How a member begins: from nothing, from its last checkpoint, or not at all, since it has
+finished."""
 
 
 @dataclass
@@ -246,10 +247,10 @@ def _run_members(
 
 
 def _start(sweep: Sweep, member: Member, start: Start, lock: int) -> _SweepRunUnderWay:
-    """In a session of its own, so that the terminal's Ctrl-C comes to it through `_ask_to_stop`
-    only, and only once."""
+    """In a session of its own, so that the terminal's Ctrl-C reaches it only through
+    `_ask_to_stop`, and only once."""
     log = sweep.dir / "logs" / f"{member.name}.log"
-    # Whatever lies in the folder of a member that starts was cut off before its first checkpoint.
+    # A starting member's folder holds only what was cut off before its first checkpoint.
     extra_words = ["--resume"] if start == "resumed" else ["run.overwrite=true"]
     words = [sys.executable, "-m", "agentevo", "train", str(_recipe(sweep, member)), *extra_words]
     threads = (

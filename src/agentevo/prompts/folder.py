@@ -1,4 +1,4 @@
-"""The folder of a search for better texts, from which an interrupted one goes on.
+"""The folder of a search for better texts, from which an interrupted search is resumed.
 
     optimize.json   what is searched, written first
     log.jsonl       every candidate, attempt and answer of the writer, only added to
@@ -6,9 +6,9 @@
     texts.yaml      the texts that a recipe takes (`agent.texts`), written at the end
     summary.json    what it came to, and report.md for people
 
-The search is a function of the settings and the log: whoever goes on makes the same choices again,
+The search is a function of the settings and the log: a resumed search makes the same choices again,
 and finds attempts and answers there instead of asking for them. An attempt is noted as begun before
-it plays, so one that a kill took is paid for, and played again.
+it plays, so one that was lost with a killed process is paid for, and played again.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class SearchBegun(msgspec.Struct, frozen=True, kw_only=True, tag="begun"):
 
 
 class PlayedAttempt(msgspec.Struct, frozen=True, kw_only=True, tag="attempt"):
-    """What an attempt came to."""
+    """The result of an attempt."""
 
     candidate: str
     task: str
@@ -120,16 +120,16 @@ class OptimizeFolder:
         self.path = path
 
     def lock(self) -> AbstractContextManager[None]:
-        """Raises ConfigError where another process works there, or nobody can."""
+        """Raises ConfigError where another process works there, or the folder can't be locked."""
         return locked_output(self.path, LOCK, "optimizes")
 
     @property
     def is_begun(self) -> bool:
-        """Whether there is a search to go on with."""
+        """Whether the folder has a search to resume."""
         return os.path.isfile(self.path / SETTINGS)
 
     def check_new(self) -> None:
-        """Raises ConfigError where something is there already."""
+        """Raises ConfigError where the folder already has content."""
         if self.is_begun:
             raise ConfigError(
                 f"{self.path} has a search already: go on with it by --resume, or give another "
@@ -153,7 +153,8 @@ class OptimizeFolder:
             raise ConfigError(f"{self.path / SETTINGS} is damaged: begin another search") from error
 
     def go_on(self, settings: Mapping[str, Any]) -> bool:
-        """Whether there is a search to go on with. Raises ConfigError where it is another one."""
+        """Whether the folder has a search to resume. Raises ConfigError where it is another
+        search."""
         path = self.path / SETTINGS
         if not self.is_begun:
             return False
@@ -187,12 +188,12 @@ class OptimizeFolder:
             try:
                 log.append(msgspec.convert(row, Record))
             except msgspec.ValidationError:
-                continue  # half of a line, or what somebody else wrote
+                continue  # half of a line, or a line of another program
 
         return log
 
     def end(self, texts: Mapping[str, str], summary: Mapping[str, Any], report: str) -> None:
-        """Writes what it came to; the texts last, so that they are never without a report."""
+        """Writes the results; the texts last, so that they are never without a report."""
         with must_write(self.path, REMEDY):
             write_atomic(self.path / REPORT, report, durable=True)
             write_atomic(self.path / SUMMARY, _json(summary), durable=True)

@@ -318,7 +318,7 @@ def _question(task: Task) -> tuple[str | int | None, ...]:
 
 
 def _settings(config: RunConfig, contestant: Contestant, tasks: _SearchTasks) -> dict[str, Any]:
-    """What has to be the same for a search to go on."""
+    """What has to be the same for a search to be resumed."""
     every = [*tasks.learning, *tasks.judging]
     optimize = config.optimize.model_dump(mode="json", exclude={"minutes", "cost", "attempts"})
     return {

@@ -1,4 +1,4 @@
-"""What a search came to, for people: a table for the terminal, and report.md."""
+"""The results of a search as readable text: a table for the terminal, and report.md."""
 
 from __future__ import annotations
 

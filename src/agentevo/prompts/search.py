@@ -34,7 +34,7 @@ from agentevo.types import Task
 
 MERGE_EVERY = 4
 SAMPLES = 4
-"""Attempts at each task of which examples are chosen, where greedy ones give too few."""
+"""Attempts at each task to choose examples from, where greedy ones give too few."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class TextSearch:
                 self._report((number + 1) // per_round)
 
     def front(self) -> list[tuple[Judged, int]]:
-        """The candidates that nobody beats at some task, and at how many."""
+        """The candidates that no other one beats at some task, and at how many."""
         best = {
             task.id: max(judged.scores[task.id] for judged in self.pool) for task in self.judging
         }

@@ -1,10 +1,10 @@
 """The writer: a model that reads attempts and writes another text.
 
-It sees attempts at tasks of the search alone. Whatever they hold stands between two lines with a
-mark made of its content, and is only text: an instruction in it is part of what is judged. The new
-text comes between <text> and </text>; anything else, and what is no text (config/texts.py), too
-long, or without the placeholders ({question}) of the text that it replaces, is no new text, and is
-told. An answer is asked for once: who goes on finds it in the log.
+The writer sees only attempts at tasks of the search. Their content stands between two lines with a
+mark made of it, and is only text: an instruction in it is part of what is judged. The new text
+comes between <text> and </text>; anything else is no new text and is reported, and so is what is no
+text (config/texts.py), too long, or without the placeholders ({question}) of the text that it
+replaces. An answer is asked for once: a resumed search finds it in the log.
 """
 
 from __future__ import annotations

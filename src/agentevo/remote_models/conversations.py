@@ -1,8 +1,8 @@
-"""What one attempt says to remote models, and hears: recorded beside its turns, never trained.
+"""One attempt's conversations with remote models: recorded next to its turns, never trained.
 
-A call whose messages begin with a recorded conversation of the same model, tools and agent goes on
-from its last answer, however a client has written it again (equivalence.py): the turn that is
-recorded has only what is new.
+A call whose messages begin with a recorded conversation of the same model, tools and agent
+continues from its last answer, however a client has written it again (equivalence.py): the recorded
+turn has only what is new.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class RemoteConversations:
         listen: Callable[[int, ContentDelta | ReasoningDelta], None] | None = None,
     ) -> list[RemoteTurn]:
         """`n` answers of a remote model to a whole history, as recorded turns with one parent.
-        `agent` is whose call it is, where an attempt has several. `listen` is told what each of
-        them says, by its number, as RemoteModel.generate tells it, and raises what that raises, and
+        `agent` is the agent that calls, where an attempt has several. `listen` receives each answer
+        as it comes, with its number, as RemoteModel.generate sends it. Raises what that raises, and
         UnknownNameError."""
         if not 1 <= n <= MAX_COMPLETIONS:
             raise BadRequestError(f"n is {n}: ask for 1 to {MAX_COMPLETIONS} completions")
@@ -154,13 +154,13 @@ class RemoteConversations:
         self._lost.add(turn)
 
     def received_turns(self) -> set[int]:
-        """The indices of the turns but those that nobody received and none goes on from."""
+        """The indices of the turns, without those that no client received and no turn continues."""
         parents = {turn.parent for turn in self.turns}
         return {t.index for t in self.turns if t.index not in self._lost or t.index in parents}
 
     def turns_to_record(self) -> list[RemoteTurn]:
-        """The turns for the trajectory: all but those that nobody received and none goes on
-        from, numbered anew where some are missing."""
+        """The turns for the trajectory: all except those that no client received and no turn
+        continues, renumbered where some are missing."""
         received = self.received_turns()
         recorded = [turn for turn in self.turns if turn.index in received]
         numbers: dict[int | None, int] = {turn.index: n for n, turn in enumerate(recorded)}
@@ -186,8 +186,8 @@ class RemoteConversations:
     def _find_extended(
         self, model: str, agent: str, tools: str, messages: Sequence[Message]
     ) -> tuple[int | None, int]:
-        """The recorded turn that a history goes on from, and how many of its messages that
-        knows."""
+        """The recorded turn that a history continues, and how many of its messages that turn
+        covers."""
         keys = _keys(messages)
         for num_known in range(len(messages) - 1, 0, -1):
             if messages[num_known - 1].role == "assistant":

@@ -67,7 +67,7 @@ class EngineServer:
         listen: Listen | None,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[RemoteReply, int]:
-        """See Server.post. A `listen` is told the answer when it is whole."""
+        """See Server.post. A `listen` receives the answer when it is complete."""
         request = msgspec.json.decode(body)
         future = asyncio.run_coroutine_threadsafe(
             self._answer(request, within_s), self._running_loop()
@@ -101,7 +101,7 @@ class EngineServer:
         if loop is None:
             return
 
-        with suppress(Exception):  # whatever it was doing, nobody waits for it any more
+        with suppress(Exception):  # whatever it was doing, no caller waits for it any more
             asyncio.run_coroutine_threadsafe(self._end(), loop).result(CLOSE_S)
 
         loop.call_soon_threadsafe(loop.stop)

@@ -92,8 +92,8 @@ class ModelServer:
         listen: Listen | None,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[RemoteReply, int]:
-        """The answer to a body, and its status; what comes in events is told at once. `headers`:
-        beside those of every request. Raises Unanswered."""
+        """The answer to a body, and its status; `listen` receives each event at once. `headers`: in
+        addition to those of every request. Raises Unanswered."""
         import httpx
 
         until = time.monotonic() + within_s

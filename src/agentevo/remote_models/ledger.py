@@ -1,9 +1,9 @@
 """The price log of one remote model, and its budget.
 
-The log is a file of JSON lines in the run's folder that is only added to. A request is one line,
-written when it has ended: model, role, attempt, tokens, cost, status. Where there is a budget, a
-line comes before it, with the most that it can use; such a request counts with that until its end
-is there. What is used is the sum over the file, whichever process wrote it:
+The log is an append-only file of JSON lines in the run's folder. A request is one line, written
+when it has ended: model, role, attempt, tokens, cost, status. Where there is a budget, a line comes
+before it, with the most that the request can use; the request counts with that until its end is
+recorded. Usage is the sum over the file, whichever process wrote it:
 
     sum of what ended + sum of the most that is under way <= budget, at every moment
 
@@ -199,7 +199,7 @@ class Ledger:
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        """No other process of the run writes meanwhile."""
+        """No other process of the run writes during this block."""
         if self._path is None:
             yield
             return

@@ -113,12 +113,12 @@ class RemoteModel:
         schema: Mapping[str, Any] | None = None,
     ) -> RemoteReply:
         """The answer to a whole history. `tool_choice`: auto, none, required or the name of a
-        function; `form` says what the answer has to look like, its calls in place of that;
-        `sampling` replaces what the recipe says; `role` and `attempt` say in the price log what it
-        is for. `listen` is told what the model says as it comes, on a thread of this package's:
-        what it was told is not taken back, so an answer that breaks off then is not asked again.
-        `schema` is a JSON schema to which the server holds the answer if it can; one that refuses
-        it is asked without, then and from then on.
+        function; `form` says what the answer has to look like, with its calls in the text;
+        `sampling` replaces the recipe's values; `role` and `attempt` say in the price log what the
+        request is for. `listen` receives the answer as it comes, on a thread of this package; what
+        it received is not taken back, so an answer that breaks off then is not asked for again.
+        `schema` is a JSON schema to which the server holds the answer if it can; a server that
+        refuses it is asked without, then and from then on.
 
         Raises BudgetExceededError, RemoteModelError where no answer comes, and BadRequestError for
         what can't be asked.
@@ -380,7 +380,7 @@ class RemoteModels(Mapping[str, RemoteModel]):
         }
 
     def account(self) -> list[str]:
-        """`totals` for people, a line for each, and what is left of the budgets."""
+        """`totals` as readable text, a line for each, and what is left of the budgets."""
         lines = [
             f"remote model {row['model']}, asked by {row['role'] or 'nobody in particular'}: "
             f"{row['answers']} answers ({row['from_cache']} from the cache), "
@@ -485,7 +485,7 @@ class ModelWorkers:
             try:
                 if future.set_running_or_notify_cancel():
                     future.set_result(work())
-            except BaseException as error:  # noqa: BLE001 (handed to whoever waits)
+            except BaseException as error:  # noqa: BLE001 (handed to the waiting caller)
                 future.set_exception(error)
             finally:
                 with self._lock:

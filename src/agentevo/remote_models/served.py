@@ -1,5 +1,5 @@
-"""What a server of OpenAI's or Anthropic's API says that it serves (`GET .../models`), so that a
-name that it does not know is told before anything is asked."""
+"""The models that a server of OpenAI's or Anthropic's API lists (`GET .../models`), so that an
+unknown name is reported before anything is asked."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class RemoteReply(msgspec.Struct, frozen=True, kw_only=True):
     """What a remote model said."""
 
     message: Message
-    """With tool calls and reasoning apart from the content."""
+    """Tool calls and reasoning are separate from the content."""
     finish_reason: FinishReason
     usage: Usage | None = None
     """None where the server does not say."""
@@ -57,7 +57,7 @@ class RemoteReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Listen = Callable[[ContentDelta | ReasoningDelta], None]
-"""Is told what a model says as it comes; a call of a tool is told by the reply alone."""
+"""Receives a model's answer as it comes; only the reply has a call of a tool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ class Wire:
 
 
 class BadAnswerError(AgentEvoError):
-    """What a server answered with status 200 is none of its API's answers."""
+    """A server's answer with status 200 is not an answer of its API."""
 
 
 def with_call_ids(messages: Sequence[Message]) -> list[Message]:

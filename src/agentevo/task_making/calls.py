@@ -20,7 +20,7 @@ _SAYS_ERROR = re.compile(r"\s*(?:[a-z]+ )?error\b\s*:", re.IGNORECASE)
 
 
 class CallResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A call and what came of it."""
+    """A call and its result."""
 
     tool: str
     arguments: dict[str, Any]

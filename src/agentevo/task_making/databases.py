@@ -2,8 +2,8 @@
 and values, from which questions are drawn (questions.py).
 
 Servers show rows in many forms (JSON, Python's, lines, Markdown), and some call an error a result.
-What is asked here is therefore marked, and in hexadecimal digits, so that it is read from any form
-alike. It is SQLite's SQL; other databases answer none of it and are left alone.
+The values that are asked for here are therefore marked, and in hexadecimal digits, so that they are
+read from any form alike. The SQL is SQLite's; other databases answer none of it and are ignored.
 """
 
 from __future__ import annotations
@@ -248,8 +248,8 @@ async def answer_of(
 
 
 async def _value(tools: AttemptTools, tool: str, parameter: str, sql: str) -> str | None:
-    """What an expression, or a statement that gives one value, comes to; empty for NULL, None where
-    that is no answer."""
+    """The value of an expression, or of a statement that gives one value; empty for NULL, None
+    where the result is no answer."""
     got = await call_tool(tools, tool, {parameter: f"SELECT {_mark(f'({sql})')} AS made"})
     match = _MARKED.search(got.text)
     return bytes.fromhex(match[1]).decode("utf-8", "replace") if match else None

@@ -2,8 +2,8 @@
 the task was made, with what they gave then; of tasks made of documents, whose passage is searched
 for by words of the question, with the tool and the corpus that the agent has.
 
-A task whose passage is not in what the search gives is not shown: nobody should learn to say what
-it has not read.
+A task whose passage is not in the results of the search is not shown: a model should not learn to
+say what it has not read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Documents as passages: plain texts, corpora and folders of them.
 
 A plain text is cut at ends of paragraphs and sentences; a corpus (.jsonl) has passages of its own.
-A folder is read with all folders in it, but for what is hidden (.git) and linked folders. What ends
-otherwise than a text does is left out and told; a text that can't be read is refused, with all
-others of which that is true.
+A folder is read with all folders in it, except hidden ones (.git) and linked ones. Files without
+the ending of a text are left out and reported; a text that can't be read is refused, together with
+all others that can't.
 """
 
 from __future__ import annotations

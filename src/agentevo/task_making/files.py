@@ -7,7 +7,7 @@
     documents.jsonl             the documents that these were read from, with their sha256
     made.json                   the account; written last
 
-The folder appears whole. One that is there already is added to by nobody: it is refused.
+The folder appears complete. An existing folder is never extended: it is refused.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """What is true of a scenario, by carrying it out: the state that it leaves, or what it finds.
 
-Its calls are made in a new session, between two rounds of the same questions: what those tell
-otherwise afterwards is the state that an agent is to reach, and what they tell as before is to
-stay. A second session has to come to the same: a server whose results hold the time of day, say,
-gives no task by them. So nothing is asked for that doing nothing would reach, or that can't be
-reached again.
+The scenario's calls are made in a new session, between two rounds of the same questions: answers
+that differ afterwards are the state that an agent is to reach, and answers that are equal are to
+stay. A second session has to give the same: a server whose results hold the time of day, say, gives
+no task by them. So no task asks for what doing nothing would reach, or for what can't be reached
+again.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ async def _value(tools: AttemptTools, survey: Survey, step: ScenarioStep) -> str
 def _questions(
     survey: Survey, steps: Sequence[ScenarioStep], draw: random.Random
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Calls that tell of the state that these leave: of each tool that changes nothing, with the
-    arguments that the walk has for its parameters, else with some that are known."""
+    """Calls that show the state that these steps leave: of each tool that changes nothing, with the
+    arguments that the walk has for its parameters, else with known values."""
     by_name: dict[str, list[Any]] = {}
     for step in steps:
         for name, value in step.arguments.items():

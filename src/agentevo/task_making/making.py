@@ -60,12 +60,12 @@ class WantedTasks(msgspec.Struct, frozen=True, kw_only=True):
     max_calls: int = MAX_CALLS
     languages: tuple[str, ...] = ("en",)
     personas: tuple[str, ...] = ("",)
-    """Who asks; "" is nobody in particular."""
+    """The persona that asks; "" is no particular one."""
     kinds: tuple[str, ...] = ("state", "answer")
     min_difficulty: int = 1
     max_difficulty: int = HARDEST
     values: Mapping[str, Sequence[Any]] = {}
-    """Parameter -> values that somebody names."""
+    """Parameter -> values that the user names."""
 
 
 class MadeTasks(msgspec.Struct, kw_only=True):
@@ -123,10 +123,10 @@ async def make_tasks(
     tell: Callable[[str], None] = lambda line: None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> MadeTasks:
-    """The tasks. `taken`: contents that are not made again; `harder_than`: rows of tasks that were
-    made, which every task goes on from, by further calls. Raises ToolUnavailableError where the
-    server can't be reached, ConfigError where it has no tool that answers, AgentEvoError where
-    nothing can be asked of it."""
+    """The tasks. `taken`: contents that are not made again; `harder_than`: rows of generated tasks,
+    each of which every new task extends by further calls. Raises ToolUnavailableError where the
+    server can't be reached, ConfigError where it has no tool that answers, AgentEvoError where no
+    question can be asked of it."""
     check_wanted(wanted)
     world = ToolWorld(sections)
     try:
@@ -200,8 +200,8 @@ class _Maker:
         return random.Random(f"{purpose}-{self._wanted.seed}-{number}")
 
     async def _walk(self, number: int) -> tuple[Scenario | None, list[CallResult]]:
-        """One walk of a round: what it became, and what was heard in it. Only what earlier rounds
-        have learnt counts in it, so that walks beside it change nothing."""
+        """One walk of a round: the scenario that it gave, and the results of its calls. Only what
+        earlier rounds have learnt counts in it, so that concurrent walks change nothing."""
         draw = self._draw(number, "walk")
         request = self._wanted
 
@@ -292,7 +292,7 @@ class _Maker:
         return True
 
     def _superfluous(self, scenario: Scenario) -> str:
-        """Why nobody needs it, whatever it comes to; empty if somebody does."""
+        """Why the scenario is not needed, whatever it gives; empty if it is."""
         tasks = self._made
         request = self._wanted
 

@@ -1,5 +1,6 @@
-"""A scenario: calls that solve it, which of their arguments the agent is told, and what says that
-it was solved. What its content is decides whether it is held out, whoever asks and in which words.
+"""A scenario: calls that solve it, which of their arguments the agent is given, and how to check
+that it was solved. Its content decides whether it is held out, whatever the persona and the
+wording.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ PARENT = "variant_of"
 
 
 class ValueSource(msgspec.Struct, frozen=True, kw_only=True):
-    """An argument that the agent is not told: it is the first such value that an earlier call
-    gives."""
+    """An argument that the agent is not given: it is the first such value in the result of an
+    earlier call."""
 
     step: int
     """The number of that call, from 0."""
@@ -47,11 +48,12 @@ class ScenarioStep(msgspec.Struct, frozen=True, kw_only=True):
     changes: bool = False
     """The call changes the state of the server."""
     question: DatabaseQuestion | None = None
-    """What the call asks a database: the agent is told its words, and has to write the SQL."""
+    """The question that the call asks a database: the agent is given its words, and has to write
+    the SQL."""
 
     @property
     def told(self) -> dict[str, Any]:
-        """The arguments that the agent is told; of a question the values that it names."""
+        """The arguments that the agent is given; of a question the values that it names."""
         if self.question is not None:
             return self.question.told
         return {
@@ -70,7 +72,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """What of the last result the answer is: the key of its JSON, or empty for its first line."""
     checks: list[StateCheck] = []
     is_open: bool = False
-    """Neither: its calls give something else each time, so somebody has to judge what was done."""
+    """Neither: its calls give other results each time, so a judge has to score what was done."""
     parent: str = ""
     """The id of the task that it is a harder variant of."""
 
@@ -83,7 +85,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def content(self) -> str:
-        """A name of all that the agent is told and has to do, in whichever world and words."""
+        """A name of everything that the agent is given and has to do, in any world and any
+        words."""
         calls = [
             [
                 step.tool,
@@ -110,7 +113,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pairs(self) -> set[tuple[str, str]]:
-        """Tools one of which is called after the other."""
+        """Pairs of tools that are called one after the other."""
         return pairs_of([step.tool for step in self.steps])
 
     def row(self, query: str, *, language: str, persona: str, worlds: int) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """How hard made tasks are for an agent, by real attempts at them.
 
 A task that all or none of its attempts solve teaches nothing now: it goes to the reserve, from
-which a later grading takes it again. An attempt that failed says nothing of its task; a task of
-which every attempt has failed is in the reserve as well, without a rate.
+which a later grading takes it again. A failed attempt says nothing about its task; a task whose
+attempts have all failed is in the reserve as well, without a rate.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def grade_tasks(
     rows: Sequence[Mapping[str, Any]], solved: Mapping[str, Sequence[bool]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The tasks at the edge of what the agent can do, and those in reserve. `solved`: task id ->
-    what came of each attempt that did not fail."""
+    the result of each attempt that did not fail."""
     edge: list[dict[str, Any]] = []
     reserve: list[dict[str, Any]] = []
     for row in rows:
@@ -59,8 +59,8 @@ def graded_folder(
     attempts: int,
     note: Callable[[str], None],
 ) -> list[str]:
-    """Plays, writes the folder `out`, and says what came of it. Raises ConfigError for what is no
-    folder of made tasks, and AttemptsFailedError where every attempt has failed."""
+    """Plays, writes the folder `out`, and returns a report. Raises ConfigError for a folder without
+    generated tasks, and AttemptsFailedError where every attempt has failed."""
     sources = [str(folder / name) for name in (TRAIN, RESERVE) if (folder / name).is_file()]
     if not sources or not (folder / ACCOUNT).is_file():
         raise ConfigError(f"{folder}: holds no tasks of `agentevo tasks make`")
@@ -117,7 +117,7 @@ def _measure_solved(
     attempts: int,
     note: Callable[[str], None],
 ) -> dict[str, list[bool]]:
-    """Task id -> what came of each attempt that did not fail."""
+    """Task id -> the result of each attempt that did not fail."""
     with tempfile.TemporaryDirectory(prefix="agentevo-grade-") as scratch:
         played = Path(scratch) / "tasks.jsonl"
         results = Path(scratch) / "results"

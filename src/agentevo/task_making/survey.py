@@ -1,10 +1,10 @@
-"""What a server's tools do, found out by real calls: which of them answer what, which change the
-state that others tell of, and which refuse what their own schema allows.
+"""A survey of a server's tools by real calls: which of them answer what, which change the state
+that others show, and which refuse what their own schema allows.
 
 Calls are made in sessions of their own, as attempts have them. A tool is called with arguments of
-its schema, then with what others gave; one that answers none of these calls is said to the user
-with its last words, and no task needs it. Whether a tool changes something is seen by the others:
-all that are known are asked twice, the tool is called, and they are asked again. A tool that
+its schema, then with values from other results; a tool that answers none of these calls is reported
+to the user with its last answer, and no task needs it. Other tools show whether a tool changes
+something: all known ones are asked twice, the tool is called, and they are asked again. A tool that
 answers SQL is asked for its tables (databases.py).
 """
 
@@ -46,7 +46,7 @@ class Survey(msgspec.Struct, kw_only=True):
     databases: dict[str, SurveyedDatabase] = {}
     """Tools that answer SQL -> of what."""
     silent: dict[str, str] = {}
-    """Tools that answered no call -> what the last one came to."""
+    """Tools that answered no call -> the result of the last one."""
 
     @property
     def usable(self) -> list[str]:
@@ -102,7 +102,7 @@ class Survey(msgspec.Struct, kw_only=True):
 async def survey(
     world: ToolWorld, given: Mapping[str, Sequence[Any]] | None = None, *, seed: int
 ) -> Survey:
-    """Finds it out. `named_values`: values that somebody names, by parameter. Raises
+    """The survey of a server. `named_values`: values that the user names, by parameter. Raises
     ToolUnavailableError where the server can't be reached, ConfigError where it has no tools, or
     answers no call of any."""
     draw = random.Random(f"survey-{seed}")

@@ -77,7 +77,7 @@ class Values:
     """What is known so far of each parameter, by its name."""
 
     def __init__(self, given: Mapping[str, Sequence[Any]] | None = None) -> None:
-        """`named_values`: parameter -> values that somebody names, before all others."""
+        """`named_values`: parameter -> values that the user names, which come before all others."""
         self._found: dict[str, list[Any]] = {}
         for name, values in (given or {}).items():
             self.add(name, values)

@@ -1,8 +1,8 @@
-"""Call sequences, drawn and carried out on the server at once: each tool is chosen by how seldom
-it, and the pair that it makes with the one before, has been used, and its arguments are told to the
-agent or found in what earlier calls of the walk gave.
+"""Call sequences, drawn and carried out on the server at once. A tool is chosen the more often, the
+less often it was used, and the pair that it makes with the tool before. Its arguments are given to
+the agent, or found in results of earlier calls of the walk.
 
-What a call gave and nobody uses is left out of the walk, unless it is what the agent is asked for.
+A result that no later call uses is left out of the walk, unless the agent is asked for it.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ async def walk(
     start: Sequence[ScenarioStep] = (),
 ) -> tuple[list[ScenarioStep], list[CallResult]]:
     """One walk of at most so many calls in a session of its own, after those of `start`, which have
-    been made in it; also every call with what came of it, of which `survey` learns nothing here. A
+    been made in it; also every call with its result, from which `survey` learns nothing here. A
     call that is refused may name values, which are taken in this world before all others; after
-    REFUSALS it ends."""
+    REFUSALS the walk ends."""
     results: list[CallResult] = []
     steps = list(start)
     named = dict[str, list[Any]]()
@@ -123,8 +123,8 @@ async def walk(
 async def asked_further(
     tools: AttemptTools, known: Survey, start: Sequence[ScenarioStep], draw: random.Random
 ) -> tuple[list[ScenarioStep], list[CallResult]]:
-    """Those calls with a further condition in the question that the last one asks; none of them
-    where it has no harder one, or is asked of a tool that is there no more."""
+    """The same calls with a further condition in the question that the last one asks; no calls
+    where it has no harder question, or its tool does not exist any more."""
     last = start[-1]
     database = known.databases.get(last.tool)
     if database is None or last.question is None:
@@ -141,7 +141,7 @@ async def asked_further(
 async def _ask_database(
     tools: AttemptTools, survey: Survey, tool: str, question: DatabaseQuestion
 ) -> tuple[ScenarioStep | None, CallResult]:
-    """A question to a database, and what came of it; no step where that is no answer."""
+    """A question to a database, and its result; no step where the result is no answer."""
     arguments = {survey.databases[tool].parameter: question.sql}
     got = await call_tool(tools, tool, arguments)
     if got.is_error or len(got.text) > LONGEST_RESULT:
@@ -150,8 +150,8 @@ async def _ask_database(
 
 
 def prune_steps(steps: Sequence[ScenarioStep]) -> list[ScenarioStep]:
-    """Without calls that change nothing and whose result nobody uses; where nothing is changed at
-    all, the last call and what it needs."""
+    """The steps without calls that change nothing and whose result no other step uses; where
+    nothing is changed at all, the last call and what it needs."""
     has_state = any(step.changes for step in steps)
     kept_steps: set[int] = set()
     for number in reversed(range(len(steps))):
@@ -194,7 +194,7 @@ def _first(
     survey: Survey, steps: Sequence[ScenarioStep], tool: str, name: str
 ) -> tuple[ValueSource, Any] | None:
     """The newest call that changes nothing and names the parameter, with the first value that it
-    gives and that the agent is not told."""
+    gives and that the agent is not given."""
     schema = properties(survey.schemas[tool])[name]
     past_values = [value for step in steps for value in step.arguments.values()]
     for number in reversed(range(len(steps))):

@@ -1,5 +1,5 @@
-"""A scenario in words, without a model: the first sentence of each tool's description, as what is
-to be done, with the arguments that the agent is told. Names of tools are never in it.
+"""A scenario in words, without a model: the first sentence of each tool's description says what is
+to be done, with the arguments that the agent is given. The text never has names of tools.
 
 "Books a free room for a guest." becomes "booking a free room for a guest": a name such as `book`
 would be said by any other form of that verb.
@@ -157,7 +157,7 @@ def gerund(verb: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as the agent is told it."""
+    """A value in the form that the agent sees."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -175,7 +175,7 @@ def named_tools(text: str, tools: Sequence[str]) -> list[str]:
 
 
 def values_left_out(text: str, scenario: Scenario) -> list[str]:
-    """Values that the agent has to be told and that are not in the text."""
+    """Values that the agent needs and that are not in the text."""
     values = [shown(value) for step in scenario.steps for value in step.told.values()]
     return [value for value in values if not _is_in(value, text)]
 

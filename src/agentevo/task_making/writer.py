@@ -1,10 +1,10 @@
 """A model as the writer: it says a scenario in its own words, for a person, in a language.
 
-What is true of the scenario stays what the server said: the model is given what is to be done and
-the values that have to be told, and its text is taken only where it names each of them, no tool,
-and nothing that is to be found. Otherwise it is asked once more with what was wrong, and then the
-words of the grammar stand (`wording.py`). The answer is read as JSON wherever it stands in the
-reply, so the model needs no `response_format`.
+The facts of the scenario stay the server's: the model gets what is to be done and the values that
+its text needs, and the text is accepted only if it names each of them, no tool, and nothing that
+the agent has to find. Otherwise the model is asked once more with what was wrong, and then the
+words of the grammar are kept (`wording.py`). The answer is read as JSON anywhere in the reply, so
+the model needs no `response_format`.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ got what they asked for.
 its end, else 0: each where it stood before, or in the cheapest room of that kind and city that was
 free then and that no other booking has. A task without `wanted` says nothing of its worth.
 
-With the option `rooms` a task that names no rooms finds an office with so many of them, of which
-some are taken. They are drawn from `world` of its metadata (0 where it has none): a server that
-anybody can ask, whether or not a task is made for it. A city without a hotel is an error there.
+With the option `rooms` a task that names no rooms finds an office with so many of them, some of
+which are taken. They are drawn from `world` of its metadata (0 where it has none), so any client
+can ask the server, whether or not a task is made for it. A city without a hotel is an error there.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class BookableRoom(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Booking(msgspec.Struct, frozen=True, kw_only=True):
-    """A room that somebody has."""
+    """A room with a guest."""
 
     room: int
     guest: str
@@ -55,7 +55,7 @@ class Booking(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WantedStay(msgspec.Struct, frozen=True, kw_only=True):
-    """What somebody asked for."""
+    """A stay that a guest asked for."""
 
     guest: str
     city: str

@@ -180,7 +180,7 @@ class DatabaseTools:
         connection = sqlite3.connect(
             ":memory:", isolation_level=None, cached_statements=0, check_same_thread=False
         )
-        connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)  # whoever asks a server sends `setup`
+        connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)  # a client of a server sends `setup`
         connection.execute(f"PRAGMA max_page_count={MAX_MIB * 2**20 // 4096}")
         if self._file is not None:
             path = Path(self._file).expanduser().resolve()

@@ -1,11 +1,11 @@
 """What stands before the SDK's MCP server over HTTP: the key, which revisions of the protocol are
 spoken, and whose session makes room for another one.
 
-A client that ends its session gives its place back at once, one that has vanished does not. Where
-no place is left, a session ends that nobody waits in: one whose stream of the server's messages has
+A client that ends its session frees its place at once; a client that has vanished does not. Where
+no place is free, a session without a waiting client ends: one whose stream of the server's messages
 ended GONE_S ago, as it does with its client; else one that has asked nothing for SILENT_S, the most
-silent first. A session that makes room is told to its client, should it be there, as the protocol
-tells of an unknown one (404).
+silent first. The client of an ended session, if it still exists, gets the protocol's answer for an
+unknown session (404).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ToolServerDoor:
                 self._sessions.pop(name, None)
 
     async def _make_room(self, scope: Any) -> None:
-        """Ends a session that nobody waits in, if there is one."""
+        """Ends a session without a waiting client, if there is one."""
         while len(self._sessions) >= self._most:
             now = time.monotonic()
             idle = {
@@ -108,7 +108,7 @@ class ToolServerDoor:
             await self._end(name, scope)
 
     async def _end(self, name: str, scope: Any) -> None:
-        """As its client would. `scope`: that of whoever needs the place."""
+        """As its client would. `scope`: that of the request that needs the place."""
         kept_headers = [
             header
             for header in scope["headers"]

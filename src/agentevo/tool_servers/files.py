@@ -57,7 +57,7 @@ class FileTools:
             self._own = tempfile.mkdtemp(prefix="agentevo-files-")
         elif not os.path.isdir(root):
             raise ConfigError(f"the tool files: root: {root!r} is no folder")
-        elif read_only and task.metadata.get("files"):  # whoever asks a server sends the task
+        elif read_only and task.metadata.get("files"):  # a client of a server sends the task
             raise EnvironmentFailure(
                 f"the task {task.id!r}: metadata.files can't be written: root is read_only"
             )
@@ -305,7 +305,7 @@ def _file_parts(path: str) -> list[str]:
 
 
 def _check_plain(at: int, name: str, path: str) -> None:
-    """Raises ToolError for what is there and is no file."""
+    """Raises ToolError for a path that exists and is no file."""
     try:
         what = os.stat(name, dir_fd=at, follow_symlinks=False)
     except FileNotFoundError:

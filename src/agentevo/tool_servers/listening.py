@@ -1,10 +1,10 @@
 """Serving an application over HTTP until the process is asked to stop.
 
-Connections are admitted as the engine's are (inference/admission.py): whoever has not shown the
-key, or, without one, has not sent the headers of a request, is cut off after a few seconds. Without
-a key the `Host` header has to name this machine, so that no web page asks. The body of a request
-has BODY_S, each piece of an answer TAKEN_S until it is taken, and a connection between two requests
-IDLE_S; how many there may be is bounded.
+Connections are admitted as the engine's are (inference/admission.py): a client that has not shown
+the key, or, without a key, has not sent the headers of a request, is cut off after a few seconds.
+Without a key the `Host` header has to name this machine, so that no web page asks. The body of a
+request has BODY_S, each piece of an answer TAKEN_S until it is taken, and a connection between two
+requests IDLE_S; the number of connections is bounded.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class _Guarded:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """See ASGI."""
         if scope["type"] != "http" or not self._shows_key(scope):
-            await self._app(scope, receive, send)  # which refuses whoever has no key
+            await self._app(scope, receive, send)  # which refuses a client without the key
             return
 
         if self._key is None and not is_own_host(_header(scope, b"host").decode("latin-1")):

@@ -1,11 +1,10 @@
 """Any registered tools as an MCP server: over stdin and stdout, or streamable HTTP.
 
 Over stdin and stdout the process is one session. Over HTTP every session of the protocol has a
-state of its own, made for the task that its headers tell of (`send_task` of an entry of
-`agent.tools`) and closed with the session, at the latest IDLE_S after its last request, and sooner
-where it is in the way of another (door.py). Only
-revisions of the protocol that have sessions are spoken there: a client that asks for a later one is
-told so, and falls back.
+state of its own, made for the task in its headers (`send_task` of an entry of `agent.tools`) and
+closed with the session, at the latest IDLE_S after its last request, and sooner where another
+session needs its place (door.py). The server speaks only revisions of the protocol that have
+sessions: a client that asks for a later one is refused, and falls back.
 
 What `outcome()` of a class says is a tool of that name, to be named under `outcome` in a recipe.
 What a ToolResult pays has no place in the protocol and is left out.
@@ -56,7 +55,7 @@ NO_TASK = (
 
 
 class ToolServer:
-    """Serves the tools of one entry. `task`: that of sessions which tell of none."""
+    """Serves the tools of one entry. `task`: that of sessions whose headers have none."""
 
     def __init__(self, section: FunctionToolSection, task: Task, seed: int) -> None:
         """Raises MissingExtraError without the SDK, ConfigError for tools that can't be made."""
@@ -69,8 +68,8 @@ class ToolServer:
         self._told = set[str]()
 
     async def check(self) -> None:
-        """Raises ConfigError for options that no session could begin with. What a task lacks is
-        told to whoever asks with it."""
+        """Raises ConfigError for options that no session could begin with. A client that asks with
+        a task learns what the task lacks."""
         try:
             async with self._tools.session(self._task, self._seed):
                 pass
@@ -178,7 +177,7 @@ class ToolServer:
         return CallToolResult(content=[TextContent(text=text)], is_error=is_error)
 
     async def _session(self, context: Any) -> ToolSession:
-        """The one of whoever asks, opened with its first request. Raises MCPError where it can't
+        """The session of the client, opened with its first request. Raises MCPError where it can't
         be."""
         from mcp import MCPError
         from mcp_types import INTERNAL_ERROR
@@ -190,7 +189,7 @@ class ToolServer:
             task, seed = (_told_task(headers), _told_seed(headers)) if name else (None, self._seed)
             opened = self._open[name] = _OpenedToolset()
             if name:
-                # The SDK has no other way to hear of a session's end (mcp 2.3).
+                # The SDK has no other notice of a session's end (mcp 2.3).
                 connection = context.session._connection
                 connection.exit_stack.push_async_callback(self._end, name)
 
@@ -225,7 +224,7 @@ class _OpenedToolset:
 
 
 def _told_task(headers: Mapping[str, str]) -> Task | None:
-    """The task that a session's headers tell of. Raises MCPError for one that can't be read."""
+    """The task in a session's headers. Raises MCPError for one that can't be read."""
     from mcp import MCPError
     from mcp_types import INVALID_REQUEST
 

@@ -1,4 +1,4 @@
-"""Questions about an invented world, for `search`: where somebody lives, and what the city is known
+"""Questions about an invented world, for `search`: where a person lives, and what the city is known
 for, which takes a second search. The answer is a word."""
 
 from __future__ import annotations
