@@ -79,7 +79,7 @@ def _around_messages(
     messages = [user_message, {"role": "assistant", "content": "b"}, user_message]
     try:
         text = render(messages)
-    except Exception:  # noqa: BLE001 (a template may do anything; who renders with it is told)
+    except Exception:  # noqa: BLE001 (a template may do anything; its user reports it)
         return markers
 
     ends = {tokenizer.bos_token, tokenizer.eos_token}

@@ -113,12 +113,12 @@ class RemoteModel:
         schema: Mapping[str, Any] | None = None,
     ) -> RemoteReply:
         """The answer to a whole history. `tool_choice`: auto, none, required or the name of a
-        function; `form` says what the answer has to look like, with its calls in the text;
-        `sampling` replaces the recipe's values; `role` and `attempt` say in the price log what the
-        request is for. `listen` receives the answer as it comes, on a thread of this package; what
-        it received is not taken back, so an answer that breaks off then is not asked for again.
-        `schema` is a JSON schema to which the server holds the answer if it can; a server that
-        refuses it is asked without, then and from then on.
+        function; `form` says what the answer has to look like, and its `calls` replace
+        `tool_choice`; `sampling` replaces the recipe's values; `role` and `attempt` say in the
+        price log what the request is for. `listen` receives the answer as it comes, on a thread of
+        this package; what it received is not taken back, so an answer that breaks off then is not
+        asked for again. `schema` is a JSON schema to which the server holds the answer if it can; a
+        server that refuses it is asked without, then and from then on.
 
         Raises BudgetExceededError, RemoteModelError where no answer comes, and BadRequestError for
         what can't be asked.

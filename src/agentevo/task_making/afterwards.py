@@ -38,9 +38,9 @@ def questions_left(run: Path) -> QuestionsLeft:
 def left_by(
     run: Path, keys: Iterable[str] = (SOLVED_BY_CALLS, CONTENT)
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows of the tasks that the run retired, and of the others, none of which is pending any more.
-    `keys`: what each generated row has. Raises ConfigError for a run without a curriculum, and for
-    tasks that were not generated."""
+    """Rows of the tasks that the run retired, and of the others, which no longer wait for a retired
+    parent. `keys`: what each generated row has. Raises ConfigError for a run without a curriculum,
+    and for tasks that were not generated."""
     config = run_config(check_run_folder(run))
     if config.tasks.curriculum is None:
         raise ConfigError(f"{run}: was trained without tasks.curriculum: nothing is known of tasks")
