@@ -76,7 +76,7 @@ def key_of(name: str, reference: str | None) -> str | None:
 
 
 def without_password(url: str) -> str:
-    """The URL as messages show it; what is in its place as `${env:NAME}` stays."""
+    """The URL for messages: without the password; `${env:NAME}` in its place is kept."""
     return _with_password_as(url, _HIDDEN)
 
 
@@ -86,7 +86,7 @@ def without_passwords(text: str) -> str:
 
 
 def is_same_place(one: str, other: str) -> bool:
-    """Whether two URLs differ in nothing but the password, if at all."""
+    """Whether two URLs differ at most in the password."""
     return all_but_password(one) == all_but_password(other)
 
 
@@ -148,7 +148,7 @@ def refuse_password(url: str) -> str:
 
 
 def _with_password_as(url: str, shown: str, *, references: bool = False) -> str:
-    """The URL with `shown` in place of a password, also of one that is a reference if asked."""
+    """The URL with `shown` in place of a password, also of a reference to one if asked."""
 
     def stays(password: str) -> bool:
         return not password or (not references and REFERENCE.fullmatch(password) is not None)

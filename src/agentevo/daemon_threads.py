@@ -122,8 +122,7 @@ class OwnThread:
             call()
 
     def _as_failure(self, error: BaseException) -> Exception:
-        """The exception as one that a coroutine may raise and that fails nothing but its
-        attempt."""
+        """The exception as one that a coroutine may raise and that fails only its attempt."""
         article = "an" if self._who[0] in "aeiou" else "a"
         if isinstance(error, StopIteration):
             failure: Exception = RuntimeError(
@@ -139,7 +138,7 @@ class OwnThread:
 
 
 async def run_in_thread(function: Callable[[], T], who: str) -> T:
-    """What the function returns or raises on a thread of its own."""
+    """The result of the function, or its exception, on a thread of its own."""
     thread = OwnThread(who)
     try:
         return await thread.call(function)

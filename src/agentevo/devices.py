@@ -69,7 +69,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def take(device: torch.device, number: int) -> None:
-    """From now on this process computes on the device of that number, of those of its kind."""
+    """From now on this process computes on the device of that number, among those of its kind."""
     if is_accelerator(device):
         _module(device).set_device(number)
 
@@ -127,7 +127,7 @@ def name_of(device: torch.device) -> str:
 
 
 def identity(device: torch.device) -> str:
-    """Its kind and, where it has one that no other device on any machine has, its number: `cuda
+    """Its kind and, where it has a number that is unique among all machines, that number: `cuda
     GPU-...`."""
     if device.type != CUDA:
         return device.type
@@ -135,7 +135,7 @@ def identity(device: torch.device) -> str:
 
 
 def are_joined_by_nccl(identities: Iterable[str]) -> bool:
-    """Whether NCCL takes devices of these identities as one group: those of CUDA, each once."""
+    """Whether NCCL accepts devices of these identities as one group: CUDA devices, each once."""
     identity_list = list(identities)
     are_apart = len(set(identity_list)) == len(identity_list)
     return (
@@ -180,8 +180,8 @@ def autocasting() -> list[str]:
 
 @contextmanager
 def drawing_by(device: torch.device, seed: int) -> Iterator[None]:
-    """A block whose draws, on the CPU and on this device, only the seed decides; what is drawn
-    after it is what would have been drawn without it."""
+    """A block in which only the seed decides the draws, on the CPU and on this device; draws after
+    the block are those that would have come without it."""
     module = _module(device) if is_accelerator(device) else None
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed would also reseed every other device

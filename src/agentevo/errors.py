@@ -52,8 +52,8 @@ class AgentEvoError(Exception):
 
 
 class OverreachError(AgentEvoError):
-    """A user's code tried to end what is not its own, by SystemExit, KeyboardInterrupt or whatever
-    else is no Exception: it ends its own attempt."""
+    """A user's code tried to end more than its own attempt, by SystemExit, KeyboardInterrupt or
+    another BaseException: it ends its own attempt."""
 
     def __init__(self, error: BaseException, who: str) -> None:
         what = f"SystemExit({shown(error.code)})" if isinstance(error, SystemExit) else ""
@@ -96,7 +96,7 @@ class BadRequestError(AgentEvoError):
 
 
 class NoCallError(AgentEvoError):
-    """An agent that calls the policy by a client of its own has not called it at all."""
+    """An agent that should call the policy by its own client has not called it at all."""
 
 
 class CommandFailedError(AgentEvoError):

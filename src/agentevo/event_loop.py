@@ -66,7 +66,8 @@ class TaskScope:
 
 @contextmanager
 def outside_scopes() -> Iterator[None]:
-    """For our own code that a user's code calls: what it starts in here belongs to no scope."""
+    """For our own code that a user's code calls: tasks that it starts in this block belong to no
+    scope."""
     token = _scope.set(None)
     try:
         yield
@@ -91,7 +92,7 @@ class _LoopTask(asyncio.Task[Any]):
 
 
 def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
-    """asyncio.run with the promises of the module, also where a notebook's event loop is already
+    """asyncio.run with the guarantees of the module, also where a notebook's event loop is already
     running (then in a thread of its own)."""
     if not _is_running():
         return _run(work)
@@ -299,12 +300,13 @@ async def _within(seconds: float, work: Callable[[], Coroutine[Any, Any, Any]]) 
 
 
 def _end_connections(loop: asyncio.AbstractEventLoop) -> None:
-    """Closes what clients have left open. A pool that lives on, such as that of a client in a
-    module, finds its connections closed and makes new ones on the next loop; open, they would fail
-    there when they are used or forgotten, with "Event loop is closed"."""
+    """Closes the connections that clients have left open. A pool that outlives the loop, such as
+    that of a client in a module, finds its connections closed and makes new ones on the next loop;
+    open ones would fail there when they are used or garbage collected, with "Event loop is
+    closed"."""
     transports = list(getattr(loop, "_transports", {}).values())
     for transport in transports:
-        with suppress(AttributeError):  # one that has ended as it wrote its last has no loop
+        with suppress(AttributeError):  # one that has ended as it wrote its last data has no loop
             transport.abort()
     if transports:
         _drive(loop, loop.create_task(asyncio.sleep(0)))  # after the calls that abort has left

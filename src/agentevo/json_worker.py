@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 START_S = 120.0
-"""Longest time for a process to import what it needs, on a machine that is busy."""
+"""Longest time for a process to import its modules, on a busy machine."""
 LONGEST_S = 120
 """A request without a waiting caller ends the process after this time."""
 
@@ -30,7 +30,7 @@ class JsonWorker:
     """One process, for one thread at a time."""
 
     def __init__(self, module: str, name: str) -> None:
-        """`module` calls `serve_requests`; `name` is what messages call the process. Raises
+        """`module` calls `serve_requests`; `name` is the process's name in messages. Raises
         RuntimeError, and TimeoutError, for one that does not start."""
         self._name = name
         self._process = subprocess.Popen(
@@ -49,8 +49,8 @@ class JsonWorker:
         return self.end.alive and self._process.poll() is None
 
     def ask(self, request: dict[str, Any], limit_s: float, purpose: str) -> dict[str, Any]:
-        """The answer. `purpose` is what it is asked to do, for messages. Raises TimeoutError and
-        RuntimeError, after which the process has ended."""
+        """The answer. `purpose` names the work in messages. Raises TimeoutError and RuntimeError,
+        after which the process has ended."""
         assert self._process.stdin is not None
         until = time.monotonic() + limit_s
         line = memoryview(json.dumps(request).encode() + b"\n")

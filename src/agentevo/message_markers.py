@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CUT = "\ufdd0"
-"""A noncharacter of Unicode, which no text has; one that has it loses it."""
+"""A noncharacter of Unicode, which no text should have; a text that has it loses it."""
 THOUGHT_TAGS = ("<think>", "</think>")
 """What an answer may say though the tokenizer has it as a special token."""
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")

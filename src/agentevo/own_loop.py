@@ -1,9 +1,9 @@
-"""An event loop on a thread of its own, for code of others that may block it.
+"""An event loop on a thread of its own, for foreign code that may block it.
 
-All attempts of a world share it, since what they share (clients, locks) belongs to one loop. What
-blocks holds up these attempts and nothing else. Where the loop does not answer after an attempt was
-broken off, it is left behind with what hangs on it, and later attempts get a new one; a process
-bears MAX_LEFT of those.
+All attempts of a world share it, since the objects that they share (clients, locks) belong to one
+loop. Blocking code delays only these attempts. Where the loop does not respond after an attempt was
+cancelled, it is abandoned with the attempts that hang on it, and later attempts get a new one; a
+process tolerates MAX_LEFT abandoned loops.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ANSWER_S = 2.0
 
 
 class OwnLoop:
-    """See the module. `name` is that of its threads."""
+    """See the module. `name` is the name of its threads."""
 
     def __init__(self, name: str) -> None:
         self._name = name

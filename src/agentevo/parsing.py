@@ -48,7 +48,7 @@ _WHOLE_NUMBERS = re.compile(
 
 
 class ParseError(ValueError):
-    """A text is not what it should be; the message says in which line, and what is wrong."""
+    """A text is not valid; the message says in which line, and what is wrong."""
 
 
 def read_text(path: Path, *, at_most: int = MAX_BYTES) -> str:
@@ -71,8 +71,8 @@ def read_text(path: Path, *, at_most: int = MAX_BYTES) -> str:
 
 
 def check_file(path: Path) -> int:
-    """The size in bytes of what is a file. Raises ConfigError for what is none: a pipe would be
-    waited for, and a device has no end."""
+    """The size in bytes of a file. Raises ConfigError for anything else: a pipe would be waited
+    for, and a device has no end."""
     try:
         what = os.stat(path)
     except (OSError, ValueError) as error:
@@ -179,7 +179,7 @@ def dump_yaml(tree: Any) -> str:
 
 
 class _Tree:
-    """Makes a plain tree of the nodes of a document, and counts what it makes."""
+    """Makes a plain tree of the nodes of a document, and counts its values."""
 
     def __init__(self) -> None:
         self._num_values = 0

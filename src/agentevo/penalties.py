@@ -36,7 +36,7 @@ class Penalties(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     frequency: float = 0.0
     repetition: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token, what is added)."""
+    """(token, the amount added)."""
 
     @property
     def problem(self) -> str | None:
@@ -81,7 +81,7 @@ class PenaltyChanges(NamedTuple):
     tokens: np.ndarray
     """[K] int64"""
     offsets: np.ndarray
-    """[K] float32, what is added"""
+    """[K] float32, the amounts added"""
     repeated: np.ndarray
     """[K] float32: `repetition` where R applies, else 1"""
 
@@ -140,7 +140,7 @@ class TokenPenalties(NamedTuple):
 
     @classmethod
     def join(cls, parts: Sequence[tuple[int, Penalties | None]]) -> TokenPenalties | None:
-        """Those of a text from those of its stretches, each with its length."""
+        """The penalties of a text from those of its stretches, each with its length."""
         table = [penalties for _, penalties in parts if penalties is not None]
         if not table:
             return None
@@ -159,8 +159,8 @@ class TokenPenalties(NamedTuple):
         )
 
     def changes(self, ids: np.ndarray, places: np.ndarray) -> Mapping[int, PenaltyChanges]:
-        """Place -> what they change there, of the given places [M] in ascending order at which they
-        change anything; `ids` [T] is the text."""
+        """Place -> the changes there, of the given places [M] in ascending order at which there are
+        any; `ids` [T] is the text."""
         changes_by_place: dict[int, PenaltyChanges] = {}
         state = None
         start = -1

@@ -34,8 +34,8 @@ async def with_retries(
     that double from FIRST_PAUSE_S to LONGEST_PAUSE_S. Refusals are raised at once; what still fails
     after `within_s` seconds is raised as StoreUnavailableError.
 
-    `notify` is called with what is waited for, why and until when: at the first failure or after
-    SILENT_S, then every TELL_S, and when it is over."""
+    `notify` receives a line with what is waited for, why and until when: at the first failure or
+    after SILENT_S, then every TELL_S, and when the wait is over."""
     ends = time.monotonic() + within_s
     pause = FIRST_PAUSE_S
     reporter = _Reporter(what, within_s, tell)

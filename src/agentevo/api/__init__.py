@@ -174,8 +174,8 @@ def sft(
     """Fine-tunes on conversations and returns the finished run, as `agentevo sft` does.
 
     `recipe` is a name, a path, a `RunConfig` or a mapping of sections, such as {"data": {"train":
-    "chats.jsonl"}}; the options are those of `train`. Raises `ConfigError` for whatever the command
-    line would refuse.
+    "chats.jsonl"}}; the options are those of `train`. Raises `ConfigError` for everything that the
+    command line would refuse.
     """
     with training_packages("training"):
         from agentevo.api.run import sft as run_sft

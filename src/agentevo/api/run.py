@@ -114,8 +114,8 @@ class Run:
         )[0]
 
     def replays(self, count: int, *, rebuild: bool = False) -> list[TrajectoryReplay]:
-        """The same of so many training trajectories, drawn at random by the run's seed; without
-        `rebuild` of those whose weights are still there."""
+        """Replays of so many training trajectories, drawn at random by the run's seed; without
+        `rebuild` only of those whose weights still exist."""
         return run_coroutine(
             replay(
                 self.config, sample=count, made_again=rebuild, agent=self._agent, tasks=self._tasks
@@ -162,8 +162,8 @@ def sft(config: RunConfig, *, resume: bool = False, view: LiveView | None = None
 def evaluate_model(
     config: RunConfig, *, checkpoint: Path | None = None, view: LiveView | None = None
 ) -> dict[str, float]:
-    """Success of the recipe's model as it is, or of a checkpoint of it, without any run: nothing is
-    written but by trackers, where the recipe lists some."""
+    """Success of the recipe's unchanged model, or of a checkpoint of it, without any run: only
+    trackers write, where the recipe lists some."""
     check_tracking(config)
 
     async def work() -> dict[str, float]:

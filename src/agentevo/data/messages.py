@@ -7,8 +7,8 @@
     {"role": "user", "content": [{"type": "text", "text": "What is this?"},
                                  {"type": "image", "sha256": "...", "media_type": "image/png"}]}
 
-The arguments of a tool call stay the very text that was given; a mapping becomes JSON. Nothing is
-mended by guessing: what is no message is a BadRequestError that says where and what to write.
+The arguments of a tool call keep the exact text that was given; a mapping becomes JSON. Nothing is
+repaired by guessing: an invalid message is a BadRequestError that says where and what to write.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def messages_of(values: Sequence[Any]) -> list[Message]:
 
 def is_trained(message: Mapping[str, Any], where: str) -> bool | None:
     """Whether a message of a data set says that it is trained, by its TRAINING_KEYS; null says
-    nothing. None: it does not say. Raises BadRequestError for what is neither yes nor no."""
+    nothing. None: it does not say. Raises BadRequestError for a value that is neither yes nor
+    no."""
     spans = next((key for key in _SPANS if message.get(key)), None)
     if spans is not None:
         raise BadRequestError(

@@ -96,7 +96,7 @@ def _of_verl(columns: dict[str, Any]) -> PlainRow:
 
 
 def row_of(task: Task, form: str) -> dict[str, Any]:
-    """A task as a row. Raises RowError for one that the form can't say."""
+    """A task as a row. Raises RowError for one that the form can't express."""
     fields: dict[str, Any] = {"id": task.id, "answer": task.answer, "scorer": task.scorer}
     set_fields = {name: value for name, value in fields.items() if value is not None}
     rest = {

@@ -31,8 +31,8 @@ KINDS = ("tool", "environment", "scorer", "process", "sandbox")
 def _task_to_try(
     config: RunConfig, text: str | None, answer: str | None, number: int
 ) -> tuple[RunConfig, Task]:
-    """The configuration and the task: of the recipe's held-out ones that of the number, or the
-    given text. Raises ConfigError."""
+    """The configuration and the task: the recipe's held-out task of that number, or the given text.
+    Raises ConfigError."""
     if text is None:
         tasks = TaskSource(config, None).held_out()
         if not 0 <= number < len(tasks):
@@ -191,7 +191,7 @@ class LiveAttempt:
             self._text(message.role, message_text(message))
 
     def _made(self, call: RunningCall) -> None:
-        """A call of a tool, when it begins with what it is given, when it ends with its result."""
+        """A call of a tool: its input when it begins, its result when it ends."""
         record = call.record("")
         texts = {name: str(record.attributes[name]) for name in TEXTS if name in record.attributes}
         if not call.has_ended:

@@ -50,8 +50,8 @@ def chat(
     note: Callable[[str], None],
 ) -> None:
     """Answers the lines of standard input on standard output until it ends; from a terminal with a
-    prompt. `target`: a run, for its newest checkpoint or that of `step`, or whatever `agentevo
-    eval` takes that is computed here. Raises ConfigError before anything is loaded."""
+    prompt. `target`: a run, for its newest checkpoint or that of `step`, or another target of
+    `agentevo eval` that is computed here. Raises ConfigError before anything is loaded."""
     contestant = find_model(target, step, overrides)
     config = contestant.config
     system = system if system is not None else getattr(config.agent, "system_prompt", None)
@@ -85,7 +85,8 @@ def chat(
 
 
 def find_model(target: str, step: int | None, overrides: Sequence[str]) -> Contestant:
-    """The model to chat with. Raises ConfigError for what is none, or is a server's."""
+    """The model to chat with. Raises ConfigError for a target without a model, or with a
+    server's."""
     servers = ConfigError(
         f"{target} is a server's model: any client of its API chats with it; `agentevo chat` takes "
         "a run or a model that is computed here"
@@ -259,7 +260,7 @@ def _type_line() -> str:
 
 
 def _piped_lines() -> Iterator[str]:
-    """Lines of standard input that say something. Raises ConfigError for what is no text."""
+    """Lines of standard input that are not empty. Raises ConfigError for what is no text."""
     for number, line in enumerate(sys.stdin.buffer, start=1):
         try:
             text = line.decode("utf-8").rstrip("\r\n")

@@ -7,9 +7,9 @@
     URL#MODEL           a server of OpenAI's API that wants no key; #MODEL may be left out where it
                         serves but one
 
-The first word decides the play (agent, tasks, rewards, sampling): that of its recipe or run. A
-model alone is asked each task once, unless overrides say otherwise. All models play the same tasks,
-by the same agent, with the same seeds.
+The first word decides what is played (agent, tasks, rewards, sampling): the play of its recipe or
+run. A model alone is asked each task once, unless overrides say otherwise. All models play the same
+tasks, by the same agent, with the same seeds.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def _is_run_or_model(path: Path) -> bool:
 
 
 def check_word(word: str) -> None:
-    """Raises ConfigError for what is no recipe either."""
+    """Raises ConfigError for a word that is no recipe either."""
     from agentevo.models.known import known_models
 
     try:

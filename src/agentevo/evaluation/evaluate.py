@@ -51,7 +51,7 @@ class EvaluationRun:
     """Where results are kept; None keeps none."""
     resume: bool = False
     by: Sequence[str] = ()
-    """Keys of the tasks' metadata: for each of their values a row of its own."""
+    """Keys of the tasks' metadata: each of their values gets its own row."""
     retry_failed: bool = False
     """A resumed evaluation plays tasks with failed attempts again."""
 

@@ -1,4 +1,4 @@
-"""`agentevo judge calibrate`: how far a judge agrees with the truth, and by what it is misled.
+"""`agentevo judge calibrate`: how far a judge agrees with the truth, and what misleads it.
 
 Every question is asked through the scorer that training would use, including its prompts, votes,
 failover and failures. All intervals are 95%, by resampling groups (evaluation/estimates.py), except
@@ -226,7 +226,7 @@ class _Measuring:
         self._found.measured[name] = _estimate(mean_of(slopes, (-1.0, 1.0)))
 
     async def _slope(self, judge: Ruler | Pairwise, group: KnownGroup) -> float | None:
-        """How much a score changes from the first place to the last, where what is shown stays the
+        """How much a score changes from the first place to the last, where the content stays the
         same. None where an answer is missing."""
         attempts = group.attempts[:MAX_ROTATED_ATTEMPTS]
         shown = await shown_attempts(judge.config, attempts)
@@ -310,7 +310,7 @@ class _Measuring:
 
 
 def with_injection(trajectory: Trajectory, text: str) -> Trajectory:
-    """The attempt with this text at the end of what it said last, inside of its stated answer where
+    """The attempt with this text at the end of its last message, inside of its stated answer where
     it has marked one."""
     turns = list(trajectory.turns)
     for index in reversed(range(len(turns))):

@@ -83,8 +83,8 @@ def scaled_ranks(values: Sequence[float]) -> np.ndarray:
 def place_slope(rotations: Sequence[Sequence[float]]) -> float:
     """How much a score changes from the first place to the last, by least squares.
     `rotations[r][p]`: the score at place p when the attempts were rotated by r, so that the attempt
-    at place p is number (p + r) mod n. Every attempt is at every place once, so what it is worth
-    drops out."""
+    at place p is number (p + r) mod n. Every attempt is at every place once, so its own value
+    cancels out."""
     scores = np.asarray(rotations, float)
     num = scores.shape[1]
 

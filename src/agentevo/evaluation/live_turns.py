@@ -47,7 +47,7 @@ class LiveTurns:
         self._decode = decode
         self._numbers: dict[int, int] = {}
         self._calls: list[RunningCall] = []
-        """Held, so that no other call gets the identity of one that has ended."""
+        """Kept alive, so that no other call gets the identity of one that has ended."""
         self._legend: dict[str, str] = {}
         """What the world says its symbols mean."""
         self._ending: list[WorldPiece] = []

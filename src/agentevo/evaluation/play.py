@@ -63,8 +63,8 @@ class PlaySettings:
 def find_tasks(
     config: RunConfig, files: Sequence[str], limit: int | None, given: Sequence[Task] = ()
 ) -> tuple[list[Task], dict[str, str], list[str]]:
-    """The tasks of these files, or those that were given, else those that the configuration holds
-    out; where each is from; and what is to be said of bad rows. Raises ConfigError."""
+    """The tasks of these files, or the given ones, else the configuration's held-out tasks; the
+    source of each; and notes about bad rows. Raises ConfigError."""
     if given:
         return list(given)[:limit], {}, []
 
@@ -84,8 +84,8 @@ def find_tasks(
 
 
 def playing(config: RunConfig, files: Sequence[str]) -> RunConfig:
-    """The configuration as it is played: with these files nothing else gives tasks, and an agent
-    that plays an environment becomes one that asks once."""
+    """The configuration for playing: with these files no other part gives tasks, and an agent that
+    plays an environment becomes one that asks once."""
     if not files:
         return config
     changes: dict[str, object] = {"environment": None, "tasks": TasksSection()}
@@ -169,7 +169,7 @@ async def play(
     note: Callable[[str], None],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[AttemptLine]:
-    """Lets the model play what it has not yet (`kept_lines`), and gives all lines, in the order of
+    """Lets the model play what is missing in `kept_lines`, and returns all lines, in the order of
     tasks and attempts."""
     label = contestant.label
     lines_by_task = dict[str, list[AttemptLine]]()
@@ -223,7 +223,7 @@ def _at_once(contestant: Contestant, config: RunConfig, attempts: int) -> int:
 
 
 def _of_main_agent(trajectories: Sequence[Trajectory], config: RunConfig) -> list[Trajectory]:
-    """Of several agents the numbers are those of the main one."""
+    """Of several agents, the numbers are those of the main one."""
     if not config.agents:
         return list(trajectories)
     return [

@@ -255,7 +255,7 @@ class CheckpointPlayer:
             await asyncio.gather(*unfinished, return_exceptions=True)
 
     def hear(self, line: bytes) -> None:
-        """Begins what is asked, or refuses it."""
+        """Begins a request, or refuses it."""
         try:
             request = self._read(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -279,8 +279,8 @@ class CheckpointPlayer:
         task.add_done_callback(partial(self._end, request.id))
 
     def _end(self, name: str, task: asyncio.Task[None]) -> None:
-        """Whatever began has an end, also what was stopped before its first moment: a coroutine
-        that is cancelled then runs no line of its own."""
+        """Everything that began has an end, also what was stopped before its first step: a
+        coroutine that is cancelled then runs none of its own lines."""
         if self._running.get(name) is task:
             del self._running[name]
         if task.cancelled():

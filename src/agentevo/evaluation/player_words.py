@@ -132,7 +132,7 @@ class Called(msgspec.Struct, frozen=True, tag="called"):
 
 
 class Turned(msgspec.Struct, frozen=True, tag="turned"):
-    """The policy has answered; `number` is that of its call."""
+    """The policy has answered; `number` is the number of its call."""
 
     id: str
     number: int

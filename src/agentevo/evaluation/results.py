@@ -79,7 +79,7 @@ class KeptTrajectory(msgspec.Struct, frozen=True):
     model: str
     trajectory: Trajectory
     play: str = ""
-    """As that of its line."""
+    """The same as its line's."""
 
 
 def task_digest(tasks: Sequence[Task]) -> str:
@@ -108,7 +108,7 @@ class ResultsFolder:
         check_empty(self.path, but=(LOCK, _BEGUN))
 
     def begin(self, settings: dict[str, Any], tasks: Sequence[Task]) -> None:
-        """Writes what is measured."""
+        """Writes the settings and the tasks."""
         with must_write(self.path, REMEDY):
             write_atomic(self.path / SETTINGS, _json(settings), durable=True)
             self._write_tasks(tasks)

@@ -41,7 +41,7 @@ def score(
     settings = folder.settings()
     tasks = folder.tasks()
 
-    # What is played decides nothing here: the environment is one that every installation has.
+    # The environment decides nothing here, so it is one that every installation has.
     config = build_config({"environment": {"type": "coins"}}, overrides, where="score")
     _check(config, tasks)
 

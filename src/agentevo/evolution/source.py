@@ -48,7 +48,7 @@ class FirstTasks:
     demonstrations: list[dict[str, Any]] = field(default_factory=list)
     corpus: list[dict[str, Any]] = field(default_factory=list)
     documents: list[dict[str, Any]] = field(default_factory=list)
-    """Paths and sha256 of what was read."""
+    """Paths and sha256 of the documents that were read."""
 
 
 class TaskOrigin(Protocol):

@@ -30,8 +30,9 @@ TEXTS = "texts.yaml"
 def stages_of(
     section: EvolveSection, recipe: Mapping[str, Any], folder: Path, words: Sequence[str]
 ) -> dict[str, Any]:
-    """The stages. `recipe`: what is trained; `folder`: of the first tasks; `words`: of `agentevo
-    tasks` for further ones, the command's name first, which lack --seed, --after and --out."""
+    """The stages. `recipe`: the recipe to train; `folder`: that of the first tasks; `words`: the
+    words of `agentevo tasks` for further ones, the command's name first, without --seed, --after
+    and --out."""
     model = recipe.get("model")
     first = str(model.get("name", "tiny")) if isinstance(model, Mapping) else "tiny"
 

@@ -42,7 +42,7 @@ BEAT_S = 5.0
 LOST_S = 900.0
 """Longer than a node takes to be replaced."""
 RECIPE_S = 900.0
-"""For a trainer to load what it needs before it changes the run's recipe."""
+"""Time for a trainer to load its modules before it changes the run's recipe."""
 OLD_S = 120.0
 """An end that was there before this node began counts after so long."""
 GRACE_S = 240.0
@@ -154,8 +154,8 @@ def _run_children(
 
 
 def _wait_for_head(reader: HeartbeatReader) -> int | None:
-    """The trainer's exit code, for which a node that was asked to end waits: one that ends first
-    would take the trainer's node with it, where the cluster ends a job with its first node."""
+    """The trainer's exit code. A node that was asked to end waits for it: one that ends first would
+    take the trainer's node with it, where the cluster ends a job with its first node."""
     deadline = time.monotonic() + GRACE_S
     while (code := reader.poll()) is None and time.monotonic() < deadline:
         time.sleep(LOOK_S)
@@ -213,8 +213,9 @@ class _TrainerProcess:
         return codes[0] if failed is None else failed
 
     def end(self) -> int:
-        """Waits for the ranks for as long as the first one may take to end after its step; kills
-        what is left then. Returns the exit code of the first one, or of the one that failed."""
+        """Waits for the ranks for as long as the first one may take to end after its step; then
+        kills those that are left. Returns the exit code of the first one, or of the one that
+        failed."""
         if self.poll() is None:
             self._processes[0].terminate()
 

@@ -114,7 +114,7 @@ class PlannedLaunch:
 
 
 def read_plan(path: Path) -> LaunchPlan:
-    """Raises ConfigError for what is no plan."""
+    """Raises ConfigError for an invalid plan."""
     text = read_text(path)
     try:
         return LaunchPlan.model_validate(parse_yaml(text))

@@ -208,7 +208,7 @@ class _Owner:
             if stop() and not is_stopping:
                 is_stopping = True
                 deadline = time.monotonic() + GRACE_S + SILENT_S
-                with suppress(self._ray.exceptions.RayError):  # the next poll says what it is
+                with suppress(self._ray.exceptions.RayError):  # the next poll reports it
                     self._call(0, "stop")
 
             for number in list(self._keepers):

@@ -23,7 +23,7 @@ from agentevo.paths import check_new_folder
 
 SUBMIT_S = 600.0
 NOTICE_S = int(GRACE_S) + 60
-"""From the signal to end until a cluster kills what is left."""
+"""Time from the signal to end until a cluster kills what is left."""
 
 
 class WrittenLaunch(NamedTuple):

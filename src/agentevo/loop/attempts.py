@@ -106,7 +106,7 @@ class _AttemptUnderWay:
         return self.context.run(lambda: policy.session)
 
     def is_silent(self, limit_s: float) -> bool:
-        """Whether nothing has been asked for `limit_s`, nor by a client of its own."""
+        """Whether there was no request for `limit_s`, also from its own clients."""
         turns = sum(len(conversation.turns) for conversation in self.policy.conversations.values())
         if turns != self.num_seen or any(not task.done() for task in self.asks.values()):
             self.num_seen = turns
@@ -140,8 +140,9 @@ class Attempts:
         self._watching = asyncio.create_task(self._watch())
 
     async def open(self, new: NewAttempt, *, has_session: bool, within_s: float) -> OpenedService:
-        """Begins one, or says again what was said of it. `has_session`: clients of its own get a
-        key at once. Raises TimeoutError where as many as may be are under way for `within_s`."""
+        """Begins an attempt, or repeats the answer about it. `has_session`: its own clients get a
+        key at once. Raises TimeoutError where the largest number of attempts is under way for
+        `within_s`."""
         check_id(new.task_id, "a task")
         check_id(new.group_id, "a group")
         if new.id not in self._handles:
@@ -183,7 +184,7 @@ class Attempts:
         self._handles[new.id] = handle
 
     def session(self, handle: str, agent: str) -> DoorSession:
-        """The attempt's session at the gateway, or that of one of several agents alone."""
+        """The attempt's session at the gateway, or that of one of several agents."""
         return self._find(handle).session(agent)
 
     def remote(self, handle: str) -> RemoteConversations | None:
@@ -191,7 +192,7 @@ class Attempts:
         return self._find(handle).policy.remote
 
     async def generate(self, handle: str, ask: ServiceRequest) -> Answers:
-        """The answers to a call; one that comes again gets the same. Raises what
+        """The answers to a call; a repeated call gets the same answers. Raises what
         Conversation.complete raises."""
         attempt = self._find(handle)
         if ask.id not in attempt.asks:

@@ -49,7 +49,7 @@ class Calls:
             future.set_exception(self._ended())
 
     def close(self) -> None:
-        """Nothing more is done, on that event loop: what is under way is broken off."""
+        """On that event loop: no further work begins, and work under way is cancelled."""
         with self._lock:
             self.is_closed = True
         for task in list(self._tasks.values()):

@@ -74,8 +74,8 @@ class Client:
     client`."""
 
     def __init__(self, url: str, key: str, *, patience_s: float = PATIENCE_S) -> None:
-        """`url` is what `agentevo server` printed, `key` what is in the file that it named. Raises
-        ConfigError for what is none."""
+        """`url` is what `agentevo server` printed, `key` the content of the file that it named.
+        Raises ConfigError for an invalid one."""
         self._address = EngineAddress.read(url, what="a server", printed_by="server")
         if not isinstance(key, str) or not re.fullmatch("[0-9a-f]{64}", key.strip()):
             raise ConfigError(

@@ -1,5 +1,5 @@
-"""What submitted attempts may say. Their seals cover tokens and names; rewards, metrics and reasons
-are whatever their program wrote, so nothing of that may end the run."""
+"""What submitted attempts may contain. Their seals cover tokens and names; their program writes
+rewards, metrics and reasons freely, so no value of those may end the run."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class RemoteAttempt:
         self.connection = connection
         self.opened = opened
         self.settled: Settled | None = None
-        """What clients of its own have done; None where there are none."""
+        """What its own clients have done; None without such clients."""
         self.ended: EndedAttempts | None = None
         self.conversations = {name: LoopConversation(self, name) for name in opened.names}
 
@@ -115,7 +115,7 @@ class LoopConversation:
         return self._openings.get(turn.index, "")
 
     async def close(self) -> None:
-        """Ends the attempt; what is recorded of it is known from now on."""
+        """Ends the attempt; its record is known from now on."""
         if self._is_closed:
             return
 

@@ -1,4 +1,4 @@
-"""The routes of a server of programs' loops (wire.py), in front of those of the gateway.
+"""The routes of a server of programs' loops (wire.py), before those of the gateway.
 
     GET  /loop/v1/models                               what there is
     POST /loop/v1/models/NAME                          open or resume
@@ -197,7 +197,7 @@ async def _quick(work: Awaitable[Any]) -> Any:
 
 
 async def _body(request: Request, longest: int = MAX_BODY, within_s: float = BODY_S) -> bytes:
-    """The whole body. Raises BadRequestError for one that is too long or too slow."""
+    """The complete body. Raises BadRequestError for one that is too long or too slow."""
     pieces = []
     size = 0
     try:

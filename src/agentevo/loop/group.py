@@ -113,7 +113,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, content: bytes) -> Group:
-        """The inverse of `encode`. Raises BadRequestError for what is no group."""
+        """The inverse of `encode`. Raises BadRequestError for an invalid group."""
         return decode(content, cls)
 
 

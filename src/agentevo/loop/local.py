@@ -133,8 +133,8 @@ class LocalConnection:
 def loop_config(
     folder: Path, sections: Mapping[str, Any], overrides: Sequence[str] = ()
 ) -> RunConfig:
-    """The configuration of the run in the folder, with these sections in place of what it has; or
-    that of a new run. Raises ConfigError."""
+    """The configuration of the run in the folder, with these sections in place of its own; or that
+    of a new run. Raises ConfigError."""
     before: dict[str, Any] = {"agent": {"type": "function"}, "trainer": {"steps": UNBOUNDED}}
     if is_run_folder(folder):
         before = sources.read_yaml(folder / "config.yaml")

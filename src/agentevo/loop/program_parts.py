@@ -82,7 +82,7 @@ class ProgramParts:
         return cls(configs, RemoteModels(sections), played, own_agents)
 
     def close(self) -> None:
-        """Ends the remote models, and says what they have cost."""
+        """Ends the remote models, and returns a report of their cost."""
         for line in self.remote_models.account():
             to_stderr(line)
         self.remote_models.close()

@@ -1,5 +1,5 @@
-"""What goes back and forth between a program's loop and the run that it trains: over the network as
-JSON, in one process as it is."""
+"""The records between a program's loop and the run that it trains: over the network as JSON, in one
+process unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentevo.types import Message, SamplingOverrides, Turn
 
 
 class ModelState(msgspec.Struct, frozen=True, kw_only=True):
-    """A run as it is now."""
+    """The present state of a run."""
 
     name: str
     step: int
@@ -99,7 +99,7 @@ class SettledAgent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Settled(msgspec.Struct, frozen=True, kw_only=True):
-    """What clients of its own have done in an attempt until now."""
+    """What an attempt's own clients have done until now."""
 
     agents: dict[str, SettledAgent]
     posted: list[PostedReward]

@@ -95,8 +95,8 @@ class Rollout:
     async def _score(
         self, model: TrainableModel, task: Task, attempts: Sequence[_MadeAttempt]
     ) -> list[Trajectory]:
-        """The trajectories of these attempts, those of each agent in turn. Nobody judges an agent
-        that is not trained."""
+        """The trajectories of these attempts, those of each agent in turn. An agent that is not
+        trained is not judged."""
         trained = model.state.trained_agents
         scored = list[Trajectory]()
         unrewarded = set[str]().union(*(attempt.unrewarded for attempt in attempts))
@@ -175,8 +175,8 @@ def rollout(function: Callable[..., Any]) -> Rollout:
 
 
 async def gather(groups: Iterable[Coroutine[Any, Any, Group]]) -> list[Group]:
-    """All groups, made at once, in their order. Raises AttemptsFailedError if not one attempt
-    of any of them has completed: then the function is broken, or what it asks."""
+    """All groups, made at once, in their order. Raises AttemptsFailedError if no attempt of any of
+    them has completed: then the function, or a service that it uses, is broken."""
     finished = await gather_all(list(groups))
     attempts = [trajectory for group in finished for trajectory in group.trajectories]
     if attempts and all(attempt.status != "completed" for attempt in attempts):

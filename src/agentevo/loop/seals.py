@@ -38,7 +38,7 @@ class Sealer:
         return hmac.new(self._key, content_digest(bare), hashlib.sha256).hexdigest()
 
     def check(self, trajectory: Trajectory, seal: str | None) -> None:
-        """Raises SealError for tokens that are not what was sealed."""
+        """Raises SealError for tokens that differ from the sealed ones."""
         try:
             expected = self.seal(trajectory)
         except StoreError as error:

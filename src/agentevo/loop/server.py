@@ -1,5 +1,5 @@
-"""`agentevo server`: trains models for programs on other machines. Each has a folder of its name,
-and a run with a thread of its own (service.py); the door is one socket, whose paths are those of
+"""`agentevo server`: trains models for programs on other machines. Each model has a folder of its
+name, and a run with a thread of its own (service.py); the door is one socket, with the paths of
 wire.py, and the gateway's for agents with a client of their own.
 
 Whoever has the key may train here, and neither run code nor read files: the keys of sections that
@@ -104,8 +104,8 @@ class LoopServer:
         return service
 
     async def open(self, name: str, sections: dict[str, Any]) -> None:
-        """Opens a model, new or as it was left; nothing happens to one that is open already and
-        keeps its settings."""
+        """Opens a model, new or as it was left; a model that is open already and keeps its settings
+        is unchanged."""
         config = self._config(name, sections)
         await self._end(name)
 

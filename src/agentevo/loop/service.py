@@ -1,8 +1,8 @@
-"""A run that is trained by what programs' loops submit: a thread with an event loop of its own, on
+"""A run that trains on submissions of programs' loops: a thread with an event loop of its own, on
 which its engine draws and its trainer's loop (orchestration/training_run.py) waits for submissions.
 
-Whoever asks does so from another event loop by `call`: that of a program (local.py) or that of a
-server's door (server.py).
+Callers use `call` from another event loop: that of a program (local.py) or that of a server's door
+(server.py).
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class LoopService:
         return self._calls.call_now(work, START_S)
 
     async def close(self) -> None:
-        """Ends the run after what is under way, with a checkpoint."""
+        """Ends the run after the work under way, with a checkpoint."""
         self._is_closing = True  # for a thread that has not come so far
         self._calls.soon(self._end_run)
         limit_s = CLOSE_S if self._opened.done() else BREAK_OFF_S
@@ -464,7 +464,7 @@ def check_groups(groups: Sequence[Group], sealer: Sealer) -> None:
 
 
 def _group_id(group: Group, trajectory: Trajectory) -> str:
-    """What the group's id has to be in one of its trajectories."""
+    """The id that the group needs for one of its trajectories."""
     if trajectory is group.baseline:
         return baseline_name(group.id, group.task.id)
     return group_of_agent(group.id, trajectory.agent)

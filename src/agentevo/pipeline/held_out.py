@@ -1,6 +1,6 @@
-"""What a stage has gained on the fixed held-out tasks: differences of the same tasks, played by the
-model that it began with and by the one that it made, with their intervals; and when rounds that
-gain nothing end."""
+"""The gain of a stage on the fixed held-out tasks: differences of the same tasks, played by the
+model that it began with and by the one that it made, with their intervals; and when rounds without
+a gain end."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a stage does: a kind is a program that is run in a folder of the stage's own, and a look at
-what it has left there.
+"""The work of a stage: a kind is a program that runs in a folder of the stage's own, and a reader
+of what it left there.
 
 A kind never keeps anything in memory: whether a stage is finished, can be resumed, and what it
 made, is read from its folder, also by a pipeline that is restarted after it was killed.
@@ -22,12 +22,12 @@ AGENTEVO = (sys.executable, "-m", "agentevo")
 
 
 class NoOptions(Section):
-    """A kind without keys of its own."""
+    """A kind without its own keys."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One stage as it is to be run: every reference is resolved."""
+    """One stage ready to run: every reference is resolved."""
 
     id: str
     """Its name, with the round of a repeated one: `rl`, `spin.2`, `improve.2.rl`."""

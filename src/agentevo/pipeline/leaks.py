@@ -1,11 +1,12 @@
-"""Held-out tasks stay out of training, of every stage: what is asked in them is compared, as text.
+"""Held-out tasks stay out of training, of every stage: their questions are compared, as text.
 
     held out    the pipeline's held-out tasks, and those that each stage evaluates itself on
     trained on  tasks of stages, questions in their conversations, prompts of their pairs
 
 An environment's tasks need no comparison: seeds of training, evaluation and demonstrations are
-never the same (rollout/tasks.py), whatever run.seed is. Not compared: what an environment shows
-under two seeds, and the conversations of `command` stages' own making with those of environments.
+never the same (rollout/tasks.py), whatever run.seed is. Not compared: the observations of an
+environment under two seeds, and the conversations that `command` stages make with those of
+environments.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from agentevo.types import QUERY_MESSAGES, Task
 
 @dataclass
 class TaskQuestion:
-    """Digest of what is asked -> an example of the text, and where it is from."""
+    """Digest of a question -> an example of the text, and its source."""
 
     of: dict[bytes, tuple[str, str]] = field(default_factory=dict)
 
@@ -53,9 +54,9 @@ class Leaks:
     trained: TaskQuestion = field(default_factory=TaskQuestion)
 
     def see(self, config: RunConfig, where: str, trains_on: TrainsOn = "") -> None:
-        """Takes up a stage's tasks and data, as far as its files are there. Raises LeakError where
-        it trains on a task that it or a stage that was seen before holds out, or holds out one that
-        was trained on."""
+        """Registers a stage's tasks and data, as far as its files exist. Raises LeakError where it
+        trains on a task that it or an earlier stage holds out, or holds out one that was trained
+        on."""
         held_out = TaskQuestion()
         trained = TaskQuestion()
         if config.tasks.given and _are_there(config.tasks.train):

@@ -1,4 +1,4 @@
-"""Stages that pass a model on, and the one that is any program."""
+"""Stages that convert a model, and the stage that runs any program."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ExportStage(StageKind):
 
 
 class CommandOptions(Section):
-    """A program, and what it makes."""
+    """A program, and its outputs."""
 
     run: tuple[str, ...] = Field(min_length=1)
     """The program with its arguments, such as [agentevo, optimize, ...]: `agentevo` is this

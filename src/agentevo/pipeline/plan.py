@@ -1,5 +1,5 @@
-"""From named stages to what is run, in order: every round of a repeated stage is an instance of its
-own, and every model that is measured has one that measures it.
+"""From named stages to runs, in order: every round of a repeated stage is a separate instance, and
+every measured model has an instance that measures it.
 
     a stage         rl
     a round         spin.2        of a group: improve.2.rl
@@ -54,7 +54,7 @@ class Instance:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """All instances, each behind what it waits for."""
+    """All instances, each after those that it waits for."""
 
     instances: tuple[Instance, ...]
     by_id: Mapping[str, Instance] = field(init=False, repr=False)
@@ -173,7 +173,7 @@ def written_in(instance: Instance, config: PipelineConfig) -> list[object]:
 def _needs(
     plan: PipelinePlan, waiting: Instance, config: PipelineConfig, problems: list[str]
 ) -> dict[str, None]:
-    """Ids that it waits for, in order; appends what is wrong to `problems`."""
+    """Ids that it waits for, in order; appends errors to `problems`."""
     place = _place(waiting.path)
     needs = dict[str, None]()
     try:
@@ -279,7 +279,7 @@ def _stated_outputs(target: Instance) -> list[str]:
 def _with_measurements(
     bare: Sequence[Instance], needs: Mapping[str, Mapping[str, None]], config: PipelineConfig
 ) -> Iterator[Instance]:
-    """The instances with what they need, and those that measure them."""
+    """The instances with the ids that they need, and the instances that measure them."""
     kind = stage_kinds.get("evaluate")
     held_out = config.held_out is not None
     measured = [instance for instance in bare if instance.is_measured] if held_out else []
@@ -329,8 +329,8 @@ def _with_measurements(
 
 
 def _in_order(instances: Sequence[Instance], where: str) -> tuple[Instance, ...]:
-    """Each behind what it waits for, otherwise as they are written. Raises ConfigError for a
-    ring."""
+    """Each instance after those that it waits for, otherwise in the order of the file. Raises
+    ConfigError for a ring."""
     place = {instance.id: number for number, instance in enumerate(instances)}
     waits = {
         instance.id: {need for need in instance.needs if need in place} for instance in instances

@@ -31,7 +31,7 @@ class ReferenceProblem(ValueError):
 
 @dataclass(frozen=True)
 class StageReference:
-    """A reference as it is written."""
+    """A reference as it is written in the file."""
 
     scope: str
     """`stages`, `previous`, `stage`, or `round`."""

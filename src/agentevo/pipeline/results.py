@@ -1,7 +1,7 @@
 """The results of a pipeline: a table of its stages, the same as JSON, and report.html.
 
-Of one seed an interval is that of the mean over the held-out tasks (evaluation/estimates.py). Of n
-seeds it is that of the mean over seeds by Student's t: mean +- t(0.975, n - 1) * std / sqrt(n).
+For one seed an interval is that of the mean over the held-out tasks (evaluation/estimates.py). For
+n seeds it is that of the mean over seeds by Student's t: mean +- t(0.975, n - 1) * std / sqrt(n).
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ def report_html(pipeline: Pipeline, standings: Sequence[Standing], rows: Sequenc
 
 
 def lineage(standing: Standing) -> tuple[str, list[list[str]]]:
-    """Of one seed: which stage used what, and what it made, by digests."""
+    """For one seed: the inputs and outputs of each stage, by digests."""
     rows = []
     for name, state in standing.state.stages.items():
         if "@" in name or not state.digest:

@@ -65,7 +65,7 @@ def run_pipeline(
     choice: StageChoice | None = None,
     view: SweepView | None = None,
 ) -> dict[str, Any]:
-    """Runs what is not finished, and returns the results: what table.json holds. Blocks.
+    """Runs what is not finished, and returns the results: the content of table.json. Blocks.
 
     Raises ConfigError before anything is created; at the end, when all is written, AgentEvoError if
     a stage failed, and KeyboardInterrupt or SystemExit after a clean stop.
@@ -163,7 +163,7 @@ def _check(pipeline: Pipeline, resume: bool, choice: StageChoice) -> None:
 
 
 def _begin(pipeline: Pipeline, standings: Sequence[Standing]) -> None:
-    """Writes what is run, and where it stands."""
+    """Writes the configuration and the state."""
     text = dump_yaml(pipeline.config.model_dump(mode="json", exclude_unset=True))
     with must_write(pipeline.dir):
         write_atomic(pipeline.dir / FILE, text)
@@ -382,7 +382,7 @@ class _Life:
         self.failures.append(why_failed(name, how, log))
 
     def _ask_to_stop(self) -> None:
-        """Asks what is under way to stop: after a signal, or when the time is over."""
+        """Asks the stages under way to stop: after a signal, or when the time is over."""
         num_requests = len(self.received) or (1 if self.over.startswith("hours") else 0)
         if num_requests <= self._heeded:
             return
@@ -395,7 +395,7 @@ class _Life:
         self.view.note(f"stopping{how_to_stop}")
 
     def _pass_time(self) -> None:
-        """Adds the time that has passed, and looks what is left of it."""
+        """Adds the elapsed time, and checks what is left of it."""
         now = time.monotonic()
         for standing in self.standings:
             standing.state.wall_s += (now - self._clock) / len(self.standings)

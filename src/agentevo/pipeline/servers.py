@@ -4,8 +4,8 @@
              -> failed     ended by itself, or did not answer in time
 
 A server ends with this process and the stages that use it, however they end: each of them holds the
-pipe that keeps it alive (inference/guarded_server.py). A stage that is resumed and needs one that
-has ended begins when that has been started again (standing.py).
+pipe that keeps it alive (inference/guarded_server.py). A resumed stage that needs a server which
+has ended begins after that server's restart (standing.py).
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def replaced_texts(value: Any, texts: Mapping[str, str]) -> Any:
 
 
 def without_places(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe in which files from outside have their names only: what is in them counts, and not
-    where they lie."""
+    """A recipe in which files from outside have only their names: their content counts, and not
+    their place."""
     stripped = dict(tree)
     for section, keys in FILES.items():
         section_tree = stripped.get(section)
@@ -89,7 +89,8 @@ def files_outside(config: RunConfig | None, dir_: Path) -> dict[str, str]:
 
 
 def _digest_of_corpus(path: Path) -> str:
-    """Computed once while it stays as it is: it may have gigabytes, and each stage asks."""
+    """Computed once while the corpus does not change: it may have gigabytes, and each stage
+    asks."""
     stat = path.stat()
     return _known_digest(str(path), stat.st_size, stat.st_mtime_ns)
 

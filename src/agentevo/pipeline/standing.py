@@ -1,9 +1,8 @@
 """What is to be done next in one pipeline: which stages are ready, which are left out, and which
 stay as they are.
 
-Nothing is done twice: a stage that is finished, and whose setting and inputs are what they were, is
-never run again. Every decision follows from the plan, pipeline.json and the folders, so it is the
-same after a kill.
+No stage runs twice: a finished stage whose setting and inputs have not changed is never run again.
+Every decision follows from the plan, pipeline.json and the folders, so it is the same after a kill.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class StageChoice:
     start: str | None = None
     """This one and all that follow from it, again where they are finished."""
     skip: tuple[str, ...] = ()
-    """Not these: what they made before counts."""
+    """Not these: their earlier outputs count."""
 
 
 @dataclass
@@ -148,7 +147,7 @@ class Standing:
         failed = [need for need in instance.needs if self.state.stages[need].status not in DONE]
         if failed or not self._is_chosen(instance):
             if state.status == "finished" or not failed:
-                self._settle(instance)  # as it is: its own time has not come
+                self._settle(instance)  # unchanged: its own time has not come
                 return None
 
             if state.status != "failed":
@@ -314,8 +313,8 @@ class Standing:
         return self.dir / output.path
 
     def _job(self, instance: Instance, inputs: list[Input]) -> tuple[Job, dict[str, str]]:
-        """The stage with every reference resolved, and what it is made of. Raises
-        NothingThereError, ConfigError."""
+        """The stage with every reference resolved, and its setting. Raises NothingThereError,
+        ConfigError."""
         stage = instance.stage
         folder = stage_folder(self.dir, instance)
         digests = {str(folder): "stage.folder"}
@@ -349,7 +348,7 @@ class Standing:
         job = Job(instance.id, folder, options, recipe, config, model, take=stage.take)
 
         setting = dict(as_setting(replaced_texts(without_places(tree), digests), "config"))
-        if not instance.kind.serves:  # what is served is the same, wherever and how long
+        if not instance.kind.serves:  # a server's output does not depend on them
             setting_options = replaced_texts(replace_references(written, meaning), digests)
             setting |= dict(as_setting(setting_options, "options"))
 
@@ -450,7 +449,7 @@ class Standing:
         return reference.fallback
 
     def _output(self, target: str, key: str, inputs: list[Input]) -> str | float:
-        """What a finished stage made, and its digest as it is now."""
+        """An output of a finished stage, and its present digest."""
         state = self.state.stages[target]
         if key == "folder":
             folder = stage_folder(self.dir, self.plan.by_id[target])

@@ -60,7 +60,7 @@ class StageState(msgspec.Struct, kw_only=True):
     kind: str
     status: Status = "waiting"
     why: str = ""
-    """Of one that was skipped, failed, or run again: the reason."""
+    """The reason, for a stage that was skipped, failed, or run again."""
     digest: str = ""
     """Of all that it is made of."""
     setting: dict[str, str] = {}

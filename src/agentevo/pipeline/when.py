@@ -32,7 +32,7 @@ class StageCondition(NamedTuple):
 
 
 def condition(text: str) -> StageCondition:
-    """Raises ValueError for what is none."""
+    """Raises ValueError for an invalid condition."""
     match = _FORM.fullmatch(text)
     try:
         right = float(match["right"]) if match else math.nan

@@ -1,4 +1,4 @@
-"""`agentevo sample`: a sampler of a run as a process of its own.
+"""`agentevo sample`: a sampler of a run as a separate process.
 
 It needs neither weights nor torch: conversations are encoded with the recipe's tokenizer, tokens
 come from the engines that announce themselves in RUN/engines/ (or that are given by URL), tasks and
@@ -52,8 +52,9 @@ if TYPE_CHECKING:
 DONE_S = 2.0
 """How often to look whether the run has committed its last step, in seconds."""
 GRACE_S = 2.0
-"""How long the service gets to see that it is to stop, in seconds; then it is cancelled, wherever
-it waits. One that is stopping has STOPPING_S more, and as much as this for what is late then."""
+"""How long the service may take to notice a request to stop, in seconds; then it is cancelled,
+wherever it waits. A stopping service has STOPPING_S more, and this time again if it is late
+then."""
 
 
 def sample(
@@ -190,8 +191,8 @@ async def engines_and_store(
     name: str,
 ) -> AsyncIterator[tuple[RemoteEngine, Store, CallLog] | None]:
     """The run's engines (`urls`, else those of its folder), its store, and the log of calls, all
-    closed at the end; None where `stop` came before the store was open. `name`: of this process,
-    for its traces."""
+    closed at the end; None where `stop` came before the store was open. `name`: the name of this
+    process, for its traces."""
     from agentevo.inference.directory import EngineDirectory
     from agentevo.inference.remote import RemoteEngine
     from agentevo.inference.secret import RunSecret

@@ -1,4 +1,4 @@
-"""`agentevo serve`: one engine of a run as a process of its own.
+"""`agentevo serve`: one engine of a run as a separate process.
 
 The engine waits for the run's first weights, announces itself in RUN/engines/, and follows them
 from then on (RUN/weights/, or what rollout.transport says): it reads and verifies new weights while
@@ -56,8 +56,8 @@ from agentevo.signals import asked_to_stop
 
 STOP_POLL_S = 0.05
 AGAIN_S = 30.0
-"""Refused weights are read again after so long though they look the same: what was wrong may have
-been the reading."""
+"""Refused weights are read again after this time though they look unchanged: the read may have been
+at fault."""
 
 
 def serve(
@@ -232,8 +232,8 @@ class VersionFollower:
                 await in_thread(self._weights.withdraw)
 
     async def look(self) -> bool:
-        """Serves the newest weights if they are newer than what is served; returns whether it
-        did. Where a trainer sends them to who asks, it asks until it does."""
+        """Serves the newest weights if they are newer than the served ones; returns whether it did.
+        Where a trainer sends weights on request, it asks until it does."""
         while True:
             try:
                 version = await self._serve_newest()

@@ -8,8 +8,8 @@
     GET  /sessions/ID/trajectory    ids, log-probs, versions, messages; once the session has ended
     GET  /stats                     counts of sessions and engines
 
-All need `Authorization: Bearer KEY` with the gateway's key; those of one session take that
-session's own key as well. They run on the gateway's event loop, and what they ask on the sampler's.
+All routes need `Authorization: Bearer KEY` with the gateway's key; those of one session accept that
+session's own key as well. They run on the gateway's event loop, and their calls on the sampler's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Samplers and engines as child processes that are started again when they die: those of `agentevo
+"""Samplers and engines as child processes that are restarted when they die: those of `agentevo
 train` with rollout.samplers above 0, and those of one machine of a launch.
 
 The children are `agentevo serve` and `agentevo sample`, with their output in RUN/logs/ and in
@@ -167,7 +167,7 @@ class Children:
             while not self._ended.wait(LOOK_S) and self._failure is None:
                 for child in self._children:
                     self._look_after(child)
-        except Exception as error:  # noqa: BLE001 (nobody else would hear of it, and the children would not be replaced any more)
+        except Exception as error:  # noqa: BLE001 (it would be lost, and children no longer replaced)
             self._failure = ChildFailedError(
                 f"samplers and engines are not looked after any more: {type(error).__name__}: "
                 f"{error}"

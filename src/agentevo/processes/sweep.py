@@ -1,4 +1,4 @@
-"""Runs a sweep: every member a process of its own, several at once, and a table at the end.
+"""Runs a sweep: every member in a separate process, several at once, and a table at the end.
 
     runs/NAME/sweep.yaml  table.md  table.json
     runs/NAME/recipes/VARIANT-SEED.yaml  logs/VARIANT-SEED.log  VARIANT-SEED/ (the run)

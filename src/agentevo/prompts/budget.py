@@ -38,7 +38,7 @@ class Budget:
     num_played: int = 0
 
     def check(self) -> None:
-        """Raises ConfigError for one that is used up by the comparison."""
+        """Raises ConfigError for a budget that the comparison uses up."""
         needed = self.reserve + self.section.tasks * self.section.attempts_per_task
         if self.section.attempts < needed:
             raise ConfigError(

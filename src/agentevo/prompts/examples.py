@@ -52,8 +52,8 @@ def chosen_examples(
 
 
 def common_opening(played: Sequence[PlayedAttempt], shown: Sequence[Message]) -> list[Message]:
-    """What conversations begin with, system messages left out, whatever their task: the messages
-    that those of all tasks have in common; of a single task `shown`, the examples."""
+    """The common beginning of conversations, without system messages, whatever their task: the
+    messages that the conversations of all tasks share; for a single task `shown`, the examples."""
     openings = {attempt.task: _talk(attempt) for attempt in played}
     talks = [talk for talk in openings.values() if talk]
     if len(talks) < 2:
@@ -69,8 +69,8 @@ def common_opening(played: Sequence[PlayedAttempt], shown: Sequence[Message]) ->
 
 
 def own_talk(played: PlayedAttempt, opening: Sequence[Message]) -> list[Message]:
-    """The attempt's conversation without system messages and without what it begins with; empty
-    for one that no example can be."""
+    """The attempt's conversation without system messages and without the common beginning; empty
+    for one that can't be an example."""
     talk = _talk(played)
     if [_said(message) for message in talk[: len(opening)]] == [
         _said(message) for message in opening

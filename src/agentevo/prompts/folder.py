@@ -138,7 +138,7 @@ class OptimizeFolder:
         check_empty(self.path, but=(LOCK, RUN))
 
     def begin(self, settings: Mapping[str, Any], declared: Mapping[str, Declared]) -> None:
-        """Writes what is searched, and which texts the agent asks for."""
+        """Writes what is searched, and the texts that the agent declares."""
         declarations = {name: asdict(declaration) for name, declaration in declared.items()}
         with must_write(self.path, REMEDY):
             content = _json({**settings, "declared": declarations})

@@ -275,9 +275,9 @@ def _check_config(config: RunConfig) -> None:
 def _tasks_of(
     config: RunConfig, given_tasks: Sequence[Task] | None, note: Callable[[str], None]
 ) -> _SearchTasks:
-    """What is searched with, and what is held out. A task that asks what a held-out one asks is
-    left out of the search. A curriculum, which follows what training has solved, decides nothing
-    here: no step is trained."""
+    """The tasks to search with, and the held-out ones. A task with the same question as a held-out
+    one is left out of the search. A curriculum, which follows what training has solved, has no
+    effect here: no step is trained."""
     in_order = config.tasks.model_copy(update={"curriculum": None})
     source = TaskSource(config.model_copy(update={"tasks": in_order}), given_tasks)
     held_out = source.held_out()
@@ -312,8 +312,8 @@ def _tasks_of(
 
 
 def _question(task: Task) -> tuple[str | int | None, ...]:
-    """What two tasks that differ in their ids alone have in common. One query with two answers is
-    two of them: what it asks about is in `metadata`."""
+    """What two tasks have in common that differ only in their ids. One query with two answers makes
+    two tasks: `metadata` says what it asks about."""
     return task.environment, task.seed, task.query, repr(task.answer)
 
 

@@ -16,8 +16,8 @@ def sentences_of(text: str) -> list[str]:
 
 
 def edit(text: str, phrases: Sequence[str], draw: random.Random) -> tuple[str, str] | None:
-    """Another text, and what was done; None where nothing can be. What is between sentences (line
-    breaks) is kept only where a sentence is added."""
+    """Another text, and a description of the edit; None where no edit is possible. The space
+    between sentences (line breaks) is kept only where a sentence is added."""
     sentences = sentences_of(text)
     absent = [phrase for phrase in phrases if phrase not in text]
     kinds = (["add"] * 2 if absent else []) + (["drop", "move"] if len(sentences) > 1 else [])

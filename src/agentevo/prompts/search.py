@@ -10,9 +10,9 @@
                                     al. 2025 (arXiv 2507.19457)
 
 An edit is first compared with its parent at some tasks, where it may not be worse (gepa: has to be
-better), and only then judged at all. Tasks that texts are judged by are others than those that
-edits learn from, so no example stands before its own task. Every choice comes from the seed, the
-round and the branch.
+better), and only then judged on all of them. The tasks for judging texts are different from those
+that edits learn from, so no example stands before its own task. Every choice comes from the seed,
+the round and the branch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SAMPLES = 4
 
 @dataclass(frozen=True)
 class Judged:
-    """A candidate and what it is worth, by the tasks that texts are judged by."""
+    """A candidate and its value, on the tasks for judging texts."""
 
     candidate: Candidate
     scores: dict[str, float]

@@ -75,7 +75,7 @@ class TextWriter:
         )
 
     async def edit(self, name: str, text: str, critique: str, number: int) -> str | None:
-        """The text as it is after that criticism; None where there is none."""
+        """The text after that criticism; None where there is none."""
         answer = await self._answer(
             f"A text tells an agent what to do. Change it so that this criticism no longer holds, "
             f"and leave alone what is good. {_FORM}\n\nThe text ({name}):\n{fence(text)}\n\n"
@@ -138,7 +138,7 @@ class TextWriter:
         return match[1]
 
     def _problem(self, before: str, text: str) -> str:
-        """Why a writer's text is not taken; empty for one that is."""
+        """Why a writer's text is rejected; empty for an accepted one."""
         if problem := text_problem("text", text):
             return f"the writer's {problem}"
         if len(text) > self._max_chars:
@@ -169,7 +169,7 @@ def fence(content: str) -> str:
 
 
 def shown_attempts(tasks: Sequence[Task], played: Sequence[Sequence[PlayedAttempt]]) -> str:
-    """Attempts for a writer, each between marks, with what it was worth."""
+    """Attempts for a writer, each between marks, with its value."""
     parts = []
     for task, of_it in zip(tasks, played, strict=True):
         for attempt in of_it:

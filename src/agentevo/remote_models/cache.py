@@ -1,5 +1,5 @@
-"""Answers that are kept: one file for each question, named by the digest of the server's URL and
-the whole body, the seed included. They hold what was said, and no key.
+"""Kept answers: one file for each question, named by the digest of the server's URL and the whole
+body, the seed included. The files hold the answers, and no key.
 
 Caches are bounded: a process that finds more than the limit removes the oldest entries, down to
 three quarters of it. Processes that write at the same time can exceed the limit by what they wrote

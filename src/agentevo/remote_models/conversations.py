@@ -56,8 +56,8 @@ class AnswersRemotely(Protocol):
 
 
 class RemoteConversations:
-    """See the module. `seed` is the attempt's: every call gets one of its own, made from it and
-    the number of the call."""
+    """See the module. `seed` is the attempt's: every call gets its own seed, made from it and the
+    number of the call."""
 
     def __init__(
         self,

@@ -1,11 +1,10 @@
-"""A model of this machine in the place of a server: a judge or a teacher by the engine that
-policies are sampled with, on an event loop and a thread of its own, so that no attempt waits for
-it.
+"""A local model in place of a server: a judge or a teacher by the engine that policies are sampled
+with, on an event loop and a thread of its own, so that no attempt waits for it.
 
-It takes and gives what a server of OpenAI's chat completions would, so that price log, budget,
-cache, deadlines and the order of models are those of any remote model. It is loaded at the first
-question. The same question has the same answer in any company (inference/torch_engine.py); without
-a temperature it is greedy. It calls no tools.
+It has the input and output of a server of OpenAI's chat completions, so that price log, budget,
+cache, deadlines and the order of models work as for any remote model. It is loaded at the first
+question. The same question has the same answer in any batch (inference/torch_engine.py); without a
+temperature it is greedy. It calls no tools.
 """
 
 from __future__ import annotations
@@ -189,7 +188,7 @@ def _form(form: Mapping[str, Any]) -> AnswerForm:
 
 
 def _split_thought(text: str, opening: str) -> tuple[str, str]:
-    """The thought that an answer begins with, and what it says."""
+    """The thought at the beginning of an answer, and the rest of the answer."""
     head, mark, rest = text.partition("</think>")
     if not mark or not (head.lstrip().startswith("<think>") or "<think>" in opening):
         return "", text

@@ -47,7 +47,7 @@ class BudgetExceededError(RemoteModelError):
 
 
 class Spent(msgspec.Struct, kw_only=True):
-    """A sum of what was used, or the most that something can use."""
+    """A sum of usage, or the most that something can use."""
 
     requests: int = 0
     tokens: int = 0
@@ -82,7 +82,7 @@ class LedgerLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     tokens: int = 0
     cost: float = 0.0
     is_estimated: bool = False
-    """The server does not say what it counts: the most that it can be is taken."""
+    """The server does not report its usage: the largest possible usage is taken."""
     error: str = ""
 
 
@@ -135,7 +135,7 @@ class Ledger:
                 self._settled.wait(max(0.0, min(1.0, until - time.monotonic())))
 
     def end(self, line: LedgerLine) -> None:
-        """A request has ended, with what it used."""
+        """A request has ended, with this usage."""
         with self._thread_lock:
             with self._lock():
                 self._write(line)
@@ -157,8 +157,8 @@ class Ledger:
             ]
 
     def left(self) -> dict[str, float]:
-        """What is left of each limit of the budget, by its name, in all processes: what is under
-        way, or was when its process was killed, counts with the most that it can use."""
+        """The rest of each limit of the budget, by its name, over all processes: a request that is
+        under way, or was when its process was killed, counts with the most that it can use."""
         with self._thread_lock:
             if self._path is not None and self._path.exists():
                 with self._lock():
@@ -191,7 +191,7 @@ class Ledger:
         return ""
 
     def _most(self) -> Spent:
-        """What is used, and the most that what is under way can use."""
+        """The usage so far, and the most that requests under way can use."""
         used = Spent()
         for spent in (self._used, *self._open.values()):
             used.add(spent)
@@ -232,7 +232,7 @@ class Ledger:
             return file.read(1) != b"\n"
 
     def _read(self) -> None:
-        """Takes in what was written since."""
+        """Reads the lines that were written since the last call."""
         if self._path is None or not self._path.exists():
             return
 

@@ -1,13 +1,13 @@
 """Remote models: a history of messages in, a reply out, over HTTP.
 
-A model with `api: engine` has no server: what is said here of one is then engine_server.py, in this
-process.
+A model with `api: engine` has no server: statements here about a server then hold for
+engine_server.py, in this process.
 
-Requests are made on threads of this package's, so that no step of an engine, which holds the event
-loop, is taken for a slow server, and so that a call that was given up is still accounted for when
-its answer comes. What a server is known to refuse by chance (too many requests, its own failures, a
-connection that ends) is asked again, with pauses that double, or as long as its `Retry-After` says;
-what it refuses for a reason is raised at once. Every call ends within its deadline.
+Requests run on threads of this package, so that a step of an engine, which holds the event loop,
+does not count as a slow server, and so that an abandoned call is still accounted for when its
+answer comes. A temporary failure (too many requests, the server's own failures, a connection that
+ends) is tried again, with pauses that double, or as long as its `Retry-After` says; a permanent
+refusal is raised at once. Every call ends within its deadline.
 
 A key is read from the environment when a model is made. It is sent to its server and goes nowhere
 else: what a server says about it is shown without it.
@@ -213,8 +213,8 @@ class RemoteModel:
         return SamplingOverrides(**base | ({} if overrides is None else overrides.given()))
 
     def _answer(self, content: bytes, request: _RemoteRequest, call: LedgerLine) -> RemoteReply:
-        """On a thread: the answer from the cache or the server, asked as often as it is worth it.
-        `content` is what was asked, whether the answer is to come in events or not."""
+        """On a thread: the answer from the cache or the server, with retries as long as they may
+        help. `content` is the request, whether or not the answer comes in events."""
         cached_reply = None if self._cache is None else self._cache.find(self._server.url, content)
         if cached_reply is not None:
             self.ledger.end(msgspec.structs.replace(call, id="cache", state="cached", requests=0))
@@ -369,8 +369,8 @@ class RemoteModels(Mapping[str, RemoteModel]):
         return [row for model in self._models.values() for row in model.ledger.totals()]
 
     def summary(self) -> dict[str, Any]:
-        """Their entry in summary.json: `totals`, and what is left of the budgets; empty without
-        remote models."""
+        """Their entry in summary.json: `totals`, and the rest of the budgets; empty without remote
+        models."""
         if not self._models:
             return {}
         limits_left = {name: model.ledger.left() for name, model in self._models.items()}
@@ -380,7 +380,7 @@ class RemoteModels(Mapping[str, RemoteModel]):
         }
 
     def account(self) -> list[str]:
-        """`totals` as readable text, a line for each, and what is left of the budgets."""
+        """`totals` as readable text, a line for each, and the rest of the budgets."""
         lines = [
             f"remote model {row['model']}, asked by {row['role'] or 'nobody in particular'}: "
             f"{row['answers']} answers ({row['from_cache']} from the cache), "
@@ -411,8 +411,8 @@ def check_keys(sections: Mapping[str, RemoteModelSection]) -> None:
 
 
 def key_of_model(name: str, section: RemoteModelSection) -> str | None:
-    """The key that the environment holds for a remote model; None for one that has none. Raises
-    ConfigError where it is not there."""
+    """The environment's key for a remote model; None for a model without one. Raises ConfigError
+    where the key is missing."""
     if section.api_key is None:
         return None
 

@@ -70,7 +70,7 @@ class WireRequest:
     tool_choice: str
     """auto, none, required, or the name of a function."""
     form: AnswerForm | None = None
-    """What the answer has to look like; its calls are those of tool_choice."""
+    """The form of the answer; tool_choice says which calls it may have."""
     sampling: SamplingOverrides
     """With all that the recipe says of the model; max_new_tokens is given."""
 
@@ -80,8 +80,8 @@ class WireRequest:
 
 
 class StreamedAnswer(Protocol):
-    """An answer that comes in events. What an event lacks raises LookupError, TypeError, ValueError
-    or AttributeError, what it says of a failure BadAnswerError."""
+    """An answer that comes in events. A missing part of an event raises LookupError, TypeError,
+    ValueError or AttributeError, a reported failure BadAnswerError."""
 
     def add(self, event: Any) -> Sequence[ContentDelta | ReasoningDelta]:
         """What an event says."""

@@ -40,7 +40,7 @@ class ToolWorld:
         self._toolbox = Toolbox(sections)
 
     def open(self, world: int, seed: int = 0) -> AbstractAsyncContextManager[AttemptTools]:
-        """A session, as an attempt at a task of that world has it, with a seed of its own."""
+        """A session, as an attempt at a task of that world has it, with its own seed."""
         task = Task(id=f"making-{world}", metadata={"world": world})
         return self._toolbox.open(task, seed=seed)
 

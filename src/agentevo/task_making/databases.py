@@ -80,7 +80,7 @@ class SurveyedDatabase(NamedTuple):
     tables: tuple[DatabaseTable, ...]
 
     def draw(self, draw: random.Random, before: DatabaseQuestion | None = None) -> DatabaseQuestion:
-        """A question; `before`: one that it asks with further conditions."""
+        """A question; `before`: a question to extend with further conditions."""
         if before is not None:
             table = next((other for other in self.tables if other.name == before.table), None)
             if table is None:  # it was asked of another database
@@ -124,7 +124,7 @@ def _with_conditions(
     number: int,
     draw: random.Random,
 ) -> DatabaseQuestion:
-    """The question with so many conditions, or as many as the table has columns for."""
+    """The question with that many conditions, or as many as the table has columns for."""
     named = {
         question.column,
         question.most,
@@ -206,9 +206,9 @@ async def find_database(
 async def _with_values(
     ask: Callable[[str], Awaitable[str | None]], table: str, columns: Sequence[TableColumn]
 ) -> tuple[TableColumn, ...]:
-    """Columns of a table with values of theirs, found out by one question; by two, each of half of
+    """Columns of a table with some of their values, read by one question; by two, each for half of
     the columns, where that has no answer: one that is too long for a result, or a column that can't
-    be asked for."""
+    be read."""
     drawn = []
     for column in columns:
         name = quote_identifier(column.name)

@@ -1,5 +1,5 @@
-"""Conversations that solve made tasks, for `agentevo sft`: by the calls that were carried out when
-the task was made, with what they gave then; of tasks made of documents, whose passage is searched
+"""Conversations that solve generated tasks, for `agentevo sft`: by the calls that were carried out
+when the task was made, with their results then; for tasks from documents, whose passage is searched
 for by words of the question, with the tool and the corpus that the agent has.
 
 A task whose passage is not in the results of the search is not shown: a model should not learn to

@@ -155,7 +155,7 @@ def digest_of(path: Path) -> str:
 
 
 def changed_files(digests: dict[str, str]) -> list[str]:
-    """Which files are not what they were when they were read, or are gone."""
+    """The files that have changed since they were read, or are gone."""
     changed = []
     for path, digest in digests.items():
         try:

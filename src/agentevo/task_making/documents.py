@@ -1,9 +1,10 @@
 """Tasks from documents: what stands in a passage is asked for, and the answer stands there word for
 word, so it can be checked.
 
-Without a model a sentence is asked for with a gap in it: a number, a name of several words, or a
-title between 《》, that stands nowhere else in that sentence. A model asks questions of its own
-instead; one is taken where its answer stands in the passage, is short, and is not in the question.
+Without a model the question is a sentence with a gap in it: a number, a name of several words, or a
+title between 《》, that stands nowhere else in that sentence. A model asks its own questions
+instead; a question is accepted where its answer stands in the passage, is short, and is not in the
+question.
 
 All tasks of a passage are on one side of the split, which follows from the passage's text alone,
 and a sentence that stands in passages of both sides is not asked for: no sentence that was trained
@@ -124,7 +125,7 @@ async def asked_from(
     asked: Iterable[str] = (),
     progress: Callable[[int], None] = lambda done: None,
 ) -> ReadDocuments:
-    """Questions of a model. Raises AgentEvoError where it answers nothing at all."""
+    """Questions of a model. Raises AgentEvoError where it answers nothing."""
     documents = ReadDocuments(asked=set(asked))
     reasons = Counter[str]()
     on_both = _on_both_sides(passages)
@@ -286,7 +287,7 @@ def _on_both_sides(passages: Sequence[Passage]) -> set[bytes]:
 
 
 def _sentences(passage: Passage) -> list[str]:
-    """Those of its text, and the title as one of its own."""
+    """The sentences of its text, and the title as a separate one."""
     return [*filter(None, [passage.title]), *SENTENCE.split(passage.text)]
 
 

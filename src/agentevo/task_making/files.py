@@ -71,7 +71,7 @@ def write_made(
 def made_rows(
     sources: Iterable[str], keys: Iterable[str] = (SOLVED_BY_CALLS, CONTENT)
 ) -> list[dict[str, Any]]:
-    """Rows of files that were made, with these keys. Raises ConfigError for what is no such row."""
+    """Rows of generated files, with these keys. Raises ConfigError for any other row."""
     rows = []
     for source in sources:
         for row in read_rows(source):

@@ -1,4 +1,5 @@
-"""What is true of a scenario, by carrying it out: the state that it leaves, or what it finds.
+"""The truth about a scenario, by carrying it out: the state that it leaves, or the value that it
+finds.
 
 The scenario's calls are made in a new session, between two rounds of the same questions: answers
 that differ afterwards are the state that an agent is to reach, and answers that are equal are to
@@ -91,7 +92,7 @@ async def ground_scenario(
 async def _carried_out(
     tools: AttemptTools, survey: Survey, steps: Sequence[ScenarioStep]
 ) -> list[ScenarioStep]:
-    """The calls with what they give now, which has to hold the values that are to be found."""
+    """The calls with their present results, which have to hold the values to find."""
     carried_out: list[ScenarioStep] = []
     for step in steps:
         schemas = properties(survey.schemas[step.tool])

@@ -1,6 +1,7 @@
-"""Tasks for a server of tools, from nothing but the server: what its tools do is found out by real
-calls (survey.py), call sequences are drawn and carried out (walks.py), what they leave or find is
-recorded as the truth (grounding.py), and the agent is asked in words to reach it (wording.py).
+"""Tasks for a server of tools, from the server alone: real calls show what its tools do
+(survey.py), call sequences are drawn and carried out (walks.py), the state that they leave or the
+value that they find is recorded as the truth (grounding.py), and the agent is asked in words to
+reach it (wording.py).
 
 All draws are from the seed: the same server, seed and counts give the same tasks. Walks are made in
 rounds of AT_ONCE, each in a session of its own; which tools a round prefers follows from the rounds
@@ -41,8 +42,8 @@ LONGEST_QUERY = 4000
 """Characters of a task: descriptions may be of any length."""
 MOST_ALIKE = 0.4
 """Share of the tasks that have one difficulty, as long as others are found: beyond it one is taken
-after MAX_MISSES / 2 walks in vain, the next one after half as many, and so on, so that looking for
-others costs MAX_MISSES walks in all."""
+after MAX_MISSES / 2 unsuccessful walks, the next one after half as many, and so on, so that looking
+for others costs MAX_MISSES walks altogether."""
 SAME_ANSWER = 4
 SAME_SHARE = 0.03
 """Tasks at most whose last call and answer are the same, or that share of all that are wanted: an
@@ -56,7 +57,8 @@ class WantedTasks(msgspec.Struct, frozen=True, kw_only=True):
     held_out: int = 50
     seed: int = 0
     worlds: int = 1
-    """Of so many worlds, by number in each task's `world`; 1 for a server that has but one."""
+    """The number of worlds; each task's `world` has its world's number. 1 for a server with only
+    one."""
     max_calls: int = MAX_CALLS
     languages: tuple[str, ...] = ("en",)
     personas: tuple[str, ...] = ("",)

@@ -28,7 +28,7 @@ class Link(msgspec.Struct, frozen=True):
 
     column: str
     table: str
-    """The one that it names a row of."""
+    """The table with the row that it refers to."""
     key: str
     """That one's column."""
 
@@ -40,7 +40,7 @@ class QueryCondition(msgspec.Struct, frozen=True, kw_only=True):
     sign: Sign = "="
     value: str | int | float
     link: Link | None = None
-    """The column is that of the row which this foreign key names."""
+    """The column belongs to the row that this foreign key refers to."""
 
     @property
     def sql(self) -> str:
@@ -97,7 +97,7 @@ class DatabaseQuestion(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> str:
-        """As what is to be done."""
+        """As an instruction."""
         table = plain(self.table)
         kind = "" if self.what == "value" else f"{self.what} "
         doing = (

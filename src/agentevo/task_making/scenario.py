@@ -101,8 +101,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def difficulty(self) -> int:
-        """From 1 to HARDEST: a point for each call, for each value that has to be found and for
-        each further clause of a question, less the first."""
+        """From 1 to HARDEST: a point for each call, for each value to find and for each further
+        clause of a question, less the first."""
         clauses = sum(step.question.clauses for step in self.steps if step.question is not None)
         return min(HARDEST, len(self.steps) + sum(len(step.found) for step in self.steps) + clauses)
 
@@ -142,7 +142,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pairs_of(tools: Sequence[str]) -> set[tuple[str, str]]:
-    """Each tool with the one that is called next."""
+    """Pairs of each tool with the next one."""
     return set(pairwise(tools))
 
 

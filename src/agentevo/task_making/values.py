@@ -2,8 +2,8 @@
 defaults, examples, bounds), the words of its descriptions ("single, double or family", "such as
 Rome"), and what its calls gave (keys of JSON, "room 12", "city: Oslo or Rome" in a refusal).
 
-A parameter for which there is nothing of that kind gets a name of a person, a word or a small
-number. No value is trusted: whether a tool takes it is seen when it is called.
+A parameter without such a value gets a name of a person, a word or a small number. No value is
+trusted: a call shows whether a tool accepts it.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Values:
         return [value for value in stated if _fits(value, schema)]
 
     def draw(self, name: str, schema: Mapping[str, Any], draw: random.Random) -> Any:
-        """One of those, or where there is none one that is made up."""
+        """One of the known values, or a made-up one where there is none."""
         known_values = self.known(name, schema)
         kind = _kind(schema)
         is_free = kind == "string" and not stated_values(schema)

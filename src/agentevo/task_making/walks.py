@@ -199,7 +199,7 @@ def _first(
     past_values = [value for step in steps for value in step.arguments.values()]
     for number in reversed(range(len(steps))):
         if steps[number].changes:
-            return None  # what was found before may hold no more
+            return None  # an earlier result may not hold any more
         value = first_value(steps[number].result, name, schema)
         if value is not None and value not in past_values:
             return ValueSource(step=number, name=name), value

@@ -123,7 +123,7 @@ def _said(
 
 
 def deed(description: str) -> str:
-    """The first sentence of a description as what is done: "Lists free rooms, the cheapest first."
+    """The first sentence of a description as an activity: "Lists free rooms, the cheapest first."
     gives "listing free rooms, the cheapest first"."""
     first = _FIRST.match(" ".join(description.split()))
     words = first[1].rstrip(" .:;").split(" ") if first is not None else []

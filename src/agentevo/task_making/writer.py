@@ -41,8 +41,8 @@ Answer with one JSON object and nothing else: {{"task": "..."}}"""
 async def reword_tasks(
     rows: Sequence[Mapping[str, Any]], model: RemoteModel, tools: Sequence[str], *, seed: int
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """The tasks in the model's words, and why texts of it were not taken -> how many. Raises
-    AgentEvoError where the model answers nothing at all."""
+    """The tasks in the model's words, and the reasons for rejected texts -> how many. Raises
+    AgentEvoError where the model answers nothing."""
     room = asyncio.Semaphore(AT_ONCE)
     reasons = Counter[str]()
     failures: list[AgentEvoError] = []

@@ -1,4 +1,4 @@
-"""The model that writes tasks: one behind an API, or one that is computed here."""
+"""The model that writes tasks: behind an API, or computed here."""
 
 from __future__ import annotations
 

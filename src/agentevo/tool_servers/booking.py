@@ -1,5 +1,5 @@
 """A booking office: rooms of hotels, bookings that are made and cancelled, and whether the guests
-got what they asked for.
+got the rooms that they asked for.
 
     metadata: {
       "rooms": [{"room": 12, "city": "Rome", "kind": "double", "price": 90}, ...],
@@ -178,7 +178,7 @@ class BookingOffice:
         return float(all(self._takes(stay, remaining) for stay in self._wanted) and not remaining)
 
     def _takes(self, stay: WantedStay, remaining: dict[int, Booking]) -> bool:
-        """Whether a booking is what was asked for; it is taken out of `remaining` then."""
+        """Whether a booking is the one asked for; it is removed from `remaining` then."""
         mine = [
             booking
             for booking in remaining.values()

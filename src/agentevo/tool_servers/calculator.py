@@ -69,7 +69,7 @@ def calculator(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> Any:
-    """Raises ToolError for what is no arithmetic."""
+    """Raises ToolError for anything but arithmetic."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return _check_bounds(number)
@@ -94,7 +94,7 @@ def _power(base: Any, exponent: Any) -> Any:
 
 
 def _check_bounds(value: Any) -> Any:
-    """The number itself. Raises ToolError for one that is no real number, or too large."""
+    """The number itself. Raises ToolError for a number that is not real, or is too large."""
     if isinstance(value, complex):
         raise ToolError("the result is no real number")
     if isinstance(value, int) and value.bit_length() > MAX_BITS:

@@ -108,7 +108,8 @@ class ToolServerDoor:
             await self._end(name, scope)
 
     async def _end(self, name: str, scope: Any) -> None:
-        """As its client would. `scope`: that of the request that needs the place."""
+        """Ends the session as its client would. `scope`: that of the request that needs the
+        place."""
         kept_headers = [
             header
             for header in scope["headers"]

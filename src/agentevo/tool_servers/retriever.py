@@ -124,7 +124,7 @@ def _document(passage: Passage) -> dict[str, str]:
 
 
 async def _body(receive: Any) -> bytes:
-    """Raises _Refusal for one that is too long, or does not come whole."""
+    """Raises _Refusal for a body that is too long, or incomplete."""
     content = b""
     while True:
         message = await receive()

@@ -4,7 +4,7 @@
 {"system": ..., "messages": [...], "content": [...], "stop_reason": ...}    both in one
 {"system": ..., "messages": [...], "tools": [...]}                          a conversation
 
-A result of a tool, which is part of the user's message there, is a message of its own.
+A result of a tool, which is part of the user's message there, becomes a separate message.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def message(value: Any) -> dict[str, Any]:
 
 
 def _weight(message: Mapping[str, Any]) -> int | None:
-    """0 for an answer that is marked as one that is not trained. Raises RowError."""
+    """0 for an answer that is marked as untrained. Raises RowError."""
     try:
         return 0 if is_trained(message, "an answer") is False else None
     except BadRequestError as error:
@@ -148,8 +148,8 @@ def parse_value(value: Any, what: str) -> Any:
 
 
 def halves(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """What was asked, and what was answered: the same where the row is both, or a conversation.
-    Raises RowError."""
+    """The question and the answer: the same where the row is both, or a conversation. Raises
+    RowError."""
     request = row.get("request", row.get("body", row))
     answer = row.get("response", row)
     for _ in range(2):  # a batch wraps both

@@ -91,8 +91,8 @@ def _read(
 
 @contextmanager
 def _of_no_form() -> Iterator[None]:
-    """Somebody else's record may have anything anywhere: what is not where it belongs makes it a
-    record of no known form."""
+    """A foreign record may have any value anywhere: an unexpected value makes it a record of no
+    known form."""
     try:
         yield
     except (TypeError, ValueError, AttributeError, LookupError) as error:

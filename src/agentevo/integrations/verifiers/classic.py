@@ -131,7 +131,7 @@ class ClassicWorld:
 
 
 def _task(name: str, row: Mapping[str, Any]) -> Task:
-    """The row as the store keeps it: what is asked, the answer, and a digest of the rest."""
+    """The row in the store's form: the question, the answer, and a digest of the rest."""
     plain = json.dumps(row, sort_keys=True, default=str)
     return Task(
         id=name,

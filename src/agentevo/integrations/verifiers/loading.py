@@ -130,8 +130,8 @@ def _found(module: str) -> object | None:
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Environments before 0.4 put handlers of their own for SIGINT and SIGTERM, which end the
-    process at once: those of the run stay."""
+    """Environments before 0.4 install handlers of their own for SIGINT and SIGTERM, which end the
+    process at once: this block keeps those of the run."""
     kinds = (signal.SIGINT, signal.SIGTERM)
     before = {kind: signal.getsignal(kind) for kind in kinds}
     try:

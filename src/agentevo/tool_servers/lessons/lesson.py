@@ -73,8 +73,8 @@ class Lesson(Protocol):
 def lesson_tasks(
     lesson: Lesson, count: int, seed: int, *, held_out: bool = False
 ) -> list[dict[str, Any]]:
-    """So many different tasks, as rows of a file of tasks. Raises AgentEvoError where there are not
-    so many."""
+    """So many different tasks, as rows of a file of tasks. Raises AgentEvoError where the lesson
+    has fewer."""
     draw = random.Random(f"{lesson.tool}-{seed}-{held_out}")
     rows: dict[str, dict[str, Any]] = {}
     num_misses = 0
@@ -111,7 +111,7 @@ def demonstrations(
     options: Mapping[str, Any] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """One conversation for each task, as rows for `agentevo sft`. `options`: those of the tool.
-    Raises AgentEvoError for one that was played to its end and is not worth 1."""
+    Raises AgentEvoError for a completed one that is not worth 1."""
     yield from run_coroutine(_demonstrate(lesson, tasks, seed, quits, dict(options or {})))
 
 
@@ -172,7 +172,7 @@ async def _play(
 
 
 def task_of_row(row: Mapping[str, Any]) -> Task:
-    """As a file of tasks would have it: what is no field is metadata."""
+    """As a file of tasks would have it: other keys are metadata."""
     fields = ("id", "query", "answer")
     metadata = {key: value for key, value in row.items() if key not in fields}
     return Task(id=row["id"], query=row["query"], answer=row.get("answer"), metadata=metadata)
