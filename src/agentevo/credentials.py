@@ -91,7 +91,7 @@ def is_same_place(one: str, other: str) -> bool:
 
 
 def all_but_password(url: str) -> str:
-    """The URL as if it had no password, in whatever way it gives one."""
+    """The URL as if it had no password, whichever way it gives one."""
     return _with_password_as(url, "", references=True).replace(":@", "@")
 
 

@@ -159,8 +159,8 @@ class ToolArgumentsError(ToolError):
 
 
 class ToolUnavailableError(AgentEvoError):
-    """Nobody answers for a tool: the infrastructure's failure, not the policy's. `was_sent`: the
-    call may have been carried out all the same."""
+    """A tool does not respond: the infrastructure's failure, not the policy's. `was_sent`: the call
+    may have been carried out nevertheless."""
 
     def __init__(self, message: str, *, was_sent: bool = False) -> None:
         super().__init__(message)

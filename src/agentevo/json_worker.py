@@ -63,7 +63,7 @@ class JsonWorker:
         return self._read_answer(until, limit_s, purpose)
 
     def _read_answer(self, until: float, limit_s: float, purpose: str) -> dict[str, Any]:
-        """The next line. Whatever goes wrong ends the process."""
+        """The next line. Every error ends the process."""
         assert self._process.stdout is not None
 
         line = bytearray()
@@ -103,7 +103,7 @@ def serve_requests(
     """In the process: answers requests until there are no more. `prepare` imports what the first
     one would wait for; `max_memory` is what may come on top of that, in bytes of address space."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever a package prints is no answer
+    os.dup2(2, 1)  # output that a package prints is no answer
     prepare()
     _limit_memory(max_memory)
 

@@ -1,9 +1,9 @@
-"""Rows of data, wherever they are kept: a file, a folder of files, or a Hugging Face dataset.
+"""Rows of data from any source: a file, a folder of files, or a Hugging Face dataset.
 
     FILE.jsonl[.gz]     one JSON object a line
     FILE.json[.gz]      a JSON array of objects
-    FILE.csv[.gz]       a header and a row for each record, cells apart by commas: texts, of which
-                        empty ones are keys that the row lacks
+    FILE.csv[.gz]       a header and a row for each record, cells separated by commas: texts; an
+                        empty one is a key that the row lacks
     FILE.parquet        (pip install 'agentevo[data]')
     FOLDER              what `Dataset.save_to_disk` wrote, or files of the kinds above, in the
                         order of their names
@@ -82,7 +82,7 @@ def check_source(source: str, key: str) -> None:
 
 
 def check_not_a_source(out: Path, source: str, key: str) -> None:
-    """Raises ConfigError for a file to write that is one of those to read, by whatever path."""
+    """Raises ConfigError for a file to write that is one of those to read, also by another path."""
     path = Path(source).expanduser()
     read = [path] if path.is_file() else _files(path) if path.is_dir() else []
     if out.exists() and any(out.samefile(file) for file in read):

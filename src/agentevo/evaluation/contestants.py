@@ -1,11 +1,11 @@
-"""Who is measured: words of the command line to models that play.
+"""The measured models: words of the command line to models that play.
 
-    RECIPE              a recipe's model as it is
+    RECIPE              a recipe's unchanged model
     RUN, RUN@STEP       a run's best checkpoint, or that of a step (`RUN@last`)
     FOLDER, NAME        a folder with a model or a checkpoint; a known model, or one of the hub
     NAME                a remote model of the recipe (remote_models)
-    URL#MODEL           a server of OpenAI's API that wants no key; #MODEL may be left out where it
-                        serves but one
+    URL#MODEL           a server of OpenAI's API that needs no key; #MODEL may be left out where it
+                        serves only one
 
 The first word decides what is played (agent, tasks, rewards, sampling): the play of its recipe or
 run. A model alone is asked each task once, unless overrides say otherwise. All models play the same

@@ -1,11 +1,11 @@
 """The folder of an evaluation, from which an interrupted evaluation is resumed.
 
-    eval.json           what is measured: tasks, models, attempts, sampling; written first: where
-                        nothing else is there yet, `--resume` goes on as well
+    eval.json           what is measured: tasks, models, attempts, sampling; written first:
+                        `--resume` also continues where nothing else exists yet
     tasks.jsonl         the tasks, a line each
-    trajectories.jsonl  every attempt whole, with its messages and tokens
+    trajectories.jsonl  every attempt in full, with its messages and tokens
     results.jsonl       a line for each attempt, see AttemptLine
-    summary.json        what they come to; written last
+    summary.json        the summary of the attempts; written last
 
 Both logs are append-only. All attempts of a model at one task are appended at once, trajectories
 first: a play, whose lines share one name. A line that a killed process has left half written does

@@ -1,4 +1,4 @@
-"""What `agentevo evolve` reads beside the keys of a recipe: its section `evolve`."""
+"""The section `evolve`, which `agentevo evolve` reads in addition to the keys of a recipe."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The pipeline of an evolution, as a mapping (docs/pipelines.md): which stages there are, and what
-each begins with.
+"""The pipeline of an evolution, as a mapping (docs/pipelines.md): its stages, and what each
+begins with.
 
     try -> choose -> show          attempts that succeed, fine-tuned on (demonstrations: attempts,
                                    or those of a teacher)
@@ -8,7 +8,7 @@ each begins with.
                                    (prompts: attempts); tasks at the edge
     merge                          adapters and their base as one plain model
 
-The first round's tasks are there before the pipeline is (evolve.py), so that the held-out ones are
+The first round's tasks exist before the pipeline does (evolve.py), so that the held-out ones are
 the same in every stage.
 """
 

@@ -237,8 +237,8 @@ class _TrainerProcess:
 
 
 def _end_with_parent() -> None:
-    """In a rank before it begins: it is killed when its node's process is, whatever killed that.
-    The trainer of the next start would find the run taken otherwise."""
+    """In a rank before it begins: it is killed when its node's process is, by any cause. Otherwise
+    the trainer of the next start would find the run taken."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 

@@ -2,7 +2,7 @@
 that is code, a file or address of the server's, or a value of its environment.
 
 Every key of the sections is in `KEYS` or, with the reason, in `REFUSED` (a test compares them with
-the schema): a new key is refused until somebody has said which.
+the schema): a new key is refused until it is listed.
 """
 
 from __future__ import annotations
@@ -172,11 +172,11 @@ REFUSED: Mapping[str, str] = {
 }
 """Why a client may not set the others. A key of one of `agents` stands here without its name."""
 _NAMED = {"model": "name", "algorithm": "name", "engine": "type"}
-"""The key that a section stands for where it is only a name."""
+"""The key that a section has where it is only a name."""
 
 
 def check_sections(sections: Mapping[str, Any]) -> None:
-    """Raises ConfigError for what a client may not say, the same whatever the server has."""
+    """Raises ConfigError for what a client may not set, whatever the server has."""
     for place, text in _texts("", sections):
         if "${" in text:
             raise ConfigError(

@@ -1,6 +1,6 @@
 """The routes of a server of programs' loops (wire.py), before those of the gateway.
 
-    GET  /loop/v1/models                               what there is
+    GET  /loop/v1/models                               the models
     POST /loop/v1/models/NAME                          open or resume
     GET  /loop/v1/models/NAME                          its state
     POST /loop/v1/models/NAME/close | save
@@ -8,12 +8,12 @@
     POST /loop/v1/models/NAME/attempts                 begin one
     POST /loop/v1/models/NAME/attempts/H/generate | settle | end
     POST /loop/v1/models/NAME/steps                    groups for a step; its submission's id
-    GET  /loop/v1/models/NAME/steps/ID                 what that came to
-    GET  /loop/v1/models/NAME/checkpoints              those that there are
+    GET  /loop/v1/models/NAME/steps/ID                 its result
+    GET  /loop/v1/models/NAME/checkpoints              the existing ones
     GET  /loop/v1/models/NAME/checkpoints/STEP/FILE    one file of one
 
-Every request has the server's key as `Authorization: Bearer KEY`. What takes long is answered with
-202 in time, and asked for again. Every request may be repeated.
+Every request has the server's key as `Authorization: Bearer KEY`. Work that takes long is answered
+with 202 in time, and the client asks again. Every request may be repeated.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 name, and a run with a thread of its own (service.py); the door is one socket, with the paths of
 wire.py, and the gateway's for agents with a client of their own.
 
-Whoever has the key may train here, and neither run code nor read files: the keys of sections that
+A client with the key may train here, and neither run code nor read files: the keys of sections that
 a client may set are listed (client_sections.py), and its chat templates are rendered within bounds.
 """
 
@@ -83,7 +83,7 @@ class LoopServer:
         return task.result()
 
     def _forget_later(self, key: tuple[str, ...], task: asyncio.Task[Any]) -> None:
-        """Nobody may come for the result."""
+        """Drops the result after a time: its client may never fetch it."""
 
         def forget() -> None:
             if self._jobs.get(key) is task:

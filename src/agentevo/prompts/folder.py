@@ -1,10 +1,10 @@
 """The folder of a search for better texts, from which an interrupted search is resumed.
 
     optimize.json   what is searched, written first
-    log.jsonl       every candidate, attempt and answer of the writer, only added to
-    run/            what is written beside attempts, such as price logs
+    log.jsonl       every candidate, attempt and answer of the writer; append-only
+    run/            files besides those of attempts, such as price logs
     texts.yaml      the texts that a recipe takes (`agent.texts`), written at the end
-    summary.json    what it came to, and report.md for people
+    summary.json    the results, and report.md to read
 
 The search is a function of the settings and the log: a resumed search makes the same choices again,
 and finds attempts and answers there instead of asking for them. An attempt is noted as begun before

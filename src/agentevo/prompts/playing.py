@@ -1,5 +1,5 @@
-"""Candidates play tasks: each task with the same seeds for every candidate, whatever was played
-before is taken from the log, and nothing begins that the budget does not hold.
+"""Candidates play tasks: each task with the same seeds for every candidate. Attempts that were
+played before are read from the log, and no attempt begins without room in the budget.
 
 What failed counts, in the search, as the lowest reward that was seen, or 0 where that is lower: a
 text under which attempts break must not look better for it.

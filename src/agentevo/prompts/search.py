@@ -1,6 +1,6 @@
-"""The search for better texts, as a beam or on a Pareto front; which edits there are is the same.
+"""The search for better texts, as a beam or on a Pareto front; both have the same edits.
 
-    beam (apo, few_shot, phrases)   of every text of the beam some edits; the best of both go on.
+    beam (apo, few_shot, phrases)   of every text of the beam some edits; the best of both continue.
                                     With a writer an edit is a criticism of attempts and a change
                                     by it: textual gradients, after Pryzant et al. 2023
                                     (arXiv 2305.03495)

@@ -150,7 +150,7 @@ class RemoteConversations:
         return self.models[model].within_s
 
     def discard(self, turn: int) -> None:
-        """Nobody received what turn `turn` said."""
+        """No client received the answer of turn `turn`."""
         self._lost.add(turn)
 
     def received_turns(self) -> set[int]:

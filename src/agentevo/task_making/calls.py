@@ -29,7 +29,7 @@ class CallResult(msgspec.Struct, frozen=True, kw_only=True):
     is_refused: bool = False
     """The tool does not take these arguments."""
     is_lost: bool = False
-    """Nobody answered."""
+    """There was no answer."""
 
 
 class ToolWorld:

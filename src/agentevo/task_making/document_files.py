@@ -120,7 +120,7 @@ def read_documents(given: Sequence[Path]) -> Documents:
 
 def _name_files(sources: Sequence[Path], left_out: Counter[str]) -> dict[Path, str]:
     """The files with the names that passages have: within its folder, and after the folder's own
-    name where another one has the same. A file that is given twice, by whatever path, counts
+    name where another one has the same. A file that is given twice, also by another path, counts
     once."""
     files = dict[Path, str]()
     seen_paths = set[Path]()

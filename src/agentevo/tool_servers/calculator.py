@@ -1,7 +1,7 @@
 """A calculator: arithmetic as Python writes it, and nothing else of Python.
 
-Whatever is asked is answered in bounded time and memory: no whole number has more than MAX_BITS
-bits, and no expression more than MAX_CHARS characters.
+Every answer takes bounded time and memory: no whole number has more than MAX_BITS bits, and no
+expression more than MAX_CHARS characters.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def _of_events(attributes: Mapping[str, Any], events: Sequence[Any]) -> list[dic
 
 
 def parsed_or_text_of(value: Any) -> Any:
-    """An attribute of an event: lists and objects come as JSON, whatever else stays a text."""
+    """An attribute of an event: lists and objects come as JSON, any other value stays a text."""
     if isinstance(value, str) and value[:1] in "[{":
         inner = parsed_or_text(value)
         is_structure = isinstance(inner, list) and inner and isinstance(inner[0], Mapping)

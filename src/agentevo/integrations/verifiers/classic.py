@@ -1,4 +1,4 @@
-"""Environments with `load_environment`: SingleTurnEnv, MultiTurnEnv, ToolEnv and whatever else is a
+"""Environments with `load_environment`: SingleTurnEnv, MultiTurnEnv, ToolEnv and every other
 `verifiers.Environment` (verifiers 0.1.14 to 0.3).
 
 An attempt is the environment's `run_rollout`, with a client of the gateway: it asks, calls its

@@ -1,6 +1,6 @@
 """Tasks for each of the tools that ship, with the calls that solve them.
 
-lesson    what a lesson is; tasks that are held out apart, and demonstrations of a solver
+lesson    the definition of a lesson; separate held-out tasks, and a solver's demonstrations
 facts     people and cities of an invented world, for `search`
 others    one file for each tool
 """

@@ -1,7 +1,7 @@
 """A lesson: tasks for one tool, and what solves them.
 
-Tasks are drawn with a seed. Which are held out is said by each query itself (HELD_OUT of them, by a
-hash), so no query is both trained on and held out, whatever seeds and counts are used.
+Tasks are drawn with a seed. A hash of each query decides whether it is held out (a share of
+HELD_OUT), so no query is both trained on and held out, whatever seeds and counts are used.
 
 Demonstrations are played with the real tools: a solver makes its calls, reads their results, and
 says its answer. `quits` is the share of its steps at which it gives up instead, which leaves a
