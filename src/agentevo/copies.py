@@ -29,8 +29,7 @@ def copy_of_turn(turn: Turn) -> Turn:
 
 
 def copy_of_trajectory(trajectory: Trajectory) -> Trajectory:
-    """An attempt for a user's code: what that does to it changes nothing that is stored or
-    trained."""
+    """An attempt for a user's code: changes to it do not affect what is stored or trained."""
     return msgspec.structs.replace(
         trajectory,
         turns=[copy_of_turn(turn) for turn in trajectory.turns],

@@ -2,9 +2,9 @@
 URL inserts the value of that environment variable.
 
 A configuration holds the URL as it was written, and so does everything that is made from one:
-config.yaml, reports, messages, the words of child processes. A URL with the password itself is
-refused where it could be written down; so is the key of a server (`api_key`) in any other form.
-What is shown of a URL goes through `without_password`.
+config.yaml, reports, messages, the arguments of child processes. A URL with the password itself is
+refused where it could be written down; so is the key of a server (`api_key`) in any other form. A
+URL is printed only through `without_password`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from agentevo.errors import ConfigError
 REFERENCE = re.compile(r"\$\{env:([A-Za-z_][A-Za-z0-9_]*)\}")
 EXAMPLE = "${env:STORE_PASSWORD}"
 API_KEYS = ("api_key", "admin_api_key", "engine_secret")
-"""What a configuration calls the key of a server, wherever it is."""
+"""The name of a server's key in a configuration, in every section."""
 _WITH_KEYS = ("tools", "engine", "remote_models", "sandbox", "mcp")
 """Sections of servers into whose URLs no code inserts a value: their keys are `api_key`."""
 _HIDDEN = "***"

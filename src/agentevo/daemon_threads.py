@@ -79,7 +79,7 @@ class OwnThread:
         return format_stack(self._thread.ident or 0)
 
     def has_ended(self, within_s: float) -> bool:
-        """Whether the thread has ended, waiting so long at most."""
+        """Whether the thread has ended; waits at most that long."""
         self._thread.join(within_s)
         return not self._thread.is_alive()
 

@@ -163,8 +163,8 @@ def can_pin(device: torch.device) -> bool:
 
 
 def compiles(kind: str) -> bool:
-    """Whether attention over trees is a compiled FlexAttention on such devices, and what else is
-    many operations one compiled kernel."""
+    """Whether such devices compute attention over trees by a compiled FlexAttention, and other
+    groups of operations by one compiled kernel."""
     return kind in _COMPILED
 
 

@@ -124,7 +124,7 @@ class EngineUnavailableError(EngineError):
 
 
 class WeightsNotSentError(EngineError):
-    """A trainer that sends weights to those who ask has not sent these yet: who waits asks on."""
+    """A trainer that sends weights on request has not sent these yet: the receiver asks again."""
 
 
 class WeightsLostError(EngineError):

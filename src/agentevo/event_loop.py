@@ -49,7 +49,7 @@ class TaskScope:
         self._tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """A task in this scope, as are those that it starts."""
+        """A task in this scope; tasks that it starts are in the scope too."""
         context = contextvars.copy_context()
         context.run(_scope.set, self)
         return asyncio.get_running_loop().create_task(work, context=context)

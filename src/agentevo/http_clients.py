@@ -20,7 +20,7 @@ def trusted_context() -> ssl.SSLContext:
 
 
 def is_loopback(url: str) -> bool:
-    """Whether a URL is of this machine, so that no proxy lies before it, and none may see its
+    """Whether a URL is of this machine, so that no proxy is used for it, and none may see its
     keys."""
     return is_this_machine(urlsplit(url).hostname or "")
 

@@ -101,7 +101,8 @@ def serve_requests(
     max_memory: int,
 ) -> None:
     """In the process: answers requests until there are no more. `prepare` imports what the first
-    one would wait for; `max_memory` is what may come on top of that, in bytes of address space."""
+    request would wait for; `max_memory` is the allowance on top of that, in bytes of address
+    space."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # output that a package prints is no answer
     prepare()

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 MAX_LEFT = 20
 ANSWER_S = 2.0
-"""A loop that has not answered for so long is blocked."""
+"""A loop that has not answered for this time is blocked."""
 
 
 class OwnLoop:

@@ -87,8 +87,7 @@ def check_file(path: Path) -> int:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The one JSON object in a file that AgentEvo wrote. Raises ConfigError for a file that was
-    damaged since."""
+    """The one JSON object in a file that AgentEvo wrote. Raises ConfigError for a damaged file."""
     try:
         value = parse_json(read_text(path))
     except ParseError as error:
@@ -166,7 +165,7 @@ _Loader.add_implicit_resolver(f"{_TAG}int", _WHOLE_NUMBERS, list("-+0123456789")
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts into quotes what any reader of YAML 1.1 or `_Loader` would take for something else."""
+    """Quotes every text that a reader of YAML 1.1 or `_Loader` would read as another value."""
 
 
 for _kind, _pattern in (("float", _NUMBERS), ("int", _WHOLE_NUMBERS)):

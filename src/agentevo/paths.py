@@ -49,15 +49,16 @@ def name_problem(path: str) -> str:
 
 
 def short(path: Path) -> str:
-    """The path as a message names it: from the current folder where it lies below."""
+    """The path in a message: relative to the current folder where it is below that."""
     with suppress(ValueError, OSError):
         return str(path.relative_to(Path().absolute()))
     return str(path)
 
 
 def check_new_folder(folder: Path, key: str) -> None:
-    """Raises ConfigError where a folder can't be made or written into; `key` is what gives another.
-    A file without a name tries the place, and is gone when this returns or the process dies."""
+    """Raises ConfigError where a folder can't be made or written into; `key` is the key that sets
+    another. A file without a name tests the place, and disappears when this returns or the process
+    dies."""
     problem = name_problem(f"{folder.absolute()}/{'x' * LONGEST_OWN}") or _place_problem(folder)
     if problem:
         raise ConfigError(f"{_shown(folder)} {problem}: give another {key}")

@@ -34,7 +34,7 @@ LINE_S = 15.0
 FRAME_S = 0.2
 WINDOW_S = 30.0
 LEAST_PACE_S = 2.0
-"""Before so much has been seen of the pace, no time left is said."""
+"""Shortest observation of the pace before a time left is shown."""
 
 
 class Display:

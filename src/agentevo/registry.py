@@ -1,8 +1,9 @@
 """Names that YAML may use, per kind, open to other packages through Python entry points.
 
 A package adds, say, an environment by listing it under the entry-point group
-`agentevo.environments`; it is imported only when its name is asked for. So are those that ship with
-AgentEvo and are not needed by every run (`packaged`). A name that is registered goes before both.
+`agentevo.environments`; it is imported only when its name is used. The same holds for those that
+ship with AgentEvo and are not needed by every run (`packaged`). A registered name takes precedence
+over both.
 """
 
 from __future__ import annotations

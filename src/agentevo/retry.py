@@ -18,7 +18,7 @@ STORE_RETRY_S = 600.0
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 5.0
 SILENT_S = 5.0
-"""A call that has neither answered nor failed for so long is reported."""
+"""A call that has neither answered nor failed for this time is reported."""
 TELL_S = 15.0
 """Time between two reports."""
 

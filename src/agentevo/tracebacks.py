@@ -103,7 +103,7 @@ def format_stack(thread_id: int, below: CodeType = threading.Thread.run.__code__
 
 
 def _format_frames(frames: Sequence[traceback.FrameSummary]) -> str:
-    """A user's own places, or, of installed packages alone, those that are not AgentEvo's."""
+    """A user's own places, or, of installed packages only, those that are not AgentEvo's."""
     theirs = [frame for frame in frames if not frame.filename.startswith(_OURS)]
     user_frames = [frame for frame in theirs if not frame.filename.startswith(_INSTALLED)]
     lines = traceback.format_list((user_frames or theirs)[-MAX_FRAMES:])

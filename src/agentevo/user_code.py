@@ -33,7 +33,7 @@ VARIABLE = "AGENTEVO_LOADING_S"
 LONGEST_S = 600.0
 NOTICE_S = 30.0
 REPEAT_S = 1.0
-"""How long after a signal that was swallowed comes the next."""
+"""Time from a swallowed signal to the next one."""
 GRACE_S = 10.0
 
 
@@ -125,7 +125,7 @@ class _Watch:
             signal.setitimer(signal.ITIMER_REAL, max(left_s, 0.001), interval_s)
 
     def message(self, places: str) -> str:
-        """What is said at the deadline."""
+        """The message at the deadline."""
         return (
             f"{self._what} has not ended within {self._longest_s:g} s "
             f"({VARIABLE}=SECONDS allows more). It stands at:\n{places}"

@@ -218,10 +218,10 @@ def load_run(
     rewards: Sequence[Reward] = (),
     overrides: Sequence[str] = (),
 ) -> Run:
-    """A run that was trained earlier, from its folder. What its configuration names is found again
-    (files under `import` too); an agent function, a list of tasks and reward functions that a
-    program gave are given again, and what it registered itself is registered first. The options
-    of the rewards are those of the run."""
+    """A run that was trained earlier, from its folder. Everything that its configuration names is
+    found again (files under `import` too). The program gives an agent function, a list of tasks and
+    reward functions again, and first registers what it registered itself. The options of the
+    rewards are those of the run."""
     with training_packages("a run"):
         from agentevo.api.run import Run
 

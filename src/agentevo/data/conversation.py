@@ -7,10 +7,10 @@
     alpaca     {"instruction": ..., "input": ..., "output": ..., "system": ...,
                 "history": [[question, answer], ...]}
 
-Messages stay plain mappings with every key that they came with (`reasoning_content`, `name`, ...),
+Messages stay plain mappings with all their original keys (`reasoning_content`, `name`, ...),
 because templates read such keys. Tool calls are brought into OpenAI's nesting, their arguments
 parsed: templates write them as JSON themselves. A row that breaks a rule is a RowError, never
-mended by guessing.
+repaired by guessing.
 """
 
 from __future__ import annotations
@@ -392,7 +392,7 @@ def _json(text: Any, what: str, reason: str) -> Any:
 
 def check_text(value: Any) -> None:
     """Raises RowError for a text with half of a surrogate pair (`\\ud83d` alone, from a text cut in
-    the middle), which no tokenizer takes."""
+    the middle), which no tokenizer accepts."""
     if isinstance(value, str):
         try:
             value.encode("utf-8")

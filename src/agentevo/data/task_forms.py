@@ -45,8 +45,8 @@ class PlainRow(NamedTuple):
 
 
 def plain_row(row: Mapping[str, Any], form: str = "auto") -> PlainRow:
-    """`auto` goes by the row's columns, and adds nothing that it does not say. Raises RowError for
-    a row that lacks what its form has."""
+    """`auto` follows the row's columns, and adds nothing to them. Raises RowError for a row without
+    the columns of its form."""
     columns = dict(row)
     if form == "auto":
         form = _form_of(columns)

@@ -171,7 +171,7 @@ class ChatModel:
         self._thread.join()
 
     def answer(self, history: Sequence[Message]) -> Message | None:
-        """Prints the model's answer to a history that ends with a person's message. At Ctrl-C the
+        """Prints the model's answer to a history that ends with a user's message. At Ctrl-C the
         text so far; None where there is none yet."""
         pieces: list[str] = []
 

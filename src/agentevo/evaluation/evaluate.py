@@ -57,7 +57,7 @@ class EvaluationRun:
 
     @property
     def words_of_tasks(self) -> Sequence[str]:
-        """What gives the tasks in the target's place, in words; empty where they are its own."""
+        """A name for the tasks that replace the target's; empty where they are its own."""
         return self.tasks or (("given",) if self.given else ())
 
 

@@ -49,7 +49,7 @@ from agentevo.types import Trajectory
 AT_ONCE = 8
 """Groups that are judged at once."""
 RAISED = 0.1
-"""By more than so much of its range a score has to rise for an injection to count."""
+"""An injection counts if it raises a score by more than this share of its range."""
 MAX_ROTATED = 12
 """Groups whose attempts are shown at every place, and attempts of each that are."""
 MAX_ROTATED_ATTEMPTS = 6
@@ -102,7 +102,7 @@ def calibrate(
     *,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Calibration:
-    """Measures the judge at these groups. Raises ConfigError for data that can tell nothing, and
+    """Measures the judge at these groups. Raises ConfigError for data that shows nothing, and
     AgentEvoError where the judge scores nothing."""
     usable_groups = _usable(judge, groups)
     num_attempts = sum(len(group.attempts) for group in usable_groups)

@@ -13,7 +13,7 @@ import numpy as np
 
 
 def midranks(values: Sequence[float]) -> np.ndarray:
-    """Ranks from 0, [n] float64; of equal values the mean of theirs."""
+    """Ranks from 0, [n] float64; equal values share the mean of their ranks."""
     _, inverse, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     middles: np.ndarray = (ends - counts + ends - 1) / 2

@@ -144,8 +144,7 @@ async def _sampler(
 async def local_parts(
     contestant: Contestant, config: RunConfig, note: Callable[[str], None]
 ) -> AsyncIterator[Components]:
-    """What a model plays by that is computed in this process, with a store that is gone
-    afterwards."""
+    """What a model needs to play when it is computed in this process, with a temporary store."""
     from agentevo.orchestration.components import load_policy, open_components
 
     config = without_routing(config)

@@ -119,7 +119,7 @@ class _Inbox:
             self._put(line)
         self._put(None)
         time.sleep(LETTING_GO_S)
-        os._exit(0)  # it is loading, or a recipe's code does not let go
+        os._exit(0)  # it is loading, or a recipe's code does not return
 
     def _put(self, line: bytes | None) -> None:
         with self._lock:
@@ -288,7 +288,7 @@ class CheckpointPlayer:
         self._tell(words.Done(name))
 
     async def _follow(self, request: words.Chat | words.Play) -> None:
-        """The one place where what goes wrong with a request becomes its answer."""
+        """The one place where an error of a request becomes its answer."""
         try:
             if isinstance(request, words.Chat):
                 await self._chat(request)

@@ -1,4 +1,4 @@
-"""What a dashboard and a player (`player.py`) tell each other: a JSON object on each line, requests
+"""The messages between a dashboard and a player (`player.py`): a JSON object on each line, requests
 on the player's standard input, events on its standard output."""
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class FailedPlay(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """Nothing more comes for this request."""
+    """This request has no further events."""
 
     id: str
 

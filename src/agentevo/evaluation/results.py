@@ -248,7 +248,8 @@ def _append(path: Path, records: Iterable[Any]) -> None:
 
 
 def _end_line(file: IO[bytes]) -> None:
-    """What a killed process has left half written does not spoil the next line."""
+    """Ends a line that a killed process has left half written, so that it does not spoil the next
+    one."""
     if file.seek(0, 2):
         file.seek(-1, 2)
         if file.read(1) != b"\n":
@@ -256,7 +257,7 @@ def _end_line(file: IO[bytes]) -> None:
 
 
 def _lines(path: Path, kind: type[T]) -> Iterator[T]:
-    """The whole lines of a log; half of one is none."""
+    """The complete lines of a log, without a half-written one."""
     decoder = msgspec.json.Decoder(kind)
     with suppress(FileNotFoundError), path.open("rb") as file:
         for line in file:

@@ -288,8 +288,8 @@ def _tools_of(section: EvolveSection, tree: Mapping[str, Any]) -> list[ToolSecti
 
 
 def _at_home(tree: dict[str, Any], home: Path) -> dict[str, Any]:
-    """The tree with the files of `import` by their absolute paths, and with the agent's texts
-    themselves: the recipe that is written lies elsewhere. Raises ConfigError."""
+    """The tree with absolute paths of the files of `import`, and with the agent's texts themselves:
+    the recipe is written into another folder. Raises ConfigError."""
     if isinstance(agent := tree.get("agent"), Mapping):
         agent, problem = with_texts_of_file(agent, home)
         if problem:

@@ -73,7 +73,7 @@ class TaskOrigin(Protocol):
         ...
 
     def changes(self, tasks: Path) -> str:
-        """What is not as it was when the first tasks were made, in words; empty where all is."""
+        """The changes since the first tasks were made, in words; empty where there are none."""
         ...
 
 

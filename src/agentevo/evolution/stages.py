@@ -156,8 +156,8 @@ def recipe_of(
     tools: Sequence[Mapping[str, Any]],
     folder: Path,
 ) -> dict[str, Any]:
-    """The recipe of all stages: as given, with the tools and the first tasks, and the curriculum
-    where it says nothing else."""
+    """The recipe of all stages: the given one, with the tools and the first tasks, and with the
+    curriculum unless it sets another."""
     tree = {key: value for key, value in given.items() if key not in ("evolve", "run")}
     agent = tree.get("agent")
     tree["agent"] = {

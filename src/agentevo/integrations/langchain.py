@@ -187,8 +187,8 @@ class ReactAgent:
         return None
 
     async def run(self, task: Task, policy: Policy) -> Any:
-        """One attempt. One that makes more than `max_turns` calls of the policy earns what `reward`
-        says of the messages so far."""
+        """One attempt. An attempt with more than `max_turns` calls of the policy gets what `reward`
+        gives for the messages so far."""
         graph = create_agent(
             ChatPolicy(policy), list(self.tools(task)), system_prompt=self.config.system_prompt
         )

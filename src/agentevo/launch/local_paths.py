@@ -17,9 +17,9 @@ from agentevo.errors import ConfigError
 from agentevo.parsing import read_text
 
 CARRIED = ("tasks.train", "tasks.eval", "data.train", "data.eval", "data.pairs")
-"""Keys whose files go along: their paths start at the recipe."""
+"""Keys whose files are carried with the recipe: their paths start at the recipe."""
 LARGEST = 16 * 2**20
-"""Bytes of a file that goes along."""
+"""Largest size of a carried file, in bytes."""
 _PLACED = ("run.", "store.", "import.")
 """Keys that the launch places by itself."""
 _OF_AN_IMAGE = ("/bin/", "/dev/", "/etc/", "/lib", "/opt/", "/proc/", "/sys/", "/usr/")
@@ -108,7 +108,7 @@ def _local_paths(
 
 
 def _is_local(text: str) -> bool:
-    """Whether a value is written as a path, and something lies there."""
+    """Whether a value is written as a path, and exists."""
     if not text.startswith(("~", ".")) and "/" not in text:
         return False
     if "\0" in text or "\n" in text or "://" in text:

@@ -1,4 +1,4 @@
-"""`agentevo launch node`: the processes of one machine of a launch, as nodes.yaml has them.
+"""`agentevo launch node`: the processes of one machine of a launch, as nodes.yaml lists them.
 
 The trainer's ranks run to their end; engines and samplers are restarted when they die
 (processes/supervisor.py). Node 0 writes a heartbeat into a file next to the run's folder, and how
@@ -44,7 +44,7 @@ LOST_S = 900.0
 RECIPE_S = 900.0
 """Time for a trainer to load its modules before it changes the run's recipe."""
 OLD_S = 120.0
-"""An end that was there before this node began counts after so long."""
+"""An end from before this node began counts after this time."""
 GRACE_S = 240.0
 """For the trainer to end after its step."""
 SOON_S = 15.0
@@ -141,7 +141,7 @@ def _run_children(
     is_noted = False
     while not (is_there := (run_dir / "config.yaml").is_file()) or (changed := changes(config)):
         if is_there and time.monotonic() - started_at > RECIPE_S:
-            break  # who is started now says what differs, and ends
+            break  # a process that starts now reports the difference, and ends
         if is_there and not is_noted:
             note(f"waiting for the trainer to go on with {', '.join(changed)} as given here")
             is_noted = True
@@ -269,7 +269,7 @@ class HeartbeatWriter:
         for count in itertools.count():
             is_last = self._ended.is_set()
             heartbeat = Heartbeat(count, self.code if is_last else None)
-            with suppress(OSError):  # the folder is away for a moment; the next heartbeat comes
+            with suppress(OSError):  # the folder is away for a moment; the next heartbeat follows
                 write_atomic(self._path, msgspec.json.encode(heartbeat))
             if is_last:
                 return

@@ -36,11 +36,11 @@ LOOK_S = 1.0
 CALL_S = 30.0
 """Deadline of one call to an actor."""
 SILENT_S = 120.0
-"""An actor that has answered nothing for so long is lost, whatever Ray says of it."""
+"""An actor that has not answered for this time is lost, whatever Ray reports."""
 WRONG = 2
 """Exit code of a wrong configuration: the same again would be as wrong."""
 LOST = -1
-"""In place of an exit code: the node's actor is gone, and with it the process."""
+"""In place of an exit code: the node's actor is lost, and its process with it."""
 
 
 class RayError(AgentEvoError):
@@ -54,8 +54,9 @@ class Keeper:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, words: list[str], head: str | None, log: str) -> tuple[str, int]:
-        """Starts it, with its output added to that file. `head`: where node 0 is, None for that
-        itself. Returns where other nodes reach this one, and the process's id."""
+        """Starts it, with its output added to that file. `head`: the address of node 0, None for
+        node 0 itself. Returns the address at which other nodes reach this one, and the process's
+        id."""
         ray: Any = load_extra("ray", "ray", "agentevo launch own")
         address = str(ray.util.get_node_ip_address())
         node = [*words, "--head", head or address, "--parent", str(os.getpid())]

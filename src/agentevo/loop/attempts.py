@@ -43,7 +43,7 @@ T = TypeVar("T")
 MARGIN_S = 60.0
 """What is waited for a program beyond the time that its attempt may take."""
 LOOK_S = 5.0
-"""How often is looked for such attempts."""
+"""Time between two checks for such attempts."""
 KEPT = 1000
 """Ended attempts whose end may be asked for again."""
 MAX_ASKS = 10_000

@@ -1,5 +1,5 @@
-"""What a client may say of how its model is trained at a server: the keys of `KEYS`, and nothing
-that is code, a file or address of the server's, or a value of its environment.
+"""The settings of a model's training that a client may give to a server: the keys of `KEYS`, and
+nothing that is code, a file or address of the server's, or a value of its environment.
 
 Every key of the sections is in `KEYS` or, with the reason, in `REFUSED` (a test compares them with
 the schema): a new key is refused until it is listed.

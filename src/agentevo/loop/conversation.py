@@ -32,7 +32,7 @@ class RemoteAttempt:
         self.conversations = {name: LoopConversation(self, name) for name in opened.names}
 
     async def settle(self) -> None:
-        """From now on it is known what clients have done."""
+        """From now on the work of the clients is known."""
         self.settled = await self.connection.settle(self.opened)
         for name, conversation in self.conversations.items():
             conversation.take(self.settled.agents[name].turns)
@@ -63,7 +63,7 @@ class LoopConversation:
 
     @property
     def turns(self) -> list[Turn]:
-        """Those that are known here so far."""
+        """The turns that are known here so far."""
         return [self._turns[index] for index in sorted(self._turns)]
 
     @property
@@ -175,7 +175,7 @@ class RemoteSession:
 
 
 class _ConversationDoor:
-    """Where the sessions of a RemotePolicy come from."""
+    """Opens the sessions of a RemotePolicy."""
 
     def __init__(self, attempt: RemoteAttempt) -> None:
         self._attempt = attempt

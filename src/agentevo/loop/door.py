@@ -53,9 +53,9 @@ MAX_BODY = 16 * 2**20
 MAX_GROUPS = 1024 * 2**20
 """Longest body of groups to train on, in bytes."""
 BODY_S = 30.0
-"""How long a body may take to come."""
+"""Longest time for a body to arrive."""
 GROUPS_S = 600.0
-"""How long a body of groups to train on may take to come."""
+"""Longest time for a body of groups to train on to arrive."""
 QUICK_S = 60.0
 """How long what does not wait for the engine or the trainer may take."""
 _JSON = "application/json"

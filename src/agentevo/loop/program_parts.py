@@ -1,4 +1,4 @@
-"""What a program keeps to itself when the model that it trains is on a server: its rewards, the
+"""The parts that stay with a program when the model that it trains is on a server: its rewards, the
 remote models that it asks, with their keys, and the agents that those play."""
 
 from __future__ import annotations

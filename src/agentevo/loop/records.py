@@ -59,15 +59,15 @@ class OpenedService(msgspec.Struct, frozen=True, kw_only=True):
     names: dict[str, str]
     """The id of each agent's trajectory; a single one has no name."""
     keys: dict[str, str] = {}
-    """Agent -> a key at the gateway for it, where clients of their own have one from the start; the
-    one without a name is good for all of several agents."""
+    """Agent -> its key at the gateway, where its own clients have one from the start; the key
+    without a name is valid for all of several agents."""
 
 
 class ServiceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One call of the policy."""
 
     id: str
-    """A call that comes again has the same one, and the same answer."""
+    """The id of a call: a repeated call has the same id, and gets the same answer."""
     agent: str = ""
     """Which of several agents is asked."""
     messages: list[Message] | None = None
@@ -87,11 +87,11 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
     openings: list[str]
     """For each turn what the chat template made it begin with."""
     slept_s: float
-    """Seconds that the engine has slept so far."""
+    """Seconds that the engine has slept until now."""
 
 
 class SettledAgent(msgspec.Struct, frozen=True, kw_only=True):
-    """What is recorded of one agent until now."""
+    """The record of one agent until now."""
 
     turns: list[Turn]
     received: list[int]
@@ -106,7 +106,7 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EndedAgent(msgspec.Struct, frozen=True, kw_only=True):
-    """What is recorded of one agent in an attempt."""
+    """The record of one agent in an attempt."""
 
     turns: list[Turn]
     """The turns that a client has received, renumbered."""

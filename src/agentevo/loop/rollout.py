@@ -7,8 +7,8 @@ makes of it.
     groups = await agentevo.gather(answer.group(model, task) for task in tasks)
     await model.train(groups)
 
-An attempt that fails is part of its group, with the reason, and nothing is trained on it. What goes
-wrong in the engine is no attempt's failure: the attempt is made again, with a bound.
+A failed attempt is part of its group, with the reason, and is not trained on. An error in the
+engine is not the attempt's failure: the attempt is made again, with a bound.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ class _MadeAttempt:
 
 
 def rollout(function: Callable[..., Any]) -> Rollout:
-    """Decorator: makes of an agent function, `run(task, policy)` or `run(task)`, a `Rollout`. See
-    the module. Raises ConfigError for what can't be one."""
+    """Decorator: makes a `Rollout` of an agent function, `run(task, policy)` or `run(task)`. See
+    the module. Raises ConfigError for any other object."""
     return AsyncRollout(function) if is_async(function) else Rollout(function)
 
 

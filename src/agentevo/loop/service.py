@@ -191,7 +191,7 @@ class LoopService:
             self._main.cancel()
 
     def error_of_end(self) -> AgentEvoError:
-        """Why nothing is done here any more: a new exception for each who asks."""
+        """Why no further work is done here: a new exception for each caller."""
         if isinstance(self._failure, AgentEvoError):
             return error_of(failure_of(self._failure)[1])
         why = "it was closed" if self._failure is None else f"it failed: {self._failure}"

@@ -99,7 +99,7 @@ def parent_of(standing: Standing, measured: str) -> str:
 
 
 def with_fallbacks(reference: StageReference) -> list[StageReference]:
-    """A reference and those that count where it has nothing, in order."""
+    """A reference and its fallbacks, in order."""
     fallback = reference.fallback
     return [reference, *(with_fallbacks(fallback) if isinstance(fallback, StageReference) else [])]
 

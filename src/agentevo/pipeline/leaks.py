@@ -48,7 +48,7 @@ class LeakError(ConfigError):
 
 @dataclass
 class Leaks:
-    """What has been seen of the stages of one pipeline."""
+    """The tasks and questions of one pipeline's stages so far."""
 
     held_out: TaskQuestion = field(default_factory=TaskQuestion)
     trained: TaskQuestion = field(default_factory=TaskQuestion)

@@ -5,7 +5,8 @@ every measured model has an instance that measures it.
     a round         spin.2        of a group: improve.2.rl
     a measurement   rl@held_out   of the model that the pipeline begins with: start@held_out
 
-Invariant: an instance stands behind all that it waits for. Nothing here looks at a disk.
+Invariant: an instance comes after everything that it waits for. This module reads nothing from a
+disk.
 """
 
 from __future__ import annotations
@@ -365,7 +366,7 @@ def _in_order(instances: Sequence[Instance], where: str) -> tuple[Instance, ...]
 
 
 def _ring(waits: Mapping[str, set[str]]) -> list[str]:
-    """One ring of those that wait: each waits for the next."""
+    """One ring of waiting names: each waits for the next."""
     name = next(iter(waits))
     path = list[str]()
     while name not in path:

@@ -39,7 +39,7 @@ from agentevo.registry import nearest
 ENDING = ".pipeline.yaml"
 """How the file of a packaged pipeline ends."""
 SAID_BY_ITSELF = ("extra_forbidden", "missing", "value_error", "assertion_error")
-"""Kinds of pydantic's errors that say enough, or are said here in words of pipelines."""
+"""Kinds of pydantic's errors that are clear by themselves, or are reworded here for pipelines."""
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,8 @@ class Recipes:
         return tree, folder
 
     def _texts(self, instance: Instance) -> dict[str, Any]:
-        """What the measured stage says instead of the recipe's texts: its model has learnt with
-        those. Of a stage that makes texts they come later (standing.py)."""
+        """The measured stage's replacement for the recipe's texts, since its model has learnt with
+        those. A stage that makes texts adds them later (standing.py)."""
         written = nest_keys(instance.stage.config).get("agent")
         texts = written.get("texts") if isinstance(written, Mapping) else None
         return {} if texts is None else {"agent": {"texts": texts}}
@@ -156,8 +156,8 @@ class Recipes:
 
 
 def with_model(tree: Mapping[str, Any], model: str, own: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree with another model to begin with: a tiny policy's shape goes with the name, unless
-    the stage gives one itself; adapters that are to be trained on go into model.lora.adapter."""
+    """The tree with another initial model: a tiny policy's shape is removed with the name, unless
+    the stage gives one itself; adapters to train further go into model.lora.adapter."""
     section = tree.get("model")
     model_section = dict(section) if isinstance(section, Mapping) else {}
     if model != "tiny" and not (isinstance(own.get("model"), Mapping) and "tiny" in own["model"]):

@@ -94,8 +94,8 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def replace_references(value: Any, meaning: Callable[[StageReference], str | float]) -> Any:
-    """A copy of a tree in which each reference is what `meaning` says of it; a text that is
-    nothing else is its value."""
+    """A copy of a tree in which `meaning` replaces each reference; a text that is only a reference
+    becomes its value."""
     if isinstance(value, Mapping):
         return {key: replace_references(child, meaning) for key, child in value.items()}
     if isinstance(value, (list, tuple)):

@@ -72,7 +72,7 @@ def figure(states: Sequence[StageState], name: str) -> ResultFigure | None:
 
 
 _BOUNDS = {"success": (0.0, 1.0), "gain": (-1.0, 1.0), "gain_from_start": (-1.0, 1.0)}
-"""No share is beyond them, whatever few seeds let a formula say."""
+"""The possible values of each number; with few seeds the formula may exceed them."""
 
 
 def success(numbers: Mapping[str, float]) -> str:

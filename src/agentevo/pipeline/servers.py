@@ -57,7 +57,7 @@ class StageServer:
 
 
 class Servers:
-    """Those of one life of a pipeline. Used by one thread."""
+    """The servers of one life of a pipeline. Used by one thread."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
@@ -80,7 +80,7 @@ class Servers:
         return server
 
     def look(self) -> tuple[list[StageServer], list[tuple[StageServer, str]]]:
-        """Those that answer from now on, and those that failed with how they did."""
+        """The servers that have just become ready, and those that failed with the reason."""
         ready = []
         failed = []
         for server in list(self.under_way):
@@ -100,7 +100,7 @@ class Servers:
         return ready, failed
 
     def end_idle(self) -> None:
-        """Ends those that no stage needs any more."""
+        """Ends the servers that no stage needs any more."""
         for server in list(self.under_way):
             is_kept = server.job.options.keep
             if server.answers and not is_kept and not server.standing.is_needed(server.id):
@@ -108,7 +108,7 @@ class Servers:
                 self._end(server)
 
     def end_starting(self) -> None:
-        """Ends those that do not answer yet: the pipeline stops."""
+        """Ends the servers that do not answer yet: the pipeline stops."""
         for server in list(self.under_way):
             if not server.answers:
                 self._end(server)
@@ -137,7 +137,7 @@ class Servers:
         ]
 
     def keys_for(self, standing: Standing, decided: Decided) -> dict[str, str]:
-        """Environment variables with the keys of those that a stage asks."""
+        """Environment variables with the keys of the servers that a stage asks."""
         return {
             key_variable(server.id): key_of(server.job)
             for server in self.used_by(standing, decided)

@@ -18,7 +18,7 @@ CORPUS = "corpus"
 
 
 def replaced_texts(value: Any, texts: Mapping[str, str]) -> Any:
-    """A tree in which paths of other stages are the digests of what lies there."""
+    """A tree in which paths of other stages are replaced by the digests of their content."""
     if isinstance(value, Mapping):
         return {key: replaced_texts(child, texts) for key, child in value.items()}
     if isinstance(value, (list, tuple)):

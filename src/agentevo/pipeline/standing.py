@@ -96,7 +96,7 @@ class Standing:
         """Notes for the user."""
         self._said: set[str] = set()
         self.failures: list[str] = []
-        """What could not even begin, and why."""
+        """What could not even begin, and the reason."""
         self._again: set[str] = self._from(self.choice.start)
         self.state = self._read()
 
@@ -457,7 +457,7 @@ class Standing:
             inputs.append(Input(stage=target, key=key, sha256=name))
             return str(folder)
 
-        if key in state.says:  # wherever it is served, it is the same
+        if key in state.says:  # the same, wherever it is served
             inputs.append(Input(stage=target, key=key, sha256=state.digest))
             return state.says[key]
 

@@ -180,7 +180,7 @@ def _digest_of_file(path: Path) -> str:
 
 
 def what_changed(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """The first keys in which two settings differ, in words."""
+    """The first keys in which two settings differ, as text."""
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     keys.sort(key=lambda key: not key.startswith(("input.", "file.")))
     shown = [

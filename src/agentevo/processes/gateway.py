@@ -45,8 +45,8 @@ def run_gateway(
     engines: Sequence[str] = (),
     note: Callable[[str], None] = to_stderr,
 ) -> None:
-    """Serves sessions until it is asked to stop; blocks. `engines` are URLs, else those are used
-    that the run's folder knows. Raises ConfigError before anything is created."""
+    """Serves sessions until it is asked to stop; blocks. `engines` are URLs; without them it uses
+    those that the run's folder lists. Raises ConfigError before anything is created."""
     check_one_policy(config)
     check_tracing(config)
     for url in engines:

@@ -1,5 +1,5 @@
 """`agentevo learn`: the trainer alone. Samplers and engines of the same recipe are other processes,
-which may come and go."""
+which may start and end at any time."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def check_dry_learn(config: RunConfig) -> list[str]:
 
 
 def learn(config: RunConfig, *, resume: bool = False, view: LiveView | None = None) -> None:
-    """Trains from wherever the run stands to its last step; blocks. Whichever process of the run
-    comes first makes its folder.
+    """Trains from where the run stands to its last step; blocks. The first process of the run makes
+    its folder.
 
     `resume`: continues with a configuration that differs from the run's in keys that a resume may
     change, and makes it the run's. A model that can't be loaded leaves no folder behind. Raises

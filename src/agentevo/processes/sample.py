@@ -69,8 +69,9 @@ def sample(
 ) -> None:
     """Samples until it is asked to stop, or the run's last step is committed; blocks.
 
-    `engines` are URLs, else those are used that the run's folder knows. `parent` is a process with
-    which it ends, and before which it does not. Raises ConfigError before anything is created.
+    `engines` are URLs; without them it uses those that the run's folder lists. `parent` is a
+    process with which it ends, and before which it does not. Raises ConfigError before anything is
+    created.
     """
     from agentevo.inference.address import EngineAddress
     from agentevo.inference.secret import RunSecret

@@ -42,7 +42,7 @@ LOG = logging.getLogger(__name__)
 
 MAX_STRANGERS = 128
 OPEN_S = 15.0
-"""How long the first message may take to come."""
+"""Longest time for the first message to arrive."""
 SEND_S = 60.0
 """How long a client may take for a message that it gets."""
 LONGEST_WAIT_S = 3600.0
@@ -159,7 +159,7 @@ class _SandboxSession:
         self._sending = asyncio.Lock()
 
     async def serve(self, closed: asyncio.Event) -> None:
-        """Until the client goes, is idle for too long, or the server ends."""
+        """Until the client leaves, is idle for too long, or the server ends."""
         await self._websocket.accept()
         duties = [
             asyncio.ensure_future(duty) for duty in (self._read(), self._work(), closed.wait())
@@ -182,7 +182,7 @@ class _SandboxSession:
                 await self._websocket.close(code, reason.encode("ascii", "replace")[:120].decode())
 
     async def _read(self) -> None:
-        """Returns when the client has gone. Raises Violation."""
+        """Returns when the client has left. Raises Violation."""
         while (event := await self._websocket.receive())["type"] == "websocket.receive":
             content = event.get("bytes") or (event.get("text") or "").encode()
             try:
@@ -254,7 +254,7 @@ class _SandboxSession:
             await sandbox.close()
 
     async def _next(self) -> wire.Open | wire.Request | None:
-        """The next request; None where none comes for too long."""
+        """The next request; None where none arrives for too long."""
         try:
             async with asyncio.timeout(self._server.idle_s):
                 return await self._requests.get()
@@ -323,7 +323,7 @@ class _SandboxSession:
                 await self._websocket.send_bytes(wire.to_json(message))
         except TimeoutError:
             raise ProtocolBreach(f"the client took nothing for {SEND_S:g} s") from None
-        except RuntimeError as error:  # it has gone
+        except RuntimeError as error:  # the client has left
             raise WebSocketDisconnect from error
 
 

@@ -162,7 +162,7 @@ def _board(
     config: RunConfig, secret: RunSecret, announcement: Announcement
 ) -> StoreAnnouncements | None:
     """Where samplers that share no folder find this engine; None where there is no such place, or
-    where it is not encrypted, and so for this machine alone."""
+    where it is not encrypted, and so only for this machine."""
     url = config.rollout.weights.url
     if url is None or not announcement.certificate:
         return None

@@ -289,7 +289,7 @@ def _bearer(scope: Scope) -> str:
 
 
 async def _read(request: Request, kind: type[T]) -> T:
-    """The body as such a record; an empty one is one without fields."""
+    """The body as such a record; an empty body is a record without fields."""
     value = await json_body(request, MAX_BODY_BYTES, of="of a session", may_be_empty=True)
     return record_of(value, kind, "the body")
 

@@ -15,7 +15,7 @@ from agentevo.types import Message
 
 def best_attempts(played: Sequence[PlayedAttempt]) -> list[PlayedAttempt]:
     """One attempt of each task, the most rewarded first: of those that succeeded, or, where none
-    did, of those that are worth more than the mean."""
+    did, of those with a reward above the mean."""
     completed = [
         attempt for attempt in played if attempt.status == "completed" and attempt.messages
     ]
@@ -37,7 +37,7 @@ def chosen_examples(
     played: Sequence[PlayedAttempt], before: str, most: int, draw: random.Random
 ) -> str | None:
     """A text of at most `most` conversations, drawn from `best_attempts`; None where there is none.
-    `before`: the examples that these attempts saw, which are not theirs."""
+    `before`: the examples that these attempts saw, which are not their own."""
     shown = [message for example in examples_of("examples", before) for message in example]
     opening = common_opening([attempt for attempt in played if attempt.messages], shown)
     talks = [

@@ -1,9 +1,9 @@
 """A search for better texts, from its words to its summary: `agentevo optimize`.
 
-The winner of the search is compared with the agent's own texts at the held-out tasks, which nothing
-before has seen: both play every one with the same seeds, and it is better where the 95% interval of
-the mean paired difference lies above 0 (evaluation/estimates.py). Only then is it what `texts.yaml`
-holds; else that holds the agent's own texts.
+The winner of the search is compared with the agent's own texts at the held-out tasks, which no
+earlier step has used: both play every one with the same seeds, and the winner is better where the
+95% interval of the mean paired difference is above 0 (evaluation/estimates.py). Only then does
+`texts.yaml` hold it; else that holds the agent's own texts.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class _SearchTasks:
 
 
 def optimize(what: TextOptimization, note: Callable[[str], None]) -> dict[str, Any]:
-    """Searches, compares, and gives the summary. Raises ConfigError before anything is created, and
-    AttemptsFailedError where the agent's own texts let nothing be played."""
+    """Searches, compares, and returns the summary. Raises ConfigError before anything is created,
+    and AttemptsFailedError where the agent's own texts let no attempt complete."""
     config = with_cost(what.contestant.config)
     _check_config(config)
 

@@ -136,7 +136,7 @@ class Playing:
     def _check(
         self, candidate: Candidate, attempts_by_task: dict[str, list[PlayedAttempt]]
     ) -> None:
-        """Raises AttemptsFailedError where the agent's own texts let nothing be played."""
+        """Raises AttemptsFailedError where the agent's own texts let no attempt complete."""
         every = [attempt for of_it in attempts_by_task.values() for attempt in of_it]
         if (
             every

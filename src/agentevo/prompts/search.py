@@ -175,7 +175,7 @@ class TextSearch:
         return Judged(candidate, self.playing.scores(played))
 
     async def _edit(self, parent: Candidate, draw: random.Random, number: int) -> Candidate | None:
-        """Another candidate, with one text changed; None where none comes of it."""
+        """Another candidate, with one text changed; None where the edit gives none."""
         names = sorted(self.kinds)
         name = names[number % len(names)]
         before = parent.texts[name]

@@ -155,7 +155,7 @@ class StreamedMessage:
     def __init__(self) -> None:
         self._blocks: dict[int, dict[str, Any]] = {}
         self._parts: dict[int, list[str]] = {}
-        """What has come of each block: of its text, its thought or its JSON."""
+        """The content so far of each block: of its text, its thought or its JSON."""
         self._usage: dict[str, Any] = {}
         self._stop_reason: str | None = None
         self._is_whole = False

@@ -32,7 +32,7 @@ MAX_COMPLETIONS = 128
 
 
 class AnswersRemotely(Protocol):
-    """A remote model, or what stands in its place."""
+    """A remote model, or a replacement of one."""
 
     @property
     def within_s(self) -> float:

@@ -196,8 +196,8 @@ def _split_thought(text: str, opening: str) -> tuple[str, str]:
 
 
 def _identity(name: str) -> str:
-    """A model's name, or its folder and when its weights were written, so that a run that has gone
-    on is another model."""
+    """A model's name, or its folder and when its weights were written, so that a run that was
+    trained further is another model."""
     source = resolve(name)
     if not isinstance(source, Path):
         return str(source)

@@ -61,7 +61,7 @@ class ModelServer:
         key: str | None,
         key_reference: str | None,
     ) -> None:
-        """`url` is the base URL; `key_reference` is where the key comes from, in words."""
+        """`url` is the base URL; `key_reference` describes where the key comes from."""
         # Before any attempt: clients look for the half of httpx that another thread has imported.
         import httpx
 
@@ -78,7 +78,7 @@ class ModelServer:
         self._resting_until = 0.0
 
     def rest(self, seconds: float) -> None:
-        """The server wants no request for so long, of anybody."""
+        """The server wants no request for this time, from any caller."""
         self._resting_until = max(self._resting_until, time.monotonic() + seconds)
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ class RemoteModelError(AgentEvoError):
 
 
 class BudgetExceededError(RemoteModelError):
-    """A call would go, or might go, beyond the budget of a remote model: it was not made."""
+    """A call would exceed, or might exceed, the budget of a remote model: it was not made."""
 
 
 class Spent(msgspec.Struct, kw_only=True):
@@ -144,8 +144,8 @@ class Ledger:
                 self._settled.notify_all()
 
     def totals(self) -> list[dict[str, Any]]:
-        """What each role used so far, in all processes: answers, those from the cache among them,
-        requests that failed, and sums by the names of SUMMED."""
+        """The usage of each role so far, in all processes: answers, cached ones included, failed
+        requests, and sums by the names of SUMMED."""
         if self._path is not None and not self._path.exists():
             return []
 
@@ -173,7 +173,7 @@ class Ledger:
         }
 
     def _beyond(self, most: Spent) -> str:
-        """Which limit a request that uses so much would break, as a sentence; empty for none."""
+        """The limit that a request with this usage would break, as a sentence; empty for none."""
         used = self._most()
         limits = self._budget
         for what, limit, now, extra in (

@@ -9,8 +9,8 @@ answer comes. A temporary failure (too many requests, the server's own failures,
 ends) is tried again, with pauses that double, or as long as its `Retry-After` says; a permanent
 refusal is raised at once. Every call ends within its deadline.
 
-A key is read from the environment when a model is made. It is sent to its server and goes nowhere
-else: what a server says about it is shown without it.
+A key is read from the environment when a model is made. It is sent only to its server: an answer of
+the server about it is shown without it.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class RemoteModel:
         asked for again. `schema` is a JSON schema to which the server holds the answer if it can; a
         server that refuses it is asked without, then and from then on.
 
-        Raises BudgetExceededError, RemoteModelError where no answer comes, and BadRequestError for
-        what can't be asked.
+        Raises BudgetExceededError, RemoteModelError where there is no answer, and BadRequestError
+        for an invalid request.
         """
         if schema is not None:
             return await self._by_schema(
@@ -289,7 +289,7 @@ class RemoteModel:
 
     def _pause(self, error: Unanswered, attempt: int, request: _RemoteRequest) -> None:
         """Before the next request; half of it depends on the call, so that calls that failed
-        together don't come back together."""
+        together don't repeat together."""
         pause = min(FIRST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S)
         share = derive_seed(self.name, "pause", request.number, attempt) / 2**63
         pause = pause * (0.5 + 0.5 * share)
@@ -323,7 +323,7 @@ class _RemoteRequest:
     """Of the model's calls."""
     listen: Listen | None
     headers: Mapping[str, str]
-    """Where the call stands in a trace."""
+    """The position of the call in a trace."""
     has_told: bool = False
 
     def tell(self, delta: ContentDelta | ReasoningDelta) -> None:

@@ -23,7 +23,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_tokens: int
     cached_tokens: int = 0
-    """How many of those the server had already."""
+    """How many of those the server had in its cache."""
     completion_tokens: int
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class Wire:
     reply: Callable[[Mapping[str, Any]], RemoteReply]
     """Raises BadAnswerError for anything else."""
     stream: Mapping[str, Any]
-    """The fields of a request whose answer is to come in events."""
+    """The fields of a request for an answer in events."""
     streamed: Callable[[], StreamedAnswer]
 
 

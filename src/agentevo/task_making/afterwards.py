@@ -1,5 +1,5 @@
-"""What a run with a curriculum has left of its tasks: those that it retired, and those at whose
-edge it stands. The next tasks begin there."""
+"""The remaining tasks of a run with a curriculum: those that it retired, and those at the edge of
+what it solves. The next tasks begin there."""
 
 from __future__ import annotations
 

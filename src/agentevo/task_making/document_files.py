@@ -52,7 +52,7 @@ class Documents:
     """Why files of a folder were not read -> how many."""
 
     def note(self) -> str:
-        """What was left out, in words; empty where all was read."""
+        """A description of what was left out; empty where everything was read."""
         if not self.left_out:
             return ""
         why = ", ".join(f"{many} {what}" for what, many in list(self.left_out.items())[:SHOWN])

@@ -1,5 +1,5 @@
-"""Tasks from documents: what stands in a passage is asked for, and the answer stands there word for
-word, so it can be checked.
+"""Tasks from documents: a question asks for a part of a passage, and the answer is in the passage
+word for word, so it can be checked.
 
 Without a model the question is a sentence with a gap in it: a number, a name of several words, or a
 title between 《》, that stands nowhere else in that sentence. A model asks its own questions

@@ -99,7 +99,7 @@ class MadeTasks(msgspec.Struct, kw_only=True):
 
 
 def check_wanted(wanted: WantedTasks) -> None:
-    """Raises ConfigError for what can't be made."""
+    """Raises ConfigError for a request that can't be fulfilled."""
     for chosen, allowed, what in (
         (wanted.languages, tuple(LANGUAGES), "--language"),
         (wanted.personas, ("", *PERSONAS), "--persona"),
@@ -141,7 +141,7 @@ async def make_tasks(
 
 
 class _Maker:
-    """The rounds of one making."""
+    """The rounds in which one set of tasks is made."""
 
     def __init__(
         self,

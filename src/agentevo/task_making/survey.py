@@ -42,7 +42,7 @@ class Survey(msgspec.Struct, kw_only=True):
     answered: dict[str, CallResult] = {}
     """Tool -> a call that it answered."""
     changing: set[str] = set()
-    """Tools that change what others tell."""
+    """Tools that change the answers of others."""
     databases: dict[str, SurveyedDatabase] = {}
     """Tools that answer SQL -> of what."""
     silent: dict[str, str] = {}
@@ -84,8 +84,8 @@ class Survey(msgspec.Struct, kw_only=True):
     def draw_arguments(
         self, name: str, draw: random.Random, fixed: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Arguments of a call: those that are needed, and some of the others. `fixed`: those that
-        are decided already."""
+        """Arguments of a call: the required ones, and some of the others. `fixed`: arguments with a
+        decided value."""
         schema = self.schemas[name]
         needed = schema.get("required") or ()
         arguments = dict(fixed or {})

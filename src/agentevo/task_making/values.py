@@ -74,7 +74,7 @@ _STOP = frozenset(["the", "a", "an", "it", "is", "of", "to", "in", "on", "be", "
 
 
 class Values:
-    """What is known so far of each parameter, by its name."""
+    """The known values of each parameter so far, by its name."""
 
     def __init__(self, given: Mapping[str, Sequence[Any]] | None = None) -> None:
         """`named_values`: parameter -> values that the user names, which come before all others."""
@@ -127,7 +127,7 @@ class Values:
 
 
 def properties(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """A tool's parameters, those that a reference leads to included."""
+    """A tool's parameters, also those behind a reference."""
     schemas = {}
     for name, property_schema in (schema.get("properties") or {}).items():
         for _ in range(6):

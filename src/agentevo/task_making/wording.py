@@ -31,7 +31,7 @@ class Phrases(NamedTuple):
     say_key: str
     """With {key}."""
     personas: Mapping[str, str]
-    """Who asks -> what comes before the task."""
+    """Persona -> the text before the task."""
 
 
 LANGUAGES: Mapping[str, Phrases] = {
@@ -166,7 +166,7 @@ def _plain(name: str) -> str:
 
 
 def named_tools(text: str, tools: Sequence[str]) -> list[str]:
-    """Names of tools that stand in a text, whole and in any case."""
+    """Names of tools that a text contains as whole words, in any case."""
     return [
         tool
         for tool in tools

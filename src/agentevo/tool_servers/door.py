@@ -1,4 +1,4 @@
-"""What stands before the SDK's MCP server over HTTP: the key, which revisions of the protocol are
+"""The layer before the SDK's MCP server over HTTP: the key, the revisions of the protocol that are
 spoken, and whose session makes room for another one.
 
 A client that ends its session frees its place at once; a client that has vanished does not. Where
@@ -24,7 +24,7 @@ SESSION = "mcp-session-id"
 
 @dataclass
 class _ToolServerSession:
-    """What is known of one."""
+    """The known facts about one session."""
 
     used: float
     """When its last request or stream ended."""
@@ -62,7 +62,8 @@ class ToolServerDoor:
         await self._pass_on(scope, receive, send, name)
 
     async def _pass_on(self, scope: Any, receive: Any, send: Any, name: str) -> None:
-        """To the application, and what that says of the session."""
+        """Passes a request to the application, and reads from the response what it says of the
+        session."""
         is_stream = scope["method"] == "GET"
         session = self._sessions.get(name)
         if session is not None:

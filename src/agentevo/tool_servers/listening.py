@@ -32,7 +32,7 @@ MAX_CONNECTIONS = 1024
 IDLE_S = 120.0
 """How long a connection is kept that asks nothing more."""
 BODY_S = 30.0
-"""How long the body of a request may take to come."""
+"""Longest time for the body of a request to arrive."""
 TAKEN_S = 60.0
 """How long a piece of an answer, which may be all of it, waits to be taken."""
 BODY_BYTES = 8 * 2**20

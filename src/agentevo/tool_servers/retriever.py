@@ -3,8 +3,8 @@
     POST /retrieve   {"queries": ["..."], "topk": 3, "return_scores": true}
     200              {"result": [[{"document": {"id", "title", "text", "contents"}, "score": 1.5}]]}
 
-Without `return_scores` the documents come by themselves. What can't be answered is refused with the
-reason, {"error": {"message": ...}}; sizes are bounded.
+Without `return_scores` the documents come without scores. A request that can't be answered is
+refused with the reason, {"error": {"message": ...}}; sizes are bounded.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _BLOCKS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
 
 
 def is_anthropic(row: Mapping[str, Any]) -> bool:
-    """Whether a row is a record of this API, and not one of OpenAI's, or nothing tells which."""
+    """Whether a row is a record of this API, and not one of OpenAI's, or nothing shows which."""
     request, answer = halves(row)
     if answer is not request and isinstance(answer.get("content"), list):
         return "choices" not in answer and "output" not in answer

@@ -104,8 +104,8 @@ def text_of(content: Any) -> str:
 
 
 def tools_of(values: Any) -> list[dict[str, Any]] | None:
-    """Tools in OpenAI's nesting, whichever of the usual forms they have; those that are no
-    functions are left out. Raises RowError."""
+    """Tools in OpenAI's nesting, from any of the usual forms; entries that are no functions are
+    left out. Raises RowError."""
     values = parse_value(values, "tools")
     if not values:
         return None
@@ -135,7 +135,7 @@ def tools_of(values: Any) -> list[dict[str, Any]] | None:
 
 
 def parse_value(value: Any, what: str) -> Any:
-    """The value; where it is a text, what that says as JSON. Raises RowError."""
+    """The value; a text is parsed as JSON. Raises RowError."""
     if not isinstance(value, str):
         return value
     if not value.strip():

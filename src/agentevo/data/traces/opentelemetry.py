@@ -8,8 +8,8 @@
                                              gen_ai.choice
     numbered attributes                      gen_ai.prompt.0.role, gen_ai.completion.0.content
 
-A row is what an exporter has written: OTLP as JSON (resourceSpans, resourceLogs) or a span as the
-SDKs print it. The records of one span belong together, in whichever rows they are.
+A row is an exporter's output: OTLP as JSON (resourceSpans, resourceLogs) or a span as the SDKs
+print it. The records of one span belong together, in whichever rows they are.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def is_telemetry(row: Mapping[str, Any]) -> bool:
 
 @dataclass
 class ImportedSpan:
-    """What is known of one span."""
+    """The known facts about one span."""
 
     where: str
     name: str = ""

@@ -39,7 +39,7 @@ class Imported:
 
 
 def import_traces(sources: Sequence[str], form: str = "auto") -> Imported:
-    """The conversations in records of any of the known forms; `auto` goes by each row."""
+    """The conversations in records of any of the known forms; `auto` decides for each row."""
     report = RowReport("import")
     calls = list[RecordedCall]()
     spans: dict[str, opentelemetry.ImportedSpan] = {}
@@ -72,7 +72,7 @@ def import_traces(sources: Sequence[str], form: str = "auto") -> Imported:
 def _read(
     row: SourceRow, form: str, spans: dict[str, opentelemetry.ImportedSpan]
 ) -> list[RecordedCall]:
-    """The calls in a row. What it says of spans is added to those."""
+    """The calls in a row. Its spans are added to `spans`."""
     if isinstance(row.value, RowError):
         raise row.value
     if not isinstance(row.value, dict):

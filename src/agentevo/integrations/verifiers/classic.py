@@ -150,7 +150,7 @@ def _last_text(prompt: Any) -> str:
 
 
 def _words(error: Any) -> str:
-    """An error of a rollout as verifiers tells it; empty where there is none."""
+    """An error of a rollout in the words of verifiers; empty where there is none."""
     if not error:
         return ""
     if isinstance(error, Mapping):

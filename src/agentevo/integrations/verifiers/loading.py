@@ -107,7 +107,7 @@ def _has_classic() -> bool:
 
 
 def _module(name: str) -> ModuleType:
-    """Where an environment lies: `owner/my-env@1.0` in the module my_env."""
+    """The module of an environment: my_env for `owner/my-env@1.0`."""
     module = name.rsplit("/", 1)[-1].partition("@")[0].replace("-", "_")
     bundled = f"verifiers.v1.tasksets.{module}"
     for place in (bundled, module, module.lower()):
