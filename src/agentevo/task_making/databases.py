@@ -82,7 +82,7 @@ class SurveyedDatabase(NamedTuple):
     def draw(self, draw: random.Random, before: DatabaseQuestion | None = None) -> DatabaseQuestion:
         """A question; `before`: a question to extend with further conditions."""
         if before is not None:
-            table = next((other for other in self.tables if other.name == before.table), None)
+            table = next((each for each in self.tables if each.name == before.table), None)
             if table is None:  # it was asked of another database
                 return before
             return _with_conditions(self, table, before, len(before.conditions) + 1, draw)
