@@ -85,9 +85,9 @@ def without_passwords(text: str) -> str:
     return _URL.sub(lambda url: without_password(url[0]), text)
 
 
-def is_same_place(one: str, other: str) -> bool:
+def is_same_place(first_url: str, second_url: str) -> bool:
     """Whether two URLs differ at most in the password."""
-    return all_but_password(one) == all_but_password(other)
+    return all_but_password(first_url) == all_but_password(second_url)
 
 
 def all_but_password(url: str) -> str:

@@ -40,17 +40,17 @@ _COMPILED = (CUDA,)
 """Kinds for which PyTorch's compiler makes kernels: FlexAttention, log-probs, decoder layers."""
 
 
-def find(wanted: str, key: str = "model.device") -> torch.device:
+def find(device_type: str, key: str = "model.device") -> torch.device:
     """The device that a recipe names. Raises ModelError where there is none."""
-    if wanted == "auto":
-        wanted = next((kind for kind in AUTOMATIC if is_there(kind)), "cpu")
-    elif wanted != "cpu" and not is_there(wanted):
-        what, remedy = _WHOSE[wanted]
+    if device_type == "auto":
+        device_type = next((kind for kind in AUTOMATIC if is_there(kind)), "cpu")
+    elif device_type != "cpu" and not is_there(device_type):
+        what, remedy = _WHOSE[device_type]
         raise ModelError(
-            f"{key}={wanted}, but PyTorch sees no {what}: set {key}=auto or cpu, or {remedy}"
+            f"{key}={device_type}, but PyTorch sees no {what}: set {key}=auto or cpu, or {remedy}"
         )
 
-    return torch.device(wanted)
+    return torch.device(device_type)
 
 
 def is_there(kind: str) -> bool:

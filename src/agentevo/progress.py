@@ -135,7 +135,7 @@ class ProgressBar:
         first_time, before = self._seen[0]
         return max(self.done - before, 0.0) / (now - first_time) if now > first_time else 0.0
 
-    def left(self, pace: float) -> float | None:
+    def time_left(self, pace: float) -> float | None:
         """Seconds, or None where that can't be known."""
         if self.total is None or pace <= 0 or self.elapsed < LEAST_PACE_S:
             return None
@@ -157,7 +157,7 @@ class ProgressBar:
     def facts(self) -> list[str]:
         """The number, the rate, and the time left, or else the time taken."""
         pace = self.pace()
-        seconds_left = self.left(pace)
+        seconds_left = self.time_left(pace)
         texts = [self.count_text(), f"{_amount(pace, self.unit, rate=True)}/s" if pace else ""]
         texts.append(
             f"{format_duration(self.elapsed)} so far"

@@ -28,7 +28,7 @@ async def with_retries(
     *,
     within_s: float,
     what: str,
-    tell: Callable[[str], None] = to_stderr,
+    notify: Callable[[str], None] = to_stderr,
 ) -> T:
     """`await call()`, again and again while the store can't be reached or is too slow, with pauses
     that double from FIRST_PAUSE_S to LONGEST_PAUSE_S. Refusals are raised at once; what still fails
@@ -38,7 +38,7 @@ async def with_retries(
     after SILENT_S, then every TELL_S, and when the wait is over."""
     ends = time.monotonic() + within_s
     pause = FIRST_PAUSE_S
-    reporter = _Reporter(what, within_s, tell)
+    reporter = _Reporter(what, within_s, notify)
     try:
         while True:
             try:
@@ -63,9 +63,9 @@ class _Reporter:
     """Reports from time to time what is waited for, from its creation until `stop`, while the event
     loop continues."""
 
-    def __init__(self, what: str, within_s: float, tell: Callable[[str], None]) -> None:
+    def __init__(self, what: str, within_s: float, notify: Callable[[str], None]) -> None:
         self._what = what
-        self._tell = tell
+        self._tell = notify
         self._begun = time.monotonic()
         self._until = time.strftime("%H:%M:%S", time.localtime(time.time() + within_s))
         self._why = "no answer yet"

@@ -61,15 +61,15 @@ def asked_to_stop(parent: int | None = None) -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def stop_on_interrupt(tell: Callable[[str], None]) -> Iterator[list[int]]:
+def stop_on_interrupt(notify: Callable[[str], None]) -> Iterator[list[int]]:
     """For a command. The list that it yields is empty until the first Ctrl-C or SIGTERM, which asks
     for a clean stop; a second Ctrl-C interrupts at once."""
 
     def on_first(number: int) -> None:
         if number == signal.SIGTERM:  # of a launcher, say: no key was pressed
-            tell(f"the process was asked to stop (SIGTERM): {STOPPING}; Ctrl-C stops at once")
+            notify(f"the process was asked to stop (SIGTERM): {STOPPING}; Ctrl-C stops at once")
         else:
-            tell(f"{STOPPING}; Ctrl-C again stops at once")
+            notify(f"{STOPPING}; Ctrl-C again stops at once")
 
     with collect_signals(
         signal.SIGINT, signal.SIGTERM, on_first=on_first, second_interrupts=True

@@ -59,7 +59,7 @@ def evaluate(  # noqa: PLR0913 (the options of `agentevo eval`)
             against=[_word(word) for word in against],
             overrides=[*overrides, *([f"rewards={json.dumps(named)}"] if named else [])],
             tasks=files,
-            given=given_tasks,
+            given_tasks=given_tasks,
             limit=limit,
             attempts=attempts,
             checkpoint=checkpoint,

@@ -58,6 +58,6 @@ def optimize(
         out=Path(out),
         resume=resume,
         agent=agent,
-        given=checked_tasks(given_tasks, needs_tasks),
+        tasks=checked_tasks(given_tasks, needs_tasks),
     )
     return searched(what, note)

@@ -58,7 +58,7 @@ def open_writer(
 
     known = {} if after is None else run_config(check_run_folder(after), UNSCORED).remote_models
     try:
-        return RemoteModel("writer", writer_section(word, name=name, key=key, known=known))
+        return RemoteModel("writer", writer_section(word, name=name, key=key, known_models=known))
     except ConfigError as error:
         raise ConfigError(f"--writer: {error}") from error
 
@@ -105,7 +105,7 @@ def from_documents(
     passages = documents.passages
     wanted: dict[str, Any] = {"train": train, "held_out": held_out}
     wanted |= {"per_passage": per_passage, "seed": seed}
-    made = _made(passages, model, wanted, language, () if left is None else left.asked)
+    made = _made(passages, model, wanted, language, () if left is None else left.asked_questions)
     num_new = len(made.train) + len(made.held_out)
 
     if left is None:

@@ -184,7 +184,7 @@ def _made(
             wanted,
             taken=frozenset(str(row["content"]) for row in [*parents, *kept]),
             harder_than=parents,
-            tell=_note,
+            on_note=_note,
             progress=so_far.to,
         )
         return run_coroutine(work)
@@ -209,7 +209,7 @@ def _write(
     if model is not None:
         try:
             written = [*made.train, *made.held_out]
-            work = reword_tasks(written, model, made.known.names, seed=wanted.seed)
+            work = reword_tasks(written, model, made.survey.names, seed=wanted.seed)
             rows, account["writer"] = run_coroutine(work)
         finally:
             model.close()
@@ -217,7 +217,7 @@ def _write(
 
     draw = random.Random(f"demonstrations-{wanted.seed}")
     shown = [
-        demonstration(draw.choice(made.train), made.known.specs, system) for _ in range(num_shown)
+        demonstration(draw.choice(made.train), made.survey.specs, system) for _ in range(num_shown)
     ]
     write_made(out, train=made.train, held_out=made.held_out, demonstrations=shown, account=account)
 

@@ -56,17 +56,17 @@ def try_attempt(
     """Plays one attempt. Raises ConfigError before anything is played."""
     (contestant,) = find_contestants(target, (), overrides, () if text is None else ("--task",))
     config, task = _task_to_try(contestant.config, text, answer, number)
-    if judged := is_judged(config, task, asked=text, answer=answer):
+    if judged := is_judged(config, task, question=text, answer=answer):
         check_play(config, [task], has_engine=contestant.remote is None)
     return run_coroutine(
         _play_one(contestant, config, task, temperature, judged=judged, show=show, note=note)
     )
 
 
-def is_judged(config: RunConfig, task: Task, *, asked: str | None, answer: str | None) -> bool:
+def is_judged(config: RunConfig, task: Task, *, question: str | None, answer: str | None) -> bool:
     """Whether an attempt can be scored: for a text that a user has asked without an answer, only by
     a scorer that needs none."""
-    if asked is None or answer is not None:
+    if question is None or answer is not None:
         return True
     return not config.rewards and not find_agent(config, None).needs_scorer
 
@@ -85,11 +85,11 @@ async def _play_one(
 
     def listener_of(attempt: GroupAttempt) -> Callable[[RunningCall], None]:
         live.append(LiveAttempt(attempt, show))
-        return live[0].told
+        return live[0].on_call
 
     async with open_player(contestant, config, note) as sampler:
         trajectories = await play_attempt(
-            sampler, task, temperature=temperature, judged=judged, hear=listener_of
+            sampler, task, temperature=temperature, judged=judged, listener_of=listener_of
         )
 
     for trajectory in trajectories:
@@ -104,7 +104,7 @@ async def play_attempt(
     *,
     temperature: float,
     judged: bool,
-    hear: Callable[[GroupAttempt], Callable[[RunningCall], None]],
+    listener_of: Callable[[GroupAttempt], Callable[[RunningCall], None]],
     step: int = 0,
     label: str = LABEL,
 ) -> list[Trajectory]:
@@ -113,7 +113,7 @@ async def play_attempt(
     are part of the attempt's seed."""
     group = sampler.group(task, attempts=1, temperature=temperature, step=step, label=label)
     (attempt,) = group.members
-    on_call = hear(attempt)
+    on_call = listener_of(attempt)
     for calls in attempt.calls.values():
         calls.listen = on_call
 
@@ -146,7 +146,7 @@ class LiveAttempt:
         self._show = show
         self._began = time.monotonic()
 
-    def told(self, call: RunningCall) -> None:
+    def on_call(self, call: RunningCall) -> None:
         """See AttemptCalls.listen."""
         if call.kind in ("policy", "remote"):
             if call.has_ended:

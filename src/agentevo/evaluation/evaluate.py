@@ -37,7 +37,7 @@ class EvaluationRun:
     overrides: Sequence[str] = ()
     tasks: Sequence[str] = ()
     """Files; empty for the target's own held-out tasks."""
-    given: Sequence[Task] = ()
+    given_tasks: Sequence[Task] = ()
     """Tasks in their place."""
     limit: int | None = None
     """The first so many of them."""
@@ -58,7 +58,7 @@ class EvaluationRun:
     @property
     def words_of_tasks(self) -> Sequence[str]:
         """A name for the tasks that replace the target's; empty where they are its own."""
-        return self.tasks or (("given",) if self.given else ())
+        return self.tasks or (("given",) if self.given_tasks else ())
 
 
 def evaluate(
@@ -80,7 +80,7 @@ def evaluate(
     )
     base = contestants[0].config
     check_tracking(base)
-    tasks, sources, notes = find_tasks(base, what.tasks, what.limit, what.given)
+    tasks, sources, notes = find_tasks(base, what.tasks, what.limit, what.given_tasks)
     configs = [_played_config(contestant, what) for contestant in contestants]
     has_engine = all(contestant.remote is None for contestant in contestants)
     check_play(configs[0], tasks, has_engine=has_engine)

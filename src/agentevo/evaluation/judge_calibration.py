@@ -139,13 +139,13 @@ class _Measuring:
     """The questions of one calibration."""
 
     def __init__(
-        self, found: Calibration, models: RemoteModels, progress: Callable[[str], None]
+        self, calibration: Calibration, models: RemoteModels, progress: Callable[[str], None]
     ) -> None:
-        self._found = found
+        self._found = calibration
         self._models = models
         self._progress = progress
         settings = {"weight": 1.0, "requires": (), "from_step": 1, "until_step": None}
-        self._scoring = Scoring([found.judge.model_copy(update=settings)], models=models)
+        self._scoring = Scoring([calibration.judge.model_copy(update=settings)], models=models)
         self._scoring.check([], needed=False)
         self._room = asyncio.Semaphore(AT_ONCE)
 

@@ -38,12 +38,12 @@ class LiveTurns:
         self,
         attempt: GroupAttempt,
         name: str,
-        tell: Callable[[words.Event], None],
+        send: Callable[[words.Event], None],
         decode: Callable[[Sequence[int]], str],
     ) -> None:
         self._attempt = attempt
         self._name = name
-        self._tell = tell
+        self._tell = send
         self._decode = decode
         self._numbers: dict[int, int] = {}
         self._calls: list[RunningCall] = []
@@ -53,7 +53,7 @@ class LiveTurns:
         self._ending: list[WorldPiece] = []
         self._num_told = 0
 
-    def told(self, call: RunningCall) -> None:
+    def on_call(self, call: RunningCall) -> None:
         """See AttemptCalls.listen."""
         if id(call) not in self._numbers:
             self._numbers[id(call)] = len(self._calls)

@@ -61,12 +61,12 @@ class PlaySettings:
 
 
 def find_tasks(
-    config: RunConfig, files: Sequence[str], limit: int | None, given: Sequence[Task] = ()
+    config: RunConfig, files: Sequence[str], limit: int | None, given_tasks: Sequence[Task] = ()
 ) -> tuple[list[Task], dict[str, str], list[str]]:
     """The tasks of these files, or the given ones, else the configuration's held-out tasks; the
     source of each; and notes about bad rows. Raises ConfigError."""
-    if given:
-        return list(given)[:limit], {}, []
+    if given_tasks:
+        return list(given_tasks)[:limit], {}, []
 
     if not files:
         held_out = TaskSource(config, None).held_out()
@@ -162,7 +162,7 @@ async def play(
     contestant: Contestant,
     config: RunConfig,
     what: PlaySettings,
-    kept: Mapping[tuple[str, str, int], AttemptLine],
+    kept_lines: Mapping[tuple[str, str, int], AttemptLine],
     folder: ResultsFolder | None,
     *,
     note: Callable[[str], None],
@@ -173,7 +173,7 @@ async def play(
     label = contestant.label
     lines_by_task = dict[str, list[AttemptLine]]()
     for task in what.tasks:
-        lines = [kept.get((label, task.id, number)) for number in range(what.attempts)]
+        lines = [kept_lines.get((label, task.id, number)) for number in range(what.attempts)]
         if all(line is not None for line in lines):
             lines_by_task[task.id] = [line for line in lines if line is not None]
 

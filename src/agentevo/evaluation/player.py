@@ -106,8 +106,8 @@ def _own_pipes() -> tuple[IO[bytes], Teller]:
 class _Inbox:
     """Requests, read by a thread, from which `take` gives them to the event loop."""
 
-    def __init__(self, asked: IO[bytes]) -> None:
-        self._asked = asked
+    def __init__(self, input_pipe: IO[bytes]) -> None:
+        self._asked = input_pipe
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queue: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._held: list[bytes | None] = []
@@ -219,9 +219,9 @@ def _playable(config: RunConfig) -> RunConfig:
 class CheckpointPlayer:
     """Follows requests. `parts`: orchestration.components.Components."""
 
-    def __init__(self, parts: Any, tell: Callable[[words.Event], None]) -> None:
+    def __init__(self, parts: Any, send: Callable[[words.Event], None]) -> None:
         self._parts = parts
-        self._tell = tell
+        self._tell = send
         self._running: dict[str, asyncio.Task[None]] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         """They are broken off already, and count no more."""
@@ -247,14 +247,14 @@ class CheckpointPlayer:
         """Until the client is gone."""
         try:
             while (line := await inbox.take()) is not None:
-                self.hear(line)
+                self.take_line(line)
         finally:
             unfinished = [*self._running.values(), *self._stopping]
             for task in unfinished:
                 task.cancel()
             await asyncio.gather(*unfinished, return_exceptions=True)
 
-    def hear(self, line: bytes) -> None:
+    def take_line(self, line: bytes) -> None:
         """Begins a request, or refuses it."""
         try:
             request = self._read(line)
@@ -354,7 +354,7 @@ class CheckpointPlayer:
 
     async def _play(self, request: words.Play) -> None:
         parts, task = self._task(request)
-        judged = is_judged(parts.config, task, asked=request.query, answer=request.answer)
+        judged = is_judged(parts.config, task, question=request.query, answer=request.answer)
         if judged:
             check_play(parts.config, [task], has_engine=True)
 
@@ -365,14 +365,14 @@ class CheckpointPlayer:
 
         def listener_of(attempt: Any) -> Callable[[Any], None]:
             live.append(LiveTurns(attempt, request.id, self._tell, self._decode))
-            return live[0].told
+            return live[0].on_call
 
         trajectories = await play_attempt(
             parts.sampler,
             task,
             temperature=request.temperature,
             judged=judged,
-            hear=listener_of,
+            listener_of=listener_of,
             step=request.draw,
             label=LABEL,
         )

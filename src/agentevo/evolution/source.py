@@ -110,14 +110,14 @@ class ServerSource:
         """See Source. Real calls are made."""
         request = self.wanted
         with bar("making tasks", request.train + request.held_out, "tasks") as so_far:
-            work = make_tasks(self._tools, request, tell=note, progress=so_far.to)
+            work = make_tasks(self._tools, request, on_note=note, progress=so_far.to)
             tasks_made = run_coroutine(work)
 
         account = {**tasks_made.account, "seed": request.seed}
         if self._writer is not None:
             with closing(RemoteModel("writer", self._writer)) as model:
                 rows = [*tasks_made.train, *tasks_made.held_out]
-                written = reword_tasks(rows, model, tasks_made.known.names, seed=request.seed)
+                written = reword_tasks(rows, model, tasks_made.survey.names, seed=request.seed)
                 rows, account["writer"] = run_coroutine(written)
             tasks_made.train, tasks_made.held_out = (
                 rows[: len(tasks_made.train)],
@@ -126,7 +126,7 @@ class ServerSource:
 
         draw = random.Random(f"demonstrations-{request.seed}")
         shown = [
-            demonstration(draw.choice(tasks_made.train), tasks_made.known.specs, self._system)
+            demonstration(draw.choice(tasks_made.train), tasks_made.survey.specs, self._system)
             for _ in range(self._section.demonstrations.count)
         ]
         return FirstTasks(tasks_made.train, tasks_made.held_out, account, shown)
@@ -163,7 +163,7 @@ class DocumentsSource:
         self,
         section: EvolveSection,
         paths: Sequence[Path],
-        given: Sequence[Any],
+        tool_sections: Sequence[Any],
         *,
         seed: int,
         system: str,
@@ -173,7 +173,7 @@ class DocumentsSource:
         Raises ConfigError."""
         self._section = section
         self._paths = paths
-        self._given = given
+        self._given = tool_sections
         self._seed = section.tasks.seed or seed
         self._system = system
         self._writer = _writer_of(section, models)
@@ -314,7 +314,7 @@ def _writer_of(
         return None
 
     try:
-        chosen = writer_section(writer, known=models)
+        chosen = writer_section(writer, known_models=models)
         key_of_model("writer", chosen)
         return chosen
     except ConfigError as error:

@@ -152,13 +152,13 @@ def pipeline_of(
 
 def recipe_of(
     section: EvolveSection,
-    given: Mapping[str, Any],
+    base_recipe: Mapping[str, Any],
     tools: Sequence[Mapping[str, Any]],
     folder: Path,
 ) -> dict[str, Any]:
     """The recipe of all stages: the given one, with the tools and the first tasks, and with the
     curriculum unless it sets another."""
-    tree = {key: value for key, value in given.items() if key not in ("evolve", "run")}
+    tree = {key: value for key, value in base_recipe.items() if key not in ("evolve", "run")}
     agent = tree.get("agent")
     tree["agent"] = {
         "type": "tool_agent",

@@ -21,9 +21,9 @@ T = TypeVar("T")
 class Calls:
     """See the module. Its methods may be called on any thread."""
 
-    def __init__(self, ended: Callable[[], Exception]) -> None:
+    def __init__(self, make_end_error: Callable[[], Exception]) -> None:
         """`make_end_error`: gives a new exception that says why the run has ended."""
-        self._ended = ended
+        self._ended = make_end_error
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.is_closed = False

@@ -134,28 +134,28 @@ class LoopConversation:
             self.broken = self.broken or EngineError(ended_agent.broken)
 
     @property
-    def ended(self) -> EndedAgent | None:
+    def ended_agent(self) -> EndedAgent | None:
         """What is recorded, once the attempt has ended."""
         ended_attempt = self.attempt.ended
         return None if ended_attempt is None else ended_attempt.agents[self.agent]
 
     def turns_to_record(self, rewards: Mapping[int, float]) -> list[Turn]:
         """See Conversation.recorded."""
-        if self.ended is None:
+        if self.ended_agent is None:
             return []
 
-        numbers = self.ended.numbers
+        numbers = self.ended_agent.numbers
         reward_of_turn = {
             numbers[index]: reward for index, reward in rewards.items() if index in numbers
         }
         return [
             msgspec.structs.replace(turn, reward=reward_of_turn.get(turn.index, 0.0))
-            for turn in self.ended.turns
+            for turn in self.ended_agent.turns
         ]
 
     def metrics(self) -> dict[str, float]:
         """See Conversation.metrics."""
-        return {} if self.ended is None else self.ended.metrics
+        return {} if self.ended_agent is None else self.ended_agent.metrics
 
 
 class RemoteSession:

@@ -44,10 +44,10 @@ UNBOUNDED = 10**9
 class _OnTheRunsLoop:
     """An attempt's RemoteConversations, asked from the program's loop."""
 
-    def __init__(self, service: LoopService, own: RemoteConversations) -> None:
+    def __init__(self, service: LoopService, conversations: RemoteConversations) -> None:
         self._service = service
-        self._own = own
-        self.models = own.models
+        self._own = conversations
+        self.models = conversations.models
 
     @property
     def turns(self) -> list[RemoteTurn]:

@@ -75,9 +75,9 @@ GREEDY = "greedy"
 class _Notes(LiveView):
     """Prints what the user should know, without progress, which belongs to the program."""
 
-    def __init__(self, title: str, tell: Callable[[str], None]) -> None:
+    def __init__(self, title: str, notify: Callable[[str], None]) -> None:
         super().__init__(title, plain=True)
-        self._tell = tell
+        self._tell = notify
 
     def phase(self, name: str, detail: str = "") -> None:
         self._enter_phase(name, detail)

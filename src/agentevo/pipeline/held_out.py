@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from agentevo.pipeline.standing import Standing
 
 
-def add_gains(standing: Standing, one: Instance) -> dict[str, float]:
+def add_gains(standing: Standing, instance: Instance) -> dict[str, float]:
     """`gain` over the model that the measured stage began with, `gain_from_start` over the
     pipeline's first one, each with `_low` and `_high`; nothing where there is no such
     measurement."""
-    assert one.measures is not None
-    if one.measures == START:
+    assert instance.measures is not None
+    if instance.measures == START:
         return {}
 
     numbers: dict[str, float] = {}
-    parent = parent_of(standing, one.measures)
+    parent = parent_of(standing, instance.measures)
     for name, before in (("gain", parent), ("gain_from_start", START)):
         state = standing.state.stages.get(f"{before}@{HELD_OUT}")
         if state is None or state.status != "finished":
             continue
 
-        folders = [standing.dir / HELD_OUT / which for which in (before, one.measures)]
+        folders = [standing.dir / HELD_OUT / which for which in (before, instance.measures)]
         gain = gain_between(folders[0], folders[1])
         if gain is not None:
             value, low, high = gain

@@ -277,12 +277,12 @@ def _without_texts(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**tree, "agent": {key: value for key, value in agent.items() if key != "texts"}}
 
 
-def checked_config(pipeline: Pipeline, recipes: Recipes, one: Instance) -> RunConfig | None:
+def checked_config(pipeline: Pipeline, recipes: Recipes, instance: Instance) -> RunConfig | None:
     """The recipe of a stage before anything has run. Raises ConfigError."""
-    meaning = _Planned(pipeline, one)
-    kind = one.kind
-    stage = one.stage
-    options = read_options(one, replace_references(stage.options, meaning))
+    meaning = _Planned(pipeline, instance)
+    kind = instance.kind
+    stage = instance.stage
+    options = read_options(instance, replace_references(stage.options, meaning))
     model = replace_references(stage.model, meaning) if stage.model is not None else None
 
     if not kind.reads_recipe:
@@ -293,12 +293,14 @@ def checked_config(pipeline: Pipeline, recipes: Recipes, one: Instance) -> RunCo
         kind.check(None, options, None)
         return None
 
-    tree, folder = recipes.tree(one, model)
-    run_dir = stage_folder(pipeline.dir, one)
-    config = recipes.read(one, replace_references(_without_texts(tree), meaning), folder, run_dir)
+    tree, folder = recipes.tree(instance, model)
+    run_dir = stage_folder(pipeline.dir, instance)
+    config = recipes.read(
+        instance, replace_references(_without_texts(tree), meaning), folder, run_dir
+    )
     kind.check(config, options, model)
 
-    looked_at = one.measures is not None or stage.kind in ("train", "sample", "sft")
+    looked_at = instance.measures is not None or stage.kind in ("train", "sample", "sft")
     if looked_at and not list(references_in(tree)):
         from agentevo.orchestration.checks import check_parts, check_sft_parts
 
@@ -311,22 +313,22 @@ def checked_config(pipeline: Pipeline, recipes: Recipes, one: Instance) -> RunCo
     return config
 
 
-def read_options(one: Instance, given: Mapping[str, Any]) -> Any:
+def read_options(instance: Instance, options: Mapping[str, Any]) -> Any:
     """The kind's own keys. Raises ConfigError."""
     try:
-        return one.kind.Options.model_validate(given)
+        return instance.kind.Options.model_validate(options)
     except pydantic.ValidationError as error:
         lines = []
         for wrong in error.errors():
             key = ".".join(str(part) for part in wrong["loc"])
             what = wrong["msg"].removeprefix("Value error, ")
             if wrong["type"] not in SAID_BY_ITSELF:
-                lines.append(entry_problem("options", one.kind.Options, wrong))
+                lines.append(entry_problem("options", instance.kind.Options, wrong))
                 continue
 
             if wrong["type"] == "extra_forbidden":
-                known_options = ", ".join(one.kind.Options.model_fields) or "none"
-                what = f"is no option of the kind {one.stage.kind}, which has {known_options}"
+                known_options = ", ".join(instance.kind.Options.model_fields) or "none"
+                what = f"is no option of the kind {instance.stage.kind}, which has {known_options}"
 
             if wrong["type"] == "missing":
                 what = "must be given"
@@ -336,19 +338,19 @@ def read_options(one: Instance, given: Mapping[str, Any]) -> Any:
         raise ConfigError("\n".join(lines)) from error
 
 
-def stage_folder(dir_: Path, one: Instance) -> Path:
+def stage_folder(dir_: Path, instance: Instance) -> Path:
     """Of an instance, in the folder of a pipeline (of one seed)."""
-    if one.measures is not None:
-        return dir_ / "held_out" / one.measures
-    return dir_ / "stages" / one.id
+    if instance.measures is not None:
+        return dir_ / "held_out" / instance.measures
+    return dir_ / "stages" / instance.id
 
 
 class _Planned:
     """The values of references before anything has run."""
 
-    def __init__(self, pipeline: Pipeline, one: Instance) -> None:
+    def __init__(self, pipeline: Pipeline, instance: Instance) -> None:
         self.pipeline = pipeline
-        self.one = one
+        self.one = instance
 
     def __call__(self, reference: StageReference) -> str | float:
         if reference.scope == "round":

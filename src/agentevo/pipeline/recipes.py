@@ -38,36 +38,36 @@ class Recipes:
         self.seed = seed
         self._read: dict[str | None, tuple[dict[str, Any], Path]] = {}
 
-    def tree(self, one: Instance, model: str | None) -> tuple[dict[str, Any], Path]:
+    def tree(self, instance: Instance, model: str | None) -> tuple[dict[str, Any], Path]:
         """The recipe's tree with `${...}` of the pipeline as they are written, and the folder from
         which its own paths are. Raises ConfigError."""
         changes: list[tuple[str, Mapping[str, Any]]] = [("config", self.config.config)]
-        if one.measures is not None:
+        if instance.measures is not None:
             assert self.config.held_out is not None
             name = self.config.held_out.recipe or self.config.recipe
             changes.append(("held_out.config", self.config.held_out.config))
-            changes.append(("held_out.config", self._texts(one)))
+            changes.append(("held_out.config", self._texts(instance)))
         else:
-            name = one.stage.recipe or self.config.recipe
-            changes.append((f"stages.{'.'.join(one.path)}.config", one.stage.config))
+            name = instance.stage.recipe or self.config.recipe
+            changes.append((f"stages.{'.'.join(instance.path)}.config", instance.stage.config))
 
         tree, folder = self._recipe(name)
         for key, change in changes:
             change_tree = self._own(nest_keys(change), key)
             tree = with_changes(tree, change_tree)
 
-        if one.measures is not None:
-            return self._for_held_out(tree, one), folder
+        if instance.measures is not None:
+            return self._for_held_out(tree, instance), folder
 
-        tree = sources.overlay(tree, one.kind.fixed_settings(None))
+        tree = sources.overlay(tree, instance.kind.fixed_settings(None))
         if model is not None:
-            tree = with_model(tree, model, nest_keys(one.stage.config))
+            tree = with_model(tree, model, nest_keys(instance.stage.config))
 
-        if one.stage.reference != "start":
-            algorithm = {"reference_model": one.stage.reference}
+        if instance.stage.reference != "start":
+            algorithm = {"reference_model": instance.stage.reference}
             tree = sources.overlay(tree, {"algorithm": algorithm})
 
-        if one.stage.optimizer == "carried":
+        if instance.stage.optimizer == "carried":
             tree = sources.overlay(tree, {"trainer": {"optimizer_from": model}})
 
         return tree, folder
@@ -122,14 +122,14 @@ class Recipes:
         return sources.overlay(tree, {"evaluation": {"tasks": held_out.tasks}})
 
     def read(
-        self, one: Instance, tree: Mapping[str, Any], folder: Path, run_dir: Path
+        self, instance: Instance, tree: Mapping[str, Any], folder: Path, run_dir: Path
     ) -> RunConfig:
         """Checks a tree without references of the pipeline. Raises ConfigError."""
         run_settings = {
             "run": {
-                "name": one.id.replace("@", "-"),
+                "name": instance.id.replace("@", "-"),
                 "dir": str(run_dir),
-                "seed": self.seed_of(one),
+                "seed": self.seed_of(instance),
                 "overwrite": False,
             }
         }
@@ -138,29 +138,33 @@ class Recipes:
 
         return build_config(
             sources.overlay(tree, run_settings),
-            where=f"{self.where}: {self.place(one)}",
+            where=f"{self.where}: {self.place(instance)}",
             folder=folder,
-            needs_environment=one.kind.needs_environment,
+            needs_environment=instance.kind.needs_environment,
         )
 
-    def seed_of(self, one: Instance) -> int:
+    def seed_of(self, instance: Instance) -> int:
         """run.seed of an instance."""
-        if one.measures is not None:
+        if instance.measures is not None:
             assert self.config.held_out is not None
             return self.config.held_out.seed
-        return derive_seed(self.seed, "stage", one.id) % 2**31
+        return derive_seed(self.seed, "stage", instance.id) % 2**31
 
-    def place(self, one: Instance) -> str:
+    def place(self, instance: Instance) -> str:
         """Where in the file it is written."""
-        return "held_out" if one.measures is not None else ".".join(["stages", *one.path])
+        return "held_out" if instance.measures is not None else ".".join(["stages", *instance.path])
 
 
-def with_model(tree: Mapping[str, Any], model: str, own: Mapping[str, Any]) -> dict[str, Any]:
+def with_model(
+    tree: Mapping[str, Any], model: str, stage_config: Mapping[str, Any]
+) -> dict[str, Any]:
     """The tree with another initial model: a tiny policy's shape is removed with the name, unless
     the stage gives one itself; adapters to train further go into model.lora.adapter."""
     section = tree.get("model")
     model_section = dict(section) if isinstance(section, Mapping) else {}
-    if model != "tiny" and not (isinstance(own.get("model"), Mapping) and "tiny" in own["model"]):
+    if model != "tiny" and not (
+        isinstance(stage_config.get("model"), Mapping) and "tiny" in stage_config["model"]
+    ):
         model_section.pop("tiny", None)
 
     if os.path.isfile(os.path.join(model, "adapter_config.json")):

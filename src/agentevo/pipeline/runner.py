@@ -54,7 +54,7 @@ class _StageUnderWay:
     log: Path
     name: str
     since: float = field(default_factory=time.monotonic)
-    asked: bool = False
+    is_asked_to_stop: bool = False
     """It was asked to stop, as a server that it needs has ended."""
 
 
@@ -269,12 +269,12 @@ class _Life:
     def _start(self, standing: Standing, decided: Decided) -> None:
         """In a session of its own, so that the terminal's Ctrl-C reaches it only through us, and
         only once."""
-        if decided.one.kind.serves:
+        if decided.instance.kind.serves:
             self._start_server(standing, decided)
             return
 
         job = standing.begin(decided)
-        log = standing.dir / "logs" / f"{decided.one.id}.log"
+        log = standing.dir / "logs" / f"{decided.instance.id}.log"
         threads = job.config.run.threads if job.config is not None else None
         extra_environment = {"OMP_NUM_THREADS": str(threads)} if threads else {}
         servers = self.servers.used_by(standing, decided)
@@ -282,7 +282,7 @@ class _Life:
         try:
             with log.open("ab" if job.resume else "wb") as out:
                 process = subprocess.Popen(
-                    decided.one.kind.words(job),
+                    decided.instance.kind.words(job),
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=subprocess.STDOUT,
@@ -294,12 +294,12 @@ class _Life:
             self._not_started(standing, decided, error)
             return
 
-        name = f"{self._prefix(standing)}{decided.one.id}"
+        name = f"{self._prefix(standing)}{decided.instance.id}"
         self.under_way.append(_StageUnderWay(standing, decided, process, log, name))
         self.view.note_start(name, "resumed" if job.resume else "started")
 
     def _start_server(self, standing: Standing, decided: Decided) -> None:
-        name = f"{self._prefix(standing)}{decided.one.id}"
+        name = f"{self._prefix(standing)}{decided.instance.id}"
         config = decided.job.config
         threads = config.run.threads if config is not None else None
         extra_environment = {"OMP_NUM_THREADS": str(threads)} if threads else {}
@@ -312,7 +312,7 @@ class _Life:
         self.view.note_start(name, "started")
 
     def _not_started(self, standing: Standing, decided: Decided, error: Exception) -> None:
-        log = standing.dir / "logs" / f"{decided.one.id}.log"
+        log = standing.dir / "logs" / f"{decided.instance.id}.log"
         log.write_text(f"it can't be started: {error}\n", encoding="utf-8")
         standing.record_end(decided, 127, 0.0)
         self._note_failure(standing, decided, f"can't be started: {error}", log, 0.0)
@@ -334,7 +334,7 @@ class _Life:
                 users = {used.stage for used in run.decided.inputs}
                 if run.standing is server.standing and server.id in users:
                     self.view.note(f"{run.name}: stops, as {server.name} has ended")
-                    run.asked = True
+                    run.is_asked_to_stop = True
                     run.process.send_signal(signal.SIGINT)
 
     def serve_on(self) -> None:
@@ -359,25 +359,28 @@ class _Life:
         seconds = time.monotonic() - run.since
         code = run.process.returncode
         failure = run.standing.record_end(
-            run.decided, code, seconds, asked=run.asked or self._heeded > 0
+            run.decided, code, seconds, is_asked_to_stop=run.is_asked_to_stop or self._heeded > 0
         )
         if failure:
             self._note_failure(run.standing, run.decided, failure, run.log, seconds)
             return
 
-        state = run.standing.state.stages[run.decided.one.id]
+        state = run.standing.state.stages[run.decided.instance.id]
         if state.status == "stopped":
             self.view.note_end(run.name, "stopped", seconds, ok=False)
             return
 
         self.view.note_end(
-            run.name, _outcome(state.numbers, measures=run.decided.one.measures), seconds, ok=True
+            run.name,
+            _outcome(state.numbers, measures=run.decided.instance.measures),
+            seconds,
+            ok=True,
         )
 
     def _note_failure(
         self, standing: Standing, decided: Decided, how: str, log: Path, seconds: float
     ) -> None:
-        name = f"{self._prefix(standing)}{decided.one.id}"
+        name = f"{self._prefix(standing)}{decided.instance.id}"
         self.view.note_end(name, how, seconds, ok=False)
         self.failures.append(why_failed(name, how, log))
 

@@ -48,7 +48,7 @@ class StageServer:
     @property
     def id(self) -> str:
         """Of its stage."""
-        return self.decided.one.id
+        return self.decided.instance.id
 
     @property
     def seconds(self) -> float:
@@ -64,17 +64,17 @@ class Servers:
         self.under_way: list[StageServer] = []
 
     def start(
-        self, standing: Standing, decided: Decided, name: str, more: Mapping[str, str]
+        self, standing: Standing, decided: Decided, name: str, extra_environment: Mapping[str, str]
     ) -> StageServer:
         """Raises OSError where it can't be started, DiskError."""
-        before = standing.state.stages[decided.one.id].says.get("url", "")
+        before = standing.state.stages[decided.instance.id].says.get("url", "")
         job = _with_port(standing.begin(decided), before)
         log = job.folder / LOG
         with must_write(log):
             (job.folder / SERVING / URL).unlink(missing_ok=True)
 
-        environment = {**more, **self.keys_for(standing, decided)}
-        process = GuardedServer(decided.one.kind.words(job), log, environment)
+        environment = {**extra_environment, **self.keys_for(standing, decided)}
+        process = GuardedServer(decided.instance.kind.words(job), log, environment)
         server = StageServer(standing, decided, process, name, log, job)
         self.under_way.append(server)
         return server

@@ -66,7 +66,7 @@ class StageChoice:
 class Decided:
     """A stage that is to be run now."""
 
-    one: Instance
+    instance: Instance
     job: Job
     setting: dict[str, str]
     inputs: list[Input]
@@ -218,7 +218,7 @@ class Standing:
 
         for text in instance.stage.when:
             test = condition(text)
-            reference = parse_reference(test.left.removeprefix("${").removesuffix("}"))
+            reference = parse_reference(test.reference.removeprefix("${").removesuffix("}"))
             value = self._meaning(instance, reference, [])
             if not isinstance(value, (int, float)) or not test.holds(float(value)):
                 return f"{text} does not hold ({value})"
@@ -284,20 +284,20 @@ class Standing:
 
     def serving(self, decided: Decided) -> None:
         """Records that the stage's server answers. Raises ConfigError where it says no URL."""
-        self.running.discard(decided.one.id)
-        self.alive.add(decided.one.id)
-        self.take_outputs(decided.one, decided.job, decided.inputs)
+        self.running.discard(decided.instance.id)
+        self.alive.add(decided.instance.id)
+        self.take_outputs(decided.instance, decided.job, decided.inputs)
 
     def ended_server(self, decided: Decided, how: str, seconds: float) -> None:
         """Records that the stage's server has ended by itself."""
-        state = self.state.stages[decided.one.id]
+        state = self.state.stages[decided.instance.id]
         state.wall_s += seconds
         state.status = "failed"
         state.why = how
         state.ended_at = time.time()
-        self.running.discard(decided.one.id)
-        self.alive.discard(decided.one.id)
-        self._settle(decided.one)
+        self.running.discard(decided.instance.id)
+        self.alive.discard(decided.instance.id)
+        self._settle(decided.instance)
 
     def _why_again(self, instance: Instance, state: StageState, setting: Mapping[str, str]) -> str:
         if state.digest != digest_of(setting):
@@ -481,7 +481,7 @@ class Standing:
 
     def begin(self, decided: Decided) -> Job:
         """Makes the folder and the recipe's file, and records that the stage runs."""
-        instance = decided.one
+        instance = decided.instance
         job = decided.job
         if not job.resume and job.folder.exists():
             shutil.rmtree(job.folder)
@@ -511,12 +511,12 @@ class Standing:
         return job
 
     def record_end(
-        self, decided: Decided, code: int, seconds: float, *, asked: bool = False
+        self, decided: Decided, code: int, seconds: float, *, is_asked_to_stop: bool = False
     ) -> str:
         """Records how its process ended; what went wrong, or empty. `is_asked_to_stop`: it was
         asked to stop, and may have ended by the signal itself."""
-        instance = decided.one
-        state = self.state.stages[decided.one.id]
+        instance = decided.instance
+        state = self.state.stages[decided.instance.id]
         state.wall_s += seconds
         self.running.discard(instance.id)
 
@@ -529,7 +529,7 @@ class Standing:
                 how = str(error)
 
         state.ended_at = time.time()
-        if code in (130, 143) or (asked and code < 0):
+        if code in (130, 143) or (is_asked_to_stop and code < 0):
             state.status = "stopped"
             state.why = ""
             self._settle(instance)
@@ -547,18 +547,18 @@ class Standing:
         self._settle(instance)
         return how
 
-    def take_outputs(self, one: Instance, job: Job, inputs: list[Input]) -> None:
+    def take_outputs(self, instance: Instance, job: Job, inputs: list[Input]) -> None:
         """Takes up what the stage has made. Raises ConfigError for a folder that was damaged."""
-        state = self.state.stages[one.id]
-        products = one.kind.made(job)
-        name = state.digest if one.kind.serves else uuid.uuid4().hex
+        state = self.state.stages[instance.id]
+        products = instance.kind.made(job)
+        name = state.digest if instance.kind.serves else uuid.uuid4().hex
         outputs = {"folder": StageOutput(path=self._within(job.folder), sha256=name)}
         for key, path in products.outputs.items():
             outputs[key] = StageOutput(path=self._within(path), sha256=digest_of_path(path) or "")
 
         state.numbers = dict(products.numbers)
-        if one.measures is not None:
-            state.numbers |= add_gains(self, one)
+        if instance.measures is not None:
+            state.numbers |= add_gains(self, instance)
 
         state.outputs = outputs
         state.inputs = inputs
@@ -568,18 +568,18 @@ class Standing:
         state.status = "finished"
         state.why = ""
         state.ended_at = time.time()
-        self._settle(one)
+        self._settle(instance)
 
     def _within(self, path: Path) -> str:
         return os.path.relpath(path, self.dir)
 
 
-def names_of(one: Instance) -> set[str]:
+def names_of(instance: Instance) -> set[str]:
     """What a person may call an instance: its id, its name, its group."""
-    whose = one.measures if one.measures is not None else one.id
+    whose = instance.measures if instance.measures is not None else instance.id
     return {
-        one.id,
+        instance.id,
         whose,
         whose.partition(".")[0],
-        ".".join(part for part in one.path if part != "stages"),
+        ".".join(part for part in instance.path if part != "stages"),
     }

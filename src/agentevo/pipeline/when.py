@@ -22,13 +22,13 @@ SIGNS: dict[str, Callable[[float, float], bool]] = {
 class StageCondition(NamedTuple):
     """`reference` is the reference as it is written."""
 
-    left: str
+    reference: str
     sign: str
     right: float
 
-    def holds(self, left: float) -> bool:
+    def holds(self, left_value: float) -> bool:
         """Whether the condition holds for the value of the reference."""
-        return SIGNS[self.sign](left, self.right)
+        return SIGNS[self.sign](left_value, self.right)
 
 
 def condition(text: str) -> StageCondition:

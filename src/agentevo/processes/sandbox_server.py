@@ -120,15 +120,15 @@ class SandboxServer:
         finally:
             connection.leave()
 
-    def section_for(self, asked: dict[str, Any]) -> SandboxSection:
+    def section_for(self, overrides: dict[str, Any]) -> SandboxSection:
         """What a client gets. Raises SandboxError for more than the server allows."""
         limits = self.section.model_dump()
-        unknown = sorted(asked.keys() - set(wire.REQUESTED))
+        unknown = sorted(overrides.keys() - set(wire.REQUESTED))
         if unknown:
             raise SandboxError(f"{unknown[0][:60]!r} is nothing that a client asks for")
 
         try:
-            section = SandboxSection.model_validate({**limits, **asked, "type": self.kind})
+            section = SandboxSection.model_validate({**limits, **overrides, "type": self.kind})
         except pydantic.ValidationError as error:
             raise SandboxError(f"sandbox: {error.errors()[0]['msg']}") from None
 

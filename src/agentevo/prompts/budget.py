@@ -28,7 +28,7 @@ class Budget:
     section: OptimizeSection
     reserve: int
     """Attempts of the comparison."""
-    begun: int = 0
+    num_begun: int = 0
     """Attempts that were begun, lost ones included."""
     before_s: float = 0.0
     """Of processes before this one."""
@@ -49,7 +49,7 @@ class Budget:
 
     @property
     def attempts_left(self) -> int:
-        return self.section.attempts - self.begun
+        return self.section.attempts - self.num_begun
 
     @property
     def used_s(self) -> float:
@@ -76,7 +76,7 @@ class Budget:
         if self.seconds_left(final=final) == 0.0:
             raise BudgetSpentError(f"optimize.minutes={self.section.minutes:g} are over")
 
-        self.begun += number
+        self.num_begun += number
 
 
 def comparison(section: OptimizeSection, num_held_out: int) -> int:

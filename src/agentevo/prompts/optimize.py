@@ -65,7 +65,7 @@ class TextOptimization:
     resume: bool = False
     agent: AgentFunction | None = None
     """A program's function in the place of the recipe's agent."""
-    given: Sequence[Task] | None = None
+    tasks: Sequence[Task] | None = None
     """A program's tasks in the place of the recipe's."""
 
 
@@ -82,7 +82,7 @@ def optimize(what: TextOptimization, note: Callable[[str], None]) -> dict[str, A
     config = with_cost(what.contestant.config)
     _check_config(config)
 
-    tasks = _tasks_of(config, what.given, note)
+    tasks = _tasks_of(config, what.tasks, note)
     if what.agent is None:
         check_play(config, tasks.judging, has_engine=what.contestant.remote is None)
 
@@ -149,7 +149,7 @@ async def _optimize_in_folder(
             judging=tasks.judging,
             note=note,
         )
-        search.heard(records)
+        search.take_in(records)
         best = await search.run(start)
         compared = await _compare_held_out(playing, start, best.candidate, tasks.held_out, note)
         remote_totals = sampler.remote_models.totals()
@@ -169,7 +169,7 @@ async def _optimize_in_folder(
 async def _open_sampler(
     what: TextOptimization, config: RunConfig, run: Path, note: Callable[[str], None]
 ) -> AsyncIterator[Sampler]:
-    if what.agent is None and what.given is None:
+    if what.agent is None and what.tasks is None:
         async with open_player(what.contestant, config, note, run) as sampler:
             yield sampler
         return
@@ -181,7 +181,7 @@ async def _open_sampler(
         async with open_components(
             opened_config,
             agent=what.agent,
-            tasks=what.given,
+            tasks=what.tasks,
             store_url=url,
             loaded=loaded,
             note=note,
@@ -433,11 +433,11 @@ def _summary(
             "best": best.mean,
             "tried": search.num_tried,
             "judged": len(search.pool),
-            "ended": search.ended,
+            "ended": search.end_reason,
             "writer_failures": [] if search.writer is None else search.writer.failures[:20],
         },
         "budget": {
-            "attempts": budget.begun,
+            "attempts": budget.num_begun,
             "of": config.optimize.attempts,
             "seconds": round(budget.used_s, 1),
         },

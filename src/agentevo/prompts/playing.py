@@ -44,14 +44,14 @@ class Playing:
         folder: OptimizeFolder,
         budget: Budget,
         records: Sequence[Record],
-        given: dict[str, str],
+        recipe_texts: dict[str, str],
         at_once: int,
     ) -> None:
         """`recipe_texts`: the recipe's texts, which a candidate's replace. `at_once`: groups."""
         self._sampler = sampler
         self._folder = folder
         self.budget = budget
-        self._given = given
+        self._given = recipe_texts
         self._room = asyncio.Semaphore(at_once)
         self._played: dict[tuple[str, str, str], dict[int, PlayedAttempt]] = {}
         self._lowest = 0.0

@@ -69,16 +69,16 @@ class TextSearch:
     learning: Sequence[Task]
     judging: Sequence[Task]
     note: Callable[[str], None]
-    known: set[str] = field(default_factory=set)
+    known_problems: set[str] = field(default_factory=set)
     """Candidates that the log has."""
     pool: list[Judged] = field(default_factory=list)
     num_tried: int = 0
-    ended: str = ""
+    end_reason: str = ""
     """Why the search ended."""
 
-    def heard(self, records: Sequence[Record]) -> None:
+    def take_in(self, records: Sequence[Record]) -> None:
         """Takes in what the log says."""
-        self.known |= {record.id for record in records if isinstance(record, Candidate)}
+        self.known_problems |= {record.id for record in records if isinstance(record, Candidate)}
 
     async def run(self, start: Candidate) -> Judged:
         """The best candidate found within the budget, which may be `start`. Raises BudgetSpentError
@@ -89,11 +89,11 @@ class TextSearch:
 
         try:
             await (self._front() if self.method == "gepa" else self._beam())
-            self.ended = self.ended or f"optimize.rounds={self.section.rounds} are over"
+            self.end_reason = self.end_reason or f"optimize.rounds={self.section.rounds} are over"
         except (BudgetSpentError, WriterGoneError) as error:
-            self.ended = str(error)
+            self.end_reason = str(error)
 
-        self.note(f"the search ended: {self.ended}")
+        self.note(f"the search ended: {self.end_reason}")
         return min(self.pool, key=lambda judged: judged.rank)
 
     async def _beam(self) -> None:
@@ -111,7 +111,7 @@ class TextSearch:
                         self.pool.append(judged)
 
             if tried == self.num_tried:
-                self.ended = f"round {number} gave no new text"
+                self.end_reason = f"round {number} gave no new text"
                 return
 
             beam = sorted([*beam, *accepted], key=lambda judged: judged.rank)[
@@ -228,16 +228,16 @@ class TextSearch:
 
     def _tell(self, candidate: Candidate) -> None:
         """The log has the candidate before its first attempt."""
-        if candidate.id not in self.known:
+        if candidate.id not in self.known_problems:
             self.folder.add(candidate)
-            self.known.add(candidate.id)
+            self.known_problems.add(candidate.id)
 
     def _report(self, number: int) -> None:
         best = min(self.pool, key=lambda judged: judged.rank)
         budget = self.playing.budget
         self.note(
             f"round {number}: best {best.mean:.3f} ({JUDGED} at {len(self.judging)} tasks), "
-            f"{len(self.pool)} of {self.num_tried + 1} texts judged, {budget.begun} of "
+            f"{len(self.pool)} of {self.num_tried + 1} texts judged, {budget.num_begun} of "
             f"{self.section.attempts} attempts begun"
         )
 

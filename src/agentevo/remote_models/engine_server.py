@@ -166,7 +166,9 @@ class EngineServer:
         self._loaded = None
 
     def _failure(self, what: str, status: int = 0) -> Unanswered:
-        return Unanswered(f"remote model {self._name} (engine) {what}", status=status, again=False)
+        return Unanswered(
+            f"remote model {self._name} (engine) {what}", status=status, is_retryable=False
+        )
 
 
 def _overrides(body: Mapping[str, Any]) -> SamplingOverrides:

@@ -39,13 +39,13 @@ class Unanswered(AgentEvoError):
         message: str,
         *,
         status: int = 0,
-        again: bool,
+        is_retryable: bool,
         may_cost: bool = False,
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.again = again
+        self.again = is_retryable
         self.may_cost = may_cost
         self.retry_after_s = retry_after_s
 

@@ -53,10 +53,10 @@ class Spent(msgspec.Struct, kw_only=True):
     tokens: int = 0
     cost: float = 0.0
 
-    def add(self, other: Spent, sign: int = 1) -> None:
-        self.requests += sign * other.requests
-        self.tokens += sign * other.tokens
-        self.cost += sign * other.cost
+    def add(self, amount: Spent, sign: int = 1) -> None:
+        self.requests += sign * amount.requests
+        self.tokens += sign * amount.tokens
+        self.cost += sign * amount.cost
 
 
 class LedgerLine(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -156,7 +156,7 @@ class Ledger:
                 for row in self._totals.values()
             ]
 
-    def left(self) -> dict[str, float]:
+    def remaining(self) -> dict[str, float]:
         """The rest of each limit of the budget, by its name, over all processes: a request that is
         under way, or was when its process was killed, counts with the most that it can use."""
         with self._thread_lock:

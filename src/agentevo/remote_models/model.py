@@ -255,7 +255,7 @@ class RemoteModel:
         started_at = time.monotonic()
         try:
             time_left = min(self.section.timeout_s, request.until - started_at)
-            listen = None if request.listen is None else request.tell
+            listen = None if request.listen is None else request.on_delta
             reply, status = self._server.post(content, time_left, listen, request.headers)
         except BaseException as error:
             line.seconds = time.monotonic() - started_at
@@ -326,7 +326,7 @@ class _RemoteRequest:
     """The position of the call in a trace."""
     has_told: bool = False
 
-    def tell(self, delta: ContentDelta | ReasoningDelta) -> None:
+    def on_delta(self, delta: ContentDelta | ReasoningDelta) -> None:
         self.has_told = True
         if self.listen is not None:
             self.listen(delta)
@@ -373,7 +373,7 @@ class RemoteModels(Mapping[str, RemoteModel]):
         models."""
         if not self._models:
             return {}
-        limits_left = {name: model.ledger.left() for name, model in self._models.items()}
+        limits_left = {name: model.ledger.remaining() for name, model in self._models.items()}
         return {
             "asked": self.totals(),
             "budget_left": {name: limits for name, limits in limits_left.items() if limits},
@@ -389,7 +389,7 @@ class RemoteModels(Mapping[str, RemoteModel]):
             for row in self.totals()
         ]
         for name, model in self._models.items() if lines else ():
-            if budget_left := model.ledger.left():
+            if budget_left := model.ledger.remaining():
                 limits = ", ".join(f"{value:.4g} {what}" for what, value in budget_left.items())
                 lines.append(f"remote model {name}: left of its budget: {limits}")
 

@@ -49,6 +49,6 @@ async def open_run_store(
             ) from error
 
     try:
-        return await with_retries(attempt, within_s=within_s, what="opening the store", tell=tell)
+        return await with_retries(attempt, within_s=within_s, what="opening the store", notify=tell)
     except StoreUnavailableError as error:
         raise StoreUnavailableError(f"{error}; {remedy}") from error

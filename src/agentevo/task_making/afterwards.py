@@ -23,7 +23,7 @@ class QuestionsLeft(NamedTuple):
     solved: list[dict[str, Any]]
     """Rows that it retired."""
     unsolved: list[dict[str, Any]]
-    asked: set[str]
+    asked_questions: set[str]
     """All that it trained on or holds out."""
 
 

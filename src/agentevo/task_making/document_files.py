@@ -71,11 +71,11 @@ def is_document(word: str) -> bool:
     return is_text or path.is_dir() or (is_one_word and word.endswith("/"))
 
 
-def read_documents(given: Sequence[Path]) -> Documents:
+def read_documents(sources: Sequence[Path]) -> Documents:
     """The passages of files and folders. Raises ConfigError, a line for each file that can't be
     read, and where there is nothing to read."""
     left_out = Counter[str]()
-    files = _name_files(given, left_out)
+    files = _name_files(sources, left_out)
 
     passages = list[Passage]()
     digests = dict[str, str]()
@@ -85,7 +85,7 @@ def read_documents(given: Sequence[Path]) -> Documents:
             problems.append(f"{str(path)!a}: its name is no UTF-8: rename it")
 
     if not files:
-        problems.append(_nothing_in(given, left_out))
+        problems.append(_nothing_in(sources, left_out))
 
     _check_sizes(files, problems)
     for path, name in files.items() if not problems else ():
@@ -96,7 +96,7 @@ def read_documents(given: Sequence[Path]) -> Documents:
             problems.append(str(error))
             continue
 
-        if not found_passages and path in given:
+        if not found_passages and path in sources:
             problems.append(f"{path}: it is empty: give a text, or a corpus ({CORPUS_ENDING})")
         elif not found_passages:
             left_out["empty"] += 1
@@ -104,7 +104,7 @@ def read_documents(given: Sequence[Path]) -> Documents:
         passages += found_passages
 
     if not (passages or problems):
-        problems.append(_nothing_in(given, left_out))
+        problems.append(_nothing_in(sources, left_out))
 
     twice = [name for name, many in Counter(passage.id for passage in passages).items() if many > 1]
     if twice and not problems:

@@ -76,7 +76,7 @@ class ReadDocuments(msgspec.Struct, kw_only=True):
     held_out: list[dict[str, Any]] = []
     reasons: dict[str, int] = {}
     """Why a model's questions were not taken -> how many."""
-    asked: set[str] = set()
+    asked_questions: set[str] = set()
     """Every question so far."""
 
 
@@ -87,11 +87,11 @@ def tasks_from(
     held_out: int,
     per_passage: int,
     seed: int,
-    asked: Iterable[str] = (),
+    earlier_questions: Iterable[str] = (),
     progress: Callable[[int], None] = lambda done: None,
 ) -> ReadDocuments:
     """Sentences with gaps. `earlier_questions`: they are not asked again."""
-    tasks = ReadDocuments(asked=set(asked))
+    tasks = ReadDocuments(asked_questions=set(earlier_questions))
     order = _shuffle(passages, seed)
     on_both = _on_both_sides(passages)
     for passage in order:
@@ -104,7 +104,7 @@ def tasks_from(
             for sentence, gapped, answer in _gaps(passage.text)
             if asked_key(sentence) not in on_both
         ]
-        gaps = [gap for gap in gaps if gap[0] not in tasks.asked]
+        gaps = [gap for gap in gaps if gap[0] not in tasks.asked_questions]
         for question, answer in draw.sample(gaps, min(per_passage, len(gaps))):
             _keep(tasks, passage, question, answer, train, held_out)
 
@@ -122,11 +122,11 @@ async def asked_from(
     per_passage: int,
     seed: int,
     language: str = "en",
-    asked: Iterable[str] = (),
+    earlier_questions: Iterable[str] = (),
     progress: Callable[[int], None] = lambda done: None,
 ) -> ReadDocuments:
     """Questions of a model. Raises AgentEvoError where it answers nothing."""
-    documents = ReadDocuments(asked=set(asked))
+    documents = ReadDocuments(asked_questions=set(earlier_questions))
     reasons = Counter[str]()
     on_both = _on_both_sides(passages)
     failures = list[AgentEvoError]()
@@ -241,8 +241,8 @@ def _keep(
         (documents.held_out, held_out) if is_held_out(content) else (documents.train, train)
     )
     id_ = hashlib.sha256(f"{content}\0{question}".encode()).hexdigest()[:16]
-    if len(rows) < most and question not in documents.asked:
-        documents.asked.add(question)
+    if len(rows) < most and question not in documents.asked_questions:
+        documents.asked_questions.add(question)
         rows.append(
             {
                 "id": f"read-{id_}",
@@ -265,11 +265,11 @@ def _content(passage: Passage) -> str:
     return hashlib.sha256(passage.text.encode("utf-8", "replace")).hexdigest()[:16]
 
 
-def check_made(made: ReadDocuments, held_out: int) -> None:
+def check_made(documents: ReadDocuments, held_out: int) -> None:
     """Raises ConfigError where a side of the split has no task."""
-    if not made.train or (held_out and not made.held_out):
-        side = "to train on" if not made.train else "held out"
-        why = "; ".join(f"{reason}: {count}" for reason, count in made.reasons.items())
+    if not documents.train or (held_out and not documents.held_out):
+        side = "to train on" if not documents.train else "held out"
+        why = "; ".join(f"{reason}: {count}" for reason, count in documents.reasons.items())
         raise ConfigError(
             f"no task {side} could be made of these documents "
             f"({why or _TOO_FEW}): give more of them, or another writer"

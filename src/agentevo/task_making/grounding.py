@@ -44,19 +44,23 @@ class UngroundedError(Exception):
 
 
 async def ground_scenario(
-    world: ToolWorld, known: Survey, steps: Sequence[ScenarioStep], number: int, draw: random.Random
+    world: ToolWorld,
+    survey: Survey,
+    steps: Sequence[ScenarioStep],
+    number: int,
+    draw: random.Random,
 ) -> Scenario:
     """The scenario of these calls in the world of that number. Raises UngroundedError."""
     has_state = any(step.changes for step in steps)
-    questions = _questions(known, steps, draw) if has_state else []
+    questions = _questions(survey, steps, draw) if has_state else []
     async with world.open(number) as tools:
         before = await _all(tools, questions)
-        grounded = await _carried_out(tools, known, steps)
+        grounded = await _carried_out(tools, survey, steps)
         after = await _all(tools, questions)
-        value = None if has_state else await _value(tools, known, grounded[-1])
+        value = None if has_state else await _value(tools, survey, grounded[-1])
 
     async with world.open(number, seed=1) as tools:  # as another attempt has it
-        repeated = await _carried_out(tools, known, steps)
+        repeated = await _carried_out(tools, survey, steps)
         if [repeated_step.result for repeated_step in repeated] != [
             grounded_step.result for grounded_step in grounded
         ]:
@@ -129,7 +133,7 @@ async def _value(tools: AttemptTools, survey: Survey, step: ScenarioStep) -> str
     value = await answer_of(tools, step.tool, survey.databases[step.tool].parameter, step.question)
     if value is None or len(value) > LONGEST_ANSWER or value not in step.result:
         raise UngroundedError("its question has not one answer")
-    if value in map(str, step.question.told.values()):
+    if value in map(str, step.question.told_values.values()):
         raise UngroundedError("its words would say what is to be found")
     return value
 
@@ -157,7 +161,7 @@ def _questions(
             if name in (schema.get("required") or ()):
                 values = (
                     by_name.get(name.lower())
-                    or survey.values.known(name, parameter_schema)[-GUESSES:]
+                    or survey.values.known_values(name, parameter_schema)[-GUESSES:]
                 )
                 values = values or [survey.values.draw(name, parameter_schema, draw)]
                 choices.append([(name, _frozen(value)) for value in values])

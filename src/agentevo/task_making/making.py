@@ -76,7 +76,7 @@ class MadeTasks(msgspec.Struct, kw_only=True):
     train: list[dict[str, Any]] = []
     """Rows of files of tasks."""
     held_out: list[dict[str, Any]] = []
-    known: Survey
+    survey: Survey
     reasons: dict[str, int] = {}
     """Why walks gave no task -> how many."""
 
@@ -90,52 +90,52 @@ class MadeTasks(msgspec.Struct, kw_only=True):
             "train": len(self.train),
             "held_out": len(self.held_out),
             "difficulty": dict(sorted(Counter(row["difficulty"] for row in rows).items())),
-            "tools": {name: tools[name] for name in self.known.schemas},
+            "tools": {name: tools[name] for name in self.survey.schemas},
             "pairs": sorted(f"{first} -> {then}" for first, then in pairs),
-            "silent": self.known.silent,
-            "changing": sorted(self.known.changing),
+            "silent": self.survey.silent,
+            "changing": sorted(self.survey.changing),
             "reasons": self.reasons,
         }
 
 
-def check_wanted(wanted: WantedTasks) -> None:
+def check_wanted(request: WantedTasks) -> None:
     """Raises ConfigError for a request that can't be fulfilled."""
     for chosen, allowed, what in (
-        (wanted.languages, tuple(LANGUAGES), "--language"),
-        (wanted.personas, ("", *PERSONAS), "--persona"),
-        (wanted.kinds, ("state", "answer", "open"), "--kind"),
+        (request.languages, tuple(LANGUAGES), "--language"),
+        (request.personas, ("", *PERSONAS), "--persona"),
+        (request.kinds, ("state", "answer", "open"), "--kind"),
     ):
         unknown = next((value for value in chosen if value not in allowed), None)
         if unknown is not None or not chosen:
             names = ", ".join(filter(None, allowed))
             raise ConfigError(f"{what} {unknown or 'nothing'}: there are {names}")
 
-    if not 1 <= wanted.min_difficulty <= wanted.max_difficulty <= HARDEST:
+    if not 1 <= request.min_difficulty <= request.max_difficulty <= HARDEST:
         raise ConfigError(
-            f"--difficulty: {wanted.min_difficulty} to {wanted.max_difficulty}: give 1 to {HARDEST}"
+            f"--difficulty: {request.min_difficulty} to {request.max_difficulty}: give 1 to {HARDEST}"
         )
 
 
 async def make_tasks(
     sections: Sequence[ToolSection],
-    wanted: WantedTasks,
+    request: WantedTasks,
     *,
     taken: frozenset[str] = frozenset(),
     harder_than: Sequence[Mapping[str, Any]] = (),
-    tell: Callable[[str], None] = lambda line: None,
+    on_note: Callable[[str], None] = lambda line: None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> MadeTasks:
     """The tasks. `taken`: contents that are not made again; `harder_than`: rows of generated tasks,
     each of which every new task extends by further calls. Raises ToolUnavailableError where the
     server can't be reached, ConfigError where it has no tool that answers, AgentEvoError where no
     question can be asked of it."""
-    check_wanted(wanted)
+    check_wanted(request)
     world = ToolWorld(sections)
     try:
-        surveyed = await survey(world, wanted.values, seed=wanted.seed)
+        surveyed = await survey(world, request.values, seed=request.seed)
         for name, why in surveyed.silent.items():
-            tell(f"no task needs {name}: it refuses or fails what its schema allows ({why})")
-        return await _Maker(world, surveyed, wanted, taken, harder_than, progress).make()
+            on_note(f"no task needs {name}: it refuses or fails what its schema allows ({why})")
+        return await _Maker(world, surveyed, request, taken, harder_than, progress).make()
     finally:
         await world.close()
 
@@ -146,21 +146,21 @@ class _Maker:
     def __init__(
         self,
         world: ToolWorld,
-        known: Survey,
-        wanted: WantedTasks,
+        surveyed: Survey,
+        request: WantedTasks,
         taken: frozenset[str],
         parents: Sequence[Mapping[str, Any]],
         progress: Callable[[int], None],
     ) -> None:
         self._world = world
-        self._known = known
-        self._wanted = wanted
+        self._known = surveyed
+        self._wanted = request
         self._progress = progress
         self._reasons = Counter[str]()
         self._used = Coverage()
         self._taken = set(taken)
         self._queries = set[str]()
-        self._made = MadeTasks(known=known)
+        self._made = MadeTasks(survey=surveyed)
         self._graded = Counter[int]()
         self._misses = 0
         self._patience = MAX_MISSES // 2

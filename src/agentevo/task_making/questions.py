@@ -110,7 +110,7 @@ class DatabaseQuestion(msgspec.Struct, frozen=True, kw_only=True):
         return f"{doing} with {' and '.join(condition_words)}" if condition_words else doing
 
     @property
-    def told(self) -> dict[str, Any]:
+    def told_values(self) -> dict[str, Any]:
         """The values that the words have to name."""
         return {
             f"{condition.column} {condition.sign}": condition.value for condition in self.conditions

@@ -52,10 +52,10 @@ class ScenarioStep(msgspec.Struct, frozen=True, kw_only=True):
     the SQL."""
 
     @property
-    def told(self) -> dict[str, Any]:
+    def told_values(self) -> dict[str, Any]:
         """The arguments that the agent is given; of a question the values that it names."""
         if self.question is not None:
-            return self.question.told
+            return self.question.told_values
         return {
             name: argument for name, argument in self.arguments.items() if name not in self.found
         }
@@ -90,7 +90,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         calls = [
             [
                 step.tool,
-                step.told,
+                step.told_values,
                 {name: [source.step, source.name] for name, source in step.found.items()},
                 *([step.question.sql] if step.question is not None else []),
             ]

@@ -90,7 +90,7 @@ class Survey(msgspec.Struct, kw_only=True):
         needed = schema.get("required") or ()
         arguments = dict(fixed or {})
         for parameter, parameter_schema in properties(schema).items():
-            is_known = bool(self.values.known(parameter, parameter_schema))
+            is_known = bool(self.values.known_values(parameter, parameter_schema))
             if parameter not in arguments and (
                 parameter in needed or (is_known and draw.random() < OPTIONAL)
             ):
@@ -100,7 +100,7 @@ class Survey(msgspec.Struct, kw_only=True):
 
 
 async def survey(
-    world: ToolWorld, given: Mapping[str, Sequence[Any]] | None = None, *, seed: int
+    world: ToolWorld, named_values: Mapping[str, Sequence[Any]] | None = None, *, seed: int
 ) -> Survey:
     """The survey of a server. `named_values`: values that the user names, by parameter. Raises
     ToolUnavailableError where the server can't be reached, ConfigError where it has no tools, or
@@ -118,7 +118,7 @@ async def survey(
             schemas={spec["name"]: spec["parameters"] for spec in specs},
             descriptions={spec["name"]: spec["description"] for spec in specs},
             specs=list(tools.schemas),
-            values=Values(given),
+            values=Values(named_values),
         )
         for name, schema in surveyed.schemas.items():
             if database_and_call := await find_database(tools, name, schema):

@@ -76,10 +76,10 @@ _STOP = frozenset(["the", "a", "an", "it", "is", "of", "to", "in", "on", "be", "
 class Values:
     """The known values of each parameter so far, by its name."""
 
-    def __init__(self, given: Mapping[str, Sequence[Any]] | None = None) -> None:
+    def __init__(self, named_values: Mapping[str, Sequence[Any]] | None = None) -> None:
         """`named_values`: parameter -> values that the user names, which come before all others."""
         self._found: dict[str, list[Any]] = {}
-        for name, values in (given or {}).items():
+        for name, values in (named_values or {}).items():
             self.add(name, values)
 
     def add(self, name: str, values: Sequence[Any]) -> None:
@@ -99,7 +99,7 @@ class Values:
             for text in texts:
                 self.add(name, list(mine_values(text, name, property_schema)))
 
-    def known(self, name: str, schema: Mapping[str, Any]) -> list[Any]:
+    def known_values(self, name: str, schema: Mapping[str, Any]) -> list[Any]:
         """Values that the server has shown for a parameter."""
         stated = [
             stated_value
@@ -111,7 +111,7 @@ class Values:
 
     def draw(self, name: str, schema: Mapping[str, Any], draw: random.Random) -> Any:
         """One of the known values, or a made-up one where there is none."""
-        known_values = self.known(name, schema)
+        known_values = self.known_values(name, schema)
         kind = _kind(schema)
         is_free = kind == "string" and not stated_values(schema)
         if known_values and not (is_free and draw.random() < MADE_UP):

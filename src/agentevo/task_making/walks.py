@@ -60,7 +60,7 @@ class Coverage:
 
 async def walk(
     tools: AttemptTools,
-    known: Survey,
+    survey: Survey,
     used: Coverage,
     draw: random.Random,
     num_calls: int,
@@ -75,34 +75,34 @@ async def walk(
     named = dict[str, list[Any]]()
     refusals = 0
     while len(steps) < len(start) + num_calls and refusals < REFUSALS:
-        names = known.usable
+        names = survey.usable
         before = steps[-1].tool if steps else None
         weights = [
-            used.weight(candidate, before, candidate in known.databases)
-            * _chains(known, steps, candidate)
+            used.weight(candidate, before, candidate in survey.databases)
+            * _chains(survey, steps, candidate)
             for candidate in names
         ]
         (name,) = draw.choices(names, weights)
-        if name in known.databases:
-            step, got = await _ask_database(tools, known, name, known.databases[name].draw(draw))
+        if name in survey.databases:
+            step, got = await _ask_database(tools, survey, name, survey.databases[name].draw(draw))
             results.append(got)
             steps += [step] if step is not None else []
             refusals += step is None
             continue
 
-        sources = _found(known, steps, name, draw)
+        sources = _found(survey, steps, name, draw)
         fixed = {parameter: value for parameter, (_, value) in sources.items()}
-        for parameter in properties(known.schemas[name]):
+        for parameter in properties(survey.schemas[name]):
             if parameter not in fixed and named.get(parameter):
                 fixed[parameter] = draw.choice(named[parameter])
 
-        arguments = known.draw_arguments(name, draw, fixed)
+        arguments = survey.draw_arguments(name, draw, fixed)
         got = await call_tool(tools, name, arguments)
         results.append(got)
 
         if got.is_error or len(got.text) > LONGEST_RESULT:
             refusals += 1
-            for parameter, schema in properties(known.schemas[name]).items():
+            for parameter, schema in properties(survey.schemas[name]).items():
                 if values := list(mine_values(got.text, parameter, schema)):
                     named[parameter] = values
             continue
@@ -113,7 +113,7 @@ async def walk(
                 arguments=arguments,
                 found={parameter: source for parameter, (source, _) in sources.items()},
                 result=got.text,
-                changes=name in known.changing,
+                changes=name in survey.changing,
             )
         )
 
@@ -121,12 +121,12 @@ async def walk(
 
 
 async def asked_further(
-    tools: AttemptTools, known: Survey, start: Sequence[ScenarioStep], draw: random.Random
+    tools: AttemptTools, survey: Survey, start: Sequence[ScenarioStep], draw: random.Random
 ) -> tuple[list[ScenarioStep], list[CallResult]]:
     """The same calls with a further condition in the question that the last one asks; no calls
     where it has no harder question, or its tool does not exist any more."""
     last = start[-1]
-    database = known.databases.get(last.tool)
+    database = survey.databases.get(last.tool)
     if database is None or last.question is None:
         return [], []
 
@@ -134,7 +134,7 @@ async def asked_further(
     if question.clauses <= last.question.clauses:
         return [], []
 
-    step, got = await _ask_database(tools, known, last.tool, question)
+    step, got = await _ask_database(tools, survey, last.tool, question)
     return ([*start[:-1], step] if step is not None else []), [got]
 
 

@@ -23,7 +23,7 @@ class Phrases(NamedTuple):
 
     task: str
     then: str
-    found: str
+    found_value: str
     """With {name} and {source}."""
     say_first: str
     say_value: str
@@ -38,7 +38,7 @@ LANGUAGES: Mapping[str, Phrases] = {
     "en": Phrases(
         task="Your task: ",
         then="; then ",
-        found="{name}: the first that comes of {source}",
+        found_value="{name}: the first that comes of {source}",
         say_first="Say the first line of what you find.",
         say_value="Say the value that you find.",
         say_open="Say in a few words what came of it.",
@@ -52,7 +52,7 @@ LANGUAGES: Mapping[str, Phrases] = {
     "de": Phrases(
         task="Deine Aufgabe: ",
         then="; danach ",
-        found="{name}: das Erste, was sich hieraus ergibt: {source}",
+        found_value="{name}: das Erste, was sich hieraus ergibt: {source}",
         say_first="Nenne die erste Zeile dessen, was du findest.",
         say_value="Nenne den Wert, den du findest.",
         say_open="Sage in wenigen Worten, was daraus geworden ist.",
@@ -66,7 +66,7 @@ LANGUAGES: Mapping[str, Phrases] = {
     "zh": Phrases(
         task="任务：",
         then="；然后 ",
-        found="{name}：由此得到的第一个：{source}",
+        found_value="{name}：由此得到的第一个：{source}",
         say_first="请说出你找到的内容的第一行。",
         say_value="请说出你找到的值。",
         say_open="请简短说明结果。",
@@ -113,10 +113,10 @@ def _said(
     if step.question is not None:
         return step.question.words
 
-    arguments = [f"{_plain(name)}: {shown(value)}" for name, value in step.told.items()]
+    arguments = [f"{_plain(name)}: {shown(value)}" for name, value in step.told_values.items()]
     for name, origin in step.found.items():
         source = _said(steps, origin.step, descriptions, phrases)
-        arguments.append(phrases.found.format(name=_plain(name), source=source))
+        arguments.append(phrases.found_value.format(name=_plain(name), source=source))
 
     doing = deed(descriptions[step.tool])
     return f"{doing} ({', '.join(arguments)})" if arguments else doing
@@ -176,14 +176,14 @@ def named_tools(text: str, tools: Sequence[str]) -> list[str]:
 
 def values_left_out(text: str, scenario: Scenario) -> list[str]:
     """Values that the agent needs and that are not in the text."""
-    values = [shown(value) for step in scenario.steps for value in step.told.values()]
+    values = [shown(value) for step in scenario.steps for value in step.told_values.values()]
     return [value for value in values if not _is_in(value, text)]
 
 
 def gives_away(text: str, scenario: Scenario) -> bool:
     """Whether the text says what the agent has to find."""
     hidden = [] if scenario.answer is None else [scenario.answer]
-    told_values = {shown(value) for step in scenario.steps for value in step.told.values()}
+    told_values = {shown(value) for step in scenario.steps for value in step.told_values.values()}
     hidden += [
         shown(step.arguments[name])
         for step in scenario.steps

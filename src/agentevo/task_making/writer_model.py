@@ -23,13 +23,13 @@ def writer_section(
     *,
     name: str = "default",
     key: str | None = None,
-    known: Mapping[str, RemoteModelSection] | None = None,
+    known_models: Mapping[str, RemoteModelSection] | None = None,
 ) -> RemoteModelSection:
     """`word`: a name of `known_models`; a URL, which is OpenAI's API of the model `name`, or
     URL#MODEL; or as in model.name a folder, a run or a known model, which is computed here. `key`:
     ${env:NAME}, for a URL. Raises ConfigError."""
-    if known and word in known:
-        return known[word]
+    if known_models and word in known_models:
+        return known_models[word]
 
     try:
         if "://" in word:
